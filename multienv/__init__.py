@@ -1,0 +1,30 @@
+"""Gymnasium environments in processes that may die at any moment; trajectories as if none had.
+
+Layers, lowest first; none imports one above it::
+
+    errors, config, events       what is said
+    wire                         frames, spaces in memory, shared memory
+    worker                       the dispatcher, and a process around it
+    processes                    launching, watching over, ending
+    backends                     the seam: request and reply, from a process or from here
+    recovery                     journal, replay, verification, budget: the supervisor
+    hosted_env … multi_env       the faces
+    testing                      faulty envs, leak checks, a conformance kit
+"""
+
+from multienv.autoreset import AutoResetWrapper
+from multienv.config import Deadlines, RestartPolicy
+from multienv.multi_env import MultiEnv
+from multienv.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoResetWrapper",
+    "Deadlines",
+    "MultiEnv",
+    "RestartPolicy",
+    "SerialEnv",
+    "SubprocessEnv",
+    "create_subprocess_envs",
+]

@@ -1,0 +1,94 @@
+"""The seam between faces and whatever runs the env."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal
+
+from multienv.processes.protocol import UNKNOWN_FATE, Fate
+from multienv.wire.memory import Block
+
+
+class Gone(Exception):  # noqa: N818 - internal: always turned into a recovery or a WorkerLostError
+    """The worker is lost.
+
+    Attributes:
+        cause: ``"died"``, ``"hung"`` or ``"broken"`` (it answered something undecodable).
+        executing: It was lost while executing the pending request, not before or after.
+        replaying: The place of the request inside a replay it was executing, or -1.
+    """
+
+    def __init__(
+        self,
+        cause: Literal["died", "hung", "broken", "error"],
+        fate: Fate = UNKNOWN_FATE,
+        *,
+        pid: int | None = None,
+        executing: bool = True,
+        replaying: int = -1,
+        detail: str = "",
+    ) -> None:
+        """Say how it was lost."""
+        super().__init__(cause, detail)
+        self.cause = cause
+        self.fate = fate
+        self.pid = pid
+        self.executing = executing
+        self.replaying = replaying
+        self.detail = detail
+
+
+class Backend(ABC):
+    """One host somewhere, reachable by request and reply.
+
+    Attributes:
+        send: Send a request frame. Never blocks, never raises: a loss shows when reading.
+        read: Wait for something to read, and return it: usually exactly one reply; whatever else it is,
+            :meth:`complete` makes sense of it.
+    """
+
+    send: Callable[[bytes], None]
+    read: Callable[[], bytes]
+
+    @abstractmethod
+    def complete(self, start: bytes, seq: int) -> bytes:
+        """The reply to request ``seq``, of which ``start`` has been read. Raises :class:`Gone`."""
+
+    @abstractmethod
+    def poll(self, timeout: float) -> bool:
+        """Whether there is something to read within ``timeout`` seconds."""
+
+    @abstractmethod
+    def arm(self, seconds: float | None) -> None:
+        """From now on the pending request may take this long."""
+
+    @abstractmethod
+    def observations(self, size: int) -> Block:
+        """The memory the host has laid its observations in."""
+
+    @abstractmethod
+    def ask_again(self, frame: bytes) -> None:
+        """Send a request that may or may not have been sent, or answered, before: it is executed once."""
+
+    @abstractmethod
+    def kill(self) -> Fate:
+        """End it now, whatever it is doing."""
+
+    @abstractmethod
+    def finish(self, timeout: float) -> None:
+        """Wait until it has ended by itself, or end it; then let go of everything."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of everything without waiting."""
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The process, once known."""
+
+    @pid.setter
+    @abstractmethod
+    def pid(self, pid: int) -> None:
+        """The process, as the host told it."""

@@ -1,0 +1,106 @@
+"""Options as a few frozen values that are passed whole."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from multienv.errors import UsageError
+
+OnLoss = Literal["replay", "truncate", "raise"]
+_ON_LOSS = ("replay", "truncate", "raise")
+
+
+def check_seconds(name: str, value: float | None, *, zero: bool = False) -> None:
+    """Refuse what is not a number of seconds: NaN, infinite, negative, a bool, a string."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise UsageError(f"{name} is {value!r}; give a number of seconds, or None for no limit.")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise UsageError(f"{name} is {value!r}; give a positive, finite number of seconds, or None for no limit.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long the env may take for one request, in seconds; ``None`` is for ever.
+
+    A process that has not answered when its deadline passes counts as hung: its Python stack is taken,
+    it is killed, and ``RestartPolicy.on_timeout`` says what happens next.
+
+    Args:
+        start: From the launch of the process to the built env.
+        reset: One ``reset``.
+        step: One ``step``.
+        call: One ``call``, ``get_attr``, ``set_attr`` or ``render``.
+        close: ``close``, after which the process is killed.
+        recovery: Bringing back one lost env, all attempts together. Past it the step is truncated.
+    """
+
+    start: float | None = 120.0
+    reset: float | None = None
+    step: float | None = None
+    call: float | None = None
+    close: float = 5.0
+    recovery: float | None = 120.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that are not a number of seconds."""
+        for field in fields(self):
+            check_seconds(f"Deadlines.{field.name}", getattr(self, field.name))
+        if self.close is None:
+            raise UsageError("Deadlines.close is None; close() is always bounded: give a number of seconds.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """What happens when a worker is lost, and how often.
+
+    ``"replay"`` brings the same episode back, verified, or truncates it where that cannot be shown to be
+    exact; ``"truncate"`` ends the episode at the broken step; ``"raise"`` raises a
+    :class:`~multienv.errors.WorkerLostError`.
+
+    Args:
+        on_crash: The process died, or answered something undecodable.
+        on_timeout: A deadline passed.
+        on_error: The env raised an exception. Its process lives, so ``"raise"`` is the default;
+            ``"replay"`` takes the exception for a passing fault of the simulator and tries once more.
+        max_restarts: Restarts allowed per env within ``window``; one more raises
+            :class:`~multienv.errors.RestartBudgetExceeded`.
+        window: Length of the window, seconds.
+        backoff: Wait before the second restart in a row that made no progress, seconds; it doubles with
+            each further one, with jitter. The first restart is immediate.
+        max_backoff: The longest such wait, seconds.
+        poison_after: The number of processes the same request may kill before it is taken for poison.
+        journal_limit: Bytes of memory an env's journal may take. Past it the oldest episodes are
+            forgotten; an episode that does not fit alone cannot be replayed.
+        replay_limit: Seconds of env time a replay may take; the journal is shortened likewise.
+    """
+
+    on_crash: OnLoss = "replay"
+    on_timeout: OnLoss = "replay"
+    on_error: OnLoss = "raise"
+    max_restarts: int = 10_000
+    window: float = 3600.0
+    backoff: float = 0.1
+    max_backoff: float = 10.0
+    poison_after: int = 2
+    journal_limit: int = 16 * 2**20
+    replay_limit: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Refuse unknown actions and numbers out of range."""
+        for name in ("on_crash", "on_timeout", "on_error"):
+            if getattr(self, name) not in _ON_LOSS:
+                choices = ", ".join(map(repr, _ON_LOSS))
+                raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; choose one of {choices}.")
+        for name in ("window", "backoff", "max_backoff", "replay_limit"):
+            check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=name != "window")
+            if getattr(self, name) is None:
+                raise UsageError(f"RestartPolicy.{name} is None; give a number of seconds.")
+        for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+                raise UsageError(f"RestartPolicy.{name} is {value!r}; give an integer of at least {least}.")

@@ -1,0 +1,269 @@
+"""Every error multienv raises, by whose fault it is.
+
+::
+
+    MultienvError
+    ├── UsageError (also a ValueError)      the caller's: says what to call instead
+    │   ├── ClosedError                       the env has been closed
+    │   ├── NotInitializedError               initialize() has not been called
+    │   ├── ResetNeededError                  step() before reset()
+    │   ├── CallPendingError                  a second request before the first was collected
+    │   ├── NothingPendingError               a wait without a request
+    │   ├── ActionError                       an action that does not fit the action space
+    │   ├── EnvFnError                        env_fn cannot be sent to a process
+    │   └── SpaceMismatchError                envs with different spaces in one batch
+    ├── WaitTimeout (also a TimeoutError)   the answer is not there yet; wait again
+    ├── EnvError                            the env's: it raised, its process lives
+    │   ├── EnvRaisedError                    also an instance of the type the env raised
+    │   └── ResultNotPicklableError           what the env returned cannot travel
+    ├── WorkerLostError                     the process's: it died or had to be killed
+    │   ├── WorkerDiedError                   it exited or was killed by a signal
+    │   ├── WorkerHungError                   a deadline passed (also a TimeoutError)
+    │   ├── ReplyBrokenError                  it answered something undecodable
+    │   ├── PoisonError                       the same request kills every process it is given to
+    │   └── RestartBudgetExceeded             it was lost more often than the policy allows
+    └── EnvsFailedError                     several envs: failures by index, results of the others
+
+Each message says what happened, the likely cause, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+
+
+class MultienvError(Exception):
+    """Base of everything multienv raises on its own account."""
+
+
+# --- the caller's ---------------------------------------------------------------------------
+
+
+class UsageError(MultienvError, ValueError):
+    """The call was wrong; nothing was sent to the env and nothing is lost."""
+
+
+class ClosedError(UsageError, gymnasium.error.ClosedEnvironmentError):
+    """The env has been closed."""
+
+
+class NotInitializedError(UsageError):
+    """The env has not been built yet."""
+
+
+class ResetNeededError(UsageError, gymnasium.error.ResetNeeded):
+    """There is no running episode to step."""
+
+
+class CallPendingError(UsageError, gymnasium.error.AlreadyPendingCallError):
+    """An earlier request has not been collected; ``name`` says which."""
+
+    def __init__(self, message: str, name: str = "") -> None:
+        """Keep gymnasium's signature, with the name optional."""
+        super().__init__(message, name)
+
+    def __str__(self) -> str:
+        """Show the message alone."""
+        return str(self.args[0])
+
+
+class NothingPendingError(UsageError, gymnasium.error.NoAsyncCallError):
+    """There is no request whose answer could be collected."""
+
+    def __init__(self, message: str, name: str = "") -> None:
+        """Keep gymnasium's signature, with the name optional."""
+        super().__init__(message, name)
+
+    def __str__(self) -> str:
+        """Show the message alone."""
+        return str(self.args[0])
+
+
+class ActionError(UsageError, gymnasium.error.InvalidAction):
+    """The action does not fit the action space."""
+
+
+class EnvFnError(UsageError, TypeError):
+    """``env_fn`` is not callable, cannot be pickled, or does not return an env."""
+
+
+class SpaceMismatchError(UsageError):
+    """The envs of one batch do not share one observation and one action space."""
+
+
+class WaitTimeout(MultienvError, TimeoutError):  # noqa: N818 - reads as what it is
+    """The answer was not there within the caller's ``timeout``; the request is still pending."""
+
+
+# --- the env's ------------------------------------------------------------------------------
+
+
+class EnvError(MultienvError):
+    """The env raised; its process is alive and can be reset.
+
+    Attributes:
+        env_index: The env's index in its batch, or ``None``.
+        command: What was asked of it: ``"step"``, ``"reset"``, …
+        step: Steps taken in the episode so far, or ``None``.
+        seed: The seed of the last seeded reset, or ``None``.
+        remote_traceback: The traceback in the worker, as text.
+    """
+
+    env_index: int | None = None
+    command: str = ""
+    step: int | None = None
+    seed: int | None = None
+    remote_traceback: str = ""
+
+
+class EnvRaisedError(EnvError):
+    """An exception of the env.
+
+    It is raised as an instance of a class made on the spot that also derives from the exception's own
+    type, so that ``except ThatType`` catches it; the exception itself is its ``__cause__``.
+    """
+
+
+class ResultNotPicklableError(EnvError):
+    """What the env returned cannot be sent to the trainer."""
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - not an error of its own, the text under one
+    """Carries the traceback of another process as the ``__cause__`` of an exception."""
+
+    def __init__(self, text: str) -> None:
+        """Keep the text."""
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        """Set the remote text apart from the local traceback."""
+        return f'\n"""\n{self.text}"""'
+
+
+def catchable_as(base: type[MultienvError], cause: BaseException, message: str) -> MultienvError:
+    """An error of class ``base`` that ``except type(cause)`` catches too.
+
+    The type of ``cause`` may have a constructor of any shape: it is never called. Where the two types
+    cannot be combined, a plain ``base`` is returned.
+    """
+    kind = type(cause)
+    if isinstance(cause, base) or not isinstance(cause, Exception):
+        return base(message)
+    namespace: dict[str, Any] = {
+        "__init__": lambda self, *args: Exception.__init__(self, *args),
+        "__str__": lambda self: message,
+        "__module__": base.__module__,
+        # The class exists in this process only: a pickle of it becomes its base again.
+        "__reduce__": lambda self: (base, (message,)),
+    }
+    try:
+        combined: Any = type(f"{base.__name__}[{kind.__name__}]", (base, kind), namespace)
+        error = combined.__new__(combined, message)
+        error.args = (message,)
+        for name, value in getattr(cause, "__dict__", {}).items():
+            if not name.startswith("__"):
+                setattr(error, name, value)
+    except Exception:  # a foreign metaclass, layout or __new__ may raise anything
+        return base(message)
+    assert isinstance(error, base)
+    return error
+
+
+def rebuilt(parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) -> BaseException:
+    """An exception from its type, arguments and attributes, without calling its constructor."""
+    kind, args, state = parts
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+# --- the process's --------------------------------------------------------------------------
+
+
+class WorkerLostError(MultienvError):
+    """The env's process is gone. The next ``reset()`` starts a new one.
+
+    Attributes:
+        env_index: The env's index in its batch, or ``None``.
+        command: What it was doing: ``"initialize"``, ``"reset"``, ``"step"``, …
+        step: Steps taken in the episode so far, or ``None``.
+        seed: The seed of the last seeded reset, or ``None``.
+        exit_code: Its exit code; negative is the number of the signal; ``None`` if not known.
+        stack: The Python and native stack at the moment of death or hang, where one was taken.
+        stderr: The last lines it wrote on stderr.
+    """
+
+    env_index: int | None = None
+    command: str = ""
+    step: int | None = None
+    seed: int | None = None
+    exit_code: int | None = None
+    stack: str = ""
+    stderr: str = ""
+
+
+class WorkerDiedError(WorkerLostError):
+    """The process exited or was killed by a signal."""
+
+
+class WorkerHungError(WorkerLostError, TimeoutError):
+    """A deadline passed; the process was killed."""
+
+
+class ReplyBrokenError(WorkerLostError):
+    """The process answered something that cannot be decoded; it was killed."""
+
+
+class PoisonError(WorkerLostError):
+    """The same request killed every process it was given to."""
+
+
+class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the public contract
+    """The env was lost more often than its ``RestartPolicy`` allows."""
+
+
+# --- several envs ---------------------------------------------------------------------------
+
+
+class EnvsFailedError(MultienvError):
+    """Some envs of a batch failed; the others finished.
+
+    Attributes:
+        failures: Env index → the exception of that env.
+        results: What each env returned, ``None`` for the failed ones.
+    """
+
+    failures: Mapping[int, BaseException]
+    results: Sequence[Any]
+
+    @classmethod
+    def collect(
+        cls,
+        what: str,
+        failures: Mapping[int, BaseException],
+        results: Sequence[Any],
+        advice: str = "Reset the failed envs; the episodes of the others go on.",
+    ) -> MultienvError:
+        """One error for all ``failures``; catchable by the cause's own type where there is one cause."""
+        lines = [f"{len(failures)} of {len(results)} envs failed in {what}. {advice}"]
+        lines += [f"  env {index}: {type(error).__name__}: {error}" for index, error in failures.items()]
+        message = "\n".join(lines)
+        causes = {id(error): error for error in failures.values()}
+        first = next(iter(failures.values()))
+        build: Callable[[], MultienvError] = lambda: cls(message)  # noqa: E731 - one of two ways to build
+        if len(causes) == 1:
+            build = lambda: catchable_as(cls, first, message)  # noqa: E731
+        error = build()
+        assert isinstance(error, cls)
+        error.failures = dict(failures)
+        error.results = list(results)
+        error.__cause__ = first
+        return error
+
+
+__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Exception)]

@@ -1,0 +1,104 @@
+"""Records of what happened: frozen, handed to hooks and returned by ``statistics()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Cause = Literal["died", "hung", "broken", "error"]
+Outcome = Literal["exact", "truncated", "fresh", "raised"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One worker lost.
+
+    Attributes:
+        env_index: The env's index in its batch, or ``None``.
+        cause: ``"died"``, ``"hung"``, ``"broken"`` (undecodable reply) or ``"error"`` (it raised, and the
+            policy takes that for a loss).
+        command: What it was doing.
+        step: Steps taken in the episode.
+        seed: The seed of the last seeded reset.
+        pid: The process.
+        exit_code: Its exit code; negative is a signal's number; ``None`` if not known.
+        stack: Python and native stack, where one was taken.
+        stderr: The last lines it wrote.
+    """
+
+    env_index: int | None
+    cause: Cause
+    command: str
+    step: int | None
+    seed: int | None
+    pid: int | None
+    exit_code: int | None = None
+    stack: str = ""
+    stderr: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What became of a loss.
+
+    Attributes:
+        loss: The loss.
+        outcome: ``"exact"``: the same episode goes on, verified; ``"truncated"``: it was ended, the
+            transition says so; ``"fresh"``: the caller had asked for a new episode anyway and got a clean
+            one; ``"raised"``: an error was raised.
+        reason: Why it is not exact, or ``""``.
+        replayed: Requests that were run again.
+        attempts: Processes it took.
+        seconds: From the loss being noticed to the answer.
+    """
+
+    loss: Loss
+    outcome: Outcome
+    reason: str
+    replayed: int
+    attempts: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """One env's counters and state at one moment.
+
+    Attributes:
+        state: ``"new"``, ``"starting"``, ``"ready"``, ``"running"``, ``"ended"``, ``"lost"`` or ``"closed"``.
+        pid: The worker, ``None`` while there is none.
+        steps: Steps done for the caller.
+        episodes: Episodes begun.
+        losses: Workers lost.
+        restarts: Processes started in place of lost ones.
+        exact_recoveries: Losses after which the same episode went on, verified.
+        truncated_recoveries: Losses that ended their episode.
+        replayed_steps: Requests run again in all replays.
+        recovery_seconds: Seconds each recovery took, the newest last, at most 1000.
+        step_seconds: Mean latency of a step from call to answer, seconds, from a sample of the steps.
+        journal_requests: Requests the journal holds.
+        rss: Resident memory of the worker in bytes, ``None`` where it cannot be read.
+        last_loss: The last loss.
+        last_recovery: What became of it.
+    """
+
+    state: str
+    pid: int | None
+    steps: int
+    episodes: int
+    losses: int
+    restarts: int
+    exact_recoveries: int
+    truncated_recoveries: int
+    replayed_steps: int
+    recovery_seconds: tuple[float, ...] = field(repr=False)
+    step_seconds: float | None
+    journal_requests: int
+    rss: int | None
+    last_loss: Loss | None
+    last_recovery: Recovery | None
+
+
+Event = Loss | Recovery
+Hook = Callable[[Event], None]

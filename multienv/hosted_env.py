@@ -1,0 +1,273 @@
+"""What SubprocessEnv and SerialEnv share: a gymnasium.Env whose env lives behind a supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+
+from multienv.errors import UsageError
+from multienv.events import Statistics
+from multienv.recovery.supervisor import Supervisor, Transition
+from multienv.wire.messages import Call, GetAttribute, HasAttribute, Render, Reset, SetAttribute
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+
+_OWN_METHODS = frozenset(("reset", "step", "render", "close"))
+
+
+class HostedEnv(gymnasium.Env[Any, Any]):
+    """An env that answers requests from somewhere else.
+
+    The calls come whole (``step``) and in two halves: ``step_async`` sends and does not block,
+    ``step_wait`` collects, with a timeout if given.
+    """
+
+    # gymnasium declares these on the class; here they are the remote env's, known once it is built.
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+    _supervisor: Supervisor
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        """Keep the supervisor; start nothing."""
+        self._supervisor = supervisor
+
+    # --- start and end --------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Launch the process and have it build the env; does not wait. Again does nothing.
+
+        Returns:
+            The env itself.
+
+        Raises:
+            ClosedError: It has been closed.
+        """
+        self._supervisor.start()
+        return self
+
+    def initialize(self, timeout: float | None = None) -> Self:
+        """Wait until the env is built; start it first if need be. Again does nothing.
+
+        Afterwards ``observation_space``, ``action_space``, ``metadata``, ``spec`` and ``render_mode`` are
+        those of the env.
+
+        Args:
+            timeout: Seconds to wait; it can be called again.
+
+        Returns:
+            The env itself.
+
+        Raises:
+            EnvRaisedError: ``env_fn`` raised; catchable by the exception's own type too.
+            WorkerLostError: Building the env ended its process.
+            WaitTimeout: ``timeout`` is over.
+        """
+        description = self._supervisor.initialize(timeout)
+        if "observation_space" not in self.__dict__:
+            self.observation_space = description.observation_space
+            self.action_space = description.action_space
+            self.metadata = description.metadata
+            self.spec = description.spec
+            self.render_mode = description.render_mode
+        return self
+
+    def close(self) -> None:
+        """End the process: by asking, and after ``Deadlines.close`` seconds by force. Again does nothing."""
+        self._supervisor.close()
+
+    def __exit__(self, *error: object) -> bool:
+        """Close."""
+        self.close()
+        return False
+
+    def __enter__(self) -> Self:
+        """Initialize."""
+        return self.initialize()
+
+    # --- an episode -----------------------------------------------------------------------------
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode.
+
+        Args:
+            seed: For the env's generators. Where none was ever given one is drawn and recorded, so that the
+                episode can be replayed; later resets without one go on with the generators as they are.
+            options: The env's own.
+
+        Returns:
+            Observation and info.
+        """
+        self._check_seed(seed)
+        with _Interruptible(self._supervisor):
+            self._supervisor.send("reset", Reset(seed, options, anchor=False))
+            return self._supervisor.receive("reset")  # type: ignore[no-any-return]
+
+    def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        """Send a reset; collect it with :meth:`reset_wait`."""
+        self._check_seed(seed)
+        self._supervisor.send("reset", Reset(seed, options, anchor=False))
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Collect what the reset returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        return self._supervisor.receive("reset", timeout)  # type: ignore[no-any-return]
+
+    def step(self, action: Any) -> Transition:
+        """Take one step.
+
+        An interrupted step (Ctrl-C) has been sent all the same: the next call returns its outcome, whatever
+        its own action, with ``info["multienv"] == {"resumed": True}``.
+
+        Args:
+            action: Of the env's action space; it arrives in the type, dtype and value given here.
+
+        Returns:
+            Observation, reward, terminated, truncated, info. An episode that could not be brought back
+            after a loss ends with ``truncated=True``, the last observation seen, reward 0.0 and
+            ``info["multienv"]["reason"]``.
+
+        Raises:
+            ActionError: The action does not fit the action space; nothing was sent.
+            ResetNeededError: There is no running episode.
+            EnvRaisedError: The env raised; catchable by the exception's own type too.
+            WorkerLostError: The process was lost and the policy says ``"raise"``, or its budget is spent.
+        """
+        supervisor = self._supervisor
+        try:
+            supervisor.send_step(action)
+            return supervisor.receive_step()
+        except BaseException:
+            supervisor.note_interruption()
+            raise
+
+    def step_async(self, action: Any) -> None:
+        """Send a step; collect it with :meth:`step_wait`."""
+        self._supervisor.send_step(action)
+
+    def step_wait(self, timeout: float | None = None) -> Transition:
+        """Collect what the step returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        return self._supervisor.receive_step(timeout)
+
+    def resume(self) -> Any:
+        """What the last step or reset returned, collected before or not: to go on after an interruption."""
+        return self._supervisor.resume()
+
+    def render(self) -> Any:
+        """Draw the env where it is; returns what its ``render`` returns."""
+        return self._ask("render", Render())
+
+    # --- anything else --------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the env or of one of its wrappers; an attribute that is not callable is returned.
+
+        Calls are recorded and replayed: the method should be as deterministic as the env.
+
+        Raises:
+            ValueError: ``name`` is reset, step, render or close, which have methods of their own here.
+        """
+        return self._ask("call", self._call_message(name, args, kwargs))
+
+    def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Send a call; collect it with :meth:`call_wait`."""
+        self._supervisor.send("call", self._call_message(name, args, kwargs))
+
+    def call_wait(self, timeout: float | None = None) -> Any:
+        """Collect what the call returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        return self._supervisor.receive("call", timeout)
+
+    def get_attr(self, name: str) -> Any:
+        """A copy of an attribute of the env or of one of its wrappers."""
+        return self._ask("get_attr", GetAttribute(name))
+
+    def set_attr(self, name: str, value: Any) -> None:
+        """Set an attribute where it is found among env and wrappers, else on the outermost. Recorded, replayed."""
+        self._ask("set_attr", SetAttribute(name, value))
+
+    def statistics(self) -> Statistics:
+        """State, process and counters at this moment, as a frozen record."""
+        return self._supervisor.statistics()
+
+    # --- gymnasium's own ways to attributes -------------------------------------------------------
+
+    def has_wrapper_attr(self, name: str) -> bool:
+        """Whether this env or the remote one has the attribute."""
+        return hasattr(self, name) or bool(self._ask("has_attr", HasAttribute(name)))
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """The attribute of this env, or of the remote one."""
+        return getattr(self, name) if hasattr(self, name) else self.get_attr(name)
+
+    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+        """Set an attribute of the remote env, as :meth:`set_attr` does; False if it has none and not ``force``."""
+        if not force and not self._ask("has_attr", HasAttribute(name)):
+            return False
+        self.set_attr(name, value)
+        return True
+
+    @property
+    def np_random(self) -> Any:
+        """A copy of the remote env's generator, as it stands; drawing from it does not move the env's."""
+        return self.get_attr("np_random")
+
+    @np_random.setter
+    def np_random(self, value: Any) -> None:
+        self.set_attr("np_random", value)
+
+    @property  # type: ignore[override]
+    def _np_random(self) -> Any:
+        """What gymnasium's checker looks at."""
+        return self.get_attr("np_random")
+
+    @property
+    def np_random_seed(self) -> Any:
+        """The seed of the remote env's generator; -1 if it is not known."""
+        return self.get_attr("np_random_seed")
+
+    def __str__(self) -> str:
+        """Name the env by its spec, where it has one."""
+        spec = self.spec
+        return f"<{type(self).__name__}{'' if spec is None else f'<{spec.id}>'} {self._supervisor.statistics().state}>"
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to call when the spaces are asked for too early."""
+        if name in ("observation_space", "action_space") and "_supervisor" in self.__dict__:
+            self._supervisor.refuse(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; the remote env's: get_attr()")
+
+    # --- helpers --------------------------------------------------------------------------------
+
+    def _ask(self, command: str, message: Any) -> Any:
+        with _Interruptible(self._supervisor):
+            self._supervisor.send(command, message)
+            return self._supervisor.receive(command)
+
+    @staticmethod
+    def _call_message(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        if name in _OWN_METHODS:
+            raise UsageError(f"call({name!r}): use {name}() itself; its effects on the episode must be seen here.")
+        return Call(name, args, kwargs)
+
+    @staticmethod
+    def _check_seed(seed: Any) -> None:
+        if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0):
+            raise UsageError(f"reset(seed={seed!r}): give a non-negative integer, or None.")
+
+
+class _Interruptible:
+    """Notes when an exception from outside (Ctrl-C, a signal handler's) leaves a request unanswered."""
+
+    __slots__ = ("_supervisor",)
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self._supervisor.note_interruption()

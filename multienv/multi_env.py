@@ -1,0 +1,434 @@
+"""Several envs, stepped together: lists in, lists out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from operator import attrgetter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from multienv.autoreset import AutoResetWrapper, autoreset_mode
+from multienv.errors import (
+    ActionError,
+    ClosedError,
+    EnvsFailedError,
+    SpaceMismatchError,
+    UsageError,
+)
+from multienv.events import Statistics
+from multienv.hosted_env import HostedEnv
+from multienv.recovery.supervisor import RecoveryDue, Supervisor
+from multienv.subprocess_env import close_all
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Lists = tuple[list[Any], list[Any], list[Any], list[Any], list[dict[str, Any] | None]]
+
+_sequence = attrgetter("seq")
+_UNTOUCHED = (None, None, None, None, None)
+
+
+class _Round:
+    """One call to all envs: what was asked and what has come back. Survives Ctrl-C."""
+
+    __slots__ = ("arguments", "failures", "futures", "marks", "results")
+
+    def __init__(self, arguments: Sequence[Any], marks: list[int]) -> None:
+        self.arguments = arguments
+        self.marks = marks
+        self.results: list[Any] = [None] * len(arguments)
+        self.failures: dict[int, BaseException] = {}
+        self.futures: dict[int, Future[Any]] = {}
+
+
+class MultiEnv:
+    """Steps and resets several envs at once.
+
+    ::
+
+        m = MultiEnv(create_subprocess_envs([lambda: gymnasium.make("CartPole-v1")] * 8))
+        observations, infos = m.reset(seed=0)
+        observations, rewards, terminations, truncations, infos = m.step(actions)
+
+    Envs whose calls come in two halves are stepped in shares: a share sends all its requests before it
+    awaits the first answer. The calling thread takes the first share, the threads of the executor the others;
+    envs that only block, and envs that are being brought back, get a thread each. One share is the default
+    because it is the fastest: handing a step to another thread and back costs about as much as stepping
+    eight CartPoles (``benchmarks/throughput.py`` prints both).
+
+    Args:
+        envs: Any gymnasium.Env each; :class:`SubprocessEnv` gains most. They are initialized if they need it.
+        autoreset_mode: What happens when an episode ends; see :class:`AutoResetWrapper`.
+        max_workers: Threads of the executor, and shares the envs are dealt to. ``None``: one share, and
+            threads for one env each where a thread is needed.
+
+    Raises:
+        UsageError: No envs.
+        SpaceMismatchError: Their spaces differ.
+    """
+
+    def __init__(
+        self,
+        envs: Iterable[gymnasium.Env[Any, Any]],
+        *,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_workers: int | None = None,
+    ) -> None:
+        """Initialize what needs it, and compare the spaces."""
+        self.envs: list[gymnasium.Env[Any, Any]] = list(envs)
+        if not self.envs:
+            raise UsageError("MultiEnv: envs is empty; give at least one env.")
+        if max_workers is not None and (not isinstance(max_workers, int) or max_workers < 1):
+            raise UsageError(f"MultiEnv: max_workers is {max_workers!r}; give an integer of at least 1, or None.")
+        self.autoreset_mode = _mode(autoreset_mode)
+        self._lanes = [AutoResetWrapper(env, self.autoreset_mode) for env in self.envs]
+        self._closed = False
+        self._unfinished: tuple[str, _Round] | None = None
+        self._executor = ThreadPoolExecutor(max_workers or len(self.envs), thread_name_prefix="multienv")
+        try:
+            self._initialize()
+        except BaseException:
+            self._executor.shutdown()
+            raise
+        self.num_envs = len(self.envs)
+        self._split = [index for index, lane in enumerate(self._lanes) if lane.splits]
+        self._blocking = [index for index, lane in enumerate(self._lanes) if not lane.splits]
+        self._supervisors: list[Supervisor] = [env._supervisor for env in self.envs if isinstance(env, HostedEnv)]
+        for supervisor in self._supervisors:
+            supervisor.defer_recovery = True
+        shares = min(max_workers or 1, max(1, len(self._split)))
+        self._shares = [self._split[share::shares] for share in range(shares)]
+        self._pairs = [[(index, self._lanes[index]) for index in share] for share in self._shares]
+
+    def _initialize(self) -> None:
+        hosted = [(index, env) for index, env in enumerate(self.envs) if isinstance(env, HostedEnv)]
+        for _, env in hosted:
+            env.start()
+        futures = {index: self._executor.submit(env.initialize) for index, env in hosted}
+        failures = {index: error for index, future in futures.items() if (error := future.exception())}
+        if failures:
+            results = [None if index in failures else env for index, env in enumerate(self.envs)]
+            raise EnvsFailedError.collect("initialize()", failures, results, "Mend what the causes below name.")
+        first = self.envs[0]
+        for index, one in enumerate(self.envs):
+            for name in ("observation_space", "action_space"):
+                if getattr(one, name) != getattr(first, name):
+                    raise SpaceMismatchError(
+                        f"MultiEnv: env {index} has {name} {getattr(one, name)}, env 0 has {getattr(first, name)}. "
+                        "Put envs of one kind together, or wrap them to the same spaces."
+                    )
+        self.observation_space = first.observation_space
+        self.action_space = first.action_space
+        self.metadata: dict[str, Any] = {**(first.metadata or {}), "autoreset_mode": self.autoreset_mode}
+        self.spec = first.spec
+        self.render_mode = first.render_mode
+
+    def __len__(self) -> int:
+        """The number of envs."""
+        return len(self.envs)
+
+    # --- step -----------------------------------------------------------------------------------
+
+    def step(self, actions: Sequence[Any]) -> Lists:
+        """Step every env.
+
+        A step interrupted by Ctrl-C has been sent all the same: the next call completes it and returns its
+        outcome, whatever its own actions.
+
+        Args:
+            actions: One for each env; ``None`` leaves that env untouched and gives ``None`` in its five places.
+
+        Returns:
+            Five lists: observations, rewards, terminations, truncations, infos.
+
+        Raises:
+            ActionError: A wrong number of actions; nothing was sent.
+            EnvsFailedError: Some envs raised. The others have stepped: their outcomes are in its ``results``.
+        """
+        if self._unfinished is not None:
+            self._resume_or_drop("step")
+        if self._unfinished is None:
+            if len(actions) != len(self._lanes):
+                raise ActionError(
+                    f"step(): {len(actions)} actions for {len(self._lanes)} envs; give one for each, "
+                    "None for an env to leave untouched. Nothing was sent."
+                )
+            if self._closed:
+                raise ClosedError("step(): this MultiEnv has been closed. Make a new one.")
+            current = _Round(actions, list(map(_sequence, self._supervisors)))
+            try:
+                self._run_steps(current)
+            except BaseException:
+                self._unfinished = ("step", current)
+                raise
+        else:
+            current = self._resume_steps(self._unfinished[1])
+        results = current.results
+        if current.failures:
+            raise EnvsFailedError.collect("step()", current.failures, results)
+        if None in results:
+            results = [_UNTOUCHED if result is None else result for result in results]
+        return tuple(map(list, zip(*results, strict=True)))  # type: ignore[return-value]
+
+    def _run_steps(self, current: _Round) -> None:
+        futures = current.futures
+        for index in self._blocking:
+            if current.arguments[index] is not None:
+                futures[index] = self._executor.submit(self._lanes[index].step, current.arguments[index])
+        if len(self._pairs) > 1:
+            others = [self._executor.submit(self._step_share, pairs, current) for pairs in self._pairs[1:]]
+            self._step_share(self._pairs[0], current)
+            for future in others:
+                future.result()
+        else:
+            self._step_share(self._pairs[0], current)
+        if futures:
+            self._gather(current)
+
+    def _step_share(self, pairs: list[tuple[int, AutoResetWrapper]], current: _Round) -> None:
+        arguments, results = current.arguments, current.results
+        sent = []
+        for pair in pairs:
+            index, lane = pair
+            action = arguments[index]
+            if action is not None:
+                try:
+                    lane.step_async(action)
+                except Exception as error:
+                    current.failures[index] = error
+                else:
+                    sent.append(pair)
+        for index, lane in sent:
+            try:
+                results[index] = lane.step_wait()
+            except RecoveryDue:
+                current.futures[index] = self._executor.submit(self._recover, index, lane.step_wait)
+            except Exception as error:
+                current.failures[index] = error
+
+    def _recover(self, index: int, wait: Callable[[], Any]) -> Any:
+        """In a thread of its own: what ``wait`` would have returned, after the env has been brought back."""
+        env = self.envs[index]
+        assert isinstance(env, HostedEnv)
+        env._supervisor.defer_recovery = False
+        try:
+            return wait()
+        finally:
+            env._supervisor.defer_recovery = True
+
+    def _gather(self, current: _Round) -> None:
+        for index, future in current.futures.items():
+            if current.results[index] is None and index not in current.failures:
+                try:
+                    current.results[index] = future.result()
+                except Exception as error:
+                    if not future.done():  # not the env's: a signal handler raised while we waited
+                        raise
+                    current.failures[index] = error
+
+    # --- after an interrupted call ----------------------------------------------------------------
+
+    def _resume_or_drop(self, command: str) -> None:
+        """An interrupted step is completed by the next step; anything else makes it complete and forgotten."""
+        assert self._unfinished is not None
+        kind, current = self._unfinished
+        if kind == command == "step" and not self._closed:
+            return
+        try:
+            self._resume_steps(current)
+        finally:
+            self._unfinished = None
+
+    def _resume_steps(self, current: _Round) -> _Round:
+        """Bring an interrupted round to its end, whichever line it was interrupted at."""
+        self._gather(current)
+        marks = dict(
+            zip((i for i, env in enumerate(self.envs) if isinstance(env, HostedEnv)), current.marks, strict=True)
+        )
+        for index, lane in enumerate(self._lanes):
+            action = current.arguments[index]
+            if action is None or current.results[index] is not None or index in current.failures:
+                continue
+            try:
+                if index in marks and lane.env._supervisor.seq != marks[index]:  # type: ignore[attr-defined]
+                    current.results[index] = self._recover(index, lane.resume)
+                elif index not in current.futures:
+                    current.results[index] = self._recover_step(index, lane, action)
+            except Exception as error:
+                current.failures[index] = error
+        self._unfinished = None
+        return current
+
+    def _recover_step(self, index: int, lane: AutoResetWrapper, action: Any) -> Any:
+        if lane.splits:
+            return self._recover(index, lambda: lane.step(action))
+        return lane.step(action)
+
+    # --- reset ------------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
+        mask: Sequence[bool] | None = None,
+    ) -> tuple[list[Any], list[dict[str, Any] | None]]:
+        """Begin an episode in every env, or in those of ``mask``.
+
+        Args:
+            seed: ``None``, one integer (env ``i`` gets ``seed + i``), or one for each env.
+            options: The envs' own: one for all, or one for each.
+            mask: Which envs to reset; the others are untouched and give ``None`` in both places. Gymnasium's
+                ``options={"reset_mask": mask}`` says the same.
+
+        Returns:
+            Observations and infos.
+
+        Raises:
+            EnvsFailedError: Some envs raised; the others are reset: see its ``results``.
+        """
+        if self._closed:
+            raise ClosedError("reset(): this MultiEnv has been closed. Make a new one.")
+        if self._unfinished is not None:
+            self._resume_or_drop("reset")
+        if isinstance(options, dict) and "reset_mask" in options:
+            options = dict(options)
+            mask = options.pop("reset_mask")
+            options = options or None
+        arguments = [
+            {"seed": one_seed, "options": one} if chosen else None
+            for one_seed, one, chosen in zip(self._seeds(seed), self._options(options), self._chosen(mask), strict=True)
+        ]
+        results, failures = self._reset_all(arguments)
+        if failures:
+            raise EnvsFailedError.collect("reset()", failures, results)
+        pairs = [(None, None) if result is None else result for result in results]
+        return [observation for observation, _ in pairs], [info for _, info in pairs]
+
+    def _reset_all(self, arguments: list[dict[str, Any] | None]) -> tuple[list[Any], dict[int, BaseException]]:
+        current = _Round(arguments, [])
+        sent = []
+        for index, lane in enumerate(self._lanes):
+            chosen = arguments[index]
+            if chosen is None:
+                continue
+            if not lane.splits:
+                current.futures[index] = self._executor.submit(lane.reset, **chosen)
+                continue
+            try:
+                lane.reset_async(**chosen)
+                sent.append((index, lane))
+            except Exception as error:
+                current.failures[index] = error
+        try:
+            for index, lane in sent:
+                try:
+                    current.results[index] = lane.reset_wait()
+                except RecoveryDue:
+                    current.futures[index] = self._executor.submit(self._recover, index, lane.reset_wait)
+                except Exception as error:
+                    current.failures[index] = error
+            self._gather(current)
+        except BaseException:
+            for supervisor in self._supervisors:
+                supervisor.note_interruption()
+            raise
+        return current.results, current.failures
+
+    def _seeds(self, seed: Any) -> Sequence[int | None]:
+        if seed is None or isinstance(seed, int | np.integer):
+            return [None if seed is None else int(seed) + index for index in range(self.num_envs)]
+        return self._one_each("seed", seed)
+
+    def _options(self, options: Any) -> Sequence[dict[str, Any] | None]:
+        if options is None or isinstance(options, dict):
+            return [options] * self.num_envs
+        return self._one_each("options", options)
+
+    def _chosen(self, mask: Any) -> Sequence[bool]:
+        if mask is None:
+            return [True] * self.num_envs
+        return [bool(one) for one in self._one_each("mask", mask)]
+
+    def _one_each(self, name: str, values: Any) -> Sequence[Any]:
+        try:
+            each: list[Any] = list(values)
+        except TypeError:
+            raise UsageError(f"reset({name}={values!r:.100}): give one value, or a list of {self.num_envs}.") from None
+        if len(each) != self.num_envs:
+            raise UsageError(f"reset(): {len(each)} values of {name} for {self.num_envs} envs; give one for each.")
+        return each
+
+    # --- anything else ----------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every env, side by side; an attribute that is not callable is returned."""
+        return self._each(f"call({name!r})", lambda env: _call(env, name, args, kwargs))
+
+    def get_attr(self, name: str) -> list[Any]:
+        """An attribute of every env."""
+        return self._each(f"get_attr({name!r})", lambda env: env.get_wrapper_attr(name))
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute on every env: a list or tuple has one value for each, anything else is for all."""
+        if not isinstance(values, list | tuple):
+            values = [values] * self.num_envs
+        each = dict(zip(map(id, self.envs), self._one_each("values", values), strict=True))
+        self._each(f"set_attr({name!r})", lambda env: env.set_wrapper_attr(name, each[id(env)]))
+
+    def render(self) -> list[Any]:
+        """What every env renders."""
+        return self._each("render()", lambda env: env.render())
+
+    def statistics(self) -> list[Statistics | None]:
+        """The statistics of every env that keeps any."""
+        return [env.statistics() if isinstance(env, HostedEnv) else None for env in self.envs]
+
+    def _each(self, what: str, ask: Callable[[gymnasium.Env[Any, Any]], Any]) -> list[Any]:
+        if self._closed:
+            raise ClosedError(f"{what}: this MultiEnv has been closed. Make a new one.")
+        if self._unfinished is not None:
+            raise UsageError(f"{what}: a step was interrupted. Call step() to complete it, or reset() to drop it.")
+
+        def guarded(index: int, env: gymnasium.Env[Any, Any]) -> Any:
+            return self._recover(index, lambda: ask(env)) if isinstance(env, HostedEnv) else ask(env)
+
+        futures = [self._executor.submit(guarded, index, env) for index, env in enumerate(self.envs)]
+        failures = {index: error for index, future in enumerate(futures) if (error := future.exception())}
+        results = [None if index in failures else future.result() for index, future in enumerate(futures)]
+        if failures:
+            raise EnvsFailedError.collect(what, failures, results, "The others answered; all episodes go on.")
+        return results
+
+    def close(self) -> None:
+        """Close all envs, side by side; again does nothing."""
+        if not self._closed:
+            self._closed = True
+            close_all(self.envs)
+            self._executor.shutdown()
+
+    def __enter__(self) -> Self:
+        """Nothing more to do: the envs are initialized."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+_mode = autoreset_mode
+
+
+def _call(env: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(env, HostedEnv):
+        return env.call(name, *args, **kwargs)
+    attribute = env.get_wrapper_attr(name)
+    return attribute(*args, **kwargs) if callable(attribute) else attribute

@@ -1,0 +1,355 @@
+"""The trainer's side: one warden per trainer, one ``Worker`` per process it launches."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from multienv.errors import UsageError
+from multienv.processes import descriptors
+from multienv.processes.protocol import (
+    FORK,
+    FORKSERVER,
+    KILL,
+    KILL_WITH_STACK,
+    LAUNCH,
+    ORDER,
+    SPAWN,
+    UNKNOWN_FATE,
+    WATCH,
+    Fate,
+)
+from multienv.wire.memory import CONTROL_SIZE, DEADLINE, Block, Control
+from multienv.worker import main as worker
+
+PRELOAD = ("numpy", "cloudpickle", "gymnasium", "gymnasium.wrappers", "gymnasium.envs.classic_control")
+METHODS = {"forkserver": FORKSERVER, "spawn": SPAWN, "fork": FORK}
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+MPI_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_")
+# How long the warden may take to report the end of a worker that is known to be dead.
+FATE_TIMEOUT = 5.0
+# How long a worker whose pipe has ended may take to be dead too; then it is killed.
+ENDED_PIPE_TIMEOUT = 1.0
+
+# Out of reach of the terminal's Ctrl-C, yet in the trainer's session: Linux schedules session against session
+# (autogroups), and workers in sessions of their own step half as fast.
+_APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+
+_numbers = itertools.count(1)
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+# Forked workers that were let go of while they lived: our children, so ours to reap.
+_unreaped: set[int] = set()
+
+
+def method_of(context: Any) -> int:
+    """The start method named by ``context``: a name, ``None`` for the best, or a multiprocessing context."""
+    name = context if context is None or isinstance(context, str) else getattr(context, "_name", context)
+    if name is None:
+        return FORKSERVER if sys.platform == "linux" else SPAWN
+    if name not in METHODS:
+        raise UsageError(f"context is {context!r}; choose one of {', '.join(map(repr, METHODS))}, or None.")
+    return METHODS[name]
+
+
+def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
+    """The trainer's environment as a worker gets it: without MPI's, thread pools limited.
+
+    Many workers with many threads each fight for the cores. What the user has set stays.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(MPI_PREFIXES)}
+    if native_threads is not None:
+        for name in THREAD_VARIABLES:
+            environment.setdefault(name, str(native_threads))
+    return environment
+
+
+def _reap_strays() -> None:
+    for pid in list(_unreaped):
+        try:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                _unreaped.discard(pid)
+        except ChildProcessError:
+            _unreaped.discard(pid)
+
+
+class WardenClient:
+    """The trainer's end of its warden."""
+
+    def __init__(self) -> None:
+        """Launch the warden; does not wait until it is up: orders queue in its socket."""
+        self.trainer = os.getpid()
+        with descriptors.lock:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            descriptors.own(ours.fileno())
+            try:
+                self.process = subprocess.Popen(
+                    _warden_command(theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=worker_environment(),
+                    **_APART,
+                )
+            finally:
+                theirs.close()
+        self._control = ours
+
+    def order(
+        self,
+        operation: int,
+        *,
+        number: int,
+        method: int = 0,
+        pid: int = 0,
+        shortest: float = 0.0,
+        fds: tuple[int, ...] = (),
+    ) -> None:
+        """Give an order; raises OSError when the warden is gone."""
+        socket.send_fds(self._control, [ORDER.pack(operation, method, number, pid, shortest)], fds)
+
+    def close(self) -> None:
+        """Let go of the warden: it kills what is left and ends."""
+        descriptors.close(self._control.detach())
+        if self.trainer == os.getpid():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(3.0)
+
+
+_client: WardenClient | None = None
+_client_lock = threading.Lock()
+
+
+def warden() -> WardenClient:
+    """This process's warden, launched when there is none, or none any more."""
+    global _client
+    with _client_lock:
+        if _client is not None and _client.trainer == os.getpid() and _client.process.poll() is None:
+            return _client
+        if _client is not None:
+            _client.close()
+        _client = WardenClient()
+        return _client
+
+
+def _warden_command(control: int) -> list[str]:
+    path = [entry for entry in sys.path if entry] or [os.getcwd()]
+    if sys.path and "" in sys.path:
+        path.insert(0, os.getcwd())
+    interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+    where = f"import sys; sys.path[:] = {path!r}; "
+    spawn = [*interpreter, "-c", where + "from multienv.worker.main import Ends, main; main(Ends.parse(sys.argv[1]))"]
+    code = (
+        where
+        + "import json; from multienv.processes.warden import main; main(*json.loads(sys.argv[1]))  # multienv warden"
+    )
+    return [*interpreter, "-c", code, json.dumps([control, os.getpid(), PRELOAD, spawn])]
+
+
+@atexit.register
+def _shut_down() -> None:
+    """At the trainer's end: workers see their pipes end, the warden sees that it is no longer needed."""
+    global _client
+    if _client is not None and _client.trainer == os.getpid():
+        for one in list(_workers):
+            one.release()
+        _client.close()
+        _client = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to launch the processes of one env: the same for the first and for each that replaces it."""
+
+    method: int
+    env_fn: Callable[[], Any]
+    shortest_deadline: float
+    native_threads: int | None = 1
+
+
+class Worker:
+    """One worker process, seen from the trainer: two pipes, a control block, and its fate.
+
+    Attributes:
+        requests: Descriptor to write requests to; does not block.
+        replies: Descriptor to read replies from; blocks, and is always woken.
+        memory: Descriptor of the shared memory, until :meth:`forget_memory`.
+        control: The control words.
+    """
+
+    def __init__(self, launch: Launch, start_deadline: float | None) -> None:
+        """Launch the process; does not wait for it."""
+        self.number = next(_numbers)
+        self.pid: int | None = None
+        self.fate: Fate | None = None
+        self._method = launch.method
+        _reap_strays()
+        with descriptors.lock:
+            self._make_ends()
+            try:
+                self.control.times[DEADLINE] = time.monotonic() + start_deadline if start_deadline else 0.0
+                self._start(launch)
+            except BaseException:
+                self.release()
+                raise
+            finally:
+                for descriptor in self._theirs:
+                    os.close(descriptor)
+        _workers.add(self)
+
+    def _make_ends(self) -> None:
+        requests_read, self.requests = os.pipe()
+        self.replies, replies_write = os.pipe()
+        block, self.memory = Block.create(CONTROL_SIZE)
+        self.control = Control(block)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._fate = ours.detach()
+        self._theirs = (requests_read, replies_write, theirs.detach())
+        os.set_blocking(self.requests, False)
+        descriptors.own(self.requests, self.replies, self.memory, self._fate)
+
+    def _start(self, launch: Launch) -> None:
+        requests, replies, fate = self._theirs
+        if launch.method == FORK:
+            self._fork(launch, requests, replies, fate)
+            return
+        for attempt in (1, 2):
+            try:
+                warden().order(
+                    LAUNCH,
+                    number=self.number,
+                    method=launch.method,
+                    shortest=launch.shortest_deadline,
+                    fds=(requests, replies, self.memory, fate),
+                )
+                return
+            except OSError:
+                if attempt == 2:
+                    raise
+                self._retire_warden()
+
+    def _retire_warden(self) -> None:
+        """The warden's socket is broken: it was killed. Wait for that, so that a new one is launched."""
+        with contextlib.suppress(subprocess.TimeoutExpired, AttributeError):
+            assert _client is not None
+            _client.process.wait(1.0)
+
+    def _fork(self, launch: Launch, requests: int, replies: int, fate: int) -> None:
+        """Fork the worker off the trainer itself; the warden watches over it from beside."""
+        guard = warden()
+        stderr_read, stderr_write = os.pipe()
+        stack_read, stack_write = os.pipe()
+        ends = worker.Ends(requests, replies, self.memory, stack_write)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_forked_worker(ends, launch, stderr_write, {stderr_read, stack_read, fate}, self.number)
+        for descriptor in (stderr_write, stack_write):
+            os.close(descriptor)
+        try:
+            guard.order(
+                WATCH,
+                number=self.number,
+                pid=self.pid,
+                shortest=launch.shortest_deadline,
+                fds=(replies, self.memory, fate, stderr_read, stack_read),
+            )
+        except OSError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        finally:
+            os.close(stderr_read)
+            os.close(stack_read)
+
+    def forget_memory(self) -> None:
+        """Close the descriptor of the shared memory: everybody has mapped it."""
+        descriptors.close(self.memory)
+        self.memory = -1
+
+    def kill(self, *, with_stack: bool = False) -> None:
+        """Have the process killed: its stack first, if asked for, then SIGTERM, then SIGKILL, children included."""
+        if self.fate is None:
+            try:
+                warden().order(KILL_WITH_STACK if with_stack else KILL, number=self.number)
+            except OSError:
+                self._kill_directly()
+
+    def _kill_directly(self) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> Fate | None:
+        """How the process ended, or ``None`` if it has not within ``timeout`` seconds."""
+        if self.fate is None:
+            readable = self._wait_readable(self._fate, timeout)
+            if not readable:
+                return None
+            line = os.read(self._fate, 65_536)
+            # Without a line the warden is dead, and took the worker with it.
+            self.fate = Fate.decode(line) if line else UNKNOWN_FATE
+            if not line:
+                self._kill_directly()
+            if self._method == FORK:
+                self._reap_own_child()
+        return self.fate
+
+    @staticmethod
+    def _wait_readable(descriptor: int, timeout: float) -> bool:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(max(0.0, timeout) * 1000))
+
+    def _reap_own_child(self) -> None:
+        assert self.fate is not None
+        assert self.pid is not None
+        with contextlib.suppress(ChildProcessError):
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                self.fate = Fate(code, self.fate.overdue, self.fate.stack, self.fate.stderr)
+
+    def release(self) -> None:
+        """Close the trainer's ends. A process that is still there ends by itself, or is killed shortly."""
+        if self.requests < 0:
+            return
+        if self._method == FORK and self.pid and self.fate is None:
+            _unreaped.add(self.pid)
+        descriptors.close(self.requests, self.replies, self._fate, self.memory)
+        self.requests = self.replies = self._fate = self.memory = -1
+        self.control.close()
+
+
+def _become_forked_worker(ends: worker.Ends, launch: Launch, stderr: int, not_ours: set[int], number: int) -> None:
+    """In the forked child. Never returns."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
+        os.setpgid(0, 0)
+        os.dup2(stderr, 2)
+        descriptors.close_inherited({ends.memory})
+        for descriptor in (*not_ours, stderr):
+            os.close(descriptor)
+        environment = worker_environment(launch.native_threads)
+        os.environ.clear()
+        os.environ.update(environment | {worker.WARD_VARIABLE: str(number)})
+        worker.main(ends, launch.env_fn)
+    finally:
+        os._exit(worker.LOOP_FAILED)

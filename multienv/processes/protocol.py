@@ -1,0 +1,50 @@
+"""What the trainer and its warden say to each other."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+
+# operation, method, number of the ward, pid (WATCH), shortest deadline in seconds (0 for none)
+ORDER = struct.Struct("<BBxxxxxxQqd")
+LAUNCH = 1  # descriptors: requests (read), replies (write), memory, fate
+WATCH = 2  # descriptors: replies (write), memory, fate, stderr (read), stack (read)
+KILL = 3
+KILL_WITH_STACK = 4
+
+FORKSERVER = 1
+SPAWN = 2
+FORK = 3
+
+STDERR_TAIL = 4096
+STACK_LIMIT = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """How a worker ended.
+
+    Attributes:
+        code: Exit code; negative is a signal's number; ``None`` if not known.
+        overdue: It was killed because a deadline passed.
+        stack: What faulthandler wrote: stacks at a crash or, for one that hung, before it was killed.
+        stderr: The last lines on stderr.
+    """
+
+    code: int | None
+    overdue: bool = False
+    stack: str = ""
+    stderr: str = ""
+
+    def encode(self) -> bytes:
+        """As one line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> Fate:
+        """From what :meth:`encode` made."""
+        return cls(**json.loads(line))
+
+
+UNKNOWN_FATE = Fate(code=None)

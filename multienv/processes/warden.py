@@ -1,0 +1,400 @@
+"""The warden: a process that never holds an env.
+
+A single-threaded loop over descriptors. It is the parent of all workers but the forked ones, so their exit
+status is exact and no zombie stays; as a subreaper it inherits the processes that a dead worker leaves
+behind, and kills them. It outlives the trainer by a moment: just long enough to kill what is left, also a
+worker that hangs in C code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from multienv.processes.protocol import (
+    FORKSERVER,
+    KILL,
+    KILL_WITH_STACK,
+    LAUNCH,
+    ORDER,
+    STACK_LIMIT,
+    STDERR_TAIL,
+    WATCH,
+    Fate,
+)
+from multienv.wire.memory import CONTROL_SIZE, DEADLINE, Block, Control
+from multienv.wire.messages import GONE_FRAME
+from multienv.worker import main as worker
+
+# Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers without a trainer.
+STACK_GRACE = 0.3
+QUIET = 0.03
+TERM_GRACE = 0.2
+KILL_GRACE = 1.0
+ORPHAN_GRACE = 0.5
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(slots=True)
+class Ward:
+    """A worker and what the warden holds of it."""
+
+    number: int
+    pid: int
+    is_child: bool
+    replies: int
+    control: Control
+    fate: socket.socket
+    stderr: int
+    stack: int
+    shortest_deadline: float
+    overdue: bool = False
+    stage: str = ""  # "", "stack", "term", "kill": how far the killing has come
+    next_stage_at: float = float("inf")
+    tail: bytearray = field(default_factory=bytearray)
+    stack_text: bytearray = field(default_factory=bytearray)
+    pidfd: int = -1
+
+
+class Warden:
+    """Launches workers, watches over them, reports their end."""
+
+    def __init__(self, control: socket.socket, trainer: int, spawn_command: list[str]) -> None:
+        """Take orders from ``control`` for the process ``trainer``."""
+        self._control = control
+        self._trainer = trainer
+        self._spawn_command = spawn_command
+        self._wards: dict[int, Ward] = {}
+        self._selector = selectors.DefaultSelector()
+        self._lifelines: list[int] = []
+        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        self._ending_at = float("inf")
+        self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    def run(self) -> None:
+        """Serve until the trainer is gone and every worker with it."""
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        os.set_blocking(wake_read, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        self._lifelines = [self._control.fileno()]
+        self._on_readable(self._control.fileno(), self._take_order)
+        self._on_readable(wake_read, lambda: self._reap(wake_read))
+        with contextlib.suppress(OSError, AttributeError):
+            trainer_fd = os.pidfd_open(self._trainer)
+            self._lifelines.append(trainer_fd)
+            self._on_readable(trainer_fd, self._trainer_gone)
+        while not (self._ending_at < float("inf") and not self._wards):
+            for key, _ in self._selector.select(self._advance()):
+                if key.fd in self._selector.get_map():  # not closed by an earlier one of this round
+                    key.data()
+        self._kill_adopted(lambda pid: True)
+
+    def _on_readable(self, descriptor: int, action: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    # --- orders -------------------------------------------------------------------------------
+
+    def _take_order(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, ORDER.size, 8)
+        except OSError:
+            data, descriptors = b"", []
+        if len(data) < ORDER.size:
+            self._trainer_gone()
+            return
+        operation, method, number, pid, shortest = ORDER.unpack(data)
+        if operation == LAUNCH:
+            self._launch(method, number, shortest, descriptors)
+        elif operation == WATCH:
+            self._watch(number, pid, shortest, descriptors)
+        elif operation in (KILL, KILL_WITH_STACK) and number in self._wards:
+            self._begin_kill(self._wards[number], with_stack=operation == KILL_WITH_STACK)
+
+    def _launch(self, method: int, number: int, shortest: float, descriptors: list[int]) -> None:
+        requests, replies, memory, fate = descriptors
+        stderr_read, stderr_write = os.pipe()
+        stack_read, stack_write = os.pipe()
+        ends = worker.Ends(requests, replies, memory, stack_write)
+        warden = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(method, number, ends, stderr_write, warden)
+        for descriptor in (requests, stderr_write, stack_write):
+            os.close(descriptor)
+        control = Control(Block(memory, CONTROL_SIZE))
+        os.close(memory)
+        self._admit(
+            Ward(number, pid, True, replies, control, socket.socket(fileno=fate), stderr_read, stack_read, shortest)
+        )
+
+    def _watch(self, number: int, pid: int, shortest: float, descriptors: list[int]) -> None:
+        replies, memory, fate, stderr, stack = descriptors
+        control = Control(Block(memory, CONTROL_SIZE))
+        os.close(memory)
+        ward = Ward(number, pid, False, replies, control, socket.socket(fileno=fate), stderr, stack, shortest)
+        self._admit(ward)
+        try:
+            ward.pidfd = os.pidfd_open(pid)
+        except (OSError, AttributeError):  # already gone and reaped by the trainer
+            self._finish(ward, None)
+        else:
+            self._on_readable(ward.pidfd, lambda: self._finish(ward, None))
+
+    def _admit(self, ward: Ward) -> None:
+        self._wards[ward.number] = ward
+        self._on_readable(ward.stderr, lambda: self._forward_stderr(ward))
+        self._on_readable(ward.stack, lambda: self._collect_stack(ward))
+        self._on_readable(ward.fate.fileno(), lambda: self._abandoned(ward))
+
+    def _become_worker(self, method: int, number: int, ends: worker.Ends, stderr: int, warden: int) -> NoReturn:
+        """In the child: let go of everything of the warden's and turn into a worker."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            os.setpgid(0, 0)
+            self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != warden:
+                os._exit(worker.LOOP_FAILED)  # it died before the line above
+            os.dup2(stderr, 2)
+            kept = {0, 1, 2, ends.requests, ends.replies, ends.memory, ends.stack}
+            for descriptor in _open_descriptors() - kept:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            os.environ[worker.WARD_VARIABLE] = str(number)
+            if method == FORKSERVER:
+                worker.main(ends)
+            for descriptor in (ends.requests, ends.replies, ends.memory, ends.stack):
+                os.set_inheritable(descriptor, True)
+            os.execv(self._spawn_command[0], [*self._spawn_command, str(ends)])  # noqa: S606 - our own interpreter
+        finally:
+            os._exit(worker.LOOP_FAILED)
+
+    def _prctl(self, option: int, value: int) -> None:
+        if self._libc is not None:
+            self._libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+    # --- the end of a worker ------------------------------------------------------------------
+
+    def _reap(self, wake: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(wake, 4096)
+        by_pid = {ward.pid: ward for ward in self._wards.values() if ward.is_child}
+        while True:
+            try:
+                # Looked at, not yet reaped: as long as it is a zombie its process group cannot be another's.
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None:
+                return
+            ward = by_pid.get(found.si_pid)
+            if ward is not None:
+                _kill_group(ward.pid, signal.SIGKILL)
+            _, status = os.waitpid(found.si_pid, 0)
+            if ward is not None:
+                self._finish(ward, os.waitstatus_to_exitcode(status))
+
+    def _finish(self, ward: Ward, code: int | None) -> None:
+        """The worker is dead: say so on every channel, and kill what it left behind."""
+        if self._wards.pop(ward.number, None) is None:
+            return
+        if not ward.is_child:
+            _kill_group(ward.pid, signal.SIGKILL)
+        for descriptor in (ward.stderr, ward.stack):
+            os.set_blocking(descriptor, False)
+        self._forward_stderr(ward)
+        self._collect_stack(ward)
+        fate = Fate(code, ward.overdue, _text(ward.stack_text), _text(ward.tail))
+        with contextlib.suppress(OSError):
+            ward.fate.send(fate.encode(), socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0))
+        _tell_gone(ward.replies)
+        for descriptor in (ward.stderr, ward.stack, ward.fate.fileno(), ward.pidfd):
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(descriptor)
+        for descriptor in (ward.stderr, ward.stack, ward.replies, ward.pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        ward.fate.close()
+        ward.control.close()
+        self._kill_adopted(lambda pid: not self._wards or _belongs_to(pid, ward.number))
+
+    def _kill_adopted(self, condemned: Callable[[int], bool]) -> None:
+        """Kill processes that came to us when their parent, a worker, died."""
+        wards = {ward.pid for ward in self._wards.values()}
+        for pid in _children() - wards:
+            if condemned(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                # Its SIGCHLD, if it is not dead yet, finds us in the loop again.
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def _forward_stderr(self, ward: Ward) -> None:
+        data = _drain(ward.stderr)
+        if not data:
+            self._forget(ward.stderr)
+            return
+        ward.tail += data
+        del ward.tail[:-STDERR_TAIL]
+        # Never wait for a terminal that is paused: those who need watching over cannot wait either.
+        if select.select([], [2], [], 0)[1]:
+            with contextlib.suppress(OSError):
+                os.write(2, data[-select.PIPE_BUF :])
+
+    def _collect_stack(self, ward: Ward) -> None:
+        data = _drain(ward.stack)
+        if not data:
+            self._forget(ward.stack)
+        ward.stack_text += data
+        del ward.stack_text[STACK_LIMIT:]
+        if ward.stage == "stack":
+            ward.next_stage_at = time.monotonic() + QUIET
+
+    def _forget(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(descriptor)
+
+    # --- killing ------------------------------------------------------------------------------
+
+    def _advance(self) -> float | None:
+        """Do what is due by the clock; the seconds until the next such thing."""
+        now = time.monotonic()
+        if now >= self._ending_at:
+            self._ending_at = now + KILL_GRACE
+            for ward in list(self._wards.values()):
+                if ward.stage == "kill":
+                    self._finish(ward, None)  # not even SIGKILL ends it: an uninterruptible system call
+                else:
+                    self._enter(ward, "kill", now)
+        due = self._ending_at
+        for ward in list(self._wards.values()):
+            due = min(due, self._advance_ward(ward, now))
+        return None if due == float("inf") else max(0.0, due - time.monotonic())
+
+    def _advance_ward(self, ward: Ward, now: float) -> float:
+        if not ward.stage:
+            if not ward.shortest_deadline:
+                return float("inf")
+            deadline = ward.control.times[DEADLINE]
+            if not deadline:
+                return now + ward.shortest_deadline  # a request sent from now on is not overdue before that
+            if now < deadline:
+                return deadline
+            ward.overdue = True
+            self._begin_kill(ward, with_stack=True)
+        elif now >= ward.next_stage_at:
+            if ward.stage == "kill":
+                self._finish(ward, None)
+                return float("inf")
+            self._enter(ward, "term" if ward.stage == "stack" else "kill", now)
+        return ward.next_stage_at
+
+    def _begin_kill(self, ward: Ward, *, with_stack: bool) -> None:
+        if not ward.stage:
+            self._enter(ward, "stack" if with_stack and worker.STACK_SIGNAL else "term", time.monotonic())
+
+    def _enter(self, ward: Ward, stage: str, now: float) -> None:
+        ward.stage = stage
+        if stage == "stack":
+            assert worker.STACK_SIGNAL is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ward.pid, worker.STACK_SIGNAL)
+            ward.next_stage_at = now + STACK_GRACE
+        elif stage == "term":
+            _kill_group(ward.pid, signal.SIGTERM)
+            ward.next_stage_at = now + TERM_GRACE
+        else:
+            _kill_group(ward.pid, signal.SIGKILL)
+            ward.next_stage_at = now + KILL_GRACE
+
+    def _abandoned(self, ward: Ward) -> None:
+        """The trainer let go of this worker; its requests have ended too, so it should end by itself."""
+        self._forget(ward.fate.fileno())
+        if not ward.stage:
+            ward.stage = "term"
+            ward.next_stage_at = time.monotonic() + ORPHAN_GRACE
+
+    def _trainer_gone(self) -> None:
+        for descriptor in self._lifelines:
+            self._forget(descriptor)
+        if self._ending_at == float("inf"):
+            self._ending_at = time.monotonic() + ORPHAN_GRACE
+
+
+# --- helpers ----------------------------------------------------------------------------------
+
+
+def _tell_gone(replies: int) -> None:
+    """Wake whoever waits for this worker's reply, also if another process holds the pipe open."""
+    with contextlib.suppress(OSError):
+        if select.select([], [replies], [], 0)[1]:
+            os.write(replies, GONE_FRAME)
+
+
+def _kill_group(pid: int, number: signal.Signals) -> None:
+    # Workers lead a process group of their own. Before they have got that far it does not exist.
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _drain(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65_536)
+    except OSError:
+        return b""
+
+
+def _text(data: bytearray) -> str:
+    return data.decode(errors="replace")
+
+
+def _open_descriptors() -> set[int]:
+    for directory in ("/proc/self/fd", "/dev/fd"):
+        with contextlib.suppress(OSError):
+            return {int(name) for name in os.listdir(directory)}
+    return set(range(3, 1024))
+
+
+def _children() -> set[int]:
+    with contextlib.suppress(OSError):
+        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    return set()
+
+
+def _belongs_to(pid: int, number: int) -> bool:
+    with contextlib.suppress(OSError):
+        return f"{worker.WARD_VARIABLE}={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def main(control: int, trainer: int, preload: list[str], spawn_command: list[str]) -> None:
+    """The warden process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # workers share these objects' pages; a collection would touch and so copy them
+    Warden(socket.socket(fileno=control), trainer, spawn_command).run()

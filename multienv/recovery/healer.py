@@ -1,0 +1,200 @@
+"""Bring an env back in a new process: launch, build, replay, verify; again if that dies too."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from multienv.backends.base import Backend, Gone
+from multienv.config import Deadlines, RestartPolicy
+from multienv.recovery.budget import RestartBudget
+from multienv.recovery.journal import Plan
+from multienv.recovery.verification import first_difference
+from multienv.wire.messages import (
+    FAILED,
+    REPLY,
+    Description,
+    Failure,
+    Initialize,
+    Replay,
+    pack_message,
+    unpack_value,
+)
+
+# A replay that dies while the env is being built says nothing of the journal: try more often.
+_BUILD_ATTEMPTS = 6
+_BUILDING = -1
+
+
+class Unrecoverable(Exception):  # noqa: N818 - internal
+    """The env cannot be brought back exactly; the message says why."""
+
+
+class BudgetSpent(Exception):  # noqa: N818 - internal
+    """No restart is left."""
+
+
+class BuildFailed(Exception):  # noqa: N818 - internal
+    """``env_fn`` raised; ``failure`` says what."""
+
+    def __init__(self, failure: Failure) -> None:
+        """Keep the failure."""
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+@dataclass(slots=True)
+class Effort:
+    """What a recovery took so far."""
+
+    began: float
+    attempts: int = 0
+    replayed: int = 0
+    deaths: Counter[int] = field(default_factory=Counter)
+
+
+class Healer:
+    """Starts processes for one env, the first and those that replace it.
+
+    Args:
+        launch: Gives a backend whose process has been launched.
+        initialize: The request that builds the env.
+        wait: Waits so many seconds; true when the env was closed meanwhile.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[], Backend],
+        initialize: Initialize,
+        policy: RestartPolicy,
+        deadlines: Deadlines,
+        *,
+        wait: Callable[[float], bool],
+        clock: Callable[[], float] = time.monotonic,
+        budget: RestartBudget | None = None,
+    ) -> None:
+        """Start nothing yet."""
+        self.launch = launch
+        self.restarts = 0
+        self._initialize = initialize
+        self._policy = policy
+        self._deadlines = deadlines
+        self._wait = wait
+        self._clock = clock
+        self._budget = budget or RestartBudget(policy)
+        self.description: Description | None = None
+
+    def request_build(self, backend: Backend) -> None:
+        """Ask a new process to build the env; does not wait."""
+        backend.send(pack_message(0, self._initialize))
+
+    def collect_build(self, backend: Backend) -> None:
+        """Wait until the env is built. Raises :class:`BuildFailed`, ``Gone``."""
+        reply = backend.complete(b"", 0)
+        value = unpack_value(reply)
+        if REPLY.unpack_from(reply)[3] == FAILED:
+            raise BuildFailed(value)
+        assert isinstance(value, Description)
+        backend.pid = value.pid
+        self._compare(value)
+
+    def begin(self) -> Effort:
+        """A recovery begins now."""
+        return Effort(self._clock())
+
+    def restart(self, effort: Effort, progress: int) -> Backend:
+        """Launch a replacement and build the env in it. Raises Gone, BuildFailed, BudgetSpent, Unrecoverable."""
+        delay = self._budget.admit(self._clock(), progress)
+        if delay is None:
+            raise BudgetSpent
+        self._remaining(effort)
+        if delay and self._wait(delay):
+            raise Unrecoverable("the env was closed")
+        effort.attempts += 1
+        self.restarts += 1
+        backend = self.launch()
+        try:
+            self.request_build(backend)
+            self.collect_build(backend)
+        except BaseException:
+            backend.kill()
+            backend.release()
+            raise
+        return backend
+
+    def bring_back(
+        self, plans: list[Plan], effort: Effort, progress: int, looks_the_same: Callable[[Backend, bytes], bool]
+    ) -> Backend:
+        """A process that holds the env as it was after the last request of the journal."""
+        reason = "what drove it since its last reset is not all known (see RestartPolicy.journal_limit)"
+        for plan in plans:
+            effort.deaths.clear()
+            while True:
+                try:
+                    backend = self.restart(effort, progress)
+                except Gone as gone:
+                    self._count_death(effort, _BUILDING, gone)
+                    continue
+                except BuildFailed as failed:
+                    effort.deaths[_BUILDING] += 1
+                    if effort.deaths[_BUILDING] >= self._policy.poison_after:
+                        raise Unrecoverable(f"env_fn raised {failed.failure.type_name}: {failed}") from failed
+                    continue
+                try:
+                    reason, last = self._replay(backend, plan, effort)
+                    if not reason and looks_the_same(backend, last):
+                        return backend
+                    reason = reason or "its last observation differs"
+                except Gone as gone:
+                    backend.release()
+                    self._count_death(effort, gone.replaying, gone)
+                    continue
+                except BaseException:
+                    backend.kill()
+                    backend.release()
+                    raise
+                backend.kill()
+                backend.release()
+                break
+            reason = f"the replay does not match what was seen: {reason}"
+        raise Unrecoverable(reason)
+
+    def _replay(self, backend: Backend, plan: Plan, effort: Effort) -> tuple[str, bytes]:
+        """The first difference in words, and the last reply whole where its evidence is not."""
+        if not plan.frames:
+            return "", b""
+        backend.arm(self._remaining(effort))
+        backend.send(pack_message(1, Replay(plan.frames)))
+        evidence, last = unpack_value(backend.complete(b"", 1))
+        effort.replayed += len(plan.frames)
+        return first_difference(plan.evidence, evidence), last
+
+    def _count_death(self, effort: Effort, place: int, gone: Gone) -> None:
+        """Raise when it has died too often at one place."""
+        effort.deaths[place] += 1
+        allowed = _BUILD_ATTEMPTS if place == _BUILDING else self._policy.poison_after
+        if gone.cause == "hung" and place == _BUILDING:
+            allowed = self._policy.poison_after
+        if effort.deaths[place] >= allowed:
+            what = "being built" if place == _BUILDING else f"running request {place + 1} of its replay"
+            raise Unrecoverable(f"{effort.deaths[place]} processes died while {what}") from gone
+
+    def _remaining(self, effort: Effort) -> float | None:
+        if self._deadlines.recovery is None:
+            return None
+        remaining = effort.began + self._deadlines.recovery - self._clock()
+        if remaining <= 0:
+            raise Unrecoverable("recovery took longer than Deadlines.recovery")
+        return remaining
+
+    def _compare(self, description: Description) -> None:
+        before = self.description
+        if before is None:
+            self.description = description
+        elif (before.observation_space, before.action_space) != (
+            description.observation_space,
+            description.action_space,
+        ):
+            raise Unrecoverable("env_fn built an env with other spaces than the first time")

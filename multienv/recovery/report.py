@@ -1,0 +1,116 @@
+"""What is said of a lost worker: one text with everything that is known."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import cloudpickle
+
+from multienv.errors import (
+    EnvError,
+    EnvRaisedError,
+    PoisonError,
+    RemoteTraceback,
+    ReplyBrokenError,
+    RestartBudgetExceeded,
+    ResultNotPicklableError,
+    WorkerDiedError,
+    WorkerHungError,
+    WorkerLostError,
+    catchable_as,
+    rebuilt,
+)
+from multienv.events import Loss
+from multienv.wire.messages import Failure
+
+_CLASSES: dict[str, type[WorkerLostError]] = {
+    "died": WorkerDiedError,
+    "hung": WorkerHungError,
+    "broken": ReplyBrokenError,
+    "error": WorkerLostError,
+    "poison": PoisonError,
+    "budget": RestartBudgetExceeded,
+}
+
+
+def exit_text(code: int | None) -> str:
+    """An exit code in words, signals by name."""
+    if code is None:
+        return "ended in an unknown way"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (often the kernel's out-of-memory killer: look at dmesg and at the env's memory)" if -code == 9 else ""
+    return f"was killed by {name}{hint}"
+
+
+def what_happened(loss: Loss) -> str:
+    """One sentence."""
+    who = "The env's process" if loss.env_index is None else f"The process of env {loss.env_index}"
+    if loss.cause == "hung":
+        how = "did not answer within its deadline and was killed"
+    elif loss.cause == "broken":
+        how = "answered something that cannot be decoded and was killed"
+    elif loss.cause == "error":
+        how = "raised an exception"
+    else:
+        how = exit_text(loss.exit_code)
+    return f"{who} {how} {where(loss.command, loss.step, loss.seed)}."
+
+
+def where(command: str, step: int | None, seed: int | None) -> str:
+    """What it was doing, how far into the episode, from which seed."""
+    text = f"during {command}()" if command else "while idle"
+    if step is not None and command not in ("initialize", "reset"):
+        text += f" after {step} steps of its episode"
+    return text + (f" (last seed {seed})" if seed is not None else "")
+
+
+def lost_error(loss: Loss, kind: str, advice: str) -> WorkerLostError:
+    """The typed error for a loss, with all that is known of it."""
+    parts = [f"{what_happened(loss)} {advice}".strip()]
+    if loss.stack.strip():
+        parts.append(f"Its stack:\n{_indented(loss.stack)}")
+    if loss.stderr.strip():
+        parts.append(f"Its last lines on stderr:\n{_indented(loss.stderr)}")
+    error = _CLASSES[kind]("\n".join(parts))
+    error.env_index, error.command, error.step, error.seed = loss.env_index, loss.command, loss.step, loss.seed
+    error.exit_code, error.stack, error.stderr = loss.exit_code, loss.stack, loss.stderr
+    return error
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    " + line for line in text.strip().splitlines()[-60:])
+
+
+def env_error(failure: Failure, *, index: int | None, command: str, step: int | None, seed: int | None) -> EnvError:
+    """The error for an exception that the env raised: catchable by the exception's own type."""
+    who = "The env" if index is None else f"Env {index}"
+    message = f"{who} raised {failure.type_name}: {failure.text}\n{where(command, step, seed)}."
+    if failure.result_not_picklable:
+        error: Any = ResultNotPicklableError(f"{failure.text} ({where(command, step, seed)}.)")
+        error.__cause__ = RemoteTraceback(failure.traceback)
+    else:
+        original = _original(failure)
+        error = catchable_as(EnvRaisedError, original, message) if original else EnvRaisedError(message)
+        remote = RemoteTraceback(failure.traceback)
+        if original is not None:
+            original.__cause__ = remote
+        error.__cause__ = original or remote
+    error.env_index, error.command, error.step, error.seed = index, command, step, seed
+    error.remote_traceback = failure.traceback
+    assert isinstance(error, EnvError)
+    return error
+
+
+def _original(failure: Failure) -> BaseException | None:
+    if failure.exception is None:
+        return None
+    try:
+        return rebuilt(cloudpickle.loads(failure.exception))
+    except Exception:  # its class cannot be had here, or does not like to be rebuilt
+        return None

@@ -1,0 +1,66 @@
+"""Is the replayed env the lost one? Held against what the caller already saw."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.spaces import GraphInstance
+
+from multienv.wire.messages import EVIDENCE, IRREGULAR, REPLY, STEPPED, TERMINATED, TRUNCATED
+
+
+def first_difference(recorded: Sequence[bytes], replayed: Sequence[bytes]) -> str:
+    """Where the two lists of evidence first differ, in words; ``""`` when they agree to the bit."""
+    for place, (before, after) in enumerate(zip(recorded, replayed, strict=True)):
+        if before[EVIDENCE:] != after[EVIDENCE:]:
+            difference = _difference(before, after)
+            if difference:
+                return f"{difference} at request {place + 1} of {len(recorded)}"
+    return ""
+
+
+def _difference(before: bytes, after: bytes) -> str:
+    _, _, _, kind_before, flags_before, tag_before, reward_before = REPLY.unpack_from(before)
+    _, _, _, kind_after, flags_after, tag_after, reward_after = REPLY.unpack_from(after)
+    if kind_before != kind_after:
+        return "one raised and the other did not"
+    if kind_before != STEPPED:
+        return ""
+    ends = TERMINATED | TRUNCATED
+    if flags_before & ends != flags_after & ends:
+        return "the flags differ"
+    if flags_before & flags_after & IRREGULAR:
+        return _irregular_difference(before, after)
+    if (tag_before, reward_before) != (tag_after, reward_after) and reward_before == reward_before:
+        return f"the reward was {reward_before!r} and is {reward_after!r}"
+    return "the observation differs"
+
+
+def _irregular_difference(before: bytes, after: bytes) -> str:
+    if len(before) == REPLY.size or len(after) == REPLY.size:  # too large to keep; the header has the reward
+        return "the reward differs" if before[EVIDENCE:] != after[EVIDENCE:] else ""
+    # Equal values do not always pickle to equal bytes: what is the same object in one may be a copy in the other.
+    if same(pickle.loads(before[REPLY.size :]), pickle.loads(after[REPLY.size :])):
+        return ""
+    return "the observation or the reward differs"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equality to the bit, through nested containers; NaN equals NaN."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and not one.dtype.hasobject:
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, GraphInstance | tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if one is other or pickle.dumps(one) == pickle.dumps(other):
+        return True
+    try:
+        return bool(one == other)
+    except Exception:  # a foreign __eq__
+        return False

@@ -1,0 +1,218 @@
+"""One env in one process, which may die at any moment."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cloudpickle
+import gymnasium
+
+from multienv.backends.process import ProcessBackend
+from multienv.backends.serial import SerialBackend
+from multienv.config import Deadlines, RestartPolicy
+from multienv.errors import EnvFnError, EnvsFailedError, UsageError
+from multienv.events import Hook
+from multienv.hosted_env import EnvFn, HostedEnv
+from multienv.processes.launch import Launch, method_of, worker_environment
+from multienv.processes.protocol import FORK
+from multienv.processes.registrations import registrations
+from multienv.recovery.supervisor import Supervisor
+from multienv.wire.messages import Initialize, Setting
+from multienv.wire.observations import INLINE_LIMIT
+
+
+class SubprocessEnv(HostedEnv):
+    """A gymnasium.Env whose env runs in a process of its own, and survives that process.
+
+    ::
+
+        env = SubprocessEnv(lambda: gymnasium.make("CartPole-v1"))
+        env.start()          # launches the process; does not block
+        env.initialize()     # the env is built; its spaces are known
+        observation, info = env.reset(seed=0)
+        observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
+
+    When the process dies, by whatever cause, a new one replays the episode and the step returns what it
+    would have returned; what cannot be shown to be the same episode is truncated, never spliced.
+
+    Args:
+        env_fn: Builds the env; called in the process. It travels by cloudpickle, so a lambda will do; under
+            ``context="fork"`` it does not travel at all.
+        restart: What happens when the process is lost.
+        deadlines: When it counts as hung.
+        context: ``"forkserver"`` (the default on Linux), ``"spawn"`` (elsewhere) or ``"fork"``.
+        shared_memory: Large observations travel in anonymous shared memory; else in the reply.
+        native_threads: Threads that BLAS, OpenMP and the like may use in the process, unless the
+            environment says otherwise; ``None`` leaves them alone.
+        env_index: The env's index in its batch, for messages.
+        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
+
+    Raises:
+        EnvFnError: ``env_fn`` is not callable or cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        context: Any = None,
+        shared_memory: bool = True,
+        native_threads: int | None = 1,
+        env_index: int | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        """Start nothing yet."""
+        _check_env_fn(env_fn)
+        _check_options(restart, deadlines)
+        method = method_of(context)
+        limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
+        launch = Launch(method, env_fn, min((limit for limit in limits if limit), default=0.0), native_threads)
+        initialize = Initialize(
+            env_fn=None if method == FORK else _pickled(env_fn),
+            seeds=(secrets.randbits(64), secrets.randbits(32)),
+            setting=None if method == FORK else _setting(native_threads),
+            inline_limit=INLINE_LIMIT if shared_memory else -1,
+        )
+        super().__init__(
+            Supervisor(
+                lambda: ProcessBackend(launch, deadlines.start),
+                initialize,
+                policy=restart,
+                deadlines=deadlines,
+                env_index=env_index,
+                hooks=tuple(hooks),
+            )
+        )
+        # Without close(): the process ends by itself once its pipe does.
+        self._finalizer = weakref.finalize(self, _abandon, self._supervisor, os.getpid())
+        self._finalizer.atexit = False  # the launcher's own exit handler lets go of all of them
+
+    def __repr__(self) -> str:
+        """As ``str``."""
+        return str(self)
+
+
+class SerialEnv(HostedEnv):
+    """The same host, wire and supervisor with the env in this very process: for debugging.
+
+    What a :class:`SubprocessEnv` must be equal to, to the bit. Deadlines are not enforced and a crash of
+    the env is a crash of this process.
+
+    Args:
+        env_fn: Builds the env.
+        shared_memory: As for :class:`SubprocessEnv`.
+        env_index: The env's index in its batch, for messages.
+        hooks: As for :class:`SubprocessEnv`.
+    """
+
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        shared_memory: bool = True,
+        env_index: int | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        """Start nothing yet."""
+        _check_env_fn(env_fn)
+        initialize = Initialize(None, None, None, INLINE_LIMIT if shared_memory else -1)
+        policy = RestartPolicy(on_crash="raise", on_timeout="raise")
+        super().__init__(
+            Supervisor(
+                lambda: SerialBackend(env_fn),
+                initialize,
+                policy=policy,
+                deadlines=Deadlines(),
+                env_index=env_index,
+                hooks=tuple(hooks),
+            )
+        )
+
+
+def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[SubprocessEnv]:
+    """Envs in processes of their own, all started first, then built in parallel.
+
+    Args:
+        env_fns: One function for each env.
+        **options: Of :class:`SubprocessEnv`, for all of them.
+
+    Returns:
+        The initialized envs, in order; each knows its index.
+
+    Raises:
+        EnvsFailedError: Some could not be built. The others are closed again; ``failures`` has every
+            cause. With a single cause it is catchable by that cause's own type.
+    """
+    fns = list(env_fns)
+    if not fns:
+        raise UsageError("create_subprocess_envs: env_fns is empty; give one function for each env.")
+    envs = [SubprocessEnv(env_fn, env_index=index, **options) for index, env_fn in enumerate(fns)]
+    failures: dict[int, BaseException] = {}
+    try:
+        with ThreadPoolExecutor(len(envs), thread_name_prefix="multienv-build") as pool:
+            for env in envs:
+                env.start()
+            for index, future in enumerate([pool.submit(env.initialize) for env in envs]):
+                error = future.exception()
+                if error is not None:
+                    failures[index] = error
+    except BaseException:
+        close_all(envs)
+        raise
+    if failures:
+        close_all(envs)
+        results = [None if index in failures else env for index, env in enumerate(envs)]
+        raise EnvsFailedError.collect(
+            "create_subprocess_envs()", failures, results, "All of them have been closed; mend the env_fns named below."
+        )
+    return envs
+
+
+def close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
+    """Close envs side by side, so that several stuck ones take no longer than one."""
+    with ThreadPoolExecutor(max(1, len(envs)), thread_name_prefix="multienv-close") as pool:
+        for future in [pool.submit(env.close) for env in envs]:
+            future.exception()
+
+
+def _abandon(supervisor: Supervisor, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child of the trainer's must leave the trainer's workers alone
+        supervisor.abandon()
+
+
+def _check_env_fn(env_fn: Any) -> None:
+    if isinstance(env_fn, gymnasium.Env):
+        raise EnvFnError(f"env_fn is an env, {env_fn!r:.100}; give a function that builds it: lambda: make_my_env().")
+    if not callable(env_fn):
+        raise EnvFnError(f"env_fn is {env_fn!r:.100}; give a function that takes no arguments and returns an env.")
+
+
+def _check_options(restart: Any, deadlines: Any) -> None:
+    if not isinstance(restart, RestartPolicy):
+        raise UsageError(f"restart is {restart!r:.100}; give a RestartPolicy.")
+    if not isinstance(deadlines, Deadlines):
+        raise UsageError(f"deadlines is {deadlines!r:.100}; give Deadlines.")
+
+
+def _pickled(env_fn: EnvFn) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(env_fn)
+    except Exception as error:  # pickling runs foreign code
+        raise EnvFnError(
+            f"env_fn {env_fn!r:.100} cannot be sent to a process: {type(error).__name__}: {error}. "
+            'Build what it needs inside the function, or use context="fork".'
+        ) from error
+    return data
+
+
+def _setting(native_threads: int | None) -> Setting:
+    path = tuple(os.getcwd() if entry == "" else entry for entry in sys.path)
+    return Setting(path, os.getcwd(), worker_environment(native_threads), registrations())

@@ -1,0 +1,1 @@
+"""What travels between the trainer and a worker: frames, spaces laid out in memory, shared memory."""

@@ -1,0 +1,129 @@
+"""Actions on the wire: exactly what the caller passed, in as few bytes as possible.
+
+The env must see the value and type it would have seen in-process: an ``int`` stays an ``int``, a float64
+array given to a float32 Box stays float64. Common cases are laid out; the rest is pickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from multienv.errors import ActionError
+from multienv.wire.messages import REQUEST, STEP, STEP_INTEGER, dumps
+
+EncodeStep = Callable[[int, Any], bytes]  # number of the request, action → frame
+DecodeAction = Callable[[bytes], Any]  # frame → action
+
+_PICKLED = 0
+_INT = 1
+_INT64 = 2
+_ARRAY = 8  # + the place of its dtype in _DTYPES
+
+_DTYPES = tuple(
+    np.dtype(name)
+    for name in ("f4", "f8", "i8", "i4", "i2", "i1", "u1", "u2", "u4", "u8", "?", "f2")  # native byte order
+)
+_DTYPE_TAG = {dtype: _ARRAY + place for place, dtype in enumerate(_DTYPES)}
+
+
+def action_encoder(space: spaces.Space[Any]) -> EncodeStep:
+    """The function that packs a step for an env with this action space."""
+    if type(space) is spaces.Discrete:
+        return _integer_encoder(space)
+    if type(space) in (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete):
+        return _array_encoder(space)
+    return lambda seq, action: _pack_any(space, seq, action)
+
+
+def _integer_encoder(space: spaces.Discrete) -> EncodeStep:
+    pack, size, int64 = STEP_INTEGER.pack, STEP_INTEGER.size, np.int64
+
+    def encode(seq: int, action: Any) -> bytes:
+        kind = type(action)
+        if kind is int64:
+            return pack(size, seq, STEP, _INT64, action)
+        if kind is int:
+            try:
+                return pack(size, seq, STEP, _INT, action)
+            except struct.error:  # beyond 64 bits: the env shall say what it thinks of it
+                pass
+        return _pack_any(space, seq, action)
+
+    return encode
+
+
+def _array_encoder(space: spaces.Space[Any]) -> EncodeStep:
+    pack, header, shape, ndarray, tag_of = REQUEST.pack, REQUEST.size, space.shape, np.ndarray, _DTYPE_TAG.get
+
+    def encode(seq: int, action: Any) -> bytes:
+        if type(action) is ndarray and action.shape == shape:
+            tag = tag_of(action.dtype)
+            if tag is not None:
+                data = action.tobytes()
+                return pack(header + len(data), seq, STEP, tag) + data
+        return _pack_any(space, seq, action)
+
+    return encode
+
+
+def _pack_any(space: spaces.Space[Any], seq: int, action: Any) -> bytes:
+    problem = misfit(space, action)
+    if problem:
+        raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
+    try:
+        payload = dumps(action)
+    except Exception as error:
+        raise ActionError(f"The action {action!r:.200} cannot be pickled: {error!r}. Nothing was sent.") from error
+    return REQUEST.pack(REQUEST.size + len(payload), seq, STEP, _PICKLED) + payload
+
+
+def action_decoder(space: spaces.Space[Any]) -> DecodeAction:
+    """The function that takes the action out of a step's frame."""
+    unpack_integer, header, ndarray = STEP_INTEGER.unpack_from, REQUEST.size, np.ndarray
+    int64, shape = np.int64, space.shape
+
+    def decode(frame: bytes) -> Any:
+        tag = frame[9]
+        if tag == _INT:
+            return unpack_integer(frame)[4]
+        if tag == _INT64:
+            return int64(unpack_integer(frame)[4])
+        if tag == _PICKLED:
+            return pickle.loads(memoryview(frame)[header:])
+        assert shape is not None
+        return ndarray(shape, _DTYPES[tag - _ARRAY], frame, header).copy()
+
+    return decode
+
+
+def misfit(space: spaces.Space[Any], action: Any) -> str:
+    """Why the action cannot be one of ``space`` in its shape or structure, or ``""``.
+
+    Bounds are the env's to judge: many envs clip, and an in-process env would be asked too.
+    """
+    if type(space) is spaces.Dict:
+        if not isinstance(action, Mapping) or set(action) != set(space.spaces):
+            return f"The action {action!r:.200} is not a dict with the keys {list(space.spaces)}."
+        return next(filter(None, (misfit(member, action[key]) for key, member in space.spaces.items())), "")
+    if type(space) is spaces.Tuple:
+        if not isinstance(action, Sequence | np.ndarray) or len(action) != len(space.spaces):
+            return f"The action {action!r:.200} is not a tuple of {len(space.spaces)} actions."
+        pairs = zip(space.spaces, action, strict=True)
+        return next(filter(None, (misfit(member, item) for member, item in pairs)), "")
+    if type(space) not in (spaces.Discrete, spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete):
+        return ""
+    if action is None:
+        return f"The action is None; the env's action space is {space}."
+    try:
+        shape = np.shape(action)
+    except ValueError:
+        return f"The action {action!r:.200} is ragged; the env's action space is {space}."
+    if shape != space.shape:
+        return f"The action {action!r:.200} has shape {shape}; the env's action space {space} wants {space.shape}."
+    return ""

@@ -1,0 +1,80 @@
+"""Shared memory without a name: nothing to leak when a process is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import tempfile
+
+
+class Block:
+    """A block of memory that several processes map through one descriptor.
+
+    Linux has ``memfd_create``; elsewhere an unlinked temporary file does the same. The descriptor is handed
+    over, never a name, so the kernel frees the block with its last user, however that one ends.
+    """
+
+    def __init__(self, descriptor: int, size: int, offset: int = 0) -> None:
+        """Map ``size`` bytes of what is behind ``descriptor``, which stays the caller's to close."""
+        self.size = size
+        self.memory = mmap.mmap(descriptor, size) if descriptor < 0 else mmap.mmap(descriptor, size, offset=offset)
+        self.view = memoryview(self.memory)
+
+    @classmethod
+    def private(cls, size: int) -> Block:
+        """A block of this process alone."""
+        return cls(-1, size)
+
+    @classmethod
+    def create(cls, size: int) -> tuple[Block, int]:
+        """A new block and the descriptor to hand over (and to close afterwards)."""
+        descriptor = _anonymous_file()
+        try:
+            os.ftruncate(descriptor, size)
+            return cls(descriptor, size), descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def close(self) -> None:
+        """Unmap. Arrays that still look into the block keep it mapped until they are gone."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self.memory.close()
+
+
+def _anonymous_file() -> int:
+    if sys.platform == "linux":
+        return os.memfd_create("multienv", os.MFD_CLOEXEC)
+    descriptor, path = tempfile.mkstemp(prefix="multienv-")
+    os.unlink(path)
+    return descriptor
+
+
+# --- the control block ------------------------------------------------------------------------
+# One small block per worker, shared by the trainer, the worker and the warden.
+
+# Observations that do not travel inline follow it, in the same file, at OBSERVATIONS.
+CONTROL_SIZE = 4096
+OBSERVATIONS = mmap.ALLOCATIONGRANULARITY
+BUSY = 0  # u64: 1 + the number of the request being executed, 0 when there is none (worker)
+REPLAYING = 1  # u64: 1 + the index of the request inside a replay (worker)
+DEADLINE = 2  # f64: when the pending request is overdue, CLOCK_MONOTONIC; 0 is never (trainer sets, worker clears)
+
+
+class Control:
+    """Words shared by a worker, its trainer and the warden that watches over it."""
+
+    def __init__(self, block: Block) -> None:
+        """Lay the words over ``block``."""
+        self.block = block
+        self.words = block.view.cast("Q")
+        self.times = block.view.cast("d")
+
+    def close(self) -> None:
+        """Unmap."""
+        self.words.release()
+        self.times.release()
+        self.block.close()

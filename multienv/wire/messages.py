@@ -1,0 +1,214 @@
+"""Frames: a fixed header, then a payload.
+
+A request is ``REQUEST`` + payload. Steps are binary (see ``codec``); everything else is one of the frozen
+dataclasses below, pickled. A reply is ``REPLY`` + observation + info::
+
+    REQUEST  length seq kind tag                                   12 bytes
+    REPLY    length seq info_length | kind flags reward_tag reward  24 bytes
+                                    └─ evidence: from here to the info
+
+The part of a reply from ``EVIDENCE`` up to the info is what a replay must reproduce to the bit. It leaves
+out the numbering, and the info, which may hold wall-clock values.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+REQUEST = struct.Struct("<IIBBxx")
+STEP_INTEGER = struct.Struct("<IIBBxxq")
+REPLY = struct.Struct("<IIIBBBxd")
+EVIDENCE = 12
+KIND_AT = 12
+KIND_OF_REQUEST_AT = 8
+
+# Kinds of request.
+MESSAGE = 1
+STEP = 2
+
+# Kinds of reply.
+STEPPED = 16  # an observation, a reward, flags; also what a reset answers
+VALUE = 17  # a pickled value
+FAILED = 18  # a pickled Failure: the env raised
+GONE = 19  # not from the worker: whoever watches over it says that it is dead
+
+# Flags of a STEPPED reply.
+TERMINATED = 1
+TRUNCATED = 2
+IRREGULAR = 4  # observation, reward and flags are a pickled tuple: the space's layout does not hold them
+ANCHORED = 8  # the info is a pair (info, state of the random generators before this reset)
+
+SEQ_MASK = 0xFFFF_FFFF
+# Evidence of an irregular reply larger than this is kept without its observation, the last one excepted.
+LARGE_EVIDENCE = 4096
+
+GONE_FRAME = REPLY.pack(REPLY.size, 0, 0, GONE, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Initialize:
+    """Build the env.
+
+    ``seeds`` are for ``random`` and ``numpy.random``, so that a restarted worker begins as the first one did;
+    ``None`` leaves them alone, in the trainer's own process.
+    ``setting`` is where the trainer stands (sys.path, working directory, environment); ``None`` under fork.
+    """
+
+    env_fn: bytes | None
+    seeds: tuple[int, int] | None
+    setting: Setting | None
+    inline_limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a fresh process needs to see the world as the trainer does."""
+
+    path: tuple[str, ...]
+    directory: str
+    environment: dict[str, str]
+    registrations: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the trainer learns about the env once it is built."""
+
+    observation_space: Any
+    action_space: Any
+    metadata: dict[str, Any]
+    spec: Any
+    render_mode: str | None
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Begin an episode; with ``anchor`` also tell the random generators' state before it.
+
+    ``generators`` is such a state, put back first: how a replay begins at an episode.
+    """
+
+    seed: int | None
+    options: dict[str, Any] | None
+    anchor: bool
+    generators: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call a method of the env, or read an attribute that is not callable."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GetAttribute:
+    """Read an attribute."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class HasAttribute:
+    """Tell whether there is such an attribute."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetAttribute:
+    """Write an attribute."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Render:
+    """Draw the env."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Run these request frames again, in one go, and return their evidence."""
+
+    frames: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the env and end the process."""
+
+
+Message = Initialize | Reset | Call | GetAttribute | HasAttribute | SetAttribute | Render | Replay | Close
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception in the worker, in a form that always travels."""
+
+    type_name: str
+    text: str
+    traceback: str
+    exception: bytes | None  # its type, arguments and attributes, pickled, if they can be
+    result_not_picklable: bool = False
+
+
+def pack_message(seq: int, message: Message) -> bytes:
+    """A request frame for anything but a step."""
+    payload: bytes = cloudpickle.dumps(message)
+    return REQUEST.pack(REQUEST.size + len(payload), seq, MESSAGE, 0) + payload
+
+
+def renumbered(frame: bytes, seq: int) -> bytes:
+    """The same request under another number."""
+    length, _, kind, tag = REQUEST.unpack_from(frame)
+    return REQUEST.pack(length, seq, kind, tag) + frame[REQUEST.size :]
+
+
+def unpack_message(frame: bytes) -> Message:
+    """The message in a request frame."""
+    message: Message = pickle.loads(memoryview(frame)[REQUEST.size :])
+    return message
+
+
+def pack_value(seq: int, value: Any, kind: int = VALUE) -> bytes:
+    """A reply frame that carries a pickled value. Raises what pickling raises."""
+    payload = dumps(value)
+    return REPLY.pack(REPLY.size + len(payload), seq, len(payload), kind, 0, 0, 0.0) + payload
+
+
+def unpack_value(reply: bytes) -> Any:
+    """The value in a VALUE or FAILED reply."""
+    return pickle.loads(memoryview(reply)[REPLY.size :])
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle, by value where by reference is not possible (lambdas, classes of ``__main__``)."""
+    try:
+        return pickle.dumps(value, protocol=5)
+    except Exception:  # pickling runs foreign code
+        data: bytes = cloudpickle.dumps(value)
+        return data
+
+
+def evidence_of(reply: bytes) -> bytes:
+    """The reply without what a replay need not reproduce.
+
+    The numbering stays in front, to be skipped when comparing, so that a small reply need not be copied.
+    """
+    _, _, info_length, kind, flags, _, _ = REPLY.unpack_from(reply)
+    if kind != STEPPED:
+        return reply[: REPLY.size]
+    kept = reply[: len(reply) - info_length] if info_length else reply
+    if flags & IRREGULAR and len(kept) > LARGE_EVIDENCE:
+        return kept[: REPLY.size]
+    return kept

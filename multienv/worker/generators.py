@@ -1,0 +1,89 @@
+"""The random generators an env draws from: seeded, recorded, put back.
+
+A replay that begins in the middle of a life must begin with the generators as they were there: the
+process's own (``random``, ``numpy.random``) and every generator an env, a wrapper or a space of theirs
+holds in an attribute.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+_SPACES = ("action_space", "observation_space", "_action_space", "_observation_space")
+
+
+def seed_process(seeds: tuple[int, int]) -> None:
+    """Seed ``random`` and ``numpy.random``: children of one forkserver would share the latter's state."""
+    random.seed(seeds[0])
+    np.random.seed(seeds[1])  # noqa: NPY002 - the legacy global state is what must not be shared
+
+
+def capture(env: gymnasium.Env[Any, Any]) -> bytes:
+    """The state of every generator found, as bytes."""
+    states: dict[Any, Any] = {place: _get_state(holder, name) for place, holder, name in _generators(env)}
+    states["random"] = random.getstate()
+    states["numpy"] = np.random.get_state()  # noqa: NPY002
+    return pickle.dumps(states, protocol=5)
+
+
+def restore(env: gymnasium.Env[Any, Any], states: bytes) -> None:
+    """Put back what :func:`capture` took, into a fresh copy of the same env."""
+    recorded: dict[Any, Any] = pickle.loads(states)
+    random.setstate(recorded["random"])
+    np.random.set_state(recorded["numpy"])  # noqa: NPY002
+    layers = list(_layers(env))
+    for place, state in recorded.items():
+        if isinstance(place, tuple):
+            depth, path = place
+            holder: Any = layers[depth]
+            for name in path[:-1]:
+                holder = getattr(holder, name)
+            _set_state(holder, path[-1], state)
+
+
+def _layers(env: Any) -> Iterator[Any]:
+    while True:
+        yield env
+        if not isinstance(env, gymnasium.Wrapper):
+            return
+        env = env.env
+
+
+def _generators(env: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Place, holder and attribute name of each generator."""
+    for depth, layer in enumerate(_layers(env)):
+        held = getattr(layer, "__dict__", {})
+        for name, value in held.items():
+            if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
+                yield (depth, (name,)), layer, name
+        for name in _SPACES:
+            space = held.get(name)
+            if isinstance(getattr(space, "_np_random", None), np.random.Generator):
+                yield (depth, (name, "_np_random")), space, "_np_random"
+
+
+def _get_state(holder: Any, name: str) -> Any:
+    generator = getattr(holder, name)
+    if isinstance(generator, np.random.Generator):
+        return generator  # pickles with its state; put back as a copy of its own
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(holder: Any, name: str, state: Any) -> None:
+    if isinstance(state, np.random.Generator):
+        present: Any = getattr(holder, name, None)
+        if type(present) is type(state) and type(present.bit_generator) is type(state.bit_generator):
+            # In place: the env may hold the same generator under several names.
+            present.bit_generator.state = state.bit_generator.state
+        else:
+            setattr(holder, name, state)
+    elif isinstance(getattr(holder, name, None), random.Random):
+        getattr(holder, name).setstate(state)
+    else:
+        getattr(holder, name).set_state(state)
