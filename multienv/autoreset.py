@@ -35,7 +35,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.mode = autoreset_mode(mode)
         self.metadata = {**(env.metadata or {}), "autoreset_mode": self.mode}
         self.splits = isinstance(env, HostedEnv)
-        self._ended = False
+        self.ended = False
         self._final: Transition | None = None
         if isinstance(env, HostedEnv):
             self._send, self._receive = env.step_async, env.step_wait
@@ -43,31 +43,31 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, whatever became of the last one."""
         result = self.env.reset(seed=seed, options=options)
-        self._ended = False
+        self.ended = False
         return result
 
     def step(self, action: Any) -> Transition:
         """One step, or the reset that is due."""
-        if self._ended:
+        if self.ended:
             return self._first(self.env.reset())
         transition: Any = self.env.step(action)
-        return self._end(transition) if transition[2] or transition[3] else transition
+        return self.end(transition) if transition[2] or transition[3] else transition
 
     # --- in two halves --------------------------------------------------------------------------
 
     def step_async(self, action: Any) -> None:
         """Send a step, or the reset that is due."""
-        if self._ended:
+        if self.ended:
             self._hosted.reset_async()
         else:
             self._send(action)
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect what was sent."""
-        if self._ended:
+        if self.ended:
             return self._first(self._hosted.reset_wait(timeout))
         transition = self._receive(timeout)
-        return self._end(transition) if transition[2] or transition[3] else transition
+        return self.end(transition) if transition[2] or transition[3] else transition
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset."""
@@ -76,7 +76,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Collect what the reset returned."""
         result = self._hosted.reset_wait(timeout)
-        self._ended = False
+        self.ended = False
         return result
 
     def resume(self) -> Any:
@@ -86,7 +86,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
             if self._final is not None:
                 return self._same_step(self._final, answer)
             return self._first(answer)
-        return self._end(answer) if answer[2] or answer[3] else answer
+        return self.end(answer) if answer[2] or answer[3] else answer
 
     # --- helpers --------------------------------------------------------------------------------
 
@@ -96,9 +96,10 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
             raise UsageError(f"{self.env} has no calls in two halves: use step() and reset().")
         return self.env
 
-    def _end(self, transition: Transition) -> Transition:
+    def end(self, transition: Transition) -> Transition:
+        """The episode has ended with this transition: what the caller gets."""
         if self.mode is AutoresetMode.NEXT_STEP:
-            self._ended = True
+            self.ended = True
         elif self.mode is AutoresetMode.SAME_STEP:
             self._final = transition
             return self._same_step(transition, self.env.reset())
@@ -113,7 +114,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _first(self, first: tuple[Any, dict[str, Any]]) -> Transition:
         observation, info = first
-        self._ended = False
+        self.ended = False
         return observation, 0.0, False, False, info
 
 

@@ -77,7 +77,7 @@ class Statistics:
         replayed_steps: Requests run again in all replays.
         recovery_seconds: Seconds each recovery took, the newest last, at most 1000.
         step_seconds: Mean latency of a step from call to answer, seconds, from a sample of the steps.
-        journal_requests: Requests the journal holds.
+        journal_bytes: Bytes the journal holds.
         rss: Resident memory of the worker in bytes, ``None`` where it cannot be read.
         last_loss: The last loss.
         last_recovery: What became of it.
@@ -94,7 +94,7 @@ class Statistics:
     replayed_steps: int
     recovery_seconds: tuple[float, ...] = field(repr=False)
     step_seconds: float | None
-    journal_requests: int
+    journal_bytes: int
     rss: int | None
     last_loss: Loss | None
     last_recovery: Recovery | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 
@@ -79,7 +79,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         """End the process: by asking, and after ``Deadlines.close`` seconds by force. Again does nothing."""
         self._supervisor.close()
 
-    def __exit__(self, *error: object) -> bool:
+    def __exit__(self, *error: object) -> Literal[False]:
         """Close."""
         self.close()
         return False
@@ -217,8 +217,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def np_random(self, value: Any) -> None:
         self.set_attr("np_random", value)
 
-    @property  # type: ignore[override]
-    def _np_random(self) -> Any:
+    @property
+    def _np_random(self) -> Any:  # type: ignore[override]
         """What gymnasium's checker looks at."""
         return self.get_attr("np_random")
 
@@ -268,6 +268,6 @@ class _Interruptible:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
             self._supervisor.note_interruption()

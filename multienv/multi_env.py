@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 Lists = tuple[list[Any], list[Any], list[Any], list[Any], list[dict[str, Any] | None]]
 
+# The envs with calls in two halves that one thread steps: index, autoreset, supervisor.
+_Share = list[tuple[int, AutoResetWrapper, Supervisor]]
+
 _sequence = attrgetter("seq")
 _UNTOUCHED = (None, None, None, None, None)
 
@@ -97,14 +100,17 @@ class MultiEnv:
             self._executor.shutdown()
             raise
         self.num_envs = len(self.envs)
-        self._split = [index for index, lane in enumerate(self._lanes) if lane.splits]
         self._blocking = [index for index, lane in enumerate(self._lanes) if not lane.splits]
         self._supervisors: list[Supervisor] = [env._supervisor for env in self.envs if isinstance(env, HostedEnv)]
         for supervisor in self._supervisors:
             supervisor.defer_recovery = True
-        shares = min(max_workers or 1, max(1, len(self._split)))
-        self._shares = [self._split[share::shares] for share in range(shares)]
-        self._pairs = [[(index, self._lanes[index]) for index in share] for share in self._shares]
+        shares = min(max_workers or 1, max(1, len(self._supervisors)))
+        members = [
+            (index, lane, env._supervisor)
+            for index, (lane, env) in enumerate(zip(self._lanes, self.envs, strict=True))
+            if isinstance(env, HostedEnv)
+        ]
+        self._shares: list[_Share] = [members[share::shares] for share in range(shares)]
 
     def _initialize(self) -> None:
         hosted = [(index, env) for index, env in enumerate(self.envs) if isinstance(env, HostedEnv)]
@@ -181,32 +187,39 @@ class MultiEnv:
         for index in self._blocking:
             if current.arguments[index] is not None:
                 futures[index] = self._executor.submit(self._lanes[index].step, current.arguments[index])
-        if len(self._pairs) > 1:
-            others = [self._executor.submit(self._step_share, pairs, current) for pairs in self._pairs[1:]]
-            self._step_share(self._pairs[0], current)
-            for future in others:
-                future.result()
-        else:
-            self._step_share(self._pairs[0], current)
+        others = [self._executor.submit(self._step_share, share, current) for share in self._shares[1:]]
+        self._step_share(self._shares[0], current)
+        for future in others:
+            future.result()
         if futures:
             self._gather(current)
 
-    def _step_share(self, pairs: list[tuple[int, AutoResetWrapper]], current: _Round) -> None:
+    def _step_share(self, share: _Share, current: _Round) -> None:
         arguments, results = current.arguments, current.results
-        sent = []
-        for pair in pairs:
-            index, lane = pair
+        sent, outgoing = [], []
+        for member in share:
+            index, lane, supervisor = member
             action = arguments[index]
             if action is not None:
                 try:
-                    lane.step_async(action)
+                    if lane.ended:
+                        lane.step_async(action)
+                    else:
+                        outgoing.append((supervisor.transmit, supervisor.prepare_step(action)))
                 except Exception as error:
                     current.failures[index] = error
                 else:
-                    sent.append(pair)
-        for index, lane in sent:
+                    sent.append(member)
+        for transmit, frame in outgoing:
+            transmit(frame)
+        for index, lane, supervisor in sent:
             try:
-                results[index] = lane.step_wait()
+                if lane.ended:
+                    results[index] = lane.step_wait()
+                    continue
+                results[index] = transition = supervisor.receive_step()
+                if transition[2] or transition[3]:
+                    results[index] = lane.end(transition)
             except RecoveryDue:
                 current.futures[index] = self._executor.submit(self._recover, index, lane.step_wait)
             except Exception as error:

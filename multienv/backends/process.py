@@ -14,8 +14,10 @@ from multienv.processes.protocol import UNKNOWN_FATE, Fate
 from multienv.wire.memory import BUSY, DEADLINE, OBSERVATIONS, REPLAYING, Block
 from multienv.wire.messages import FAILED, GONE, REPLY, STEPPED, VALUE
 
-# One read takes any reply with an inline observation; more is fetched as the header says.
-_CHUNK = 4096
+# One read takes most replies with an inline observation, and CPython's small-object allocator serves it. Where
+# replies are larger the first read grows with them.
+_CHUNK = 476
+_LARGEST_CHUNK = 2**16
 _BIG_CHUNK = 2**20
 _REPLIES = frozenset((STEPPED, VALUE, FAILED))
 
@@ -38,6 +40,7 @@ class ProcessBackend(Backend):
         self._block: Block | None = None
         self._times = self._worker.control.times
         self._read_directly = partial(os.read, self._worker.replies, _CHUNK)
+        self._chunk = _CHUNK
         self.read = self._read_directly
         self.send = self._sender()
 
@@ -150,7 +153,7 @@ class ProcessBackend(Backend):
     def _read_more(self, data: bytearray) -> bytes:
         if self._outbox:
             return self._pump()
-        return os.read(self._worker.replies, _BIG_CHUNK if data else _CHUNK)
+        return os.read(self._worker.replies, _BIG_CHUNK if data else self._chunk)
 
     def _take(self, data: bytearray, seq: int) -> bytes | None:
         """Take the first whole frame off ``data`` if it is the reply to ``seq``."""
@@ -161,12 +164,22 @@ class ProcessBackend(Backend):
             if kind not in _REPLIES or length < REPLY.size or (number != seq and not self._asked_again):
                 raise self._gone("broken", f"a reply that starts with {bytes(data[:32])!r}", seq)
             if len(data) < length:
+                self._expect(length)
                 return None
             frame = bytes(data[:length])
             del data[:length]
             if number == seq:
                 return frame
         return None
+
+    def _expect(self, length: int) -> None:
+        """Replies are longer than one read: make it longer."""
+        if self._chunk < length <= _LARGEST_CHUNK:
+            self._chunk = min(2 * length, _LARGEST_CHUNK)
+            was_direct = self.read is self._read_directly
+            self._read_directly = partial(os.read, self._worker.replies, self._chunk)
+            if was_direct:
+                self.read = self._read_directly
 
     def _gone(self, cause: str, detail: str, seq: int) -> Gone:
         """Make sure it is dead, and learn how it died. From now on reading finds the end at once."""

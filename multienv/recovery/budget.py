@@ -16,7 +16,7 @@ class RestartBudget:
     between half and the whole of that.
     """
 
-    def __init__(self, policy: RestartPolicy, dice: Callable[[], float] = random.Random().random) -> None:
+    def __init__(self, policy: RestartPolicy, dice: Callable[[], float] = random.random) -> None:
         """``dice`` gives numbers in [0, 1)."""
         self._policy = policy
         self._dice = dice

@@ -76,9 +76,7 @@ class Record:
             except Exception:  # a hook must not break a recovery
                 logger.exception("A hook failed on %r", event)
 
-    def statistics(
-        self, *, state: str, pid: int | None, steps: int, restarts: int, journal_requests: int
-    ) -> Statistics:
+    def statistics(self, *, state: str, pid: int | None, steps: int, restarts: int, journal_bytes: int) -> Statistics:
         """The record at this moment."""
         return Statistics(
             state=state,
@@ -92,7 +90,7 @@ class Record:
             replayed_steps=self._replayed,
             recovery_seconds=tuple(self._times),
             step_seconds=self.step_seconds,
-            journal_requests=journal_requests,
+            journal_bytes=journal_bytes,
             rss=_resident_bytes(pid),
             last_loss=self.last_loss,
             last_recovery=self._last_recovery,

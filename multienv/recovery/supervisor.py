@@ -94,6 +94,15 @@ class Supervisor:
         hooks: Called with each ``Loss`` and ``Recovery``.
     """
 
+    # Slots, because an object with so many attributes would lose CPython's fast path to them.
+    __slots__ = (
+        "__weakref__", "_backend", "_block", "_closing", "_command", "_deadlines", "_deaths", "_decode", "_encode",
+        "_healer", "_inline_limit", "_journal", "_last", "_log_reply", "_log_request", "_lost_observation", "_message",
+        "_owed", "_pending", "_phase_before", "_placement", "_policy", "_sampled_at", "_seed", "_seeded",
+        "_step_deadline", "_steps", "_steps_before", "defer_recovery", "interrupted", "phase", "record", "seq",
+        "transmit",
+    )  # fmt: skip
+
     def __init__(
         self,
         launch: Callable[[], Backend],
@@ -115,6 +124,8 @@ class Supervisor:
         self._healer = Healer(launch, initialize, policy, deadlines, wait=self._closing.wait)
         self._inline_limit = initialize.inline_limit
         self._journal = Journal(recording="replay" in (policy.on_crash, policy.on_timeout, policy.on_error))
+        self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
+        self.transmit: Callable[[bytes], None] = _no_sender
         self._backend: Any = None  # Backend | None; Any because the hot path does not ask
         self._encode: EncodeStep = _no_encoder
         self._decode: Callable[[bytes, int], Any] = _no_decoder
@@ -205,6 +216,7 @@ class Supervisor:
         self._block = backend.observations(size) if size else None
         self._decode = reader(description.observation_space, self._placement, self._block)
         old, self._backend = self._backend, backend
+        self.transmit = backend.send
         if old is not None and old is not backend:
             old.release()
 
@@ -218,17 +230,25 @@ class Supervisor:
 
     def send_step(self, action: Any) -> None:
         """Send a step; does not block."""
+        self.transmit(self.prepare_step(action))
+
+    def prepare_step(self, action: Any) -> bytes:
+        """All of a send but the sending: give what this returns to ``transmit``.
+
+        Apart, so that who steps many envs can write all requests in one burst: what is done between two
+        writes lets a core go idle, and waking it costs more than a step of CartPole.
+        """
         if self.phase != RUNNING and self._cannot_step():
-            return
+            return b""
         seq = self.seq = (self.seq + 1) & SEQ_MASK
-        self._pending = frame = self._encode(seq, action)
+        encode = self._encode
+        self._pending = frame = encode(seq, action)
         self.phase = STEPPING
-        backend = self._backend
         if self._step_deadline is not None:
-            backend.arm(self._step_deadline)
+            self._backend.arm(self._step_deadline)
         if not seq & _SAMPLE:
             self._sampled_at = perf_counter()
-        backend.send(frame)
+        return frame
 
     def receive_step(self, timeout: float | None = None) -> Transition:
         """Collect what the step returned."""
@@ -236,7 +256,7 @@ class Supervisor:
             early = self._before_receiving_step(timeout)
             if early is not None:
                 return early
-        reply = self._backend.read()
+        reply: bytes = self._backend.read()
         try:
             length, number, info_length, kind, flags, tag, reward = _unpack(reply)
         except struct.error:
@@ -244,9 +264,10 @@ class Supervisor:
         seq = self.seq
         if number != seq or length != len(reply) or kind != STEPPED or info_length or flags:
             return self._receive_step_slowly(reply)
-        journal = self._journal
-        journal.requests.append(self._pending)
-        journal.replies.append(reply)
+        # Through locals: CPython 3.11 has no fast path to call what a slot holds.
+        log_request, log_reply, decode = self._log_request, self._log_reply, self._decode
+        log_request(self._pending)
+        log_reply(reply)
         self._last = reply
         self._steps += 1
         self.phase = RUNNING
@@ -254,7 +275,7 @@ class Supervisor:
             self._sample()
         if tag:
             reward = reward_of(tag, reward)
-        return self._decode(reply, seq), reward, False, False, {}
+        return decode(reply, seq), reward, False, False, {}
 
     # --- a step that is not plain -------------------------------------------------------------------
 
@@ -268,9 +289,9 @@ class Supervisor:
             self._drain()
             if self.phase == RUNNING:
                 return False
-        if self.phase == OWED:
-            return True
-        self.refuse("step")
+        if self.phase != OWED:
+            self.refuse("step")
+        return True
 
     def _before_receiving_step(self, timeout: float | None) -> Transition | None:
         if self.phase == OWED:
@@ -346,7 +367,7 @@ class Supervisor:
 
     def _trim(self) -> None:
         seconds = self.record.step_seconds or 1e-5
-        self._journal.trim(self._policy.journal_limit, self._policy.replay_limit / seconds)
+        self._journal.trim(self._policy.journal_limit, self._policy.replay_limit / seconds, self._steps)
 
     # --- everything but steps -----------------------------------------------------------------------
 
@@ -391,12 +412,12 @@ class Supervisor:
         if seed is None and not self._seeded:
             seed = secrets.randbits(31)
         self._trim()
-        return Reset(seed, message.options, self._journal.wants_anchor())
+        return Reset(seed, message.options, self._journal.wants_anchor(self._steps))
 
     def _finish_reset(self, reply: bytes, message: Reset) -> tuple[Any, dict[str, Any]]:
         info, generators = info_of(reply)
         if generators is not None:
-            self._journal.anchor(message, generators)
+            self._journal.anchor(self._pending, evidence_of(reply), message, generators, self._steps)
         if message.seed is not None:
             self._seed, self._seeded = message.seed, True
         self._last = reply
@@ -414,8 +435,8 @@ class Supervisor:
         return self._deadlines.reset if isinstance(message, Reset) else self._deadlines.call
 
     def _log(self, reply: bytes) -> None:
-        self._journal.requests.append(self._pending)
-        self._journal.replies.append(evidence_of(reply))
+        self._log_request(self._pending)
+        self._log_reply(evidence_of(reply))
 
     def _wait(self, timeout: float | None, command: str) -> None:
         check_seconds("timeout", timeout, zero=True)
@@ -432,12 +453,7 @@ class Supervisor:
 
     def _settle(self) -> None:
         """Ctrl-C may have landed between any two lines of a request: put it where it surely is pending."""
-        journal = self._journal
-        if journal.recording:
-            del journal.requests[len(journal.replies) :]
-            if journal.requests and journal.requests[-1] is self._pending:
-                journal.requests.pop()
-                journal.replies.pop()
+        self._journal.forget_unanswered(self._pending)
         self._backend.ask_again(self._pending)
 
     def _drain(self) -> None:
@@ -527,7 +543,7 @@ class Supervisor:
     def _go_on_without(self, loss: Loss, effort: Effort, reason: str, command: str) -> None:
         """The env cannot be brought back. A new episode can be begun; a running one must be ended."""
         self._drop_backend()
-        self._journal.clear()
+        self._journal.clear(self._steps)
         self._seeded = False
         if command == "step":
             self.record.recovery(loss, "truncated", reason, effort)
@@ -568,7 +584,7 @@ class Supervisor:
 
     def _revive(self) -> None:
         """A new process, and a new life for the env, after the last one was lost."""
-        self._journal.clear()
+        self._journal.clear(self._steps)
         self._seeded = False
         self._last = b""
         self._rebuild(None)
@@ -644,7 +660,7 @@ class Supervisor:
             pid=pid,
             steps=self._steps,
             restarts=self._healer.restarts,
-            journal_requests=len(self._journal),
+            journal_bytes=len(self._journal),
         )
 
 
@@ -658,6 +674,10 @@ def _is_inside(supervisor: Supervisor) -> bool:
                 return True
             frame = frame.f_back
     return False
+
+
+def _no_sender(frame: bytes) -> None:
+    raise NotInitializedError("The env is not built yet. Call initialize() first.")
 
 
 def _no_encoder(seq: int, action: Any) -> bytes:

@@ -128,7 +128,7 @@ class Killer:
             error, self._error = self._error, None
             raise error
 
-    def __enter__(self) -> Killer:
+    def __enter__(self) -> Killer:  # noqa: PYI034 - Self needs Python 3.11
         """Begin to strike."""
         self.start()
         return self

@@ -120,7 +120,7 @@ def snapshot_resources(*, threads: bool = False) -> Resources:
         pid=token.pid,
         descriptors=_descriptors(),
         processes=family(token),
-        shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir()),
+        shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir()),  # noqa: S108 - looked at, not written
         memory_maps=_memory_maps(),
         threads=_threads() if threads else None,
     )
@@ -210,7 +210,7 @@ def _memory_maps() -> frozenset[tuple[str, int]]:
     found = set()
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].startswith(("/memfd:", "/dev/shm/")):
+        if len(fields) == 6 and fields[5].startswith(("/memfd:", "/dev/shm/")):  # noqa: S108
             found.add((fields[5], int(fields[4])))
     return frozenset(found)
 

@@ -15,14 +15,14 @@ import numpy as np
 from gymnasium import spaces
 
 from multienv.errors import ActionError
-from multienv.wire.messages import REQUEST, STEP, STEP_INTEGER, dumps
+from multienv.wire.messages import REQUEST, STEP, STEP_INTEGER, TAG_AT, dumps
 
 EncodeStep = Callable[[int, Any], bytes]  # number of the request, action → frame
 DecodeAction = Callable[[bytes], Any]  # frame → action
 
 _PICKLED = 0
-_INT = 1
-_INT64 = 2
+INT = 1
+INT64 = 2
 _ARRAY = 8  # + the place of its dtype in _DTYPES
 
 _DTYPES = tuple(
@@ -47,10 +47,10 @@ def _integer_encoder(space: spaces.Discrete) -> EncodeStep:
     def encode(seq: int, action: Any) -> bytes:
         kind = type(action)
         if kind is int64:
-            return pack(size, seq, STEP, _INT64, action)
+            return pack(size, seq, STEP, INT64, action)
         if kind is int:
             try:
-                return pack(size, seq, STEP, _INT, action)
+                return pack(size, seq, STEP, INT, action)
             except struct.error:  # beyond 64 bits: the env shall say what it thinks of it
                 pass
         return _pack_any(space, seq, action)
@@ -89,10 +89,10 @@ def action_decoder(space: spaces.Space[Any]) -> DecodeAction:
     int64, shape = np.int64, space.shape
 
     def decode(frame: bytes) -> Any:
-        tag = frame[9]
-        if tag == _INT:
+        tag = frame[TAG_AT]
+        if tag == INT:
             return unpack_integer(frame)[4]
-        if tag == _INT64:
+        if tag == INT64:
             return int64(unpack_integer(frame)[4])
         if tag == _PICKLED:
             return pickle.loads(memoryview(frame)[header:])

@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 
 class Block:
@@ -49,7 +50,7 @@ def _anonymous_file() -> int:
     if sys.platform == "linux":
         return os.memfd_create("multienv", os.MFD_CLOEXEC)
     descriptor, path = tempfile.mkstemp(prefix="multienv-")
-    os.unlink(path)
+    Path(path).unlink()
     return descriptor
 
 

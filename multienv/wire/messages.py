@@ -26,6 +26,7 @@ REPLY = struct.Struct("<IIIBBBxd")
 EVIDENCE = 12
 KIND_AT = 12
 KIND_OF_REQUEST_AT = 8
+TAG_AT = 9
 
 # Kinds of request.
 MESSAGE = 1
@@ -168,10 +169,21 @@ def pack_message(seq: int, message: Message) -> bytes:
     return REQUEST.pack(REQUEST.size + len(payload), seq, MESSAGE, 0) + payload
 
 
-def renumbered(frame: bytes, seq: int) -> bytes:
-    """The same request under another number."""
-    length, _, kind, tag = REQUEST.unpack_from(frame)
-    return REQUEST.pack(length, seq, kind, tag) + frame[REQUEST.size :]
+def seq_of(frame: bytes) -> int:
+    """The number in a frame, request or reply."""
+    return int.from_bytes(frame[4:8], "little")
+
+
+def split_frames(joined: bytes | bytearray) -> list[bytes]:
+    """The frames that lie end to end; one that is cut short is left out."""
+    frames, start, end = [], 0, len(joined)
+    while start + 4 <= end:
+        stop = start + int.from_bytes(joined[start : start + 4], "little")
+        if stop > end:
+            break
+        frames.append(bytes(joined[start:stop]))
+        start = stop
+    return frames
 
 
 def unpack_message(frame: bytes) -> Message:
@@ -201,14 +213,14 @@ def dumps(value: Any) -> bytes:
 
 
 def evidence_of(reply: bytes) -> bytes:
-    """The reply without what a replay need not reproduce.
+    """The reply without what a replay need not reproduce; a frame of its own length.
 
-    The numbering stays in front, to be skipped when comparing, so that a small reply need not be copied.
+    The numbering stays in front, to be skipped when comparing: a plain step's reply is its own evidence.
     """
-    _, _, info_length, kind, flags, _, _ = REPLY.unpack_from(reply)
-    if kind != STEPPED:
-        return reply[: REPLY.size]
-    kept = reply[: len(reply) - info_length] if info_length else reply
-    if flags & IRREGULAR and len(kept) > LARGE_EVIDENCE:
-        return kept[: REPLY.size]
-    return kept
+    length, seq, info_length, kind, flags, tag, reward = REPLY.unpack_from(reply)
+    if kind != STEPPED or (flags & IRREGULAR and length - info_length > LARGE_EVIDENCE):
+        return REPLY.pack(REPLY.size, seq, 0, kind, flags, tag, reward)
+    if not info_length:
+        return reply
+    length -= info_length
+    return REPLY.pack(length, seq, 0, kind, flags, tag, reward) + reply[REPLY.size : length]

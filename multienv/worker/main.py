@@ -21,8 +21,9 @@ from multienv.wire.memory import CONTROL_SIZE, DEADLINE, OBSERVATIONS, Block, Co
 from multienv.wire.messages import REQUEST, Initialize, Setting
 from multienv.worker.host import Host
 
-# One read takes a step's request; the rest of a longer one is fetched as its header says.
-_CHUNK = 4096
+# One read takes most requests, and CPython's small-object allocator serves it; the rest of a longer one is
+# fetched as its header says.
+_CHUNK = 476
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
 # In each worker's environment, so that the processes it starts can be told from others'.
