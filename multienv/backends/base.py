@@ -9,6 +9,8 @@ from typing import Literal
 from multienv.processes.protocol import UNKNOWN_FATE, Fate
 from multienv.wire.memory import Block
 
+BUFFER_SIZE = 4096
+
 
 class Gone(Exception):  # noqa: N818 - internal: always turned into a recovery or a WorkerLostError
     """The worker is lost.
@@ -44,12 +46,18 @@ class Backend(ABC):
 
     Attributes:
         send: Send a request frame. Never blocks, never raises: a loss shows when reading.
-        read: Wait for something to read, and return it: usually exactly one reply; whatever else it is,
-            :meth:`complete` makes sense of it.
+        fill: Wait for something to read, put it into ``buffer`` and tell how many bytes: usually exactly one
+            reply; whatever else it is, :meth:`complete` makes sense of it.
+        buffer: Overwritten by the next ``fill``.
     """
 
     send: Callable[[bytes], None]
-    read: Callable[[], bytes]
+    fill: Callable[[], int]
+    buffer: bytearray
+
+    def __init__(self) -> None:
+        """Lay out the buffer: any reply with an inline observation fits, and most infos do."""
+        self.buffer = bytearray(BUFFER_SIZE)
 
     @abstractmethod
     def complete(self, start: bytes, seq: int) -> bytes:

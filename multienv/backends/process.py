@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import time
@@ -14,12 +15,13 @@ from multienv.processes.protocol import UNKNOWN_FATE, Fate
 from multienv.wire.memory import BUSY, DEADLINE, OBSERVATIONS, REPLAYING, Block
 from multienv.wire.messages import FAILED, GONE, REPLY, STEPPED, VALUE
 
-# One read takes most replies with an inline observation, and CPython's small-object allocator serves it. Where
-# replies are larger the first read grows with them.
-_CHUNK = 476
-_LARGEST_CHUNK = 2**16
 _BIG_CHUNK = 2**20
 _REPLIES = frozenset((STEPPED, VALUE, FAILED))
+
+
+def _nothing() -> int:
+    """What is next does not come from the pipe: complete() has it."""
+    return 0
 
 
 class ProcessBackend(Backend):
@@ -32,6 +34,7 @@ class ProcessBackend(Backend):
 
     def __init__(self, launch: Launch, start_deadline: float | None) -> None:
         """Launch the process; does not wait for it."""
+        super().__init__()
         self._worker = Worker(launch, start_deadline)
         self._pid: int | None = self._worker.pid
         self._outbox = memoryview(b"")
@@ -39,9 +42,10 @@ class ProcessBackend(Backend):
         self._asked_again = 0
         self._block: Block | None = None
         self._times = self._worker.control.times
-        self._read_directly = partial(os.read, self._worker.replies, _CHUNK)
-        self._chunk = _CHUNK
-        self.read = self._read_directly
+        # Unbuffered: one system call. It does not own the descriptor.
+        self._replies = io.FileIO(self._worker.replies, closefd=False)
+        self._fill_directly = partial(self._replies.readinto, self.buffer)
+        self.fill = self._fill_directly
         self.send = self._sender()
 
     @property
@@ -65,7 +69,7 @@ class ProcessBackend(Backend):
                 return
             if written < len(frame):
                 self._outbox = memoryview(frame)[written:]
-                self.read = self._pump
+                self.fill = self._pump
 
         return send
 
@@ -83,7 +87,7 @@ class ProcessBackend(Backend):
 
     # --- reading --------------------------------------------------------------------------------
 
-    def _pump(self) -> bytes:
+    def _pump(self) -> int:
         """Write the outbox and wait for the reply at the same time."""
         worker = self._worker
         poller = select.poll()
@@ -92,22 +96,20 @@ class ProcessBackend(Backend):
         while self._outbox:
             ready = dict(poller.poll())
             if worker.requests in ready:
-                try:
-                    self._outbox = self._outbox[os.write(worker.requests, self._outbox) :]
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    self._outbox = memoryview(b"")
+                self._write_outbox()
             if worker.replies in ready:
                 break
         if not self._outbox:
-            self.read = self._read_directly
-        return os.read(worker.replies, _BIG_CHUNK)
+            self.fill = self._fill_directly
+        return self._fill_directly()
 
-    def _read_inbox(self) -> bytes:
-        data, self._inbox = self._inbox, b""
-        self.read = self._read_directly
-        return data
+    def _write_outbox(self) -> None:
+        try:
+            self._outbox = self._outbox[os.write(self._worker.requests, self._outbox) :]
+        except BlockingIOError:
+            pass  # it will be writable again
+        except OSError:  # it is dead: the replies will end
+            self._outbox = memoryview(b"")
 
     def poll(self, timeout: float) -> bool:
         """Whether a reply, or the end, is there within ``timeout`` seconds."""
@@ -124,12 +126,9 @@ class ProcessBackend(Backend):
                 return True
             if worker.requests not in ready:
                 return False
-            try:
-                self._outbox = self._outbox[os.write(worker.requests, self._outbox) :]
-            except OSError:
-                self._outbox = memoryview(b"")
+            self._write_outbox()
             if not self._outbox:
-                self.read = self._read_directly
+                self.fill = self._fill_directly
                 poller.unregister(worker.requests)
 
     def complete(self, start: bytes, seq: int) -> bytes:
@@ -143,17 +142,18 @@ class ProcessBackend(Backend):
             reply = self._take(data, seq)
             if reply is not None:
                 if data:
-                    self._inbox, self.read = bytes(data), self._read_inbox
+                    self._inbox, self.fill = bytes(data), _nothing
                 return reply
             more = self._read_more(data)
             if not more:
-                raise self._gone("died", "" if not data else "in the middle of a reply", seq)
+                raise self._gone("died", "in the middle of a reply" if data else "", seq)
             data += more
 
-    def _read_more(self, data: bytearray) -> bytes:
+    def _read_more(self, data: bytearray) -> bytes | memoryview:
         if self._outbox:
-            return self._pump()
-        return os.read(self._worker.replies, _BIG_CHUNK if data else self._chunk)
+            return memoryview(self.buffer)[: self._pump()]
+        self.fill = self._fill_directly
+        return os.read(self._worker.replies, _BIG_CHUNK if data else len(self.buffer))
 
     def _take(self, data: bytearray, seq: int) -> bytes | None:
         """Take the first whole frame off ``data`` if it is the reply to ``seq``."""
@@ -164,7 +164,6 @@ class ProcessBackend(Backend):
             if kind not in _REPLIES or length < REPLY.size or (number != seq and not self._asked_again):
                 raise self._gone("broken", f"a reply that starts with {bytes(data[:32])!r}", seq)
             if len(data) < length:
-                self._expect(length)
                 return None
             frame = bytes(data[:length])
             del data[:length]
@@ -172,18 +171,9 @@ class ProcessBackend(Backend):
                 return frame
         return None
 
-    def _expect(self, length: int) -> None:
-        """Replies are longer than one read: make it longer."""
-        if self._chunk < length <= _LARGEST_CHUNK:
-            self._chunk = min(2 * length, _LARGEST_CHUNK)
-            was_direct = self.read is self._read_directly
-            self._read_directly = partial(os.read, self._worker.replies, self._chunk)
-            if was_direct:
-                self.read = self._read_directly
-
     def _gone(self, cause: str, detail: str, seq: int) -> Gone:
         """Make sure it is dead, and learn how it died. From now on reading finds the end at once."""
-        self.read = bytes
+        self.fill = _nothing
         words = self._worker.control.words
         executing, replaying = words[BUSY] == seq + 1, words[REPLAYING] - 1
         if cause == "broken":

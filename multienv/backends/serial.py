@@ -20,12 +20,14 @@ class SerialBackend(Backend):
 
     def __init__(self, env_fn: Callable[[], gymnasium.Env[Any, Any]]) -> None:
         """Hold a host, which holds no env yet."""
+        super().__init__()
         self._host = Host(env_fn=env_fn)
         self._requests: list[bytes] = []
         self._last: tuple[bytes, bytes] | None = None
         self._gone: Gone | None = None
+        self._ready = b""
         self.send = self._requests.append
-        self.read = self._read
+        self.fill = self._fill
 
     @property
     def pid(self) -> int | None:
@@ -49,15 +51,20 @@ class SerialBackend(Backend):
         self._last = (frame, reply)
         return reply
 
-    def _read(self) -> bytes:
+    def _fill(self) -> int:
         try:
-            return self._answer()
+            reply = self._answer()
         except Gone:
-            return b""  # complete() raises it
+            return 0  # complete() raises it
+        if len(reply) > len(self.buffer):
+            self._ready = reply
+            return 0
+        self.buffer[: len(reply)] = reply
+        return len(reply)
 
     def complete(self, start: bytes, seq: int) -> bytes:
         """Replies are always whole."""
-        reply = start or self._answer()
+        reply, self._ready = start or self._ready or self._answer(), b""
         assert REPLY.unpack_from(reply)[1] == seq
         return reply
 

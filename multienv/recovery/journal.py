@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import setitem
 
-from multienv.wire.messages import Reset, pack_message, seq_of, split_frames
+from multienv.wire.messages import KIND_AT, STEPPED, Reset, pack_message, seq_of, split_frames
 
 # A reset is made an anchor when this many steps have passed since the last one: capturing the generators'
 # state takes as long as ten steps of CartPole.
@@ -59,21 +61,32 @@ class Journal:
         """Begin with an env that has just been built."""
         self.recording = recording
         self._requests, self._replies = bytearray(), bytearray()
+        self._last_forgotten = b""
         # Always these two objects' methods: the hot path holds them.
         self.log_request: Callable[[bytes], object] = self._requests.extend if recording else _ignore
-        self.log_reply: Callable[[bytes], object] = self._replies.extend if recording else _ignore
+        # Without a journal the last reply alone is kept: a truncation shows its observation.
+        self.log_reply: Callable[[bytes | memoryview], object] = (
+            self._replies.extend if recording else partial(setitem, self._replies, slice(None))
+        )
         self.clear()
 
     def clear(self, steps: int = 0) -> None:
         """Begin anew: the env has just been built."""
         self._forget_all()
+        self._last_forgotten = b""
         self.complete = self.usable = self.recording
         self._anchors: list[Anchor] = []
         self._steps_before = steps
 
     def _forget_all(self) -> None:
+        self._last_forgotten = self.last_observed()
         self._requests.clear()
         self._replies.clear()
+
+    def last_observed(self) -> bytes:
+        """Evidence of the last reply that carried an observation, or ``b""``."""
+        observed = (reply for reply in reversed(split_frames(self._replies)) if reply[KIND_AT] == STEPPED)
+        return next(observed, self._last_forgotten)
 
     def __len__(self) -> int:
         """Bytes held."""

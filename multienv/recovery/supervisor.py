@@ -10,7 +10,6 @@ at the first branch.
 from __future__ import annotations
 
 import secrets
-import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -56,9 +55,10 @@ from multienv.wire.messages import (
     SetAttribute,
     evidence_of,
     pack_message,
+    seq_of,
     unpack_value,
 )
-from multienv.wire.observations import Placement, info_of, irregular_parts, reader, reward_of
+from multienv.wire.observations import Placement, array_views, info_of, irregular_parts, reader, reward_of
 
 Transition = tuple[Any, Any, bool, bool, dict[str, Any]]
 
@@ -96,10 +96,43 @@ class Supervisor:
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
     __slots__ = (
-        "__weakref__", "_backend", "_block", "_closing", "_command", "_deadlines", "_deaths", "_decode", "_encode",
-        "_healer", "_inline_limit", "_journal", "_last", "_log_reply", "_log_request", "_lost_observation", "_message",
-        "_owed", "_pending", "_phase_before", "_placement", "_policy", "_sampled_at", "_seed", "_seeded",
-        "_step_deadline", "_steps", "_steps_before", "defer_recovery", "interrupted", "phase", "record", "seq",
+        "__weakref__",
+        "_backend",
+        "_block",
+        "_buffer",
+        "_closing",
+        "_command",
+        "_deadlines",
+        "_deaths",
+        "_decode",
+        "_encode",
+        "_healer",
+        "_inline_limit",
+        "_journal",
+        "_last",
+        "_log_reply",
+        "_log_request",
+        "_lost_observation",
+        "_message",
+        "_owed",
+        "_pending",
+        "_phase_before",
+        "_placement",
+        "_plain_reply",
+        "_plain_size",
+        "_policy",
+        "_sampled_at",
+        "_seed",
+        "_seeded",
+        "_step_deadline",
+        "_steps",
+        "_steps_before",
+        "_views",
+        "defer_recovery",
+        "interrupted",
+        "phase",
+        "record",
+        "seq",
         "transmit",
     )  # fmt: skip
 
@@ -128,7 +161,11 @@ class Supervisor:
         self.transmit: Callable[[bytes], None] = _no_sender
         self._backend: Any = None  # Backend | None; Any because the hot path does not ask
         self._encode: EncodeStep = _no_encoder
-        self._decode: Callable[[bytes, int], Any] = _no_decoder
+        self._decode: Callable[[Any, int], Any] = _no_decoder
+        self._views: Any = None  # where observations arrive, for a Box
+        self._buffer = bytearray()  # where replies are read into
+        self._plain_reply = memoryview(b"")  # a reply without an info, in there
+        self._plain_size = 0
         self._placement = Placement(None, inline=True)
         self._block: Block | None = None
         self._step_deadline = deadlines.step
@@ -136,7 +173,7 @@ class Supervisor:
         self._command = ""  # what is pending, unless it is a step
         self._message: Message | None = None
         self._phase_before = NEW
-        self._last = b""  # the last reply that carried an observation
+        self._last = b""  # the last reply whose evidence is not all of it
         self._deaths = 0  # processes that died executing the pending request
         self._owed = ""  # why the next step must be a truncation
         self._seed: int | None = None
@@ -214,7 +251,11 @@ class Supervisor:
             self._placement = Placement.of(description.observation_space, self._inline_limit)
         size = self._placement.block_size
         self._block = backend.observations(size) if size else None
-        self._decode = reader(description.observation_space, self._placement, self._block)
+        space, placement = description.observation_space, self._placement
+        self._decode = reader(space, placement, self._block)
+        self._views = array_views(space, placement, self._block, backend.buffer)
+        self._buffer, self._plain_size = backend.buffer, placement.plain_size
+        self._plain_reply = memoryview(self._buffer)[: self._plain_size]
         old, self._backend = self._backend, backend
         self.transmit = backend.send
         if old is not None and old is not backend:
@@ -256,26 +297,26 @@ class Supervisor:
             early = self._before_receiving_step(timeout)
             if early is not None:
                 return early
-        reply: bytes = self._backend.read()
-        try:
-            length, number, info_length, kind, flags, tag, reward = _unpack(reply)
-        except struct.error:
-            return self._receive_step_slowly(reply)
-        seq = self.seq
-        if number != seq or length != len(reply) or kind != STEPPED or info_length or flags:
-            return self._receive_step_slowly(reply)
         # Through locals: CPython 3.11 has no fast path to call what a slot holds.
-        log_request, log_reply, decode = self._log_request, self._log_reply, self._decode
+        fill, buffer, seq = self._backend.fill, self._buffer, self.seq
+        received = fill()
+        length, number, _, kind, flags, tag, reward = _unpack(buffer)
+        # The number is compared with what it is now: close() in a signal handler has moved it.
+        if received != length or number != self.seq or kind != STEPPED:
+            return self._receive_step_slowly(bytes(buffer[:received]))
+        if received != self._plain_size or flags:
+            return self._finish_step(bytes(buffer[:received]))
+        log_request, log_reply, views = self._log_request, self._log_reply, self._views
         log_request(self._pending)
-        log_reply(reply)
-        self._last = reply
+        log_reply(self._plain_reply)
         self._steps += 1
         self.phase = RUNNING
         if not seq & _SAMPLE:
             self._sample()
         if tag:
             reward = reward_of(tag, reward)
-        return decode(reply, seq), reward, False, False, {}
+        observation = self._decode(buffer, seq) if views is None else views[seq & 1].copy()
+        return observation, reward, False, False, {}
 
     # --- a step that is not plain -------------------------------------------------------------------
 
@@ -313,7 +354,7 @@ class Supervisor:
         if self.phase == ASKED:
             self._settle()
             return self.receive(self._command)
-        observation, reward, terminated, truncated, info = self._transition(self._last)
+        observation, reward, terminated, truncated, info = self._transition(self._last_reply())
         if self._pending[KIND_OF_REQUEST_AT] == STEP:
             return observation, reward, terminated, truncated, info
         return observation, info
@@ -328,6 +369,9 @@ class Supervisor:
             reply = self._await(start)
         except EpisodeLost as lost:
             return self._truncation(str(lost))
+        return self._finish_step(reply)
+
+    def _finish_step(self, reply: bytes) -> Transition:
         if _unpack(reply)[3] == FAILED:
             self._log(reply)
             self.phase = ENDED
@@ -427,6 +471,11 @@ class Supervisor:
         self.phase = RUNNING
         return self._observation_in(reply), info
 
+    def _last_reply(self) -> bytes:
+        """The last reply that carried an observation, whole if it had more to it than its evidence."""
+        evidence = self._journal.last_observed()
+        return self._last if self._last and evidence and seq_of(self._last) == seq_of(evidence) else evidence
+
     def _observation_in(self, reply: bytes) -> Any:
         _, seq, _, _, flags, _, _ = _unpack(reply)
         return irregular_parts(reply)[0] if flags & IRREGULAR else self._decode(reply, seq)
@@ -497,7 +546,8 @@ class Supervisor:
         loss = self._note_loss(gone, command)
         effort = self._healer.begin()
         self._deaths += gone.executing
-        self._lost_observation = self._observation_in(self._last) if self._last else None
+        last = self._last_reply()
+        self._lost_observation = self._observation_in(last) if last else None
         on_loss = self._on_loss(gone.cause)
         if on_loss == "raise":
             self._drop_backend()
@@ -528,11 +578,12 @@ class Supervisor:
 
     def _looks_the_same(self, backend: Backend, last: bytes) -> bool:
         """The last observation the caller saw, whole, against that of the replay."""
-        if not self._last:
+        seen = self._last_reply()
+        if not seen:
             return True
-        _, seq, _, _, flags, _, _ = _unpack(self._last)
+        _, seq, _, _, flags, _, _ = _unpack(seen)
         if flags & IRREGULAR:
-            return not last or same(irregular_parts(self._last), irregular_parts(last))
+            return not last or same(irregular_parts(seen), irregular_parts(last))
         if self._block is None:
             return True  # inline: it was compared with the rest of the evidence
         size = self._block.size // 2
@@ -642,6 +693,8 @@ class Supervisor:
             backend.kill()
             return
         self._backend = None
+        self._views = self._block = None  # or they would keep the shared memory mapped
+        self._decode = _no_decoder
         backend.send(pack_message((self.seq + 1) & SEQ_MASK, Close()))
         backend.finish(self._deadlines.close)
 

@@ -53,6 +53,13 @@ class Placement:
         """Bytes of shared memory this needs; 0 for none."""
         return 0 if self.layout is None or self.inline else 2 * self.layout.size
 
+    @property
+    def plain_size(self) -> int:
+        """Bytes of a reply with a regular observation and no info."""
+        if self.layout is None:
+            return REPLY.size
+        return REPLY.size + (self.layout.size if self.inline else _DIGEST.size)
+
 
 # --- the worker's end -------------------------------------------------------------------------
 
@@ -201,6 +208,25 @@ def reader(space: spaces.Space[Any], placement: Placement, block: Block | None) 
         ndarray, dtype, shape = np.ndarray, space.dtype, space.shape
         return lambda reply, seq: ndarray(shape, dtype, reply, header).copy()
     return lambda reply, seq: read(reply, header)
+
+
+def array_views(
+    space: spaces.Space[Any], placement: Placement, block: Block | None, buffer: bytearray
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+    """For a Box: arrays over the places where the observations of even and odd requests arrive.
+
+    To copy such an array is the cheapest way to an observation. ``buffer`` is where replies are read into.
+    """
+    if type(space) is not spaces.Box or placement.layout is None:
+        return None
+    if placement.inline:
+        if REPLY.size + placement.layout.size > len(buffer):
+            return None
+        view: np.ndarray[Any, Any] = np.ndarray(space.shape, space.dtype, buffer, REPLY.size)
+        return view, view
+    assert block is not None
+    even: np.ndarray[Any, Any] = np.ndarray(space.shape, space.dtype, block.view, 0)
+    return even, np.ndarray(space.shape, space.dtype, block.view, placement.layout.size)
 
 
 def reward_of(tag: int, number: float) -> Any:
