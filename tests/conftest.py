@@ -1,0 +1,36 @@
+"""Shared by all layers: nothing may be left behind by any test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from multienv.processes import launch
+from multienv.testing import Ignored, assert_nothing_left, multiprocessing_helpers, snapshot_resources
+
+
+def warden_itself() -> Ignored:
+    """The warden lives as long as the trainer, by design; so does its socket."""
+    client = launch._client
+    if client is None:
+        return multiprocessing_helpers()
+    own = Ignored(
+        pids=frozenset([client.process.pid]), descriptors=frozenset([client._control.fileno()])
+    )
+    return own | multiprocessing_helpers()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Children, descriptors and shared memory are back where they were, unless marked ``leaves``."""
+    before = snapshot_resources()
+    yield
+    assert_nothing_left(before, timeout=5.0, ignore=warden_itself)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> str:
+    """The path of a marker that makes a fault strike once."""
+    return str(tmp_path / "struck")

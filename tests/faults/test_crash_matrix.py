@@ -1,0 +1,156 @@
+"""Moment × manner × start method: a passing fault heals exactly, a lasting one is recognised."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium
+import pytest
+
+from multienv import Deadlines, SubprocessEnv
+from multienv.errors import EnvError, EnvRaisedError, MultienvError, PoisonError, WorkerLostError
+from multienv.testing import CounterEnv, Fault, FaultyEnv, assert_same_trajectory, rollout
+from multienv.testing.faults import FaultError
+
+DEADLINES = Deadlines(start=20, reset=1.0, step=1.0, call=1.0, close=2.0, recovery=30)
+LETHAL = ["exit", "system_exit", "kill", "segv", "abort", "hang", "hang_c", "noise"]
+METHODS = ["forkserver", "spawn", "fork"]
+# spawn starts an interpreter a process: the manners that take different paths through the code
+CASES = [("forkserver", manner) for manner in LETHAL]
+CASES += [(method, manner) for method in ("spawn", "fork") for manner in ("kill", "system_exit", "hang_c")]
+
+
+def make(fault: Fault, method: str, **options: Any) -> SubprocessEnv:
+    options.setdefault("deadlines", DEADLINES)
+    return SubprocessEnv(partial(FaultyEnv, fault=fault), context=method, **options)
+
+
+def play(env: gymnasium.Env[Any, Any], moment: str) -> list[Any]:
+    """Two episodes and the moment's own call in the second; what rollout() sees."""
+    seen = rollout(env, [1, 2, 3, 0] * 4, seed=7)
+    if moment == "render":
+        env.render()
+    if moment == "call":
+        poke = getattr(env, "call", None)
+        (poke("poke", 0.5) if poke else env.get_wrapper_attr("poke")(0.5))
+    more = rollout(env, [3, 1] * 4)
+    return [*seen, *more]
+
+
+@pytest.mark.parametrize(("method", "manner"), CASES)
+@pytest.mark.parametrize("moment", ["construct", "reset", "step", "render", "call"])
+def test_a_passing_fault_heals_to_the_bit(method: str, manner: str, moment: str, marker: str) -> None:
+    at = {"step": 13, "reset": 2}.get(moment, 1)
+    env = make(Fault(manner, moment, at=at, once=marker), method)
+    with env:
+        seen = play(env, moment)
+        statistics = env.statistics()
+    expected = play(CounterEnv(), moment)
+    assert_same_trajectory(seen, expected)
+    assert statistics.losses == 1
+    assert statistics.truncated_recoveries == 0
+    assert statistics.exact_recoveries == 1
+
+
+@pytest.mark.parametrize(("method", "manner"), CASES)
+def test_a_poisonous_step_is_truncated_and_the_env_goes_on(method: str, manner: str) -> None:
+    env = make(Fault(manner, "step", action=3), method)
+    with env:
+        env.reset(seed=1)
+        last = env.step(1)[0]
+        observation, reward, terminated, truncated, info = env.step(3)
+        assert (observation == last).all()
+        assert (reward, terminated, truncated) == (0.0, False, True)
+        assert "2 processes" in info["multienv"]["reason"]
+        assert env.statistics().restarts <= 3
+        env.reset(seed=2)
+        twin = CounterEnv()
+        twin.reset(seed=2)
+        assert (env.step(2)[0] == twin.step(2)[0]).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("manner", ["kill", "hang", "exit"])
+@pytest.mark.parametrize("moment", ["construct", "reset", "call", "render"])
+def test_a_lasting_fault_elsewhere_is_a_typed_error(method: str, manner: str, moment: str) -> None:
+    env = make(Fault(manner, moment), method, deadlines=Deadlines(start=3 if method == "spawn" else 1.5, reset=0.6, call=0.6, close=2))
+    try:
+        with pytest.raises(WorkerLostError) as caught:
+            env.initialize()
+            env.reset(seed=0)
+            env.render() if moment == "render" else env.call("poke", 1.0)
+        if moment != "construct":
+            assert isinstance(caught.value, PoisonError)
+        assert caught.value.command == {"construct": "initialize"}.get(moment, moment)
+        assert env.statistics().restarts <= 4
+        if moment in ("call", "render"):
+            assert env.step(1)[3] is False  # the episode goes on as if the call had not been made
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("manner", ["raise", "custom_exception"])
+@pytest.mark.parametrize("moment", ["construct", "reset", "step", "render", "call"])
+def test_an_exception_arrives_and_costs_no_process(method: str, manner: str, moment: str) -> None:
+    env = make(Fault(manner, moment, at=2 if moment in ("step", "reset") else 1), method)
+    try:
+        with pytest.raises(EnvRaisedError) as caught:
+            env.initialize()
+            env.reset(seed=0)
+            env.step(1)
+            if moment == "reset":
+                env.reset()
+            if moment == "step":
+                env.step(1)
+            env.render() if moment == "render" else env.call("poke", 1.0)
+        assert caught.value.remote_traceback
+        assert manner != "raise" or isinstance(caught.value, FaultError)
+        if moment != "construct":
+            assert env.statistics().losses == 0
+            assert env.statistics().state != "lost"
+            env.reset(seed=1)
+            assert env.step(1)[0][0] == 1
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_garbage_on_the_pipe_is_not_taken_for_a_reply(method: str, marker: str) -> None:
+    env = make(Fault("garbage", "step", at=5, once=marker), method)
+    with env:
+        seen = play(env, "step")
+        assert env.statistics().losses >= 1
+    assert_same_trajectory(seen, play(CounterEnv(), "step"))
+
+
+@pytest.mark.parametrize("manner", ["kill", "exit", "hang_c"])
+def test_a_death_while_the_result_is_pickled_heals(manner: str, marker: str) -> None:
+    env = make(Fault(manner, "pickle", at=1, once=marker), "forkserver")
+    with env:
+        seen = play(env, "step")
+        assert env.statistics().losses == 1
+    assert_same_trajectory(seen, play(CounterEnv(), "step"))
+
+
+def test_an_unpicklable_result_is_said_and_the_env_stays_usable() -> None:
+    with make(Fault("unpicklable", "step", at=2), "forkserver") as env:
+        env.reset(seed=0)
+        env.step(0)
+        with pytest.raises(EnvError, match="cannot be sent"):
+            env.step(0)
+        env.reset(seed=0)
+        assert env.step(0)[0][0] == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("manner", ["raise", "kill", "hang", "hang_c", "segv"])
+def test_close_is_bounded_and_never_raises(method: str, manner: str) -> None:
+    env = make(Fault(manner, "close"), method, deadlines=Deadlines(close=0.5))
+    env.initialize()
+    env.reset()
+    env.close()
+    env.close()
+    with pytest.raises(MultienvError):
+        env.step(0)
