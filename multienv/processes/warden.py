@@ -294,10 +294,9 @@ class Warden:
             if not ward.shortest_deadline:
                 return float("inf")
             deadline = ward.control.times[DEADLINE]
-            if not deadline:
-                return now + ward.shortest_deadline  # a request sent from now on is not overdue before that
-            if now < deadline:
-                return deadline
+            if not deadline or now < deadline:
+                # A request sent from now on, perhaps with a nearer deadline, is not overdue before this.
+                return min(deadline or float("inf"), now + ward.shortest_deadline)
             ward.overdue = True
             self._begin_kill(ward, with_stack=True)
         elif now >= ward.next_stage_at:
