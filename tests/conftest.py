@@ -16,9 +16,7 @@ def warden_itself() -> Ignored:
     client = launch._client
     if client is None:
         return multiprocessing_helpers()
-    own = Ignored(
-        pids=frozenset([client.process.pid]), descriptors=frozenset([client._control.fileno()])
-    )
+    own = Ignored(pids=frozenset([client.process.pid]), descriptors=frozenset([client._control.fileno()]))
     return own | multiprocessing_helpers()
 
 

@@ -74,7 +74,11 @@ def test_a_poisonous_step_is_truncated_and_the_env_goes_on(method: str, manner: 
 @pytest.mark.parametrize("manner", ["kill", "hang", "exit"])
 @pytest.mark.parametrize("moment", ["construct", "reset", "call", "render"])
 def test_a_lasting_fault_elsewhere_is_a_typed_error(method: str, manner: str, moment: str) -> None:
-    env = make(Fault(manner, moment), method, deadlines=Deadlines(start=3 if method == "spawn" else 1.5, reset=0.6, call=0.6, close=2))
+    env = make(
+        Fault(manner, moment),
+        method,
+        deadlines=Deadlines(start=3 if method == "spawn" else 1.5, reset=0.6, call=0.6, close=2),
+    )
     try:
         with pytest.raises(WorkerLostError) as caught:
             env.initialize()
