@@ -349,7 +349,7 @@ def _become_forked_worker(ends: worker.Ends, launch: Launch, stderr: int, not_ou
             os.close(descriptor)
         environment = worker_environment(launch.native_threads)
         os.environ.clear()
-        os.environ.update(environment | {worker.WARD_VARIABLE: str(number)})
+        os.environ.update(environment | {worker.WARD_VARIABLE: worker.ward_mark(os.getppid(), number)})
         worker.main(ends, launch.env_fn)
     finally:
         os._exit(worker.LOOP_FAILED)

@@ -69,6 +69,11 @@ class Ward:
     tail: bytearray = field(default_factory=bytearray)
     stack_text: bytearray = field(default_factory=bytearray)
     pidfd: int = -1
+    pipes: frozenset[str] = frozenset()  # its stderr's and stack's, as /proc names them
+
+    def __post_init__(self) -> None:
+        """Remember the pipes by inode: both ends share it, and whatever it forks holds them too."""
+        self.pipes = frozenset(f"pipe:[{os.fstat(end).st_ino}]" for end in (self.stderr, self.stack))
 
 
 class Warden:
@@ -178,7 +183,7 @@ class Warden:
             for descriptor in _open_descriptors() - kept:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-            os.environ[worker.WARD_VARIABLE] = str(number)
+            os.environ[worker.WARD_VARIABLE] = worker.ward_mark(self._trainer, number)
             if method == FORKSERVER:
                 worker.main(ends)
             for descriptor in (ends.requests, ends.replies, ends.memory, ends.stack):
@@ -234,7 +239,13 @@ class Warden:
                 os.close(descriptor)
         ward.fate.close()
         ward.control.close()
-        self._kill_adopted(lambda pid: not self._wards or _belongs_to(pid, ward.number))
+        mark = worker.ward_mark(self._trainer, ward.number)
+        self._kill_adopted(lambda pid: not self._wards or _belongs_to(pid, mark, ward.pipes))
+        if not ward.is_child:  # what it left behind came to its own reaper, not to us
+            for pid in _processes() - {self._trainer}:
+                if _belongs_to(pid, mark, ward.pipes):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
 
     def _kill_adopted(self, condemned: Callable[[int], bool]) -> None:
         """Kill processes that came to us when their parent, a worker, died."""
@@ -381,9 +392,30 @@ def _children() -> set[int]:
     return set()
 
 
-def _belongs_to(pid: int, number: int) -> bool:
+def _processes() -> set[int]:
     with contextlib.suppress(OSError):
-        return f"{worker.WARD_VARIABLE}={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
+    return set()
+
+
+def _belongs_to(pid: int, mark: str, pipes: frozenset[str]) -> bool:
+    """Whether a worker started this process: an exec carries its variable, a bare fork holds its pipes."""
+    process = Path(f"/proc/{pid}")
+    with contextlib.suppress(OSError):
+        if f"{worker.WARD_VARIABLE}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+            return True
+        for descriptor in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(descriptor.readlink()) in pipes and _writes(process, descriptor.name):
+                    return True
+    return False
+
+
+def _writes(process: Path, descriptor: str) -> bool:
+    """Whether it is the worker's end of a pipe: the reading end may be the trainer's for a moment."""
+    for line in (process / "fdinfo" / descriptor).read_text().splitlines():
+        if line.startswith("flags:"):
+            return int(line.split()[1], 8) & os.O_ACCMODE == os.O_WRONLY
     return False
 
 

@@ -28,6 +28,13 @@ _CHUNK = 476
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
 # In each worker's environment, so that the processes it starts can be told from others'.
 WARD_VARIABLE = "MULTIENV_WORKER"
+
+
+def ward_mark(trainer: int, number: int) -> str:
+    """Its value: worker numbers are one trainer's own."""
+    return f"{trainer}.{number}"
+
+
 # The exit code of a worker whose own loop failed, which is a defect of multienv.
 LOOP_FAILED = 70
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from multienv.testing.faults import FaultError
 
 DEADLINES = Deadlines(start=20, reset=1.0, step=1.0, call=1.0, close=2.0, recovery=30)
 LETHAL = ["exit", "system_exit", "kill", "segv", "abort", "hang", "hang_c", "noise"]
+# A hang in a constructor costs this much each time.
+START = {"forkserver": 2.0, "spawn": 5.0, "fork": 2.0}
 METHODS = ["forkserver", "spawn", "fork"]
 # spawn starts an interpreter a process: the manners that take different paths through the code
 CASES = [("forkserver", manner) for manner in LETHAL]
@@ -22,7 +25,9 @@ CASES += [(method, manner) for method in ("spawn", "fork") for manner in ("kill"
 
 
 def make(fault: Fault, method: str, **options: Any) -> SubprocessEnv:
-    options.setdefault("deadlines", DEADLINES)
+    options.setdefault(
+        "deadlines", DEADLINES if fault.moment != "construct" else replace(DEADLINES, start=START[method])
+    )
     return SubprocessEnv(partial(FaultyEnv, fault=fault), context=method, **options)
 
 

@@ -1,0 +1,157 @@
+"""Actions arrive as the caller gave them, in value, type, dtype and shape; what cannot fit is refused unsent."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_strategies import ANY_SPACES, fingerprint, spaces_with_values
+
+from multienv.errors import ActionError
+from multienv.testing import example_spaces
+from multienv.wire.actions import action_decoder, action_encoder, misfit
+from multienv.wire.messages import REQUEST, STEP, seq_of, split_frames
+
+BOX = spaces.Box(-1.0, 1.0, (2, 3), dtype=np.float32)
+DISCRETE = spaces.Discrete(4)
+NUMBERS = np.arange(6).reshape(2, 3)
+EVERY_KIND = ["f2", "f4", "f8", ">f4", ">f8", "i1", "i2", "i4", "i8", ">i4", "u1", "u2", "u4", "u8", "?", "c8", "O"]
+
+
+def there_and_back(space: spaces.Space[Any], action: Any, seq: int = 7) -> Any:
+    frame = action_encoder(space)(seq, action)
+    assert split_frames(frame) == [frame], "its length is not what its header says"
+    assert seq_of(frame) == seq
+    assert REQUEST.unpack_from(frame)[2] == STEP
+    return action_decoder(space)(frame)
+
+
+@given(spaces_with_values(ANY_SPACES), st.integers(0, 2**32 - 1))
+def test_a_sample_arrives_as_it_was_given(pair, seq):
+    space, action = pair
+    assert fingerprint(there_and_back(space, action, seq)) == fingerprint(action)
+
+
+@pytest.mark.parametrize("name", example_spaces())
+def test_samples_of_the_example_spaces_arrive(name):
+    space = example_spaces()[name]
+    space.seed(0)
+    for _ in range(20):
+        action = space.sample()
+        assert fingerprint(there_and_back(space, action)) == fingerprint(action)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [1, True, 1.5, np.int64(1), np.int32(1), np.int8(1), np.uint64(2**64 - 1), np.bool_(True), np.float32(1), np.array(1),
+     np.array(1, np.int8), -1, 2**63 - 1, -(2**63), 2**63, 10**30],
+    ids=repr,
+)  # fmt: skip
+def test_actions_for_a_discrete_keep_their_type_and_value(action):
+    assert fingerprint(there_and_back(DISCRETE, action)) == fingerprint(action)
+
+
+@pytest.mark.parametrize("dtype", EVERY_KIND)
+@pytest.mark.parametrize("space", [BOX, spaces.MultiBinary((2, 3)), spaces.MultiDiscrete(np.full((2, 3), 7))], ids=repr)
+def test_arrays_keep_a_dtype_that_is_not_the_spaces(space, dtype):
+    action = NUMBERS.astype(dtype)
+    assert fingerprint(there_and_back(space, action)) == fingerprint(action)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        np.asfortranarray(NUMBERS.astype(np.float32)),
+        np.repeat(NUMBERS, 2, axis=1)[:, ::2],
+        NUMBERS[::-1, ::-1],
+        np.broadcast_to(np.float64(2.5), (2, 3)),
+        np.full((2, 3), np.nan, np.float32),
+        NUMBERS.tolist(),
+        tuple(map(tuple, NUMBERS.tolist())),
+        [np.float32([1, 2, 3]), [4, 5, 6]],
+    ],
+    ids=["Fortran", "strided", "reversed", "broadcast", "NaN", "list", "tuple", "mixed"],
+)
+def test_arrays_of_any_order_and_sequences_arrive(action):
+    assert fingerprint(there_and_back(BOX, action)) == fingerprint(action)
+
+
+def test_what_arrives_is_a_copy_that_may_be_written_to():
+    action = np.zeros((2, 3), np.float32)
+    frame = action_encoder(BOX)(1, action)
+    action += 1
+    first, second = action_decoder(BOX)(frame), action_decoder(BOX)(frame)
+    first += 5
+    assert (second == 0).all()
+
+
+def test_bounds_are_the_envs_to_judge():
+    assert there_and_back(DISCRETE, 99) == 99
+    assert (there_and_back(BOX, np.full((2, 3), 1e9)) == 1e9).all()
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [
+        (DISCRETE, None),
+        (DISCRETE, [1]),
+        (DISCRETE, np.array([1])),
+        (DISCRETE, np.zeros((2, 2))),
+        (BOX, None),
+        (BOX, 0.0),
+        (BOX, np.zeros((3, 2), np.float32)),
+        (BOX, np.zeros((1, 2, 3), np.float32)),
+        (BOX, np.zeros(6, np.float32)),
+        (BOX, [[1, 2, 3], [4, 5]]),
+        (BOX, []),
+        (spaces.MultiBinary(3), np.zeros(4, np.int8)),
+        (spaces.MultiDiscrete([2, 2]), np.zeros(3, np.int64)),
+        (spaces.Tuple((DISCRETE, BOX)), (1,)),
+        (spaces.Tuple((DISCRETE, BOX)), (1, np.zeros(2))),
+        (spaces.Tuple((DISCRETE, BOX)), 1),
+        (spaces.Tuple((DISCRETE, BOX)), None),
+        (spaces.Dict({"a": DISCRETE}), {}),
+        (spaces.Dict({"a": DISCRETE}), {"a": 1, "b": 1}),
+        (spaces.Dict({"a": DISCRETE}), {"a": [1, 2]}),
+        (spaces.Dict({"a": DISCRETE}), 1),
+        (spaces.Dict({"a": spaces.Tuple((BOX,))}), {"a": (None,)}),
+    ],
+    ids=repr,
+)
+def test_a_wrong_shape_or_structure_is_refused_and_named(space, action):
+    assert misfit(space, action)
+    with pytest.raises(ActionError, match="Nothing was sent") as caught:
+        action_encoder(space)(1, action)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, gymnasium.error.InvalidAction)
+
+
+@pytest.mark.parametrize("space", [*example_spaces().values()], ids=list(example_spaces()))
+def test_what_fits_is_no_misfit(space):
+    space.seed(1)
+    assert not misfit(space, space.sample())
+
+
+def test_equivalent_containers_keep_their_type():
+    space = spaces.Dict({"a": DISCRETE, "b": spaces.Tuple((DISCRETE, DISCRETE))})
+    action = OrderedDict(b=[1, 2], a=3)
+    assert fingerprint(there_and_back(space, action)) == fingerprint(action)
+
+
+def test_an_action_that_cannot_be_pickled_is_refused():
+    space = spaces.Sequence(DISCRETE)
+    generator = (number for number in range(3))
+    with pytest.raises(ActionError, match="cannot be pickled"):
+        action_encoder(space)(1, generator)
+
+
+def test_the_commonest_actions_take_few_bytes():
+    assert len(action_encoder(DISCRETE)(1, 3)) == len(action_encoder(DISCRETE)(1, np.int64(3))) == REQUEST.size + 8
+    assert len(action_encoder(BOX)(1, np.zeros((2, 3), np.float32))) == REQUEST.size + struct.calcsize("6f")
