@@ -211,5 +211,7 @@ class ProcessBackend(Backend):
         self.release()
 
     def release(self) -> None:
-        """Close the pipes. The memory stays mapped for whoever still looks into it."""
+        """Close the pipes and unmap the memory, unless somebody still looks into it."""
         self._worker.release()
+        if self._block is not None:
+            self._block.close()

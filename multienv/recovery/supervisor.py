@@ -134,7 +134,6 @@ class Supervisor:
         "record",
         "seq",
         "transmit",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -693,15 +692,20 @@ class Supervisor:
             backend.kill()
             return
         self._backend = None
-        self._views = self._block = None  # or they would keep the shared memory mapped
-        self._decode = _no_decoder
+        self._let_go()
         backend.send(pack_message((self.seq + 1) & SEQ_MASK, Close()))
         backend.finish(self._deadlines.close)
+
+    def _let_go(self) -> None:
+        """Of what would keep the backend alive and its shared memory mapped."""
+        self._views = self._block = None
+        self._decode, self.transmit = _no_decoder, _no_sender
 
     def abandon(self) -> None:
         """Let go without waiting: the process ends by itself."""
         backend, self._backend = self._backend, None
         self.phase = CLOSED
+        self._let_go()
         if backend is not None:
             backend.release()
 

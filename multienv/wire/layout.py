@@ -91,8 +91,13 @@ def _text(space: spaces.Text, start: int) -> Layout:
     capacity = 4 * space.max_length
 
     def fits(value: Any) -> bool:
-        # Lone surrogates cannot be encoded; what lies beyond them is rare enough to travel pickled too.
-        return type(value) is str and len(value) <= space.max_length and max(value, default="") < "\ud800"
+        if type(value) is not str or len(value) > space.max_length:
+            return False
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # a lone surrogate
+            return False
+        return True
 
     def write(value: Any, buffer: Any, block: int) -> None:
         data = value.encode()

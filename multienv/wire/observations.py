@@ -166,15 +166,21 @@ def digester(block: Block, size: int) -> Callable[[int], int]:
     equal words trade places, as the pixels of a moving sprite do.
     """
     stride = max(1, size // 4 // _DIGEST_WORDS)
-    words = np.frombuffer(block.view, np.uint32, 2 * size // 4)
-    places = (words[: size // 4][::stride], words[size // 4 :][::stride])
-    weights = (np.arange(len(places[0]), dtype=np.uint32) * np.uint32(2654435761)) | np.uint32(1)
-    scratch = np.empty_like(weights)
-    multiply, total = np.multiply, np.add.reduce
+    all_words = np.frombuffer(block.view, np.uint32, 2 * size // 4)
+    places = (all_words[: size // 4][::stride], all_words[size // 4 :][::stride])
+    # The same in every process, and in no simple relation to each other.
+    weights = np.random.default_rng(0).integers(1, 2**32, len(places[0]), dtype=np.uint32)
+    scratch, half = np.empty_like(weights), np.uint32(16)
+    shift, multiply, total = np.right_shift, np.multiply, np.add.reduce
 
     def digest(place: int) -> int:
-        multiply(places[place], weights, out=scratch)
-        return int(total(scratch, dtype=np.uint32))
+        words = places[place]
+        multiply(words, weights, out=scratch)
+        low = int(total(scratch, dtype=np.uint32))
+        # The upper halves once more: a word like 1.0f, all zeros below, loses most of its weight modulo 2**32.
+        shift(words, half, out=scratch)
+        multiply(scratch, weights, out=scratch)
+        return low | int(total(scratch, dtype=np.uint32)) << 32
 
     return digest
 
@@ -187,7 +193,10 @@ def _pack_irregular(
     length = REPLY.size + len(data) + len(packed)
     flags |= IRREGULAR | (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
     # The header repeats a reward that is a number: it stays as evidence when the rest is too large to keep.
-    number = float(reward) if isinstance(reward, int | float | np.number) and np.isreal(reward) else 0.0
+    try:
+        number = float(reward) if isinstance(reward, int | float | np.integer | np.floating) else 0.0
+    except OverflowError:
+        number = 0.0
     return REPLY.pack(length, seq, len(packed), STEPPED, flags, 0, number) + data + packed
 
 

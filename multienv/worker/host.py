@@ -6,6 +6,8 @@ second loop to drift. It knows nothing of pipes and processes.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import pickle
 import traceback
@@ -108,7 +110,13 @@ class Host:
             generators.seed_process(message.seeds)
         env_fn = self._env_fn if message.env_fn is None else cloudpickle.loads(message.env_fn)
         assert env_fn is not None
-        env = env_fn()
+        try:
+            env = env_fn()
+        except gymnasium.error.UnregisteredEnv:
+            if message.setting is None:
+                raise
+            register(message.setting.registrations)  # the trainer may know it
+            env = env_fn()
         if not isinstance(env, gymnasium.Env):
             raise TypeError(
                 f"env_fn returned {env!r:.200}, which is not a gymnasium.Env. Return an env, already built."
@@ -219,6 +227,23 @@ class Host:
             return pack_value(seq, value)
         except Exception as error:
             raise _not_picklable(name, error) from error
+
+
+def register(registrations: bytes) -> None:
+    """Register the envs that the trainer knows and this process does not.
+
+    First their packages are imported: they may register their envs themselves, and would do so again.
+    """
+    unknown = [spec for spec in cloudpickle.loads(registrations) if spec.id not in gymnasium.registry]
+    for package in {spec.entry_point.partition(".")[0].partition(":")[0] for spec in unknown if _named(spec)}:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(package)
+    for spec in unknown:
+        gymnasium.registry.setdefault(spec.id, spec)
+
+
+def _named(spec: gymnasium.envs.registration.EnvSpec) -> bool:
+    return isinstance(spec.entry_point, str)
 
 
 _HANDLERS: dict[type, Callable[[Host, int, Any], bytes]] = {

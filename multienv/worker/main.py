@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from multienv.wire.memory import CONTROL_SIZE, DEADLINE, OBSERVATIONS, Block, Control
-from multienv.wire.messages import REQUEST, Initialize, Setting
+from multienv.wire.messages import REQUEST, Initialize
 from multienv.worker.host import Host
 
 # One read takes most requests, and CPython's small-object allocator serves it; the rest of a longer one is
@@ -154,15 +153,6 @@ def _find_place(message: Initialize) -> None:
     kept = {WARD_VARIABLE: os.environ[WARD_VARIABLE]} if WARD_VARIABLE in os.environ else {}
     os.environ.clear()
     os.environ.update(setting.environment | kept)
-    _register(setting)
-
-
-def _register(setting: Setting) -> None:
-    import gymnasium
-
-    for spec in pickle.loads(setting.registrations):
-        if spec.id not in gymnasium.registry:
-            gymnasium.registry[spec.id] = spec
 
 
 def _allocate(descriptor: int, size: int) -> Block:
