@@ -95,45 +95,12 @@ class Supervisor:
     """
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
-    __slots__ = (
-        "__weakref__",
-        "_backend",
-        "_block",
-        "_buffer",
-        "_closing",
-        "_command",
-        "_deadlines",
-        "_deaths",
-        "_decode",
-        "_encode",
-        "_healer",
-        "_inline_limit",
-        "_journal",
-        "_last",
-        "_log_reply",
-        "_log_request",
-        "_lost_observation",
-        "_message",
-        "_owed",
-        "_pending",
-        "_phase_before",
-        "_placement",
-        "_plain_reply",
-        "_plain_size",
-        "_policy",
-        "_sampled_at",
-        "_seed",
-        "_seeded",
-        "_step_deadline",
-        "_steps",
-        "_steps_before",
-        "_views",
-        "defer_recovery",
-        "interrupted",
-        "phase",
-        "record",
-        "seq",
-        "transmit",
+    __slots__ = """
+        __weakref__ _backend _block _buffer _closing _command _deadlines _deaths _decode _encode _healer
+        _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _pending
+        _phase_before _placement _plain_reply _plain_size _policy _sampled_at _seed _seeded _step_deadline
+        _steps _steps_before _views defer_recovery interrupted phase record seq transmit
+    """.split()  # noqa: SIM905 - one name a line would take a page
 
     def __init__(
         self,
@@ -202,7 +169,8 @@ class Supervisor:
                 self._healer.collect_build(self._backend)
                 self._adopt(self._backend)
             except BuildFailed as failed:
-                raise self._build_failed(failed) from None
+                error = self._build_failed(failed)
+                raise error from error.__cause__
             except Gone as gone:
                 self._drop_backend()
                 self._rebuild(gone)
@@ -225,7 +193,8 @@ class Supervisor:
             try:
                 backend = self._healer.restart(effort, self._steps)
             except BuildFailed as failed:
-                raise self._build_failed(failed) from None
+                error = self._build_failed(failed)
+                raise error from error.__cause__
             except Gone as again:
                 gone, loss = again, self._note_loss(again, "initialize")
             except (BudgetSpent, Unrecoverable) as spent:

@@ -39,6 +39,7 @@ class Interruption:
     """
 
     def __init__(self, place: int, kind: type[BaseException] = Interrupted) -> None:
+        self.place = place
         self.fired = False
         self.where = "nowhere"
         self._left = place
