@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -86,7 +86,7 @@ class Interruption:
         self._left -= 1
 
 
-@lru_cache(maxsize=None)
+@cache
 def _names(code: CodeType) -> dict[int, str]:
     return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
 

@@ -86,7 +86,7 @@ def test_close_ends_an_env_in_any_state(state: str, method: str) -> None:
         gc.collect()
 
 
-def env_in_state(state: str, method: str) -> SubprocessEnv:  # noqa: C901 - a list of states
+def env_in_state(state: str, method: str) -> SubprocessEnv:
     if state == "hung_in_initialize":
         return faulty(Fault("hang_c", "construct", ignore_sigterm=True), method).start()
     fault = {
