@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -10,6 +9,8 @@ from typing import Literal
 from multienv.errors import UsageError
 
 OnLoss = Literal["replay", "truncate", "raise"]
+# Thirty years; what a clock in float64 still tells to the microsecond.
+_LONGEST = 1_000_000_000
 _ON_LOSS = ("replay", "truncate", "raise")
 
 
@@ -19,8 +20,11 @@ def check_seconds(name: str, value: float | None, *, zero: bool = False) -> None
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise UsageError(f"{name} is {value!r}; give a number of seconds, or None for no limit.")
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise UsageError(f"{name} is {value!r}; give a positive, finite number of seconds, or None for no limit.")
+    # Compared before it is converted: an integer may be too large for a float, a float for a poll().
+    if not 0 <= value <= _LONGEST or (value == 0 and not zero):
+        raise UsageError(
+            f"{name} is {value!r}; give a positive number of seconds, at most {_LONGEST:,}, or None for no limit."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ class CallPendingError(UsageError, gymnasium.error.AlreadyPendingCallError):
     def __init__(self, message: str, name: str = "") -> None:
         """Keep gymnasium's signature, with the name optional."""
         super().__init__(message, name)
+        self.name = name
 
     def __str__(self) -> str:
         """Show the message alone."""
@@ -76,6 +77,7 @@ class NothingPendingError(UsageError, gymnasium.error.NoAsyncCallError):
     def __init__(self, message: str, name: str = "") -> None:
         """Keep gymnasium's signature, with the name optional."""
         super().__init__(message, name)
+        self.name = name
 
     def __str__(self) -> str:
         """Show the message alone."""
@@ -158,12 +160,17 @@ def catchable_as(base: type[MultienvError], cause: BaseException, message: str) 
         "__str__": lambda self: message,
         "__module__": base.__module__,
         # The class exists in this process only: a pickle of it becomes its base again.
-        "__reduce__": lambda self: (base, (message,)),
+        "__reduce__": lambda self: (base, (message,), dict(self.__dict__)),
     }
     try:
         combined: Any = type(f"{base.__name__}[{kind.__name__}]", (base, kind), namespace)
-        error = combined.__new__(combined, message)
+        try:
+            error = combined.__new__(combined, message)
+        except TypeError:  # MemoryError will not make instances of a subclass by its own means
+            error = Exception.__new__(combined, message)
         error.args = (message,)
+        if isinstance(error, SyntaxError):
+            error.msg = message  # what a traceback prints of it
         for name, value in getattr(cause, "__dict__", {}).items():
             if not name.startswith("__"):
                 setattr(error, name, value)

@@ -71,7 +71,7 @@ class SubprocessEnv(HostedEnv):
     ) -> None:
         """Start nothing yet."""
         _check_env_fn(env_fn)
-        _check_options(restart, deadlines)
+        _check_options(restart, deadlines, native_threads)
         method = method_of(context)
         limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
         launch = Launch(method, env_fn, min((limit for limit in limits if limit), default=0.0), native_threads)
@@ -195,7 +195,9 @@ def _check_env_fn(env_fn: Any) -> None:
         raise EnvFnError(f"env_fn is {env_fn!r:.100}; give a function that takes no arguments and returns an env.")
 
 
-def _check_options(restart: Any, deadlines: Any) -> None:
+def _check_options(restart: Any, deadlines: Any, native_threads: Any) -> None:
+    if native_threads is not None and (type(native_threads) is not int or native_threads < 1):
+        raise UsageError(f"native_threads is {native_threads!r}; give an integer of at least 1, or None.")
     if not isinstance(restart, RestartPolicy):
         raise UsageError(f"restart is {restart!r:.100}; give a RestartPolicy.")
     if not isinstance(deadlines, Deadlines):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from multienv.backends.base import Backend, Gone
-from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker
+from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
 from multienv.processes.protocol import UNKNOWN_FATE, Fate
 from multienv.wire.memory import BUSY, DEADLINE, OBSERVATIONS, REPLAYING, Block
 from multienv.wire.messages import FAILED, GONE, REPLY, STEPPED, VALUE
@@ -121,7 +121,7 @@ class ProcessBackend(Backend):
         if self._outbox:
             poller.register(worker.requests, select.POLLOUT)
         while True:
-            ready = dict(poller.poll(max(0.0, until - time.monotonic()) * 1000))
+            ready = dict(poller.poll(milliseconds(until - time.monotonic())))
             if worker.replies in ready:
                 return True
             if worker.requests not in ready:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - its exit handler must be registered before ours
 import contextlib
 import itertools
 import json
@@ -81,6 +82,11 @@ def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
         for name in THREAD_VARIABLES:
             environment.setdefault(name, str(native_threads))
     return environment
+
+
+def milliseconds(seconds: float) -> float:
+    """For ``poll``, which counts no further than 24 days: long enough to count as waiting for ever."""
+    return min(max(0.0, seconds) * 1000, 2.0**31 - 1)
 
 
 def _reap_strays() -> None:
@@ -164,15 +170,22 @@ def _warden_command(control: int) -> list[str]:
     return [*interpreter, "-c", code, json.dumps([control, os.getpid(), PRELOAD, spawn])]
 
 
-@atexit.register
 def _shut_down() -> None:
-    """At the trainer's end: workers see their pipes end, the warden sees that it is no longer needed."""
+    """At the trainer's end: workers see their requests end, the warden sees that it is no longer needed."""
     global _client
     if _client is not None and _client.trainer == os.getpid():
+        # Requests alone: another thread may be blocked reading the replies. The warden wakes it.
         for one in list(_workers):
-            one.release()
+            one.end_requests()
         _client.close()
         _client = None
+
+
+# Before the threads of executors are joined: one of them may wait for an env that hangs. Later ones, of envs made by
+# other exit handlers, are seen to at the very end.
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_shut_down)
+atexit.register(_shut_down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +214,7 @@ class Worker:
         self.pid: int | None = None
         self.fate: Fate | None = None
         self._method = launch.method
+        self._owner = os.getpid()
         _reap_strays()
         with descriptors.lock:
             self._make_ends()
@@ -315,7 +329,7 @@ class Worker:
     def _wait_readable(descriptor: int, timeout: float) -> bool:
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
-        return bool(poller.poll(max(0.0, timeout) * 1000))
+        return bool(poller.poll(milliseconds(timeout)))
 
     def _reap_own_child(self) -> None:
         assert self.fate is not None
@@ -326,10 +340,19 @@ class Worker:
                 code = os.waitstatus_to_exitcode(status)
                 self.fate = Fate(code, self.fate.overdue, self.fate.stack, self.fate.stderr)
 
+    def end_requests(self) -> None:
+        """Close the request pipe: the worker ends once it has answered what it was asked."""
+        descriptors.close(self.requests)
+        self.requests = -1
+
     def release(self) -> None:
         """Close the trainer's ends. A process that is still there ends by itself, or is killed shortly."""
-        if self.requests < 0:
+        if self.replies < 0:
             return
+        if os.getpid() == self._owner:
+            # A forked child of the trainer may hold copies of all this. A shutdown reaches through copies.
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._fate)) as fate:
+                fate.shutdown(socket.SHUT_RDWR)
         if self._method == FORK and self.pid and self.fate is None:
             _unreaped.add(self.pid)
         descriptors.close(self.requests, self.replies, self._fate, self.memory)

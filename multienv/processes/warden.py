@@ -101,10 +101,16 @@ class Warden:
         self._lifelines = [self._control.fileno()]
         self._on_readable(self._control.fileno(), self._take_order)
         self._on_readable(wake_read, lambda: self._reap(wake_read))
-        with contextlib.suppress(OSError, AttributeError):
-            trainer_fd = os.pidfd_open(self._trainer)
-            self._lifelines.append(trainer_fd)
-            self._on_readable(trainer_fd, self._trainer_gone)
+        if hasattr(os, "pidfd_open"):
+            try:
+                trainer_fd = os.pidfd_open(self._trainer)
+            except OSError:
+                self._trainer_gone()  # before we had come so far
+            else:
+                self._lifelines.append(trainer_fd)
+                self._on_readable(trainer_fd, self._trainer_gone)
+            if os.getppid() != self._trainer:
+                self._trainer_gone()  # the number may be another process's by now
         while not (self._ending_at < float("inf") and not self._wards):
             for key, _ in self._selector.select(self._advance()):
                 if key.fd in self._selector.get_map():  # not closed by an earlier one of this round

@@ -78,6 +78,8 @@ class Healer:
         """Start nothing yet."""
         self.launch = launch
         self.restarts = 0
+        self._current: Backend | None = None  # being built or replayed, not yet anybody's
+        self._stopped = False
         self._initialize = initialize
         self._policy = policy
         self._deadlines = deadlines
@@ -110,12 +112,16 @@ class Healer:
         if delay is None:
             raise BudgetSpent
         self._remaining(effort)
+        if self._stopped:
+            raise Unrecoverable("the env was closed")
         if delay and self._wait(delay):
             raise Unrecoverable("the env was closed")
         effort.attempts += 1
         self.restarts += 1
-        backend = self.launch()
+        backend = self._current = self.launch()
         try:
+            if self._stopped:
+                raise Unrecoverable("the env was closed")
             self.request_build(backend)
             self.collect_build(backend)
         except BaseException:
@@ -123,6 +129,12 @@ class Healer:
             backend.release()
             raise
         return backend
+
+    def stop(self) -> None:
+        """The env is being closed: end a recovery that is under way in another thread."""
+        self._stopped, current = True, self._current
+        if current is not None:
+            current.kill()
 
     def bring_back(
         self, plans: list[Plan], effort: Effort, progress: int, looks_the_same: Callable[[Backend, bytes], bool]

@@ -60,6 +60,7 @@ class Journal:
     def __init__(self, *, recording: bool) -> None:
         """Begin with an env that has just been built."""
         self.recording = recording
+        self._roomy = True  # far from the limit, as of the last trim
         self._requests, self._replies = bytearray(), bytearray()
         self._last_forgotten = b""
         # Always these two objects' methods: the hot path holds them.
@@ -107,7 +108,9 @@ class Journal:
         """Whether the coming reset should tell the state of the random generators."""
         if not self.recording:
             return False
-        return not self._anchors or not self.usable or steps - self._anchors[-1].steps >= ANCHOR_EVERY
+        if not self._anchors or not self.usable:
+            return True
+        return steps - self._anchors[-1].steps >= ANCHOR_EVERY or not self._roomy
 
     def anchor(self, frame: bytes, evidence: bytes, reset: Reset, generators: bytes, steps: int) -> None:
         """What has just been logged was this reset, and the generators stood so before it."""
@@ -133,20 +136,27 @@ class Journal:
         first = pack_message(seq_of(frames[0]), replace(anchor.reset, generators=anchor.generators, anchor=True))
         return Plan((first, *frames[1:]), tuple(split_frames(self._replies[anchor.reply :])), False)
 
+    def _bytes_since(self, anchor: Anchor) -> int:
+        return len(self) - anchor.request - anchor.reply
+
     def trim(self, limit: int, step_limit: float, steps: int) -> None:
         """Forget the oldest episodes when more than ``limit`` bytes or ``step_limit`` steps are held.
 
         Half of it is kept, so that this is rare. An episode that does not fit alone makes the journal
         unusable until the next reset.
         """
-        held = steps - self._steps_before
-        if not self.recording or (len(self) <= limit and held <= step_limit):
+        # Few steps with large requests: anchors every so many steps would lie too far apart.
+        self._roomy = not self._anchors or self._bytes_since(self._anchors[-1]) <= limit / 8
+        if not self.recording or (len(self) <= limit and steps - self._steps_before <= step_limit):
             return
-        excess = max(len(self) / limit if limit else 2.0, held / max(1.0, step_limit))
         self.complete = False
+
+        def fits(anchor: Anchor, share: float) -> bool:
+            return steps - anchor.steps <= step_limit * share and self._bytes_since(anchor) <= limit * share
+
         # The oldest anchor in the half to keep; failing that the last one, if what follows it fits the whole.
-        start = next((one for one in self._anchors if steps - one.steps <= held / excess / 2), None)
-        if start is None and self._anchors and steps - self._anchors[-1].steps <= held / excess:
+        start = next((one for one in self._anchors if fits(one, 0.5)), None)
+        if start is None and self._anchors and fits(self._anchors[-1], 1.0):
             start = self._anchors[-1]
         if start is None:
             self._forget_all()

@@ -9,6 +9,7 @@ at the first branch.
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import threading
@@ -26,6 +27,7 @@ from multienv.errors import (
     NothingPendingError,
     NotInitializedError,
     ResetNeededError,
+    UsageError,
     WaitTimeout,
 )
 from multienv.events import Hook, Loss, Statistics
@@ -46,6 +48,7 @@ from multienv.wire.messages import (
     STEPPED,
     TERMINATED,
     TRUNCATED,
+    VALUE,
     Call,
     Close,
     Description,
@@ -97,7 +100,7 @@ class Supervisor:
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
     __slots__ = """
         __weakref__ _backend _block _buffer _closing _command _deadlines _deaths _decode _encode _healer
-        _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _pending
+        _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
         _phase_before _placement _plain_reply _plain_size _policy _sampled_at _seed _seeded _step_deadline
         _steps _steps_before _views defer_recovery interrupted phase record seq transmit
     """.split()  # noqa: SIM905 - one name a line would take a page
@@ -119,10 +122,12 @@ class Supervisor:
         self.defer_recovery = False  # raise RecoveryDue instead of recovering in the waiting thread
         self.record = Record(env_index, hooks)
         self._policy, self._deadlines = policy, deadlines
+        self._owner = os.getpid()
         self._closing = threading.Event()
         self._healer = Healer(launch, initialize, policy, deadlines, wait=self._closing.wait)
         self._inline_limit = initialize.inline_limit
-        self._journal = Journal(recording="replay" in (policy.on_crash, policy.on_timeout, policy.on_error))
+        recording = "replay" in (policy.on_crash, policy.on_timeout, policy.on_error)
+        self._journal = Journal(recording=recording)
         self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
         self.transmit: Callable[[bytes], None] = _no_sender
         self._backend: Any = None  # Backend | None; Any because the hot path does not ask
@@ -387,7 +392,7 @@ class Supervisor:
         """Send a request that is not a step; does not block."""
         if self.interrupted:
             self._drain()
-        if self.phase in (NEW, STARTING, CLOSED, *_PENDING):
+        if self.phase in (NEW, STARTING, CLOSED, *_PENDING) or os.getpid() != self._owner:
             self.refuse(command)
         if self.phase == LOST:
             self._revive()
@@ -416,6 +421,8 @@ class Supervisor:
         if isinstance(message, Reset):
             return self._finish_reset(reply, message)
         self.phase = self._phase_before
+        if isinstance(message, _JOURNALED):
+            self._trim()
         return unpack_value(reply)
 
     def _complete_reset(self, message: Reset) -> Reset:
@@ -488,6 +495,7 @@ class Supervisor:
         while True:
             try:
                 reply: bytes = self._backend.complete(start, self.seq)
+                self._check_kind(reply)
             except Gone as gone:
                 if self.defer_recovery and self.phase != CLOSED:
                     raise RecoveryDue from None
@@ -502,14 +510,19 @@ class Supervisor:
                 self._heal(Gone("error", fate, pid=self._backend.pid, detail=unpack_value(reply).text))
             start = b""
 
+    def _check_kind(self, reply: bytes) -> None:
+        """A reply of another kind than the request asks for belongs to somebody else's request."""
+        observes = self.phase in (STEPPING, RESUMED) or isinstance(self._message, Reset)
+        if _unpack(reply)[3] not in ((STEPPED, FAILED) if observes else (VALUE, FAILED)):
+            fate = self._backend.kill()
+            raise Gone("broken", fate, pid=self._backend.pid, detail="a reply of the wrong kind")
+
     def _pending_command(self) -> str:
         return "step" if self.phase in (STEPPING, RESUMED) else self._command
 
     def _heal(self, gone: Gone) -> None:
         """Bring the env back and ask again; or raise: EpisodeLost, a WorkerLostError, ClosedError."""
-        if self.phase == CLOSED:
-            self._drop_backend()
-            self.refuse("step")
+        self._refuse_if_closed()
         command = self._pending_command()
         loss = self._note_loss(gone, command)
         effort = self._healer.begin()
@@ -530,13 +543,25 @@ class Supervisor:
         except BudgetSpent as spent:
             raise self._give_up(loss, effort, spent) from None
         except Unrecoverable as reason:
+            self._refuse_if_closed()
             self._go_on_without(loss, effort, f"{what_happened(loss)} It cannot be brought back: {reason}.", command)
             return
+        self._refuse_if_closed(backend)
         self._adopt(backend)
         if self._deaths >= self._policy.poison_after:
             self._refuse_poison(loss, effort, command)
         self.record.recovery(loss, "exact", "", effort)
         self._ask_again()
+
+    def _refuse_if_closed(self, backend: Backend | None = None) -> None:
+        """The env was closed meanwhile, by another thread or a signal handler: let go of it here."""
+        if self.phase == CLOSED:
+            if backend is not None:
+                backend.kill()
+                backend.release()
+            self._drop_backend()
+            self._let_go()
+            self.refuse(self._pending_command())
 
     def _ask_again(self) -> None:
         step = self.phase in (STEPPING, RESUMED)
@@ -626,6 +651,8 @@ class Supervisor:
     def refuse(self, command: str) -> NoReturn:
         """Raise what is wrong with calling ``command`` now, and say what to call instead."""
         phase = self.phase
+        if os.getpid() != self._owner:
+            raise UsageError(f"{command}(): this env belongs to process {self._owner}; make one in each process.")
         if phase == CLOSED:
             raise ClosedError(f"{command}(): this env has been closed. Make a new one.")
         if phase in (NEW, STARTING):
@@ -652,6 +679,10 @@ class Supervisor:
         before, self.phase = self.phase, CLOSED
         self._closing.set()
         backend = self._backend
+        if os.getpid() != self._owner:  # a forked child of the trainer's lets go of its copies, no more
+            self.abandon()
+            return
+        self._healer.stop()
         if backend is None:
             return
         if before in _PENDING and _is_inside(self):

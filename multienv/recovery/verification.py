@@ -58,6 +58,8 @@ def same(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, GraphInstance | tuple | list):
         return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float | np.generic) and not np.asarray(one).dtype.hasobject:
+        return np.asarray(one).tobytes() == np.asarray(other).tobytes()
     if one is other or pickle.dumps(one) == pickle.dumps(other):
         return True
     try:

@@ -123,7 +123,7 @@ def test_a_discrete_holds_64_bits_whatever_the_space_says(value):
     assert there_and_back(spaces.Discrete(5), value) == value
 
 
-@pytest.mark.parametrize("value", ["x" * 6, "\ud800", "\U0001f600", "\U0001f600\udfff", b"abc", None, ["a"]])
+@pytest.mark.parametrize("value", ["x" * 6, "\ud800", "\U0001f600\udfff", b"abc", None, ["a"]])
 def test_texts_that_are_too_long_or_cannot_be_encoded_do_not_fit(value):
     assert not layout_of(spaces.Text(5)).fits(value)
 

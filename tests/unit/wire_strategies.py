@@ -34,7 +34,7 @@ LAID_OUT = st.one_of(
     st.lists(st.integers(1, 9), min_size=1, max_size=4).map(spaces.MultiDiscrete),
     st.integers(1, 9).map(spaces.MultiBinary),
     st.just(spaces.MultiBinary((2, 3))),
-    st.integers(1, 20).map(lambda length: spaces.Text(length, charset="aäß€ ")),
+    st.integers(1, 20).map(lambda length: spaces.Text(length, charset="aäß€𝄞 ")),
 )
 SCALARS = st.sampled_from(BOX_DTYPES).map(lambda dtype: spaces.Box(0, 100, (), dtype=np.dtype(dtype).type))
 PICKLED = st.sampled_from(
