@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -101,14 +102,14 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         Returns:
             Observation and info.
         """
-        self._check_seed(seed)
+        seed = self._checked_seed(seed)
         with _Interruptible(self._supervisor):
             self._supervisor.send("reset", Reset(seed, options, anchor=False))
             return self._supervisor.receive("reset")  # type: ignore[no-any-return]
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect it with :meth:`reset_wait`."""
-        self._check_seed(seed)
+        seed = self._checked_seed(seed)
         self._supervisor.send("reset", Reset(seed, options, anchor=False))
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
@@ -139,8 +140,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         try:
             supervisor.send_step(action)
             return supervisor.receive_step()
-        except BaseException:
-            supervisor.note_interruption()
+        except BaseException as error:
+            supervisor.note_interruption(error)
             raise
 
     def step_async(self, action: Any) -> None:
@@ -252,9 +253,12 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         return Call(name, args, kwargs)
 
     @staticmethod
-    def _check_seed(seed: Any) -> None:
-        if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0):
+    def _checked_seed(seed: Any) -> int | None:
+        if seed is None:
+            return None
+        if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
             raise UsageError(f"reset(seed={seed!r}): give a non-negative integer, or None.")
+        return operator.index(seed)  # numpy's integers too; gymnasium wants Python's
 
 
 class _Interruptible:
@@ -269,5 +273,5 @@ class _Interruptible:
         pass
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is not None:
-            self._supervisor.note_interruption()
+        if error[1] is not None:
+            self._supervisor.note_interruption(error[1])

@@ -348,9 +348,9 @@ class MultiEnv:
                 except Exception as error:
                     current.failures[index] = error
             self._gather(current)
-        except BaseException:
+        except BaseException as error:
             for supervisor in self._supervisors:
-                supervisor.note_interruption()
+                supervisor.note_interruption(error)
             raise
         return current.results, current.failures
 

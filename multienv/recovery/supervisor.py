@@ -350,6 +350,7 @@ class Supervisor:
             self.phase = ENDED
             error = self._env_error(reply, "step")
             if self._policy.on_error == "truncate":
+                self._keep_last_observation()
                 return self._truncation(str(error))
             raise error
         self._log(reply)
@@ -398,7 +399,13 @@ class Supervisor:
             self._revive()
         if isinstance(message, Reset):
             message = self._complete_reset(message)
-        frame = pack_message((self.seq + 1) & SEQ_MASK, message)
+        try:
+            frame = pack_message((self.seq + 1) & SEQ_MASK, message)
+        except Exception as error:  # pickling runs foreign code
+            raise UsageError(
+                f"{command}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
+                "Nothing was sent."
+            ) from error
         self._phase_before, self._command, self._message = self.phase, command, message
         self.seq = (self.seq + 1) & SEQ_MASK
         self._pending = frame
@@ -451,6 +458,11 @@ class Supervisor:
         evidence = self._journal.last_observed()
         return self._last if self._last and evidence and seq_of(self._last) == seq_of(evidence) else evidence
 
+    def _keep_last_observation(self) -> None:
+        """For a truncation: the memory it arrived in may be gone by then."""
+        last = self._last_reply()
+        self._lost_observation = self._observation_in(last) if last else None
+
     def _observation_in(self, reply: bytes) -> Any:
         _, seq, _, _, flags, _, _ = _unpack(reply)
         return irregular_parts(reply)[0] if flags & IRREGULAR else self._decode(reply, seq)
@@ -469,9 +481,10 @@ class Supervisor:
                 f"{command}() has not answered within {timeout} s. It is still running: wait again, or close()."
             )
 
-    def note_interruption(self) -> None:
-        """An exception came through a call; if its request is unanswered it has to be settled later."""
-        self.interrupted = self.phase in _PENDING
+    def note_interruption(self, error: object) -> None:
+        """An exception came through a call. If it is not ours and the request is unanswered, that is settled later."""
+        if not isinstance(error, MultienvError):
+            self.interrupted = self.phase in _PENDING
 
     # --- after an interrupted call ------------------------------------------------------------------
 
@@ -527,8 +540,7 @@ class Supervisor:
         loss = self._note_loss(gone, command)
         effort = self._healer.begin()
         self._deaths += gone.executing
-        last = self._last_reply()
-        self._lost_observation = self._observation_in(last) if last else None
+        self._keep_last_observation()
         on_loss = self._on_loss(gone.cause)
         if on_loss == "raise":
             self._drop_backend()
