@@ -304,7 +304,8 @@ class Warden:
         due = self._ending_at
         for ward in list(self._wards.values()):
             due = min(due, self._advance_ward(ward, now))
-        return None if due == float("inf") else max(0.0, due - time.monotonic())
+        # A day at most: the kernel counts in milliseconds, and not for ever.
+        return None if due == float("inf") else min(max(0.0, due - time.monotonic()), 86_400.0)
 
     def _advance_ward(self, ward: Ward, now: float) -> float:
         if not ward.stage:
