@@ -14,7 +14,23 @@ from multienv.config import check_seconds
 from multienv.errors import UsageError
 from multienv.testing import CounterEnv
 
-NOT_SECONDS = [math.nan, math.inf, -math.inf, -1.0, -1e-9, True, False, "1", b"1", 1j, [1.0], (), object(), 2.1e6, 10**400]
+NOT_SECONDS = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1.0,
+    -1e-9,
+    True,
+    False,
+    "1",
+    b"1",
+    1j,
+    [1.0],
+    (),
+    object(),
+    2e15,
+    10**400,
+]
 DEADLINES = [field.name for field in dataclasses.fields(Deadlines)]
 DURATIONS = ["window", "backoff", "max_backoff", "replay_limit"]
 REACTIONS = ["on_crash", "on_timeout", "on_error"]
@@ -32,7 +48,7 @@ def test_deadlines_refuse_what_is_no_number_of_seconds(name, value):
 def test_deadlines_are_positive(name):
     with pytest.raises(UsageError, match=name):
         Deadlines(**{name: 0})
-    for value in (1, 0.001, np.float32(1), np.int64(1), Fraction(1, 2), 2e6):
+    for value in (1, 0.001, np.float32(1), np.int64(1), Fraction(1, 2), 1e15):
         assert getattr(Deadlines(**{name: value}), name) == value
 
 

@@ -1,0 +1,167 @@
+"""The three modes of autoreset, held against gymnasium.vector.SyncVectorEnv step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from multienv import AutoResetWrapper, MultiEnv, SerialEnv, SubprocessEnv
+from multienv.errors import ResetNeededError, UsageError
+from multienv.testing import CounterEnv, first_difference
+
+MODES = list(AutoresetMode)
+STEPS = 80
+ENV_FNS: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
+    # Short enough for many episodes; one ends by itself, the others by their time limit too.
+    "CartPole-v1": partial(gymnasium.make, "CartPole-v1", max_episode_steps=15),
+    "FrozenLake-v1": partial(gymnasium.make, "FrozenLake-v1"),
+    "Taxi-v4": partial(gymnasium.make, "Taxi-v4", max_episode_steps=12),
+    "Counter": partial(CounterEnv, horizon=3, ending="both"),
+}
+HOSTS: dict[str, Callable[[Any], Any]] = {
+    "process": SubprocessEnv,
+    "serial": SerialEnv,
+    "plain": lambda env_fn: env_fn(),
+}
+
+
+def peers_info(infos: dict[str, Any], index: int) -> dict[str, Any]:
+    """The info of one env out of gymnasium's batch of them."""
+    return {
+        key: peers_info(value, index) if isinstance(value, dict) else value[index]
+        for key, value in infos.items()
+        if not key.startswith("_") and infos.get(f"_{key}", np.ones(99, bool))[index]
+    }
+
+
+def assert_same_info(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        if isinstance(value, dict):
+            assert_same_info(value, theirs[key])
+        elif key != "prob":  # FrozenLake's; gymnasium's batch makes it an integer, as the first one it saw was
+            assert np.array_equal(value, theirs[key]), key
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("name", ENV_FNS)
+def test_multi_env_is_what_gymnasiums_sync_vector_env_is(name, mode, host):
+    env_fn = ENV_FNS[name]
+    peer = SyncVectorEnv([env_fn] * 3, autoreset_mode=mode)
+    peer.action_space.seed(2)
+    episodes = 0
+    with MultiEnv([HOSTS[host](env_fn) for _ in range(3)], autoreset_mode=mode) as m:
+        assert m.metadata["autoreset_mode"] is peer.metadata["autoreset_mode"] is mode
+        ours, our_infos = m.reset(seed=6)
+        theirs, their_infos = peer.reset(seed=6)
+        ended = np.zeros(3, bool)
+        for _ in range(STEPS):
+            if mode is AutoresetMode.DISABLED and ended.any():
+                ours, our_infos = m.reset(options={"reset_mask": ended.copy()})
+                theirs, their_infos = peer.reset(options={"reset_mask": ended.copy()})
+                indices, rest, peers_rest = np.flatnonzero(ended), [], []
+                ended = np.zeros(3, bool)
+            else:
+                actions = peer.action_space.sample()
+                ours, *rest, our_infos = m.step(list(actions))
+                theirs, *peers_rest, their_infos = peer.step(actions)
+                indices = np.arange(3)
+                ended = np.logical_or(*peers_rest[1:])
+                episodes += int(ended.sum())
+            for one, other in zip(rest, peers_rest, strict=True):
+                assert np.array_equal(np.array(one), other)
+            for index in indices:
+                assert np.array_equal(ours[index], theirs[index])
+                assert_same_info(our_infos[index], peers_info(their_infos, index))
+    peer.close()
+    assert episodes > 6, "too few episodes to tell anything"
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_the_wrapper_alone_is_what_multi_env_is(mode, host):
+    env_fn = ENV_FNS["CartPole-v1"]
+    with MultiEnv([env_fn()], autoreset_mode=mode) as m:
+        env = HOSTS[host](env_fn)
+        if host != "plain":
+            env.initialize()
+        wrapped = AutoResetWrapper(env, mode)
+        assert wrapped.metadata["autoreset_mode"] is mode
+        assert first_difference(wrapped.reset(seed=1)[0], m.reset(seed=1)[0][0]) is None
+        for step in range(STEPS):
+            seen, expected = wrapped.step(step % 2), m.step([step % 2])
+            assert first_difference(seen, tuple(part[0] for part in expected)) is None
+            if mode is AutoresetMode.DISABLED and (seen[2] or seen[3]):
+                assert first_difference(wrapped.reset()[0], m.reset()[0][0]) is None
+        wrapped.close()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_the_two_halves_are_the_whole(mode):
+    whole = AutoResetWrapper(CounterEnv(horizon=3), mode)
+    with SubprocessEnv(partial(CounterEnv, horizon=3)) as env:
+        halves = AutoResetWrapper(env, mode)
+        halves.reset_async(seed=1)
+        assert first_difference(halves.reset_wait(), whole.reset(seed=1)) is None
+        for step in range(12):
+            halves.step_async(step % 4)
+            assert first_difference(halves.step_wait(), whole.step(step % 4)) is None
+
+
+def test_no_observation_is_thrown_away():
+    """Every step of every episode is seen once, reset observations and final ones included."""
+    for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
+        env = AutoResetWrapper(CounterEnv(horizon=3), mode)
+        seen = [tuple(env.reset(seed=0)[0][:2])]
+        for _ in range(11):
+            observation, _, terminated, _, info = env.step(0)
+            if mode is AutoresetMode.SAME_STEP and terminated:
+                seen.append(tuple(info["final_obs"][:2]))
+            seen.append(tuple(observation[:2]))
+        clock = [(step, episode) for episode in range(9) for step in range(4)]
+        assert seen == clock[: len(seen)]
+
+
+def test_a_reset_in_between_forgets_that_one_was_due():
+    with SubprocessEnv(partial(CounterEnv, horizon=1)) as env:
+        wrapped = AutoResetWrapper(env)
+        wrapped.reset(seed=0)
+        assert wrapped.step(0)[2]
+        wrapped.reset()
+        assert wrapped.step(0)[2], "a step, not the reset that was due before"
+
+
+def test_disabled_leaves_the_reset_to_the_caller():
+    with SubprocessEnv(partial(CounterEnv, horizon=1)) as env:
+        wrapped = AutoResetWrapper(env, AutoresetMode.DISABLED)
+        wrapped.reset(seed=0)
+        wrapped.step(0)
+        with pytest.raises(ResetNeededError):
+            wrapped.step(0)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_a_mode_by_its_name_or_value(mode):
+    for text in (mode.name, mode.value):
+        assert AutoResetWrapper(CounterEnv(), text).mode is mode
+
+
+def test_halves_are_refused_where_there_are_none():
+    wrapped = AutoResetWrapper(CounterEnv())
+    with pytest.raises(UsageError, match="halves"):
+        wrapped.reset_async()
+    with pytest.raises(UsageError, match="halves"):
+        wrapped.step_async(0)
+
+
+def test_the_envs_own_metadata_is_left_alone():
+    env = CounterEnv()
+    AutoResetWrapper(env)
+    assert "autoreset_mode" not in env.metadata

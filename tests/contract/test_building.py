@@ -1,0 +1,252 @@
+"""env_fn: how it travels, what may be wrong with it, and that a failed build leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from functools import partial
+from typing import Any
+
+import gymnasium
+import pytest
+from contract_envs import (
+    EndlessFailure,
+    exit_at_build,
+    raise_at_build,
+    return_a_lock_as_metadata,
+    return_none,
+    return_the_class,
+)
+
+from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
+from multienv.errors import (
+    EnvError,
+    EnvFnError,
+    EnvRaisedError,
+    EnvsFailedError,
+    NotInitializedError,
+    RemoteTraceback,
+    ResultNotPicklableError,
+    SpaceMismatchError,
+    UsageError,
+    WorkerDiedError,
+)
+from multienv.testing import CounterEnv, FailsNthTime, Fault, FaultError, FaultyEnv, SpaceEnv, no_leaks
+
+FACES = [SubprocessEnv, SerialEnv]
+CONTEXTS = ["forkserver", "spawn", "fork"]
+
+
+class Builder:
+    """A callable object."""
+
+    def __init__(self, horizon: int) -> None:
+        self.horizon = horizon
+
+    def __call__(self) -> CounterEnv:
+        return CounterEnv(horizon=self.horizon)
+
+    def build(self) -> CounterEnv:
+        return self()
+
+
+def local_class() -> type[CounterEnv]:
+    class Local(CounterEnv):
+        def __init__(self) -> None:
+            super().__init__(horizon=7)
+
+    return Local
+
+
+@pytest.mark.parametrize(
+    "env_fn",
+    [lambda: CounterEnv(horizon=7), partial(CounterEnv, horizon=7), Builder(7), Builder(7).build, local_class()],
+    ids=["lambda", "partial", "object", "method", "local class"],
+)
+@pytest.mark.parametrize("face", FACES)
+def test_any_callable_will_do(face, env_fn):
+    with face(env_fn) as env:
+        env.reset(seed=0)
+        assert env.get_attr("horizon") == 7
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_closure_is_taken_along_under_every_start_method(context):
+    horizon = 6
+    with SubprocessEnv(lambda: CounterEnv(horizon=horizon), context=context) as env:
+        assert env.get_attr("horizon") == 6
+
+
+def test_a_multiprocessing_context_will_do():
+    import multiprocessing
+
+    with SubprocessEnv(CounterEnv, context=multiprocessing.get_context("spawn")) as env:
+        env.reset(seed=0)
+
+
+def test_what_cannot_be_pickled_is_refused_at_once_and_says_how_to_mend_it():
+    lock = threading.Lock()
+    with pytest.raises(EnvFnError, match="inside the function") as caught:
+        SubprocessEnv(lambda: CounterEnv(horizon=1 if lock else 2))
+    assert isinstance(caught.value, ValueError)
+    with SubprocessEnv(lambda: CounterEnv(horizon=1 if lock else 2), context="fork") as env:
+        assert env.get_attr("horizon") == 1
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(("env_fn", "text"), [(return_none, "None"), (return_the_class, "CounterEnv")])
+def test_an_env_fn_that_returns_no_env(face, env_fn, text):
+    env = face(env_fn)
+    with pytest.raises(TypeError, match=f"{text}.*not a gymnasium.Env"):
+        env.initialize()
+    env.close()
+
+
+@pytest.mark.parametrize("context", [*CONTEXTS, "serial"])
+def test_an_env_fn_that_raises(context):
+    env: Any = SerialEnv(raise_at_build) if context == "serial" else SubprocessEnv(raise_at_build, context=context)
+    with pytest.raises(EndlessFailure, match="knee broke") as caught:
+        env.initialize()
+    error = caught.value
+    assert isinstance(error, EnvRaisedError)
+    assert (error.command, error.code, error.joint) == ("initialize", 7, "knee")
+    assert "raise_at_build" in error.remote_traceback
+    assert type(error.__cause__) is EndlessFailure
+    assert isinstance(error.__cause__.__cause__, RemoteTraceback)
+    assert "raise_at_build" in str(error.__cause__.__cause__)
+    with pytest.raises(NotInitializedError):
+        env.reset()
+    with pytest.raises(EndlessFailure):
+        env.initialize()
+    env.close()
+    with pytest.raises(UsageError, match="closed"):
+        env.initialize()
+
+
+def test_a_build_that_fails_once_can_be_repeated(tmp_path):
+    env = SubprocessEnv(FailsNthTime(counter=str(tmp_path / "built")))
+    with pytest.raises(FaultError):
+        env.initialize()
+    assert env.initialize().reset(seed=0)[0][0] == 0
+    env.close()
+
+
+def test_a_build_that_ends_the_process_is_tried_again_and_then_raised(marker):
+    once = Fault("exit", "construct", once=marker)
+    with SubprocessEnv(partial(FaultyEnv, fault=once)) as env:
+        assert env.statistics().restarts == 1
+        env.reset(seed=0)
+    env = SubprocessEnv(exit_at_build, restart=RestartPolicy(backoff=0.0), env_index=3)
+    with pytest.raises(WorkerDiedError, match="code 5") as caught:
+        env.initialize()
+    assert (caught.value.env_index, caught.value.command, caught.value.exit_code) == (3, "initialize", 5)
+    env.close()
+
+
+def test_an_env_that_cannot_be_described_is_named():
+    env = SubprocessEnv(return_a_lock_as_metadata)
+    with pytest.raises(ResultNotPicklableError, match="metadata.*lock"):
+        env.initialize()
+    env.close()
+
+
+def test_a_failed_start_in_a_with_block_leaves_nothing():
+    with pytest.raises(EndlessFailure), SubprocessEnv(raise_at_build):
+        pytest.fail("it must not come this far")
+
+
+# --- several ------------------------------------------------------------------------------------
+
+
+def test_several_envs_come_initialized_in_order_and_know_their_index():
+    fns = [partial(CounterEnv, horizon=horizon) for horizon in (3, 4, 5)]
+    envs = create_subprocess_envs(iter(fns), shared_memory=False)
+    assert [env.get_attr("horizon") for env in envs] == [3, 4, 5]
+    assert len({env.statistics().pid for env in envs}) == 3
+    for index, env in enumerate(envs):
+        with pytest.raises(AttributeError) as caught:
+            env.get_attr("nothing")
+        assert caught.value.env_index == index
+        env.close()
+
+
+def test_options_are_passed_on_and_checked_before_anything_is_started():
+    with no_leaks(), pytest.raises(UsageError, match="restart"):
+        create_subprocess_envs([CounterEnv] * 3, restart="never")
+    with no_leaks(), pytest.raises(EnvFnError):
+        create_subprocess_envs([CounterEnv, None])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        create_subprocess_envs([CounterEnv], share_memory=True)
+
+
+def test_every_cause_is_told_and_the_others_are_closed():
+    fns = [CounterEnv, raise_at_build, return_none, CounterEnv, exit_at_build]
+    with pytest.raises(EnvsFailedError) as caught:
+        create_subprocess_envs(fns, restart=RestartPolicy(backoff=0.0))
+    failures = caught.value.failures
+    assert {index: type(error.__cause__ or error) for index, error in failures.items()} == {
+        1: EndlessFailure,
+        2: TypeError,
+        4: WorkerDiedError,
+    }
+    assert [error.env_index for error in failures.values()] == [1, 2, 4]
+    for text in ("3 of 5 envs", "env 1", "knee broke", "env 2", "not a gymnasium.Env", "env 4", "code 5"):
+        assert text in str(caught.value)
+    assert not isinstance(caught.value, EndlessFailure), "there is more than one cause"
+    assert [result is None for result in caught.value.results] == [False, True, True, False, True]
+    for env in caught.value.results:
+        assert env is None or env.statistics().state == "closed"
+
+
+def test_a_single_cause_is_catchable_by_its_own_type():
+    with pytest.raises(EndlessFailure) as caught:
+        create_subprocess_envs([CounterEnv, raise_at_build])
+    assert isinstance(caught.value, EnvsFailedError)
+    assert caught.value.joint == "knee"
+    assert isinstance(caught.value.__cause__, EnvError)
+
+
+# --- MultiEnv over what it is given -------------------------------------------------------------
+
+
+def test_multi_env_initializes_what_needs_it_and_names_what_cannot_be():
+    envs = [SubprocessEnv(CounterEnv), SubprocessEnv(raise_at_build), CounterEnv(), SubprocessEnv(CounterEnv)]
+    with pytest.raises(EndlessFailure) as caught:
+        MultiEnv(envs)
+    assert list(caught.value.failures) == [1]
+    for env in envs:
+        env.close()
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_spaces_that_differ_are_refused_and_named(name):
+    small, large = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(-1, 1, (3,))
+    envs = [SubprocessEnv(partial(SpaceEnv, **{name: space})) for space in (small, small, large)]
+    with pytest.raises(SpaceMismatchError, match=f"env 2 has {name}"):
+        MultiEnv(envs)
+    for env in envs:
+        env.close()
+
+
+@pytest.mark.parametrize("envs", [[CounterEnv], [None], ["CartPole-v1"], [CounterEnv(), object()]], ids=repr)
+def test_what_is_no_env_is_refused(envs):
+    with pytest.raises(TypeError, match="gymnasium.Env"):
+        MultiEnv(envs)
+
+
+def test_the_same_env_twice_is_refused():
+    env = CounterEnv()
+    with pytest.raises(UsageError, match="twice|same"):
+        MultiEnv([env, env])
+
+
+@pytest.mark.parametrize("max_workers", [0, -1, 1.5, "2", True])
+def test_a_number_of_workers_is_one(max_workers):
+    with pytest.raises(UsageError, match="max_workers"):
+        MultiEnv([CounterEnv()], max_workers=max_workers)
+
+
+@pytest.mark.parametrize("mode", ["sometimes", None, 1, functools])
+def test_an_unknown_autoreset_mode_is_refused(mode):
+    with pytest.raises(UsageError, match="autoreset_mode"):
+        MultiEnv([CounterEnv()], autoreset_mode=mode)

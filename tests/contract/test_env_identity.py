@@ -1,0 +1,350 @@
+"""SubprocessEnv and SerialEnv are the env they hold: what it returns, takes, has and draws, to the bit."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from contract_envs import CallableAttributes, DictEnv, EchoEnv
+from gymnasium import wrappers
+from gymnasium.utils.env_checker import check_env
+
+from multienv import SerialEnv, SubprocessEnv
+from multienv.testing import (
+    CounterEnv,
+    GlobalRandomEnv,
+    SameArrayEnv,
+    SpaceEnv,
+    assert_same_trajectory,
+    digest_value,
+    example_spaces,
+    first_difference,
+    rollout,
+)
+
+FACES = [SubprocessEnv, SerialEnv]
+CARTPOLE = partial(gymnasium.make, "CartPole-v1")
+
+
+def wrapped_inside() -> gymnasium.Env[Any, Any]:
+    env = wrappers.FlattenObservation(DictEnv(horizon=20))
+    return wrappers.TimeLimit(wrappers.TransformReward(env, lambda reward: reward * 2), 7)
+
+
+# --- gymnasium's checker ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "env_fn",
+    [
+        partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array"),
+        partial(gymnasium.make, "FrozenLake-v1"),
+        partial(gymnasium.make, "Pendulum-v1"),
+        partial(gymnasium.make, "Blackjack-v1"),
+        DictEnv,
+        wrapped_inside,
+        partial(CounterEnv, render_mode="rgb_array"),
+    ],
+    ids=["CartPole", "FrozenLake", "Pendulum", "Blackjack", "Dict", "wrapped", "Counter"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("face", FACES)
+def test_gymnasiums_checker_passes(face, env_fn):
+    with face(env_fn) as env:
+        check_env(env, skip_render_check=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gymnasiums_checker_passes_in_a_wrapper():
+    with SubprocessEnv(CARTPOLE) as env:
+        check_env(wrappers.OrderEnforcing(wrappers.TimeLimit(env, 30)), skip_render_check=True)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_it_is_known_by_what_the_env_is(face):
+    twin = CARTPOLE()
+    with face(CARTPOLE) as env:
+        assert isinstance(env, gymnasium.Env)
+        assert env.unwrapped is env
+        assert (env.observation_space, env.action_space) == (twin.observation_space, twin.action_space)
+        assert env.metadata == twin.metadata
+        assert env.spec == twin.spec
+        assert env.render_mode == twin.render_mode
+        assert "CartPole-v1" in str(env)
+    twin.close()
+
+
+# --- what it returns ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda env: wrappers.TimeLimit(env, 6),
+    wrappers.FlattenObservation,
+    lambda env: wrappers.FrameStackObservation(env, 3),
+    lambda env: wrappers.ClipReward(env, 0.0, 0.5),
+    lambda env: wrappers.NormalizeObservation(wrappers.Autoreset(env)),
+], ids=["TimeLimit", "Flatten", "FrameStack", "ClipReward", "Normalize"])  # fmt: skip
+def test_wrappers_around_it_see_what_they_would_see_around_the_env(wrap):
+    env_fn = partial(SpaceEnv, horizon=9)
+    with SubprocessEnv(env_fn) as env:
+        seen = rollout(wrap(env), num_steps=40, seed=3)
+    assert_same_trajectory(seen, rollout(wrap(env_fn()), num_steps=40, seed=3), compare_info=True)
+
+
+@pytest.mark.parametrize(
+    "env_id", ["CartPole-v1", "FrozenLake-v1", "Pendulum-v1", "Blackjack-v1", "Acrobot-v1", "Taxi-v4"]
+)
+def test_a_run_equals_that_of_the_env_itself_infos_included(env_id):
+    env_fn = partial(gymnasium.make, env_id, max_episode_steps=25)
+    twin = env_fn()
+    expected = rollout(twin, num_steps=100, seed=11)
+    generator = twin.unwrapped.np_random.bit_generator.state
+    twin.close()
+    for face in FACES:
+        with face(env_fn) as env:
+            assert_same_trajectory(rollout(env, num_steps=100, seed=11), expected, compare_info=True)
+            assert env.np_random.bit_generator.state == generator, "the env draws something else afterwards"
+            assert env.np_random_seed == 11
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("name", example_spaces())
+def test_every_space_keeps_its_types_and_the_order_of_its_keys(name, shared_memory):
+    space = example_spaces()[name]
+    env_fn = partial(SpaceEnv, observation_space=space, action_space=space)
+    space.seed(5)
+    actions = [space.sample() for _ in range(5)]
+    twin = env_fn()
+    with SubprocessEnv(env_fn, shared_memory=shared_memory) as env:
+        assert env.observation_space == env.action_space == space
+        for run in (twin, env):
+            run.reset(seed=2)
+        for action in actions:
+            seen, expected = env.step(action), twin.step(action)
+            assert digest_value(seen[0]) == digest_value(expected[0])
+            assert _key_order(seen[0]) == _key_order(expected[0])
+            assert seen[1:] == expected[1:]
+            assert type(seen[1]) is type(expected[1])
+
+
+def _key_order(value: Any) -> Any:
+    return [(key, _key_order(item)) for key, item in value.items()] if isinstance(value, dict) else None
+
+
+NAN_ARRAY = np.array([math.nan, -0.0], np.float32)
+RESULTS = [
+    (np.zeros(2, np.float64), 1.0, False, False, {}),
+    (np.zeros((1, 2), np.float32), np.float32(0.1), False, False, {}),
+    ([0.0, 1.0], 3, False, False, {"x": [1, 2]}),
+    (np.ma.masked_array(np.zeros(2, np.float32), mask=[True, False]), math.nan, False, False, {}),
+    (NAN_ARRAY, -0.0, False, False, {"nan": math.nan}),
+    (None, np.array([1.0, 2.0]), False, False, {}),
+    ({"unexpected": np.arange(3)}, np.int64(2**60 + 1), False, False, {1: 2}),
+    (np.zeros(2, np.float32), 10**400, False, False, {}),
+    (np.zeros(2, np.float32), None, False, False, {}),
+    (np.zeros(2, np.float32), True, False, False, {"big": np.arange(300_000)}),
+    (np.zeros(2, np.float32), 1.0, np.bool_(True), False, {}),
+]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("face", FACES)
+def test_what_does_not_fit_its_space_arrives_unchanged(face, shared_memory):
+    with face(partial(EchoEnv, *RESULTS), shared_memory=shared_memory) as env:
+        env.reset(seed=0)
+        for index, expected in enumerate(RESULTS):
+            seen = env.step(index)
+            for one, other in zip(seen[:2], expected[:2], strict=True):
+                assert digest_value(one) == digest_value(other), index
+            assert type(seen[0]) is type(expected[0])
+            assert seen[2] == expected[2]
+            assert first_difference(seen[4], expected[4]) is None
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_each_observation_is_an_array_of_its_own(face):
+    for env_fn in (SameArrayEnv, partial(SpaceEnv, observation_space=gymnasium.spaces.Box(-1, 1, (50, 50)))):
+        with face(env_fn) as env:
+            first, _ = env.reset(seed=0)
+            kept = first.copy()
+            later = [env.step(1)[0] for _ in range(4)]
+            copies = [one.copy() for one in later]
+            assert (first == kept).all()
+            later[0][...] = 7
+            env.step(1)
+            assert (later[2] == copies[2]).all()
+            assert len({id(one) for one in later}) == 4
+
+
+def test_an_action_may_be_reused_and_written_to_by_the_caller():
+    space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
+    action = np.zeros(3, np.float32)
+    with SubprocessEnv(partial(SpaceEnv, action_space=space)) as env:
+        env.reset(seed=0)
+        env.step_async(action)
+        action += 1
+        assert env.step_wait()[4]["action"] == digest_value(np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_megabyte_in_every_direction(shared_memory):
+    space = gymnasium.spaces.Box(0, 255, (1024, 1024), np.uint8)
+    env_fn = partial(SpaceEnv, observation_space=space, action_space=space)
+    space.seed(0)
+    actions = [space.sample() for _ in range(4)]
+    with SubprocessEnv(env_fn, shared_memory=shared_memory) as env:
+        assert_same_trajectory(rollout(env, actions, seed=1), rollout(env_fn(), actions, seed=1), compare_info=True)
+        value = np.random.default_rng(0).random(300_000)
+        env.set_attr("large", value)
+        assert (env.get_attr("large") == value).all()
+
+
+def test_options_reach_the_reset():
+    with SubprocessEnv(CounterEnv) as env:
+        assert env.reset(seed=0, options={"start": 4})[0][0] == 4
+
+
+def test_unseeded_resets_go_on_drawing_where_the_last_episode_ended():
+    twin = CounterEnv(horizon=3)
+    with SubprocessEnv(partial(CounterEnv, horizon=3)) as env:
+        assert_same_trajectory(rollout(env, num_steps=12, seed=9), rollout(twin, num_steps=12, seed=9))
+
+
+def test_without_any_seed_two_envs_differ():
+    draws = []
+    for _ in range(2):
+        with SubprocessEnv(CounterEnv) as env:
+            draws.append(env.reset()[0][2])
+    assert draws[0] != draws[1]
+
+
+def test_two_runs_in_one_process_each_do_not_share_global_generators():
+    with SubprocessEnv(GlobalRandomEnv) as one, SubprocessEnv(GlobalRandomEnv) as other:
+        first, second = one.reset(seed=0)[0], other.reset(seed=0)[0]
+        assert first[2] != second[2], "random"
+        assert first[3] != second[3], "numpy.random"
+
+
+# --- attributes, calls, render ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_attributes_and_calls_reach_every_layer(face):
+    with face(lambda: CallableAttributes(wrappers.TimeLimit(CounterEnv(), 5))) as env:
+        env.reset(seed=0)
+        assert env.get_attr("gain") == 2.0
+        assert env.get_attr("horizon") == 10
+        assert env.get_attr("_max_episode_steps") == 5
+        assert env.call("amplify", 3.0, by=2.0) == 12.0
+        assert env.call("gain") == 2.0, "an attribute that is not callable is returned"
+        env.set_attr("gain", 5.0)
+        env.set_attr("offset", 10.0)
+        assert env.call("amplify", 3.0) == 15.0
+        assert env.step(1)[0][2] >= 10.0
+        assert env.call("poke", amount=1.0) == 1
+        env.set_attr("brand_new", {"a": 1})
+        assert env.get_attr("brand_new") == {"a": 1}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_gymnasiums_own_ways_to_attributes(face):
+    with face(CounterEnv) as env:
+        outer = wrappers.TimeLimit(env, 5)
+        assert outer.has_wrapper_attr("horizon")
+        assert not outer.has_wrapper_attr("no_such_thing")
+        assert outer.get_wrapper_attr("horizon") == 10
+        assert outer.set_wrapper_attr("horizon", 3)
+        assert env.get_attr("horizon") == 3
+        assert not env.set_wrapper_attr("no_such_thing", 3, force=False)
+        assert not env.has_wrapper_attr("no_such_thing")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_an_attribute_that_is_not_there_is_an_attribute_error(face):
+    with face(CounterEnv) as env:
+        env.reset(seed=0)
+        for ask in (
+            lambda: env.get_attr("nothing"),
+            lambda: env.call("nothing"),
+            lambda: env.get_wrapper_attr("nothing"),
+        ):
+            with pytest.raises(AttributeError, match="nothing"):
+                ask()
+        with pytest.raises(AttributeError, match="get_attr"):
+            _ = env.horizon
+        assert env.step(1)[0][0] == 1, "the episode goes on"
+
+
+@pytest.mark.parametrize("name", ["reset", "step", "render", "close"])
+def test_what_has_a_method_of_its_own_cannot_be_called_around_it(name):
+    with SubprocessEnv(CounterEnv) as env, pytest.raises(ValueError, match=f"use {name}"):
+        env.call(name)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_rendered_frames_equal_the_envs(face):
+    env_fn = partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")
+    twin = env_fn()
+    with face(env_fn) as env:
+        for run in (twin, env):
+            run.reset(seed=1)
+        for _ in range(3):
+            assert first_difference(env.render(), twin.render()) is None
+            for run in (twin, env):
+                run.step(1)
+    twin.close()
+
+
+@pytest.mark.parametrize("mode", ["ansi", None])
+def test_a_render_may_be_a_text_or_nothing(mode):
+    twin = CounterEnv(render_mode=mode)
+    with SubprocessEnv(partial(CounterEnv, render_mode=mode)) as env:
+        env.reset(seed=0)
+        twin.reset(seed=0)
+        assert env.render() == twin.render()
+
+
+# --- statistics ---------------------------------------------------------------------------------
+
+
+def test_statistics_follow_its_life():
+    env = SubprocessEnv(partial(CounterEnv, horizon=2))
+    seen = [env.statistics().state]
+    env.start()
+    seen.append(env.statistics().state)
+    env.initialize()
+    seen.append(env.statistics().state)
+    env.reset(seed=0)
+    seen.append(env.statistics().state)
+    env.step(0)
+    env.step(0)
+    seen.append(env.statistics().state)
+    now = env.statistics()
+    env.close()
+    seen.append(env.statistics().state)
+    assert seen == ["new", "starting", "ready", "running", "ended", "closed"]
+    assert (now.steps, now.episodes, now.losses, now.restarts) == (2, 1, 0, 0)
+    assert now.pid
+    assert now.rss is None or now.rss > 2**20
+    assert now.journal_bytes > 0
+    assert now.last_loss is None
+    assert env.statistics().pid is None
+    with pytest.raises(AttributeError):
+        now.steps = 5  # type: ignore[misc]
+
+
+def test_the_journal_stays_within_its_limit_also_without_steps():
+    from multienv import RestartPolicy
+
+    with SubprocessEnv(CounterEnv, restart=RestartPolicy(journal_limit=50_000)) as env:
+        env.reset(seed=0)
+        for _ in range(40):
+            env.set_attr("note", bytes(5000))
+        assert env.statistics().journal_bytes <= 100_000
+        for _ in range(40):
+            env.reset(options={"start": 0, "note": bytes(5000)})
+        assert env.statistics().journal_bytes <= 100_000

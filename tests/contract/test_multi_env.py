@@ -1,0 +1,405 @@
+"""MultiEnv: lists in, lists out, over envs of every kind, and one env's failure stays its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from contract_envs import CallableAttributes
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import TimeLimit, TransformReward
+
+from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
+from multienv.errors import (
+    ActionError,
+    ClosedError,
+    EnvRaisedError,
+    EnvsFailedError,
+    ResetNeededError,
+    UsageError,
+    WorkerDiedError,
+)
+from multienv.testing import (
+    CounterEnv,
+    Fault,
+    FaultError,
+    FaultyEnv,
+    GlobalRandomEnv,
+    TwoArgumentError,
+    first_difference,
+)
+
+WORKERS = [None, 1, 2, 3, 4]
+
+
+def kill(env: Any) -> None:
+    os.kill(env.statistics().pid, signal.SIGKILL)
+
+
+def of_every_kind(horizon: int | None = 5) -> list[gymnasium.Env[Any, Any]]:
+    counter = partial(CounterEnv, horizon=horizon)
+    return [
+        SubprocessEnv(counter),
+        counter(),
+        TransformReward(SubprocessEnv(counter).initialize(), lambda reward: reward),
+        SerialEnv(counter),
+        SubprocessEnv(counter, context="fork"),
+        TimeLimit(counter(), 100),
+    ]
+
+
+@pytest.mark.parametrize("max_workers", WORKERS)
+def test_envs_of_every_kind_give_what_each_would_give_alone(max_workers):
+    twins = [CounterEnv(horizon=None) for _ in range(6)]
+    with MultiEnv(of_every_kind(horizon=None), max_workers=max_workers) as m:
+        assert m.num_envs == len(m) == 6
+        observations, infos = m.reset(seed=3)
+        assert type(observations) is type(infos) is list
+        for index, twin in enumerate(twins):
+            assert first_difference(observations[index], twin.reset(seed=3 + index)[0]) is None
+        for step in range(12):
+            actions = [(step + index) % 4 if (step + index) % 5 else None for index in range(6)]
+            result = m.step(actions)
+            assert [type(part) for part in result] == [list] * 5
+            for index, (action, twin) in enumerate(zip(actions, twins, strict=True)):
+                expected = (None,) * 5 if action is None else twin.step(action)
+                assert first_difference(tuple(part[index] for part in result), expected) is None
+
+
+def test_actions_may_be_an_array_or_any_sequence():
+    with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
+        m.reset(seed=0)
+        for actions in (np.array([1, 2]), (np.int64(1), 2), [1, np.int64(2)]):
+            assert [observation[3] for observation in m.step(actions)[0]] == [1, 2]
+
+
+@pytest.mark.parametrize("actions", [[], [0], [0, 0, 0], np.zeros(4, int), None, 0, (a for a in (0, 0))], ids=repr)
+def test_a_wrong_number_of_actions_is_refused_and_nothing_is_sent(actions):
+    with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
+        m.reset(seed=0)
+        with pytest.raises(ActionError, match="2 envs"):
+            m.step(actions)
+        assert [observation[0] for observation in m.step([0, 0])[0]] == [1, 1]
+
+
+def test_none_for_all_touches_nothing():
+    with MultiEnv(of_every_kind()) as m:
+        m.reset(seed=0)
+        assert m.step([None] * 6) == ([None] * 6,) * 5
+        assert [observation[0] for observation in m.step([0] * 6)[0]] == [1] * 6
+
+
+@pytest.mark.parametrize("max_workers", [None, 2])
+def test_none_leaves_an_ended_env_waiting_for_its_reset(max_workers):
+    with MultiEnv([SubprocessEnv(partial(CounterEnv, horizon=1)), CounterEnv(horizon=1)], max_workers=max_workers) as m:
+        m.reset(seed=0)
+        assert m.step([0, 0])[2] == [True, True]
+        assert m.step([None, None])[0] == [None, None]
+        observations, rewards, terminations, *_ = m.step([3, 3])
+        assert [observation[0] for observation in observations] == [0, 0]
+        assert rewards == [0.0, 0.0]
+        assert terminations == [False, False]
+
+
+# --- reset --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seed", "each"),
+    [
+        (5, [5, 6, 7]),
+        (np.int64(5), [5, 6, 7]),
+        ([9, 1, 9], [9, 1, 9]),
+        ((1, 2, 3), [1, 2, 3]),
+        (np.arange(3), [0, 1, 2]),
+    ],
+)
+def test_seeds_for_all_or_one_for_each(seed, each):
+    with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv), SerialEnv(CounterEnv)]) as m:
+        observations, _ = m.reset(seed=seed)
+        for observation, one in zip(observations, each, strict=True):
+            assert first_difference(observation, CounterEnv().reset(seed=one)[0]) is None
+
+
+def test_seeds_may_be_none_for_some():
+    with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
+        m.reset(seed=4)
+        observations, _ = m.reset(seed=[None, 4])
+        assert [observation[1] for observation in observations] == [1, 0], "the second one was seeded"
+
+
+@pytest.mark.parametrize("seed", [[1], [1, 2, 3], "12", 1.5, -1, [1, -1], [1, "2"], True])
+def test_bad_seeds_are_refused_and_no_env_is_reset(seed):
+    with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
+        m.reset(seed=0)
+        m.step([0, 0])
+        with pytest.raises(ValueError, match="seed"):
+            m.reset(seed=seed)
+        assert [observation[0] for observation in m.step([0, 0])[0]] == [2, 2]
+
+
+def test_options_for_all_or_one_for_each():
+    with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
+        assert [one[0] for one in m.reset(seed=0, options={"start": 3})[0]] == [3, 3]
+        assert [one[0] for one in m.reset(options=[{"start": 1}, None])[0]] == [1, 0]
+        with pytest.raises(UsageError, match="options"):
+            m.reset(options=[{"start": 1}])
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda m, mask: m.reset(seed=[7, 8, 9, 10, 11, 12], mask=mask),
+        lambda m, mask: m.reset(seed=7, mask=np.array(mask)),
+        lambda m, mask: m.reset(seed=7, options={"reset_mask": np.array(mask)}),
+    ],
+    ids=["mask", "array", "gymnasium's"],
+)
+def test_a_masked_reset_leaves_the_others_alone(ask):
+    mask = [True, False, False, True, False, True]
+    with MultiEnv(of_every_kind()) as m:
+        m.reset(seed=0)
+        m.step([1] * 6)
+        observations, infos = ask(m, mask)
+        for index, chosen in enumerate(mask):
+            if chosen:
+                assert first_difference(observations[index], CounterEnv().reset(seed=7 + index)[0]) is None
+                assert infos[index] == {}
+            else:
+                assert observations[index] is None
+                assert infos[index] is None
+        assert [one[0] for one in m.step([1] * 6)[0]] == [1 if chosen else 2 for chosen in mask]
+
+
+def test_the_callers_options_are_left_as_they_are():
+    with MultiEnv([CounterEnv()]) as m:
+        options = {"reset_mask": np.array([True]), "start": 2}
+        assert m.reset(options=options)[0][0][0] == 2
+        assert set(options) == {"reset_mask", "start"}
+
+
+@pytest.mark.parametrize("mask", [[True], [True] * 3, True, 1])
+def test_a_mask_of_the_wrong_length_is_refused(mask):
+    with MultiEnv([CounterEnv(), CounterEnv()]) as m, pytest.raises(UsageError, match="mask"):
+        m.reset(mask=mask)
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+def with_faults(*faults: Fault | None, wrap: Any = SubprocessEnv) -> list[gymnasium.Env[Any, Any]]:
+    return [wrap(CounterEnv if fault is None else partial(FaultyEnv, fault=fault)) for fault in faults]
+
+
+def in_process(env_fn: Any) -> Any:
+    return env_fn()
+
+
+@pytest.mark.parametrize("wrap", [SubprocessEnv, SerialEnv, in_process], ids=["process", "serial", "plain"])
+@pytest.mark.parametrize("max_workers", WORKERS)
+def test_what_one_raises_is_its_own(max_workers, wrap):
+    fault = Fault("custom_exception", "step", at=2)
+    with MultiEnv(with_faults(None, fault, None, None, wrap=wrap), max_workers=max_workers) as m:
+        m.reset(seed=0)
+        m.step([1] * 4)
+        with pytest.raises(TwoArgumentError, match="1 of 4 envs failed in step") as caught:
+            m.step([1] * 4)
+        error = caught.value
+        assert isinstance(error, EnvsFailedError)
+        assert isinstance(error.failures[1], TwoArgumentError)
+        assert isinstance(error, TwoArgumentError)
+        assert error.__cause__ is error.failures[1]
+        assert [result and result[0][0] for result in error.results] == [2, None, 2, 2]
+        m.reset(mask=[False, True, False, False])
+        assert [one[0] for one in m.step([1] * 4)[0]] == [3, 1, 3, 3]
+
+
+def test_several_failures_at_once_are_all_told():
+    faults = Fault("raise", "step"), None, Fault("custom_exception", "step")
+    with MultiEnv(with_faults(*faults)) as m:
+        m.reset(seed=0)
+        with pytest.raises(EnvsFailedError) as caught:
+            m.step([1] * 3)
+        assert list(caught.value.failures) == [0, 2]
+        assert type(caught.value) is EnvsFailedError
+        assert caught.value.results[1][0][0] == 1
+        with pytest.raises(EnvsFailedError) as again:
+            m.step([1] * 3)
+        assert {index: isinstance(error, ResetNeededError) for index, error in again.value.failures.items()} == {
+            0: True,
+            2: True,
+        }
+        assert again.value.results[1][0][0] == 2
+
+
+def test_a_bad_action_is_its_envs_alone():
+    with MultiEnv(of_every_kind()) as m:
+        m.reset(seed=0)
+        with pytest.raises(ActionError) as caught:
+            m.step([[1, 2], 0, 0, 0, 0, 0])
+        assert list(caught.value.failures) == [0]
+        assert [one[0] for one in m.step([0] * 6)[0]] == [1, 2, 2, 2, 2, 2]
+
+
+def test_a_reset_that_fails_is_its_envs_alone():
+    with MultiEnv(with_faults(Fault("raise", "reset", at=2), None)) as m:
+        m.reset(seed=0)
+        with pytest.raises(FaultError) as caught:
+            m.reset(seed=0)
+        assert isinstance(caught.value, EnvsFailedError)
+        assert caught.value.results[0] is None
+        assert caught.value.results[1][0][0] == 0
+        m.reset(mask=[True, False])
+        assert [one[0] for one in m.step([0, 0])[0]] == [1, 1]
+
+
+def test_a_worker_lost_for_good_is_its_envs_alone():
+    envs = create_subprocess_envs([CounterEnv] * 3, restart=RestartPolicy(on_crash="raise"))
+    with MultiEnv(envs) as m:
+        m.reset(seed=0)
+        kill(envs[2])
+        with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
+            m.step([0] * 3)
+        assert isinstance(caught.value, EnvsFailedError)
+        assert caught.value.failures[2].env_index == 2
+        assert [result and result[0][0] for result in caught.value.results] == [1, 1, None]
+        m.reset(mask=[False, False, True])
+        assert [one[0] for one in m.step([0] * 3)[0]] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("max_workers", [None, 2])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_an_env_that_dies_in_the_reset_that_was_due_comes_back(marker, mode, max_workers):
+    fault = Fault("kill", "reset", at=2, once=marker)
+    envs = [SubprocessEnv(partial(FaultyEnv, fault=fault, horizon=2)), SubprocessEnv(partial(CounterEnv, horizon=2))]
+    twins = MultiEnv([CounterEnv(horizon=2), CounterEnv(horizon=2)], autoreset_mode=mode)
+    with MultiEnv(envs, autoreset_mode=mode, max_workers=max_workers) as m, twins:
+        seen, expected = m.reset(seed=0), twins.reset(seed=0)
+        for _ in range(7):
+            if mode is AutoresetMode.DISABLED and len(seen) == 5 and seen[2][0]:
+                seen, expected = m.reset(), twins.reset()
+            else:
+                seen, expected = m.step([1, 1]), twins.step([1, 1])
+            assert first_difference(seen, expected) is None
+        assert envs[0].statistics().exact_recoveries == 1
+
+
+@pytest.mark.parametrize("use", [
+    lambda env: env.step(0)[0][0],
+    lambda env: (env.step_async(0), env.step_wait())[1][0][0],
+    lambda env: (env.get_attr("horizon"), env.step(0))[1][0][0],
+    lambda env: (env.call("poke"), env.step(0))[1][0][0],
+    lambda env: (env.reset(seed=0), env.step(0))[1][0][0],
+], ids=["step", "halves", "get_attr", "call", "reset"])  # fmt: skip
+def test_an_env_of_a_multi_env_still_heals_when_it_is_used_alone(use):
+    envs = create_subprocess_envs([CounterEnv] * 2)
+    with MultiEnv(envs) as m:
+        m.reset(seed=0)
+        kill(envs[1])
+        assert use(envs[1]) == 1
+        assert envs[1].statistics().restarts == 1
+
+
+def test_the_others_go_on_while_envs_are_killed_all_the_time():
+    twins = MultiEnv([GlobalFree() for _ in range(3)])
+    with MultiEnv(create_subprocess_envs([GlobalFree] * 3), max_workers=2) as m, twins:
+        m.reset(seed=1)
+        twins.reset(seed=1)
+        for step in range(20):
+            if step % 4 == 1:
+                kill(m.envs[step % 3])
+            assert first_difference(m.step([step % 4] * 3), twins.step([step % 4] * 3)) is None
+        assert sum(one.exact_recoveries for one in m.statistics()) == 5
+
+
+class GlobalFree(CounterEnv):
+    """A CounterEnv of short episodes."""
+
+    def __init__(self) -> None:
+        super().__init__(horizon=6)
+
+
+# --- the rest -----------------------------------------------------------------------------------
+
+
+def test_calls_and_attributes_reach_every_env_and_its_wrappers():
+    envs = [CallableAttributes(CounterEnv()), SubprocessEnv(lambda: CallableAttributes(CounterEnv()))]
+    with MultiEnv(envs) as m:
+        m.reset(seed=0)
+        assert m.call("amplify", 3.0, by=2.0) == [12.0, 12.0]
+        m.set_attr("gain", 1.0)
+        m.set_attr("horizon", [3, 4])
+        assert m.get_attr("gain") == [1.0, 1.0]
+        assert m.get_attr("horizon") == [3, 4]
+        assert m.call("horizon") == [3, 4]
+        with pytest.raises(EnvsFailedError, match="nothing") as caught:
+            m.get_attr("nothing")
+        assert [isinstance(error, AttributeError) for error in caught.value.failures.values()] == [True, True]
+        with pytest.raises(UsageError, match="values"):
+            m.set_attr("gain", [1.0])
+
+
+def test_a_call_that_fails_is_its_envs_alone():
+    with MultiEnv(with_faults(Fault("raise", "call"), None)) as m:
+        m.reset(seed=0)
+        with pytest.raises(FaultError) as caught:
+            m.call("poke")
+        assert isinstance(caught.value, EnvsFailedError)
+        assert isinstance(caught.value.failures[0], EnvRaisedError)
+        assert caught.value.results == [None, 1]
+        assert [one[0] for one in m.step([0, 0])[0]] == [1, 1]
+
+
+def test_frames_of_all_envs():
+    make = partial(CounterEnv, render_mode="rgb_array")
+    with MultiEnv([make(), SubprocessEnv(make), SerialEnv(make)]) as m:
+        assert m.render_mode == "rgb_array"
+        m.reset(seed=[1, 1, 1])
+        m.step([1, 1, 1])
+        first, *others = m.render()
+        assert first.shape == (8, 8, 3)
+        for other in others:
+            assert first_difference(other, first) is None
+
+
+def test_statistics_of_those_that_keep_any():
+    with MultiEnv(of_every_kind()) as m:
+        m.reset(seed=0)
+        m.step([0] * 6)
+        statistics = m.statistics()
+        assert [one is not None for one in statistics] == [True, False, False, True, True, False]
+        assert [one.steps for one in statistics if one] == [1, 1, 1]
+
+
+def test_it_says_what_it_holds():
+    with MultiEnv([SubprocessEnv(partial(gymnasium.make, "CartPole-v1"))], autoreset_mode="SameStep") as m:
+        assert m.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+        assert m.metadata["render_fps"] == 50
+        assert m.spec.id == "CartPole-v1"
+        assert (m.observation_space, m.action_space) == (m.envs[0].observation_space, m.envs[0].action_space)
+        assert "autoreset_mode" not in m.envs[0].metadata, "the env's own metadata is left alone"
+
+
+def test_closing_is_idempotent_and_final():
+    envs = of_every_kind()
+    m = MultiEnv(envs)
+    m.reset(seed=0)
+    kill(envs[0])
+    for _ in range(2):
+        m.close()
+    for call in (lambda: m.step([0] * 6), m.reset, m.render, lambda: m.call("poke"), lambda: m.get_attr("horizon")):
+        with pytest.raises(ClosedError):
+            call()
+    assert envs[3].statistics().state == "closed"
+
+
+def test_global_generators_differ_between_siblings():
+    with MultiEnv(create_subprocess_envs([GlobalRandomEnv] * 4)) as m:
+        observations, _ = m.reset(seed=[0] * 4)
+        assert len({float(one[2]) for one in observations}) == 4
+        assert len({float(one[3]) for one in observations}) == 4

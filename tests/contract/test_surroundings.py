@@ -1,0 +1,180 @@
+"""A worker sees the world as the trainer does: modules, registered envs, directory, environment; not its MPI job."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import gymnasium
+import pytest
+from contract_envs import SurroundingsEnv
+
+from multienv import SubprocessEnv
+from multienv.processes.launch import THREAD_VARIABLES
+from multienv.testing import CounterEnv
+
+CONTEXTS = ["forkserver", "spawn", "fork"]
+
+
+class RegisteredHere(CounterEnv):
+    """Of this test module alone."""
+
+
+@pytest.fixture
+def register():
+    before = dict(gymnasium.registry)
+    yield gymnasium.register
+    gymnasium.registry.clear()
+    gymnasium.registry.update(before)
+
+
+def horizon_of(env_id: str, context: str = "forkserver", **make: Any) -> tuple[str, int]:
+    with SubprocessEnv(partial(gymnasium.make, env_id, **make), context=context) as env:
+        env.reset(seed=0)
+        steps = 0
+        ended = False
+        while not ended:
+            _, _, terminated, truncated, _ = env.step(0)
+            ended = terminated or truncated
+            steps += 1
+        return env.spec.id, steps
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("entry_point", [RegisteredHere, f"{__name__}:RegisteredHere", lambda **k: RegisteredHere(**k)],
+                         ids=["class", "string", "lambda"])  # fmt: skip
+def test_an_env_registered_in_the_trainer_alone_is_found(register, entry_point, context):
+    register("contract/Here-v3", entry_point, kwargs={"horizon": 4})
+    assert horizon_of("contract/Here-v3", context) == ("contract/Here-v3", 4)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_variant_of_a_built_in_env_registered_in_the_trainer_is_found(register, context):
+    register("ShortCartPole-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=5)
+    assert horizon_of("ShortCartPole-v0", context) == ("ShortCartPole-v0", 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*Overriding environment")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_an_id_registered_anew_in_the_trainer_means_the_same_in_the_worker(register, context):
+    register("CartPole-v1", RegisteredHere, kwargs={"horizon": 3})
+    assert horizon_of("CartPole-v1", context)[1] == 3
+
+
+def test_one_registered_after_the_first_worker_is_found_too(register):
+    with SubprocessEnv(CounterEnv):
+        register("contract/Later-v0", RegisteredHere, kwargs={"horizon": 2})
+        assert horizon_of("contract/Later-v0")[1] == 2
+    register("contract/Later-v1", RegisteredHere, kwargs={"horizon": 3})
+    assert horizon_of("contract/Later-v1")[1] == 3
+
+
+def test_an_entry_point_that_cannot_travel_is_no_obstacle_to_the_others(register):
+    cannot = (number for number in range(3))
+    register("contract/Stuck-v0", lambda: cannot)
+    register("contract/Free-v0", RegisteredHere, kwargs={"horizon": 2})
+    assert horizon_of("contract/Free-v0")[1] == 2
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_modules_of_a_path_added_by_the_trainer_are_found(tmp_path, monkeypatch, context):
+    (tmp_path / "module_of_the_trainer.py").write_text(
+        "from multienv.testing import CounterEnv\nclass Found(CounterEnv):\n    where = __file__\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def build() -> Any:
+        from module_of_the_trainer import Found
+
+        return Found()
+
+    with SubprocessEnv(build, context=context) as env:
+        assert env.get_attr("where") == str(tmp_path / "module_of_the_trainer.py")
+    sys.modules.pop("module_of_the_trainer", None)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_directory_is_the_trainers(tmp_path, monkeypatch, context):
+    with SubprocessEnv(CounterEnv):  # the warden is there already, somewhere else
+        monkeypatch.chdir(tmp_path)
+        with SubprocessEnv(SurroundingsEnv, context=context) as env:
+            assert env.call("directory") == str(tmp_path)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_environment_is_the_trainers_but_for_its_mpi_job(monkeypatch, context):
+    with SubprocessEnv(CounterEnv):  # the warden is there already, with another environment
+        monkeypatch.setenv("MUJOCO_GL_TEST", "egl")
+        for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID"):
+            monkeypatch.setenv(name, "3")
+        monkeypatch.delenv("HOME", raising=False)
+        with SubprocessEnv(SurroundingsEnv, context=context) as env:
+            environment = env.call("environment")
+    assert environment["MUJOCO_GL_TEST"] == "egl"
+    assert "HOME" not in environment
+    assert not [name for name in environment if name.startswith(("OMPI_", "PMI_", "PMIX_", "MPI_"))]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_native_threads_are_limited_unless_told_otherwise(monkeypatch, context):
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with SubprocessEnv(SurroundingsEnv, context=context) as env:
+        assert {env.call("environment")[name] for name in THREAD_VARIABLES} == {"1"}
+    with SubprocessEnv(SurroundingsEnv, context=context, native_threads=3) as env:
+        assert env.call("environment")["OMP_NUM_THREADS"] == "3"
+    with SubprocessEnv(SurroundingsEnv, context=context, native_threads=None) as env:
+        assert "OMP_NUM_THREADS" not in env.call("environment")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with SubprocessEnv(SurroundingsEnv, context=context) as env:
+        assert env.call("environment")["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_trainers_own_environment_and_generators_are_left_alone(context):
+    import os
+    import random
+
+    import numpy as np
+
+    random.seed(5)
+    np.random.seed(5)
+    expected = random.Random(5).random(), np.random.RandomState(5).random()
+    before = dict(os.environ)
+    with SubprocessEnv(SurroundingsEnv, context=context) as env:
+        env.reset(seed=0)
+        env.call("global_draws")
+    assert dict(os.environ) == before
+    assert (random.random(), np.random.random()) == expected
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_global_generators_differ_between_siblings_and_from_the_trainer(context):
+    import random
+
+    import numpy as np
+
+    random.seed(1)
+    np.random.seed(1)
+    draws = []
+    for _ in range(3):
+        with SubprocessEnv(SurroundingsEnv, context=context) as env:
+            draws.append(env.call("global_draws"))
+    draws.append(([random.random() for _ in range(3)], np.random.random(3).tolist()))
+    for kind in range(2):
+        assert len({tuple(draw[kind]) for draw in draws}) == 4
+
+
+def test_global_generators_are_the_same_again_after_a_recovery():
+    import os
+    import signal
+
+    with SubprocessEnv(SurroundingsEnv) as env:
+        env.reset(seed=0)
+        first = env.call("global_draws")
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        env.step(0)
+        second = env.call("global_draws")
+        assert env.statistics().exact_recoveries == 1
+    assert first != second, "the draws before the kill were made again by the replay, and these come after them"

@@ -1,0 +1,423 @@
+"""Calls at the wrong time and with the wrong arguments: a typed error that says what to do, and nothing is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from contract_envs import FarewellEnv, LockInfoEnv, OldEnv, failures, raising_env
+
+from multienv import Deadlines, RestartPolicy, SerialEnv, SubprocessEnv
+from multienv.errors import (
+    ActionError,
+    CallPendingError,
+    ClosedError,
+    EnvRaisedError,
+    MultienvError,
+    NothingPendingError,
+    NotInitializedError,
+    ResetNeededError,
+    ResultNotPicklableError,
+    UsageError,
+    WaitTimeout,
+)
+from multienv.testing import CounterEnv, Fault, FaultError, FaultyEnv, SlowEnv, SpaceEnv, first_difference
+
+FACES = [SubprocessEnv, SerialEnv]
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "reset": lambda env: env.reset(),
+    "step": lambda env: env.step(0),
+    "render": lambda env: env.render(),
+    "call": lambda env: env.call("poke"),
+    "get_attr": lambda env: env.get_attr("horizon"),
+    "set_attr": lambda env: env.set_attr("offset", 0.0),
+    "step_async": lambda env: env.step_async(0),
+    "reset_async": lambda env: env.reset_async(),
+    "call_async": lambda env: env.call_async("poke"),
+}
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "step_wait": lambda env: env.step_wait(),
+    "reset_wait": lambda env: env.reset_wait(),
+    "call_wait": lambda env: env.call_wait(),
+}
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("name", [*CALLS, *WAITS])
+def test_before_initialize(face, name):
+    env = face(CounterEnv)
+    for started in (False, True):
+        if started:
+            env.start()
+        with pytest.raises(NotInitializedError, match=r"initialize\(\)"):
+            (CALLS | WAITS)[name](env)
+    env.close()
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_spaces_before_initialize(name):
+    env = SubprocessEnv(CounterEnv)
+    with pytest.raises(NotInitializedError, match=r"initialize\(\)"):
+        getattr(env, name)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("name", ["step", "step_async"])
+def test_stepping_before_a_reset_and_after_the_end(face, name):
+    with face(partial(CounterEnv, horizon=1)) as env:
+        for _ in range(2):
+            with pytest.raises(ResetNeededError, match=r"reset\(\)"):
+                CALLS[name](env)
+        env.reset(seed=0)
+        assert env.step(0)[2]
+        for _ in range(2):
+            with pytest.raises(ResetNeededError, match=r"reset\(\)"):
+                CALLS[name](env)
+        env.reset()
+        assert env.step(0)[2]
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("name", [*CALLS, *WAITS, "start", "initialize"])
+def test_after_close(face, name):
+    env = face(CounterEnv).initialize()
+    env.reset(seed=0)
+    env.close()
+    calls = CALLS | WAITS | {"start": lambda env: env.start(), "initialize": lambda env: env.initialize()}
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="closed"):
+            calls[name](env)
+    env.close()
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_waiting_for_what_was_not_sent(name):
+    with SubprocessEnv(CounterEnv) as env:
+        for ready in (False, True):
+            if ready:
+                env.reset(seed=0)
+            for _ in range(2):
+                with pytest.raises(NothingPendingError, match=name.replace("wait", "async")) as caught:
+                    WAITS[name](env)
+                assert isinstance(caught.value, ValueError)
+                assert isinstance(caught.value, gymnasium.error.NoAsyncCallError)
+
+
+LONGEST = 1e15  # far beyond what poll() and epoll() can count in milliseconds
+PENDING = [("step_async", "step_wait"), ("reset_async", "reset_wait"), ("call_async", "call_wait")]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("send", "wait"), PENDING)
+def test_a_second_request_is_refused_each_time_and_the_first_is_still_answered(send, wait, name):
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        CALLS[send](env)
+        for _ in range(3):
+            with pytest.raises(CallPendingError, match=wait) as caught:
+                CALLS[name](env)
+            assert isinstance(caught.value, ValueError)
+            assert isinstance(caught.value, gymnasium.error.AlreadyPendingCallError)
+        answer = WAITS[wait](env)
+        if send == "step_async":
+            assert answer[0][0] == 1
+            assert answer[4] == {}, "an ordinary step"
+        env.reset(seed=0)
+        assert env.step(0)[0][0] == 1
+
+
+@pytest.mark.parametrize(("send", "wait"), PENDING)
+def test_waiting_for_another_kind_of_answer_is_refused(send, wait):
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        CALLS[send](env)
+        for other in WAITS.keys() - {wait}:
+            with pytest.raises(NothingPendingError, match=wait):
+                WAITS[other](env)
+        WAITS[wait](env)
+
+
+# --- timeouts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [math.nan, math.inf, -math.inf, -1, 2 * LONGEST, True, "1", [1]])
+@pytest.mark.parametrize(("send", "wait"), PENDING)
+def test_a_timeout_that_is_none_is_refused_and_the_answer_still_there(send, wait, timeout):
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        CALLS[send](env)
+        with pytest.raises(UsageError, match="timeout"):
+            getattr(env, wait)(timeout)
+        assert WAITS[wait](env) is not None
+
+
+@pytest.mark.parametrize("timeout", [math.nan, -1, "soon"])
+def test_a_bad_timeout_of_initialize_is_refused(timeout):
+    env = SubprocessEnv(CounterEnv)
+    with pytest.raises(UsageError, match="timeout"):
+        env.initialize(timeout)
+    assert env.initialize().reset(seed=0)[0][0] == 0
+    env.close()
+
+
+@pytest.mark.parametrize("timeout", [1e5, 3e6, LONGEST])
+def test_a_very_long_timeout_waits_as_long_as_it_takes(timeout):
+    with SubprocessEnv(CounterEnv) as env:
+        env.initialize(timeout)
+        env.reset_async(seed=0)
+        env.reset_wait(timeout)
+        env.step_async(1)
+        assert env.step_wait(timeout)[0][0] == 1
+
+
+@pytest.mark.parametrize("seconds", [1e5, 3e6, LONGEST])
+def test_very_long_deadlines_are_as_good_as_none(seconds):
+    deadlines = Deadlines(start=seconds, reset=seconds, step=seconds, call=seconds, close=seconds, recovery=seconds)
+    for _ in range(2):  # the second one finds the same warden
+        with SubprocessEnv(CounterEnv, deadlines=deadlines) as env:
+            env.reset(seed=0)
+            assert env.step(1)[0][0] == 1
+            assert env.get_attr("horizon") == 10
+            assert env.statistics().losses == 0
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, 0.01])
+def test_waiting_in_vain_can_be_repeated_and_loses_nothing(request, timeout):
+    env = SubprocessEnv(partial(SlowEnv, build_seconds=0.2, reset_seconds=0.2, step_seconds=0.2)).start()
+    request.addfinalizer(env.close)
+    with pytest.raises(WaitTimeout):
+        env.initialize(timeout)
+    env.initialize()
+    twin = CounterEnv()
+    env.reset_async(seed=3)
+    for _ in range(2):
+        with pytest.raises(WaitTimeout, match="wait again") as caught:
+            env.reset_wait(timeout)
+        assert isinstance(caught.value, TimeoutError)
+    assert first_difference(env.reset_wait(5.0)[0], twin.reset(seed=3)[0]) is None
+    env.step_async(1)
+    for _ in range(2):
+        with pytest.raises(WaitTimeout):
+            env.step_wait(timeout)
+        with pytest.raises(CallPendingError):
+            env.step(2)
+    seen, expected = env.step_wait(), twin.step(1)
+    assert first_difference(seen[0], expected[0]) is None
+    assert seen[1:] == expected[1:]
+    assert env.statistics().losses == 0
+
+
+@pytest.mark.parametrize(("send", "wait"), PENDING)
+def test_closing_while_an_answer_is_pending_still_closes_the_env(tmp_path, send, wait):
+    left = tmp_path / "left"
+    env = SubprocessEnv(partial(FarewellEnv, left=left, step_seconds=0.1)).initialize()
+    env.reset(seed=0)
+    CALLS[send](env)
+    env.close()
+    assert env.statistics().state == "closed"
+    assert left.exists(), "the process was killed instead of asked"
+
+
+def test_closing_at_any_other_time(tmp_path):
+    left = tmp_path / "left"
+    SubprocessEnv(partial(FarewellEnv, left=left)).close()
+    assert not left.exists(), "it was never built"
+    SubprocessEnv(partial(FarewellEnv, left=left)).start().close()
+    SubprocessEnv(partial(FarewellEnv, left=left)).initialize().close()
+    assert left.exists()
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+BOX = gymnasium.spaces.Box(-1.0, 1.0, (2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        None,
+        0.0,
+        [],
+        [[1, 2, 3], [4, 5]],
+        np.zeros((3, 2)),
+        np.zeros(6),
+        np.zeros((1, 2, 3)),
+        {"a": 1},
+        "action",
+        [None] * 2,
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("face", FACES)
+def test_an_action_of_the_wrong_shape_is_refused_and_the_episode_goes_on(face, action):
+    twin = SpaceEnv(action_space=BOX)
+    twin.reset(seed=0)
+    with face(partial(SpaceEnv, action_space=BOX)) as env:
+        env.reset(seed=0)
+        for call in (env.step, env.step_async):
+            with pytest.raises(ActionError, match="Nothing was sent") as caught:
+                call(action)
+            assert isinstance(caught.value, ValueError)
+        with pytest.raises(NothingPendingError):
+            env.step_wait()
+        right = np.zeros((2, 3), np.float32)
+        assert first_difference(env.step(right)[0], twin.step(right)[0]) is None
+
+
+def test_what_only_the_env_can_judge_is_the_envs_to_refuse():
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        with pytest.raises(ValueError, match="is not in Discrete") as caught:
+            env.step(99)
+        assert isinstance(caught.value, EnvRaisedError)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "1", True, [1], np.float64(1)])
+@pytest.mark.parametrize("name", ["reset", "reset_async"])
+def test_a_bad_seed_is_refused_and_the_episode_goes_on(name, seed):
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        with pytest.raises(UsageError, match="seed"):
+            getattr(env, name)(seed=seed)
+        assert env.step(0)[0][0] == 1
+
+
+@pytest.mark.parametrize("seed", [np.int64(7), np.uint8(7), 2**64 + 3])
+def test_seeds_of_any_integer_type(seed):
+    with SubprocessEnv(CounterEnv) as env:
+        assert first_difference(env.reset(seed=seed)[0], CounterEnv().reset(seed=int(seed))[0]) is None
+
+
+def test_what_cannot_be_sent_is_refused_and_the_episode_goes_on():
+    cannot = (number for number in range(3))
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        for call in (
+            lambda: env.set_attr("x", cannot),
+            lambda: env.call("poke", cannot),
+            lambda: env.reset(options={"x": cannot}),
+            lambda: env.call_async("poke", cannot),
+        ):
+            with pytest.raises(UsageError, match="pickle"):
+                call()
+            with pytest.raises(NothingPendingError):
+                env.call_wait()
+        assert env.step(0)[0][0] == 1
+
+
+# --- what the env does wrong --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", [1, 2])
+@pytest.mark.parametrize("face", FACES)
+def test_a_result_that_cannot_be_pickled_is_named_and_the_env_stays_usable(face, action):
+    with face(LockInfoEnv) as env:
+        env.reset(seed=0)
+        pid = env.statistics().pid
+        with pytest.raises(ResultNotPicklableError, match="lock") as caught:
+            env.step(action)
+        assert caught.value.command == "step"
+        assert "Traceback" in caught.value.remote_traceback
+        with pytest.raises(ResultNotPicklableError, match="reset"):
+            env.reset(seed=1, options={"lock": True})
+        with pytest.raises(ResultNotPicklableError, match="lock"):
+            env.call("lock")
+        env.reset(seed=1)
+        assert env.step(0)[0][0] == 1
+        with pytest.raises(ResultNotPicklableError):
+            env.call("lock")
+        assert env.step(0)[0][0] == 2, "a call does not end the episode"
+        assert env.statistics().pid == pid, "its process was not lost"
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_the_old_api_is_recognised(face):
+    with face(OldEnv) as env:
+        env.reset(seed=0)
+        with pytest.raises(TypeError, match="terminated, truncated, info") as caught:
+            env.step(1)
+        assert isinstance(caught.value, MultienvError)
+        with pytest.raises(TypeError, match="observation, info"):
+            env.reset(options={"old": True})
+        env.reset(seed=0)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_what_the_env_raises_arrives_in_its_own_type_with_its_attributes(face):
+    with face(raising_env, env_index=4) as env:
+        env.reset(seed=8)
+        pid = env.statistics().pid
+        for action, expected in enumerate(failures()):
+            with pytest.raises(type(expected)) as caught:
+                env.step(action)
+            error = caught.value
+            assert isinstance(error, EnvRaisedError)
+            assert (error.env_index, error.command, error.step, error.seed) == (4, "step", 0, 8)
+            assert "in step" in error.remote_traceback
+            assert "in step" in str(error.__cause__.__cause__)
+            assert type(error.__cause__) is type(expected)
+            assert vars(error.__cause__) == vars(expected)
+            with pytest.raises(ResetNeededError):
+                env.step(action)
+            env.reset(seed=8)
+        assert env.statistics().pid == pid
+
+
+@pytest.mark.parametrize("moment", ["render", "call"])
+def test_a_call_that_raises_leaves_the_episode_running(moment):
+    with SubprocessEnv(partial(FaultyEnv, fault=Fault("raise", moment))) as env:
+        env.reset(seed=0)
+        with pytest.raises(FaultError):
+            CALLS[moment](env)
+        assert env.step(0)[0][0] == 1
+        CALLS[moment](env)
+
+
+def test_a_reset_that_raises_can_be_repeated():
+    with SubprocessEnv(partial(FaultyEnv, fault=Fault("raise", "reset"))) as env:
+        with pytest.raises(FaultError):
+            env.reset(seed=0)
+        with pytest.raises(ResetNeededError):
+            env.step(0)
+        env.reset(seed=0)
+        assert env.step(0)[0][0] == 1
+
+
+def test_an_error_may_be_taken_for_the_end_of_the_episode():
+    policy = RestartPolicy(on_error="truncate")
+    with SubprocessEnv(partial(FaultyEnv, fault=Fault("raise", "step", at=3)), restart=policy) as env:
+        env.reset(seed=0)
+        env.step(1)
+        last = env.step(1)
+        observation, reward, terminated, truncated, info = env.step(1)
+        assert first_difference(observation, last[0]) is None, "the last one known"
+        assert (reward, terminated, truncated) == (0.0, False, True)
+        assert "FaultError" in info["multienv"]["reason"]
+        env.reset()
+        assert env.step(1)[0][0] == 1
+
+
+def test_an_error_may_be_taken_for_a_passing_fault(marker):
+    policy = RestartPolicy(on_error="replay")
+    fault = Fault("raise", "step", at=3, once=marker)
+    twin = CounterEnv()
+    twin.reset(seed=0)
+    with SubprocessEnv(partial(FaultyEnv, fault=fault), restart=policy) as env:
+        env.reset(seed=0)
+        for _ in range(5):
+            assert first_difference(env.step(1)[0], twin.step(1)[0]) is None
+        assert env.statistics().exact_recoveries == 1
+
+
+def test_an_error_that_comes_every_time_is_raised_in_the_end():
+    policy = RestartPolicy(on_error="replay", backoff=0.0)
+    with SubprocessEnv(partial(FaultyEnv, fault=Fault("raise", "step", at=2)), restart=policy) as env:
+        env.reset(seed=0)
+        env.step(1)
+        with pytest.raises(FaultError):
+            env.step(1)
