@@ -142,12 +142,15 @@ class WardenClient:
 
 _client: WardenClient | None = None
 _client_lock = threading.Lock()
+_shutting_down = False
 
 
 def warden() -> WardenClient:
     """This process's warden, launched when there is none, or none any more."""
     global _client
     with _client_lock:
+        if _shutting_down:
+            raise OSError("The interpreter is shutting down: no worker can be started any more.")
         if _client is not None and _client.trainer == os.getpid() and _client.process.poll() is None:
             return _client
         if _client is not None:
@@ -172,7 +175,9 @@ def _warden_command(control: int) -> list[str]:
 
 def _shut_down() -> None:
     """At the trainer's end: workers see their requests end, the warden sees that it is no longer needed."""
-    global _client
+    global _client, _shutting_down
+    # Or a thread that is woken by its worker's end would bring the env back and hang once more.
+    _shutting_down = True
     if _client is not None and _client.trainer == os.getpid():
         # Requests alone: another thread may be blocked reading the replies. The warden wakes it.
         for one in list(_workers):
@@ -181,11 +186,8 @@ def _shut_down() -> None:
         _client = None
 
 
-# Before the threads of executors are joined: one of them may wait for an env that hangs. Later ones, of envs made by
-# other exit handlers, are seen to at the very end.
-if hasattr(threading, "_register_atexit"):
-    threading._register_atexit(_shut_down)
-atexit.register(_shut_down)
+# Before the threads of executors are joined: one of them may wait for an env that hangs.
+getattr(threading, "_register_atexit", atexit.register)(_shut_down)
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,10 +350,24 @@ class Warden:
             ward.next_stage_at = time.monotonic() + ORPHAN_GRACE
 
     def _trainer_gone(self) -> None:
+        """Kill everything shortly; also workers forked by the trainer of which we have not read yet."""
+        if self._ending_at < float("inf"):
+            return
+        self._ending_at = time.monotonic() + ORPHAN_GRACE
         for descriptor in self._lifelines:
             self._forget(descriptor)
-        if self._ending_at == float("inf"):
-            self._ending_at = time.monotonic() + ORPHAN_GRACE
+        self._control.setblocking(False)
+        with contextlib.suppress(OSError):
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(self._control, ORDER.size, 8)
+                if len(data) < ORDER.size:
+                    return
+                operation, _, number, pid, shortest = ORDER.unpack(data)
+                if operation == WATCH:
+                    self._watch(number, pid, shortest, descriptors)
+                else:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
 
 
 # --- helpers ----------------------------------------------------------------------------------

@@ -88,14 +88,19 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
 def _serve(ends: Ends, host: Host, control: Control) -> None:
     read, write, handle, times = os.read, os.write, host.handle, control.times
     unpack = REQUEST.unpack_from
-    last_seq, last_reply = -1, b""
+    last_seq, last_reply, ahead = -1, b"", b""
     while True:
-        frame = read(ends.requests, _CHUNK)
+        frame = ahead or read(ends.requests, _CHUNK)
         if not frame:
             break
+        if len(frame) < REQUEST.size:
+            frame = _read_rest(ends.requests, frame, REQUEST.size)
         length, seq, _, _ = unpack(frame)
         if len(frame) < length:
             frame = _read_rest(ends.requests, frame, length)
+        ahead = frame[length:]  # a Close, or a request asked again, may have been sent meanwhile
+        if ahead:
+            frame = frame[:length]
         if seq != last_seq:
             last_reply = handle(frame)
             last_seq = seq

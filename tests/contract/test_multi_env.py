@@ -78,7 +78,11 @@ def test_actions_may_be_an_array_or_any_sequence():
             assert [observation[3] for observation in m.step(actions)[0]] == [1, 2]
 
 
-@pytest.mark.parametrize("actions", [[], [0], [0, 0, 0], np.zeros(4, int), None, 0, (a for a in (0, 0))], ids=repr)
+@pytest.mark.parametrize(
+    "actions",
+    [[], [0], [0, 0, 0], np.zeros(4, int), None, 0, (action for action in (0, 0))],
+    ids=["none", "one", "three", "array", "None", "int", "generator"],
+)
 def test_a_wrong_number_of_actions_is_refused_and_nothing_is_sent(actions):
     with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
         m.reset(seed=0)

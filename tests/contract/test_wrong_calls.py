@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -212,13 +216,22 @@ def test_waiting_in_vain_can_be_repeated_and_loses_nothing(request, timeout):
     assert env.statistics().losses == 0
 
 
+@pytest.mark.parametrize("met", [True, False], ids=["both in the pipe", "one after the other"])
 @pytest.mark.parametrize(("send", "wait"), PENDING)
-def test_closing_while_an_answer_is_pending_still_closes_the_env(tmp_path, send, wait):
+def test_closing_while_an_answer_is_pending_still_closes_the_env(tmp_path, send, wait, met):
     left = tmp_path / "left"
     env = SubprocessEnv(partial(FarewellEnv, left=left, step_seconds=0.1)).initialize()
     env.reset(seed=0)
+    pid = env.statistics().pid
+    if met:  # a worker that gets no time on a busy machine finds both requests at once
+        os.kill(pid, signal.SIGSTOP)
     CALLS[send](env)
-    env.close()
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(env.close)
+        if met:
+            time.sleep(0.1)
+            os.kill(pid, signal.SIGCONT)
+        closing.result()
     assert env.statistics().state == "closed"
     assert left.exists(), "the process was killed instead of asked"
 

@@ -1,0 +1,496 @@
+"""Trainers that test_lifecycle*.py runs, ends in every way, and looks behind. See trainer_process.py.
+
+Each function is a trainer; its arguments are strings. It says ``ready`` when it stands where it shall be ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+
+from multienv import Deadlines, MultiEnv, SubprocessEnv, create_subprocess_envs
+from multienv.testing import CounterEnv, Fault, FaultyEnv, ForkingEnv, PidEnv, is_alive
+
+HANGS = {
+    "hang_in_python": Fault("hang", "step", ignore_sigterm=True),
+    "hang_in_c": Fault("hang_c", "step", ignore_sigterm=True),
+    "hang_in_initialize": Fault("hang_c", "construct", ignore_sigterm=True),
+    "hang_in_reset": Fault("hang", "reset", ignore_sigterm=True),
+}
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def becomes_true(condition: Any, within: float = 5.0) -> bool:
+    deadline = time.monotonic() + within
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def hanging(name: str, method: str) -> SubprocessEnv:
+    return SubprocessEnv(partial(FaultyEnv, fault=HANGS[name]), context=method)
+
+
+def dying_in_recovery(directory: str) -> CounterEnv:
+    """The first process dies in its first step; the ones after it hang there, in C."""
+    step = [Fault("kill", "step", once=f"{directory}/killed"), Fault("hang_c", "step", ignore_sigterm=True)]
+    return FaultyEnv(fault=step)
+
+
+def end(how: str) -> None:
+    """End this process as told; a signal comes from outside."""
+    if how == "sys_exit":
+        sys.exit(3)
+    if how == "exception":
+        raise RuntimeError("the trainer's own mistake")
+    if how == "os_exit":
+        os._exit(4)
+    if how != "return":
+        time.sleep(60)
+    return
+
+
+def hold_everything(method: str, how: str, directory: str) -> None:
+    """Envs in all states at once, none closed."""
+    envs: list[Any] = [SubprocessEnv(CounterEnv, context=method).initialize()]  # idle, not even reset
+    stepped = SubprocessEnv(CounterEnv, context=method).initialize()
+    stepped.reset(seed=0)
+    stepped.step_async(1)
+    pending = SubprocessEnv(CounterEnv, context=method).initialize()
+    pending.reset_async(seed=0)
+    family = SubprocessEnv(partial(ForkingEnv, children=1, stubborn=True), context=method).initialize()
+    family.reset(seed=0)
+    forks = SubprocessEnv(partial(ForkingEnv, children=1, how="fork", stubborn=True), context=method).initialize()
+    forks.reset(seed=0)
+    multi = MultiEnv(create_subprocess_envs([CounterEnv, CounterEnv], context=method))
+    multi.reset(seed=0)
+    for name in ("hang_in_python", "hang_in_c"):
+        env = hanging(name, method).initialize()
+        env.reset(seed=0)
+        env.step_async(1)
+        envs.append(env)
+    envs.append(hanging("hang_in_initialize", method).start())
+    reset = hanging("hang_in_reset", method).initialize()
+    reset.reset_async(seed=0)
+    recovering = SubprocessEnv(partial(dying_in_recovery, directory), context=method).initialize()
+    recovering.reset(seed=0)
+    threading.Thread(target=lambda: recovering.step(1), daemon=True).start()
+    assert becomes_true(lambda: recovering.statistics().restarts == 1)
+    say("ready")
+    end(how)
+    del stepped, pending, family, forks, multi, reset
+
+
+def block_in(state: str, method: str, directory: str) -> None:
+    """The main thread is inside a call when the end comes."""
+    if state == "recovery":
+        env = SubprocessEnv(partial(dying_in_recovery, directory), context=method)
+    elif state == "long_step":
+        env = SubprocessEnv(partial(FaultyEnv, fault=Fault("spin", "step")), context=method)
+    else:
+        env = hanging(state, method)
+    if state == "hang_in_initialize":
+        say("ready")
+        env.initialize()
+    env.initialize()
+    if state == "hang_in_reset":
+        say("ready")
+        env.reset(seed=0)
+    env.reset(seed=0)
+    say("ready")
+    env.step(1)
+
+
+def block_multi(method: str) -> None:
+    """Inside MultiEnv.step(), one env hanging in C, another with a stubborn child of its own."""
+    fns = [CounterEnv, partial(FaultyEnv, fault=HANGS["hang_in_c"]), partial(ForkingEnv, stubborn=True)]
+    multi = MultiEnv(create_subprocess_envs(fns, context=method), max_workers=2)
+    multi.reset(seed=0)
+    say("ready")
+    multi.step([1, 1, 1])
+
+
+def crowd(method: str) -> None:
+    """Workers that wait idly, each with children; their pids are told."""
+    envs = create_subprocess_envs([partial(ForkingEnv, how="fork"), partial(ForkingEnv, stubborn=True)], context=method)
+    children = [pid for env in envs for pid in env.reset(seed=0)[1]["children"]]
+    say("ready", *children)
+    time.sleep(60)
+
+
+# --- close ------------------------------------------------------------------------------------
+
+
+def close_from_handler(method: str) -> None:
+    """step() blocks on a hang; the handler of SIGALRM closes the env, twice."""
+    env = hanging("hang_in_c", method).initialize()
+    env.reset(seed=0)
+    signal.signal(signal.SIGALRM, lambda *_: (env.close(), env.close()))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        env.step(1)
+    except ValueError as error:
+        say("raised", type(error).__name__)
+    else:
+        raise AssertionError("step() returned although the env was closed under it")
+    env.close()
+    assert env.statistics().state == "closed"
+
+
+def close_multi_from_handler(method: str) -> None:
+    """The same for a MultiEnv: one env hangs, the others have answered."""
+    fns = [CounterEnv, partial(FaultyEnv, fault=HANGS["hang_in_c"]), CounterEnv]
+    multi = MultiEnv(create_subprocess_envs(fns, context=method, deadlines=Deadlines(close=0.3)))
+    multi.reset(seed=0)
+    signal.signal(signal.SIGALRM, lambda *_: (multi.close(), multi.close()))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        multi.step([1, 1, 1])
+    except Exception as error:
+        say("raised", type(error).__name__)
+    else:
+        raise AssertionError("step() returned although the envs were closed under it")
+    multi.close()
+
+
+def close_from_thread(method: str) -> None:
+    """step() blocks on a hang in one thread; another closes."""
+    env = hanging("hang_in_c", method).initialize()
+    env.reset(seed=0)
+    threading.Timer(0.3, env.close).start()
+    try:
+        env.step(1)
+    except ValueError as error:
+        say("raised", type(error).__name__)
+    else:
+        raise AssertionError("step() returned although the env was closed under it")
+
+
+def close_during_recovery(method: str, directory: str) -> None:
+    """A recovery hangs; another thread closes: the step raises, close() returns."""
+    env = SubprocessEnv(partial(dying_in_recovery, directory), context=method).initialize()
+    env.reset(seed=0)
+    closer = threading.Thread(target=lambda: (becomes_true(lambda: env.statistics().restarts == 1), env.close()))
+    closer.start()
+    with contextlib.suppress(Exception):
+        env.step(1)
+    closer.join(20)
+    assert not closer.is_alive(), "close() hangs"
+
+
+# --- forked children of the trainer -------------------------------------------------------------
+
+
+def play(env: Any, steps: int = 5) -> list[Any]:
+    return [env.step(1)[0].tolist() for _ in range(steps)]
+
+
+def expected_play(rounds: int = 1) -> list[Any]:
+    env = CounterEnv(horizon=None)
+    env.reset(seed=0)
+    return [env.step(1)[0].tolist() for _ in range(5 * rounds)]
+
+
+def child_that(how: str, env: Any) -> None:
+    """What a forked child does with the env it has inherited."""
+    if how == "exits":
+        sys.exit(0)
+    if how == "os_exits":
+        os._exit(0)
+    if how == "raises":
+        raise RuntimeError("the child's own mistake")
+    if how == "closes":
+        env.close()
+        os._exit(0)
+    if how == "collects":
+        del env
+        gc.collect()
+        os._exit(0)
+
+
+def fork_a_child_that(how: str, method: str) -> None:
+    """The workers of the trainer do not notice."""
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    env.reset(seed=0)
+    seen = play(env)
+    pid = os.getpid()
+    child = os.fork()
+    if child == 0:
+        holder = [env]
+        del env
+        child_that(how, holder.pop())
+    assert os.getpid() == pid
+    os.waitpid(child, 0)
+    seen += play(env)
+    assert seen == expected_play(2), "the trajectory has suffered"
+    assert env.statistics().losses == 0
+    multi = MultiEnv(create_subprocess_envs([CounterEnv] * 2, context=method))
+    multi.reset(seed=0)
+    multi.step([0, 0])
+    multi.close()
+    env.close()
+
+
+def _in_multiprocessing_child() -> None:
+    gc.collect()
+
+
+def fork_by_multiprocessing(method: str) -> None:
+    """A multiprocessing child, forked, that ends by itself."""
+    import multiprocessing
+
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    env.reset(seed=0)
+    seen = play(env)
+    child = multiprocessing.get_context("fork").Process(target=_in_multiprocessing_child)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    seen += play(env)
+    assert seen == expected_play(2)
+    assert env.statistics().losses == 0
+    env.close()
+
+
+def child_that_stays() -> int:
+    """A forked child that holds all the trainer's descriptors, and outlives it by far unless killed."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def death_despite_a_child(method: str) -> None:
+    """A forked child holds all pipes open; a worker's death is seen all the same, and healed."""
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    env.reset(seed=0)
+    seen = play(env)
+    child = child_that_stays()
+    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+    seen += play(env)
+    assert seen == expected_play(2)
+    assert env.statistics().exact_recoveries == 1
+    env.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def collected_despite_a_child(method: str) -> None:
+    """An env that is dropped without close() ends, although a forked child holds its pipes open."""
+    env = SubprocessEnv(CounterEnv, context=method).initialize()
+    worker = env.statistics().pid or 0
+    child = child_that_stays()
+    del env
+    gc.collect()
+    gone = becomes_true(lambda: not is_alive(worker))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert gone, "the worker of a collected env lives as long as the trainer's forked child"
+
+
+def killed_despite_a_child(method: str) -> None:
+    """Says the pid of a forked child that holds everything open; the trainer is then killed."""
+    env = SubprocessEnv(CounterEnv, context=method).initialize()
+    hung = hanging("hang_in_c", method).initialize()
+    hung.reset(seed=0)
+    hung.step_async(0)
+    say("ready", child_that_stays())
+    time.sleep(60)
+    env.close()
+
+
+def envs_in_a_forked_child(method: str) -> None:
+    """A forked child makes envs of its own, beside the trainer's."""
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    env.reset(seed=0)
+    seen = play(env)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with SubprocessEnv(partial(CounterEnv, horizon=None), context=method) as own:
+                own.reset(seed=0)
+                code = 0 if play(own) == expected_play() else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    seen += play(env)
+    assert seen == expected_play(2)
+    env.close()
+
+
+# --- the trainer's other children ---------------------------------------------------------------
+
+
+def reap_any_child(method: str) -> None:
+    """A trainer that calls waitpid(-1), and so steals everybody's exit status, while workers die and are replaced."""
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    env.reset(seed=0)
+    seen = []
+    for _ in range(3):
+        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        time.sleep(0.05)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        seen += play(env)
+    assert seen == expected_play(3)
+    assert env.statistics().exact_recoveries == 3
+    env.close()
+
+
+def watch_children(method: str) -> None:
+    """SIGCHLD handlers and subprocesses of the trainer's own are undisturbed, and so is its wakeup descriptor."""
+    import subprocess
+
+    arrived: list[int] = []
+    signal.signal(signal.SIGCHLD, lambda *_: arrived.append(1))
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    assert callable(signal.getsignal(signal.SIGCHLD))
+    env.reset(seed=0)
+    other = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(7)"])
+    seen = play(env)
+    os.kill(env.statistics().pid or 0, signal.SIGSEGV)
+    seen += play(env)
+    assert seen == expected_play(2)
+    assert other.wait(20) == 7, "somebody else has reaped the trainer's own child"
+    assert subprocess.run(["/bin/sh", "-c", "exit 5"], check=False).returncode == 5
+    assert arrived, "SIGCHLD of the trainer's own child has not arrived"
+    loss = env.statistics().last_loss
+    assert loss is not None
+    assert loss.exit_code == -signal.SIGSEGV
+    env.close()
+
+
+def ignore_children(method: str) -> None:
+    """SIGCHLD is ignored: the kernel reaps, and nobody learns an exit status of the trainer's children."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    env.reset(seed=0)
+    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+    assert play(env) == expected_play()
+    env.close()
+
+
+# --- siblings, threads, many ----------------------------------------------------------------------
+
+
+def siblings_hold_nothing(method: str) -> None:
+    """No worker has a descriptor that leads to another worker's pipes or memory, nor to the trainer's ends."""
+    envs = create_subprocess_envs([CounterEnv] * 4, context=method)
+    for env in envs:
+        env.reset(seed=0)
+    os.kill(envs[0].statistics().pid or 0, signal.SIGKILL)
+    envs[0].step(0)  # replaced while its siblings are there
+    links = [_private_links(env.statistics().pid or 0) for env in envs]
+    for index, mine in enumerate(links):
+        for other, theirs in enumerate(links[:index]):
+            assert not mine & theirs, f"workers {index} and {other} share {mine & theirs}"
+    MultiEnv(envs).close()
+
+
+def _private_links(pid: int) -> set[str]:
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        if int(name) > 2:
+            link = os.readlink(f"/proc/{pid}/fd/{name}")
+            if link.startswith(("pipe:", "socket:")):
+                found.add(link)
+    return found
+
+
+def another_thread(method: str) -> None:
+    """Made and initialized in a thread that has ended, stepped and replaced in others."""
+    envs: list[SubprocessEnv] = []
+
+    def make() -> None:
+        env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+        env.reset(seed=0)
+        envs.append(env)
+
+    seen: list[Any] = []
+
+    def step() -> None:
+        seen.extend(play(envs[0]))
+
+    def replace() -> None:
+        os.kill(envs[0].statistics().pid or 0, signal.SIGKILL)
+        step()
+
+    for work in (make, step, replace, step):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    time.sleep(0.1)  # PR_SET_PDEATHSIG would have struck by now
+    seen += play(envs[0])
+    assert seen == expected_play(4)
+    assert envs[0].statistics().losses == 1
+    envs[0].close()
+
+
+def two_multi_envs(method: str) -> None:
+    """Stepped in turns and at once, one closed while the other goes on."""
+    first = MultiEnv(create_subprocess_envs([partial(CounterEnv, horizon=None)] * 2, context=method))
+    second = MultiEnv(create_subprocess_envs([partial(CounterEnv, horizon=None)] * 3, context=method))
+    first.reset(seed=0)
+    second.reset(seed=0)
+    seen = []
+    other = threading.Thread(target=lambda: seen.extend(second.step([1] * 3)[0][0].tolist() for _ in range(5)))
+    other.start()
+    own = [first.step([1] * 2)[0][0].tolist() for _ in range(5)]
+    other.join()
+    assert own == seen == expected_play()
+    first.close()
+    assert [second.step([1] * 3)[0][0].tolist() for _ in range(5)] == expected_play(2)[5:]
+    second.close()
+
+
+# --- nothing left -----------------------------------------------------------------------------------
+
+
+def pids_of(envs: list[SubprocessEnv]) -> list[int]:
+    return [env.statistics().pid or 0 for env in envs]
+
+
+def collect(method: str) -> None:
+    """Envs that are dropped without close(), one of them in a cycle, one of them hung."""
+    envs = [SubprocessEnv(PidEnv, context=method).initialize() for _ in range(3)]
+    pids = pids_of(envs)
+    cyclic: list[Any] = [envs[0]]
+    cyclic.append(cyclic)
+    hung = hanging("hang_in_c", method).initialize()
+    hung.reset(seed=0)
+    hung.step_async(0)
+    pids += pids_of([hung])
+    multi = MultiEnv(create_subprocess_envs([PidEnv] * 2, context=method))
+    pids += [statistics.pid for statistics in multi.statistics() if statistics and statistics.pid]
+    assert len(set(pids)) == 6
+    del envs, cyclic, hung, multi
+    gc.collect()
+    left = [pid for pid in pids if not becomes_true(lambda pid=pid: not is_alive(pid))]
+    assert not left, f"workers {left} of collected envs live"
+
+
+def kill_warden(method: str) -> None:
+    """The warden is killed: its workers go with it, and the next step brings warden and worker back."""
+    from multienv.processes import launch
+
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    env.reset(seed=0)
+    seen = play(env)
+    assert launch._client is not None
+    launch._client.process.kill()
+    seen += play(env)
+    assert seen == expected_play(2)
+    env.close()

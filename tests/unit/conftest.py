@@ -1,0 +1,8 @@
+"""Hypothesis without its wall clock: a busy machine is no reason to fail."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("multienv", deadline=None, print_blob=True)
+settings.load_profile("multienv")
