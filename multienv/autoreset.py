@@ -37,8 +37,6 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.splits = isinstance(env, HostedEnv)
         self.ended = False
         self._final: Transition | None = None
-        if isinstance(env, HostedEnv):
-            self._send, self._receive = env.step_async, env.step_wait
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, whatever became of the last one."""
@@ -60,24 +58,24 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         if self.ended:
             self._hosted.reset_async()
         else:
-            self._send(action)
+            self._hosted.step_async(action)
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect what was sent."""
         if self.ended:
             return self._first(self._hosted.reset_wait(timeout))
-        transition = self._receive(timeout)
+        transition = self._hosted.step_wait(timeout)
         return self.end(transition) if transition[2] or transition[3] else transition
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset."""
         self._hosted.reset_async(seed=seed, options=options)
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Collect what the reset returned."""
-        result = self._hosted.reset_wait(timeout)
+    def reset_wait(self, timeout: float | None = None, *, defer: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Collect what the reset returned; ``defer`` is for who has a thread to recover in."""
+        result = self._hosted._supervisor.receive("reset", timeout, defer=defer)
         self.ended = False
-        return result
+        return result  # type: ignore[no-any-return]
 
     def resume(self) -> Any:
         """Complete the step or reset that was interrupted: what it returned, collected before or not."""

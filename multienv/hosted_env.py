@@ -137,11 +137,12 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its budget is spent.
         """
         supervisor = self._supervisor
+        before = supervisor.seq
         try:
             supervisor.send_step(action)
             return supervisor.receive_step()
         except BaseException as error:
-            supervisor.note_interruption(error)
+            supervisor.note_interrupted_step(error, before)
             raise
 
     def step_async(self, action: Any) -> None:
@@ -150,7 +151,12 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect what the step returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
-        return self._supervisor.receive_step(timeout)
+        supervisor = self._supervisor
+        try:
+            return supervisor.receive_step(timeout)
+        except BaseException as error:
+            supervisor.note_interrupted_step(error, None)
+            raise
 
     def resume(self) -> Any:
         """What the last step or reset returned, collected before or not: to go on after an interruption."""

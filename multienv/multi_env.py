@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
-import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from multienv.autoreset import AutoResetWrapper, autoreset_mode
@@ -17,6 +16,7 @@ from multienv.errors import (
     ActionError,
     ClosedError,
     EnvsFailedError,
+    MultienvError,
     SpaceMismatchError,
     UsageError,
 )
@@ -87,7 +87,9 @@ class MultiEnv:
         self.envs: list[gymnasium.Env[Any, Any]] = list(envs)
         if not self.envs:
             raise UsageError("MultiEnv: envs is empty; give at least one env.")
-        if max_workers is not None and (not isinstance(max_workers, int) or max_workers < 1):
+        if len(set(map(id, self.envs))) < len(self.envs):
+            raise UsageError("MultiEnv: the same env is given twice; give each its own.")
+        if max_workers is not None and (type(max_workers) is not int or max_workers < 1):
             raise UsageError(f"MultiEnv: max_workers is {max_workers!r}; give an integer of at least 1, or None.")
         self.autoreset_mode = _mode(autoreset_mode)
         self._lanes = [AutoResetWrapper(env, self.autoreset_mode) for env in self.envs]
@@ -102,8 +104,6 @@ class MultiEnv:
         self.num_envs = len(self.envs)
         self._blocking = [index for index, lane in enumerate(self._lanes) if not lane.splits]
         self._supervisors: list[Supervisor] = [env._supervisor for env in self.envs if isinstance(env, HostedEnv)]
-        for supervisor in self._supervisors:
-            supervisor.defer_recovery = True
         shares = min(max_workers or 1, max(1, len(self._supervisors)))
         members = [
             (index, lane, env._supervisor)
@@ -160,27 +160,30 @@ class MultiEnv:
         if self._unfinished is not None:
             self._resume_or_drop("step")
         if self._unfinished is None:
-            if len(actions) != len(self._lanes):
+            if not hasattr(actions, "__len__") or len(actions) != len(self._lanes):
+                given = len(actions) if hasattr(actions, "__len__") else repr(actions)[:100]
                 raise ActionError(
-                    f"step(): {len(actions)} actions for {len(self._lanes)} envs; give one for each, "
+                    f"step(): {given} actions for {len(self._lanes)} envs; give one for each, "
                     "None for an env to leave untouched. Nothing was sent."
                 )
             if self._closed:
                 raise ClosedError("step(): this MultiEnv has been closed. Make a new one.")
             current = _Round(actions, list(map(_sequence, self._supervisors)))
-            try:
-                self._run_steps(current)
-            except BaseException:
-                self._unfinished = ("step", current)
-                raise
+            # Until the outcome is handed over: whatever raises in between, the next call takes up this round.
+            self._unfinished = ("step", current)
+            self._run_steps(current)
         else:
             current = self._resume_steps(self._unfinished[1])
         results = current.results
         if current.failures:
-            raise EnvsFailedError.collect("step()", current.failures, results)
+            error = EnvsFailedError.collect("step()", current.failures, results)
+            self._unfinished = None
+            raise error
         if None in results:
             results = [_UNTOUCHED if result is None else result for result in results]
-        return tuple(map(list, zip(*results, strict=True)))  # type: ignore[return-value]
+        lists: Any = tuple(map(list, zip(*results, strict=True)))
+        self._unfinished = None
+        return lists  # type: ignore[no-any-return]
 
     def _run_steps(self, current: _Round) -> None:
         futures = current.futures
@@ -206,7 +209,7 @@ class MultiEnv:
                         lane.step_async(action)
                     else:
                         outgoing.append((supervisor.transmit, supervisor.prepare_step(action)))
-                except Exception as error:
+                except MultienvError as error:
                     current.failures[index] = error
                 else:
                     sent.append(member)
@@ -217,23 +220,13 @@ class MultiEnv:
                 if lane.ended:
                     results[index] = lane.step_wait()
                     continue
-                results[index] = transition = supervisor.receive_step()
+                results[index] = transition = supervisor.receive_step(defer=True)
                 if transition[2] or transition[3]:
                     results[index] = lane.end(transition)
             except RecoveryDue:
-                current.futures[index] = self._executor.submit(self._recover, index, lane.step_wait)
-            except Exception as error:
+                current.futures[index] = self._executor.submit(lane.step_wait)
+            except MultienvError as error:
                 current.failures[index] = error
-
-    def _recover(self, index: int, wait: Callable[[], Any]) -> Any:
-        """In a thread of its own: what ``wait`` would have returned, after the env has been brought back."""
-        env = self.envs[index]
-        assert isinstance(env, HostedEnv)
-        env._supervisor.defer_recovery = False
-        try:
-            return wait()
-        finally:
-            env._supervisor.defer_recovery = True
 
     def _gather(self, current: _Round) -> None:
         for index, future in current.futures.items():
@@ -270,18 +263,12 @@ class MultiEnv:
                 continue
             try:
                 if index in marks and lane.env._supervisor.seq != marks[index]:  # type: ignore[attr-defined]
-                    current.results[index] = self._recover(index, lane.resume)
+                    current.results[index] = lane.resume()
                 elif index not in current.futures:
-                    current.results[index] = self._recover_step(index, lane, action)
+                    current.results[index] = lane.step(action)
             except Exception as error:
                 current.failures[index] = error
-        self._unfinished = None
         return current
-
-    def _recover_step(self, index: int, lane: AutoResetWrapper, action: Any) -> Any:
-        if lane.splits:
-            return self._recover(index, lambda: lane.step(action))
-        return lane.step(action)
 
     # --- reset ------------------------------------------------------------------------------------
 
@@ -337,15 +324,15 @@ class MultiEnv:
             try:
                 lane.reset_async(**chosen)
                 sent.append((index, lane))
-            except Exception as error:
+            except MultienvError as error:
                 current.failures[index] = error
         try:
             for index, lane in sent:
                 try:
-                    current.results[index] = lane.reset_wait()
+                    current.results[index] = lane.reset_wait(defer=True)
                 except RecoveryDue:
-                    current.futures[index] = self._executor.submit(self._recover, index, lane.reset_wait)
-                except Exception as error:
+                    current.futures[index] = self._executor.submit(lane.reset_wait)
+                except MultienvError as error:
                     current.failures[index] = error
             self._gather(current)
         except BaseException as error:
@@ -355,9 +342,10 @@ class MultiEnv:
         return current.results, current.failures
 
     def _seeds(self, seed: Any) -> Sequence[int | None]:
-        if seed is None or isinstance(seed, int | np.integer):
-            return [None if seed is None else int(seed) + index for index in range(self.num_envs)]
-        return self._one_each("seed", seed)
+        if seed is None or not hasattr(seed, "__len__"):
+            first = HostedEnv._checked_seed(seed)
+            return [None if first is None else first + index for index in range(self.num_envs)]
+        return [HostedEnv._checked_seed(one) for one in self._one_each("seed", seed)]
 
     def _options(self, options: Any) -> Sequence[dict[str, Any] | None]:
         if options is None or isinstance(options, dict):
@@ -409,10 +397,7 @@ class MultiEnv:
         if self._unfinished is not None:
             raise UsageError(f"{what}: a step was interrupted. Call step() to complete it, or reset() to drop it.")
 
-        def guarded(index: int, env: gymnasium.Env[Any, Any]) -> Any:
-            return self._recover(index, lambda: ask(env)) if isinstance(env, HostedEnv) else ask(env)
-
-        futures = [self._executor.submit(guarded, index, env) for index, env in enumerate(self.envs)]
+        futures = [self._executor.submit(ask, env) for env in self.envs]
         failures = {index: error for index, future in enumerate(futures) if (error := future.exception())}
         results = [None if index in failures else future.result() for index, future in enumerate(futures)]
         if failures:

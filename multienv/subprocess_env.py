@@ -217,4 +217,4 @@ def _pickled(env_fn: EnvFn) -> bytes:
 
 def _setting(native_threads: int | None) -> Setting:
     path = tuple(os.getcwd() if entry == "" else entry for entry in sys.path)
-    return Setting(path, os.getcwd(), worker_environment(native_threads), registrations())
+    return Setting(path, os.getcwd(), worker_environment(native_threads), *registrations())

@@ -8,21 +8,32 @@ import gymnasium
 # What every process finds registered by importing gymnasium.
 _BUILT_IN = "gymnasium.envs."
 
-_cache: tuple[tuple[int, ...], bytes] = ((), b"")
+# As gymnasium left it, unless somebody registered before multienv was imported.
+_AT_IMPORT = dict(gymnasium.registry)
+
+_cache: tuple[tuple[int, ...], tuple[bytes, bytes]] = ((), (b"", b""))
 
 
-def registrations() -> bytes:
-    """The specs registered here that a fresh process would not know, pickled."""
+def registrations() -> tuple[bytes, bytes]:
+    """The specs registered here that a fresh process would not know, and those it would know otherwise; pickled.
+
+    The first may be many (a package's hundreds) and are looked at only if an id is not found there.
+    """
     global _cache
-    own = [
-        spec
-        for spec in gymnasium.registry.values()
-        if not (isinstance(spec.entry_point, str) and spec.entry_point.startswith(_BUILT_IN))
-    ]
-    key = tuple(map(id, own))
-    if _cache[0] != key or not _cache[1]:
-        _cache = key, _pickled(own)
+    unknown, overrides = [], []
+    for name, spec in gymnasium.registry.items():
+        if name in _AT_IMPORT and _AT_IMPORT[name] is not spec:
+            overrides.append(spec)
+        elif name not in _AT_IMPORT or not _is_built_in(spec):
+            unknown.append(spec)
+    key = tuple(map(id, (*unknown, *overrides)))
+    if _cache[0] != key or not _cache[1][0]:
+        _cache = key, (_pickled(unknown), _pickled(overrides))
     return _cache[1]
+
+
+def _is_built_in(spec: gymnasium.envs.registration.EnvSpec) -> bool:
+    return isinstance(spec.entry_point, str) and spec.entry_point.startswith(_BUILT_IN)
 
 
 def _pickled(specs: list[gymnasium.envs.registration.EnvSpec]) -> bytes:

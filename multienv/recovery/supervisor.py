@@ -102,7 +102,7 @@ class Supervisor:
         __weakref__ _backend _block _buffer _closing _command _deadlines _deaths _decode _encode _healer
         _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
         _phase_before _placement _plain_reply _plain_size _policy _sampled_at _seed _seeded _step_deadline
-        _steps _steps_before _views defer_recovery interrupted phase record seq transmit
+        _steps _steps_before _views interrupted phase record seq transmit
     """.split()  # noqa: SIM905 - one name a line would take a page
 
     def __init__(
@@ -119,7 +119,6 @@ class Supervisor:
         self.seq = 0
         self.phase = NEW
         self.interrupted = False
-        self.defer_recovery = False  # raise RecoveryDue instead of recovering in the waiting thread
         self.record = Record(env_index, hooks)
         self._policy, self._deadlines = policy, deadlines
         self._owner = os.getpid()
@@ -264,9 +263,9 @@ class Supervisor:
             self._sampled_at = perf_counter()
         return frame
 
-    def receive_step(self, timeout: float | None = None) -> Transition:
-        """Collect what the step returned."""
-        if self.phase != STEPPING or timeout is not None:
+    def receive_step(self, timeout: float | None = None, *, defer: bool = False) -> Transition:
+        """Collect what the step returned; with ``defer`` a recovery is not done here: RecoveryDue is raised."""
+        if self.phase != STEPPING or timeout is not None or self.interrupted:
             early = self._before_receiving_step(timeout)
             if early is not None:
                 return early
@@ -276,7 +275,7 @@ class Supervisor:
         length, number, _, kind, flags, tag, reward = _unpack(buffer)
         # The number is compared with what it is now: close() in a signal handler has moved it.
         if received != length or number != self.seq or kind != STEPPED:
-            return self._receive_step_slowly(bytes(buffer[:received]))
+            return self._receive_step_slowly(bytes(buffer[:received]), defer=defer)
         if received != self._plain_size or flags:
             return self._finish_step(bytes(buffer[:received]))
         log_request, log_reply, views = self._log_request, self._log_reply, self._views
@@ -296,8 +295,7 @@ class Supervisor:
     def _cannot_step(self) -> bool:
         """Raise what is wrong; or true when the step need not be sent: its answer is already owed."""
         if self.interrupted:
-            if self.phase == STEPPING:
-                self._settle()
+            if self.phase in (STEPPING, RESUMED):
                 self.phase = RESUMED
                 return True
             self._drain()
@@ -311,11 +309,12 @@ class Supervisor:
         if self.phase == OWED:
             return self._truncation(self._owed)
         if self.phase == RESUMED:
-            self._wait(timeout, "step")
             observation, reward, terminated, truncated, info = self._resume_step()
             return observation, reward, terminated, truncated, {**info, "multienv": {"resumed": True}}
         if self.phase != STEPPING:
             self.refuse("step_wait")
+        if self.interrupted:
+            return self._resume_step()
         self._wait(timeout, "step")
         return None
 
@@ -334,12 +333,13 @@ class Supervisor:
 
     def _resume_step(self) -> Transition:
         self._settle()
+        self.interrupted = False
         self.phase = STEPPING
         return self._receive_step_slowly(b"")
 
-    def _receive_step_slowly(self, start: bytes) -> Transition:
+    def _receive_step_slowly(self, start: bytes, *, defer: bool = False) -> Transition:
         try:
-            reply = self._await(start)
+            reply = self._await(start, defer=defer)
         except EpisodeLost as lost:
             return self._truncation(str(lost))
         return self._finish_step(reply)
@@ -413,12 +413,12 @@ class Supervisor:
         self._backend.arm(self._deadline(message))
         self._backend.send(frame)
 
-    def receive(self, command: str, timeout: float | None = None) -> Any:
+    def receive(self, command: str, timeout: float | None = None, *, defer: bool = False) -> Any:
         """Collect the answer: a value, or observation and info after a reset."""
         if self.phase != ASKED or command != self._command:
             self.refuse(f"{command}_wait")
         self._wait(timeout, command)
-        reply = self._await(b"")
+        reply = self._await(b"", defer=defer)
         message, failed = self._message, _unpack(reply)[3] == FAILED
         if isinstance(message, _JOURNALED):
             self._log(reply)
@@ -486,6 +486,17 @@ class Supervisor:
         if not isinstance(error, MultienvError):
             self.interrupted = self.phase in _PENDING
 
+    def note_interrupted_step(self, error: object, before: int | None) -> None:
+        """The same for a step whose outcome may have been logged, and was not delivered all the same.
+
+        ``before`` is the number of the last request before the step; ``None`` if the step was pending already.
+        """
+        if isinstance(error, MultienvError) or self.phase == CLOSED:
+            return
+        self.note_interruption(error)
+        if not self.interrupted and self._pending and self.seq != before and seq_of(self._pending) == self.seq:
+            self.interrupted, self.phase = True, RESUMED
+
     # --- after an interrupted call ------------------------------------------------------------------
 
     def _settle(self) -> None:
@@ -502,7 +513,7 @@ class Supervisor:
 
     # --- losses -------------------------------------------------------------------------------------
 
-    def _await(self, start: bytes) -> bytes:
+    def _await(self, start: bytes, *, defer: bool = False) -> bytes:
         """The reply to the pending request, from whichever process comes to answer it."""
         self._deaths = 0
         while True:
@@ -510,7 +521,7 @@ class Supervisor:
                 reply: bytes = self._backend.complete(start, self.seq)
                 self._check_kind(reply)
             except Gone as gone:
-                if self.defer_recovery and self.phase != CLOSED:
+                if defer and self.phase != CLOSED:
                     raise RecoveryDue from None
                 self._heal(gone)
             else:

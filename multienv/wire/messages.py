@@ -73,7 +73,8 @@ class Setting:
     path: tuple[str, ...]
     directory: str
     environment: dict[str, str]
-    registrations: bytes
+    registrations: bytes  # envs the trainer knows, needed only if the process does not
+    overrides: bytes  # what the trainer has made of gymnasium's own ids
 
 
 @dataclass(frozen=True, slots=True)

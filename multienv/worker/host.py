@@ -110,6 +110,8 @@ class Host:
             generators.seed_process(message.seeds)
         env_fn = self._env_fn if message.env_fn is None else cloudpickle.loads(message.env_fn)
         assert env_fn is not None
+        if message.setting is not None:
+            gymnasium.registry.update({spec.id: spec for spec in cloudpickle.loads(message.setting.overrides)})
         try:
             env = env_fn()
         except gymnasium.error.UnregisteredEnv:
