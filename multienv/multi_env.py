@@ -262,7 +262,7 @@ class MultiEnv:
             if action is None or current.results[index] is not None or index in current.failures:
                 continue
             try:
-                if index in marks and lane.env._supervisor.seq != marks[index]:  # type: ignore[attr-defined]
+                if index in marks and lane.env._supervisor.has_asked_since(marks[index]):  # type: ignore[attr-defined]
                     current.results[index] = lane.resume()
                 elif index not in current.futures:
                     current.results[index] = lane.step(action)

@@ -318,6 +318,12 @@ class Supervisor:
         self._wait(timeout, "step")
         return None
 
+    def has_asked_since(self, mark: int) -> bool:
+        """Whether a request has been made ready since ``seq`` was ``mark``; it may have been sent and answered."""
+        if self.phase in _PENDING:
+            return True
+        return self.seq != mark and bool(self._pending) and seq_of(self._pending) == self.seq
+
     def resume(self) -> Any:
         """What the last request returned, whether or not its answer has been collected before."""
         self.interrupted = False
@@ -326,7 +332,10 @@ class Supervisor:
         if self.phase == ASKED:
             self._settle()
             return self.receive(self._command)
-        observation, reward, terminated, truncated, info = self._transition(self._last_reply())
+        last = self._last_reply()
+        if not last or seq_of(last) != seq_of(self._pending):
+            return self._resume_step()  # made ready, and perhaps not even sent
+        observation, reward, terminated, truncated, info = self._transition(last)
         if self._pending[KIND_OF_REQUEST_AT] == STEP:
             return observation, reward, terminated, truncated, info
         return observation, info
