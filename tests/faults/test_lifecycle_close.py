@@ -166,20 +166,6 @@ def test_a_hundredth_close_is_as_good_as_the_first(method: str) -> None:
         env.close()
 
 
-def test_stuck_envs_are_closed_side_by_side() -> None:
-    """DI-engine takes five seconds for each, one after the other."""
-    deadlines = Deadlines(close=1.0)
-    envs = create_subprocess_envs([partial(FaultyEnv, fault=HANG_IN_C)] * 6, deadlines=deadlines)
-    for env in envs:
-        env.reset(seed=0)
-        env.step_async(0)
-    multi = MultiEnv([SubprocessEnv(CounterEnv)])
-    multi.envs = [*multi.envs, *envs]
-    began = time.monotonic()
-    multi.close()
-    assert time.monotonic() - began < 6 * 1.0, "as long as one after the other"
-
-
 def test_close_from_many_threads_at_once(method: str) -> None:
     env = SubprocessEnv(CounterEnv, context=method).initialize()
     errors: list[BaseException] = []

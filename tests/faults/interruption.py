@@ -1,0 +1,135 @@
+"""Exceptions that arrive from outside at any place, and a ledger that tells whether a transition got lost by them.
+
+CPython runs signal handlers at the entry of a function, when a loop jumps back, and after a call of something written in
+C. `Interruption` raises at exactly one of those places, the n-th that a block passes within multienv: with n from 0 on,
+every place gets its turn, and none is left to luck.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import multienv
+from multienv.testing import CounterEnv, first_difference
+
+PACKAGE = str(Path(multienv.__file__).parent)
+_CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "CALL_FUNCTION_KW"}
+_JUMPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE"}
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt: not an Exception."""
+
+
+class HandlerError(Exception):
+    """What a signal handler of the user's may raise, as in the usual recipe of a time limit with SIGALRM."""
+
+
+class Interruption:
+    """Raises ``kind`` at the ``place``-th place of the block where a signal handler could run.
+
+    Only the calling thread is traced, as only the main thread runs signal handlers. `fired` tells whether there was such
+    a place, `where` which.
+    """
+
+    def __init__(self, place: int, kind: type[BaseException] = Interrupted) -> None:
+        self.place = place
+        self.fired = False
+        self.where = "nowhere"
+        self._left = place
+        self._kind = kind
+        self._after_call: dict[FrameType, bool] = {}
+
+    def __enter__(self) -> Interruption:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: object) -> bool:
+        sys.settrace(None)
+        self._after_call.clear()
+        return self.fired and error[0] is self._kind
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename.startswith(PACKAGE) and "/testing/" not in frame.f_code.co_filename:
+            parent = frame.f_back
+            if parent in self._after_call:
+                self._after_call[parent] = False  # what it called was Python: no look at signals on return
+            frame.f_trace_lines, frame.f_trace_opcodes = False, True
+            self._after_call[frame] = False
+            self._pass(frame)
+            return self._trace_inside
+        return None
+
+    def _trace_inside(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "opcode":
+            if self._after_call.get(frame):
+                self._pass(frame)
+            name = _names(frame.f_code).get(frame.f_lasti, "")
+            self._after_call[frame] = name in _CALLS or name in _JUMPS
+        elif event == "return":
+            self._after_call.pop(frame, None)
+        return self._trace_inside
+
+    def _pass(self, frame: FrameType) -> None:
+        if self.fired:
+            return
+        if self._left == 0:
+            self.fired = True
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            raise self._kind(self.where)
+        self._left -= 1
+
+
+@cache
+def _names(code: CodeType) -> dict[int, str]:
+    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+
+
+def every_place(kind: type[BaseException] = Interrupted, stride: int = 1) -> Iterator[Interruption]:
+    """Interruptions at place 0, 1, 2, … until one finds no place any more: for use as ``with interruption:``."""
+    place = 0
+    while True:
+        interruption = Interruption(place, kind)
+        yield interruption
+        if not interruption.fired:
+            return
+        place += stride
+
+
+class Ledger:
+    """Holds the transitions of a `CounterEnv` that came back against one in this process.
+
+    The action that was taken shows in the observation. Each step must continue where the last one ended, with an action
+    that the caller has given for it.
+    """
+
+    def __init__(self, **counter: Any) -> None:
+        self._twin = CounterEnv(**counter)
+        self.ended = True
+        self.transitions = 0
+
+    def reset(self, result: tuple[Any, Any], seed: int | None) -> None:
+        """A reset came back."""
+        self._agree("reset", result[0], self._twin.reset(seed=seed)[0])
+        self.ended = False
+
+    def step(self, transition: Sequence[Any], allowed: Sequence[int]) -> int:
+        """A step came back; ``allowed`` are the actions it may have taken. Returns which it was."""
+        action = int(transition[0][3])
+        assert action in allowed, f"the step took action {action}, the caller gave {allowed}: {transition}"
+        own = self._twin.step(action)  # type: ignore[arg-type]
+        self._agree("observation", transition[0], own[0])
+        self._agree("reward and flags", tuple(transition[1:4]), own[1:4])
+        self.ended = own[2] or own[3]
+        self.transitions += 1
+        return action
+
+    def _agree(self, what: str, seen: Any, own: Any) -> None:
+        difference = first_difference(seen, own)
+        assert difference is None, f"after {self.transitions} transitions: {what}: {difference}"
