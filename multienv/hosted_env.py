@@ -10,7 +10,7 @@ import gymnasium
 
 from multienv.errors import UsageError
 from multienv.events import Statistics
-from multienv.recovery.supervisor import Supervisor, Transition
+from multienv.recovery.supervisor import HALF, WHOLE, Supervisor, Transition
 from multienv.wire.messages import Call, GetAttribute, HasAttribute, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:
@@ -110,11 +110,13 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect it with :meth:`reset_wait`."""
         seed = self._checked_seed(seed)
-        self._supervisor.send("reset", Reset(seed, options, anchor=False))
+        with _Interruptible(self._supervisor, HALF):
+            self._supervisor.send("reset", Reset(seed, options, anchor=False))
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Collect what the reset returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
-        return self._supervisor.receive("reset", timeout)  # type: ignore[no-any-return]
+        with _Interruptible(self._supervisor, HALF):
+            return self._supervisor.receive("reset", timeout)  # type: ignore[no-any-return]
 
     def step(self, action: Any) -> Transition:
         """Take one step.
@@ -147,7 +149,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     def step_async(self, action: Any) -> None:
         """Send a step; collect it with :meth:`step_wait`."""
-        self._supervisor.send_step(action)
+        with _Interruptible(self._supervisor, HALF):
+            self._supervisor.send_step(action)
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect what the step returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
@@ -180,11 +183,13 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Send a call; collect it with :meth:`call_wait`."""
-        self._supervisor.send("call", self._call_message(name, args, kwargs))
+        with _Interruptible(self._supervisor, HALF):
+            self._supervisor.send("call", self._call_message(name, args, kwargs))
 
     def call_wait(self, timeout: float | None = None) -> Any:
         """Collect what the call returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
-        return self._supervisor.receive("call", timeout)
+        with _Interruptible(self._supervisor, HALF):
+            return self._supervisor.receive("call", timeout)
 
     def get_attr(self, name: str) -> Any:
         """A copy of an attribute of the env or of one of its wrappers."""
@@ -270,14 +275,15 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 class _Interruptible:
     """Notes when an exception from outside (Ctrl-C, a signal handler's) leaves a request unanswered."""
 
-    __slots__ = ("_supervisor",)
+    __slots__ = ("_extent", "_supervisor")
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, extent: int = WHOLE) -> None:
         self._supervisor = supervisor
+        self._extent = extent
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: object) -> None:
         if error[1] is not None:
-            self._supervisor.note_interruption(error[1])
+            self._supervisor.note_interruption(error[1], self._extent)

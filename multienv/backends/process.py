@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
 import select
 import time
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from multienv.backends.base import Backend, Gone
 from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
 from multienv.processes.protocol import UNKNOWN_FATE, Fate
 from multienv.wire.memory import BUSY, DEADLINE, OBSERVATIONS, REPLAYING, Block
-from multienv.wire.messages import FAILED, GONE, REPLY, STEPPED, VALUE
+from multienv.wire.messages import ARRIVED, FAILED, GONE, MARK_SIZE, REPLY, STEPPED, VALUE, mark_frame
 
 _BIG_CHUNK = 2**20
+# A pipe takes so much whole or not at all.
+ATOMIC = select.PIPE_BUF
 _REPLIES = frozenset((STEPPED, VALUE, FAILED))
 
 
@@ -37,9 +40,10 @@ class ProcessBackend(Backend):
         super().__init__()
         self._worker = Worker(launch, start_deadline)
         self._pid: int | None = self._worker.pid
-        self._outbox = memoryview(b"")
+        # A BufferedWriter, because it counts what is written where no signal handler can come in between.
+        self._outbox: io.BufferedWriter[io.FileIO] | None = None
         self._inbox = b""
-        self._asked_again = 0
+        self._unsettled = b""  # a request of which an interruption left unknown how far it got
         self._block: Block | None = None
         self._times = self._worker.control.times
         # Unbuffered: one system call. It does not own the descriptor.
@@ -57,33 +61,45 @@ class ProcessBackend(Backend):
     def pid(self, pid: int) -> None:
         self._pid = self._worker.pid = pid
 
-    def _sender(self) -> Callable[[bytes], None]:
-        write, descriptor = os.write, self._worker.requests
-
-        def send(frame: bytes) -> None:
-            try:
-                written = write(descriptor, frame)
-            except BlockingIOError:
-                written = 0
-            except OSError:  # it is dead: the replies will end
-                return
-            if written < len(frame):
-                self._outbox = memoryview(frame)[written:]
-                self.fill = self._pump
-
-        return send
-
     def arm(self, seconds: float | None) -> None:
         """Set the deadline; the worker clears it when it is done, the warden enforces it."""
         if seconds is not None:
             self._times[DEADLINE] = time.monotonic() + seconds
 
-    def ask_again(self, frame: bytes) -> None:
-        """Send once more; the worker does not execute a request twice, it repeats its answer."""
-        self._asked_again += 1
-        if self._outbox:
-            raise Gone("broken", pid=self.pid, detail="interrupted in the middle of a long request")
-        self.send(frame)
+    # --- writing --------------------------------------------------------------------------------
+
+    def _sender(self) -> Callable[[bytes], None]:
+        write, descriptor = os.write, self._worker.requests
+
+        def send(frame: bytes) -> None:
+            if len(frame) > ATOMIC:
+                self._send_long(frame)
+                return
+            try:
+                write(descriptor, frame)  # the whole of it or nothing
+            except BlockingIOError:
+                self._send_long(frame)
+            except OSError:  # it is dead: the replies will end
+                return
+
+        return send
+
+    def _send_long(self, frame: bytes) -> None:
+        raw = io.FileIO(self._worker.requests, "w", closefd=False)
+        outbox = io.BufferedWriter(raw, len(frame))
+        outbox.write(frame)
+        self._outbox, self.fill = outbox, self._pump
+        self._write_outbox()
+
+    def _write_outbox(self) -> None:
+        assert self._outbox is not None
+        try:
+            self._outbox.flush()
+        except BlockingIOError:
+            return  # it will be writable again
+        except OSError:  # it is dead: the replies will end
+            self._outbox.raw.close()  # or it would try once more when it is collected
+        self._outbox = None
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -102,14 +118,6 @@ class ProcessBackend(Backend):
         if not self._outbox:
             self.fill = self._fill_directly
         return self._fill_directly()
-
-    def _write_outbox(self) -> None:
-        try:
-            self._outbox = self._outbox[os.write(self._worker.requests, self._outbox) :]
-        except BlockingIOError:
-            pass  # it will be writable again
-        except OSError:  # it is dead: the replies will end
-            self._outbox = memoryview(b"")
 
     def poll(self, timeout: float) -> bool:
         """Whether a reply, or the end, is there within ``timeout`` seconds."""
@@ -132,7 +140,9 @@ class ProcessBackend(Backend):
                 poller.unregister(worker.requests)
 
     def complete(self, start: bytes, seq: int) -> bytes:
-        """Read on until the reply to ``seq`` is whole; skip repeated answers to earlier requests."""
+        """Read on until the reply to ``seq`` is whole."""
+        if self._unsettled:
+            self._settle(seq)
         data = bytearray(self._inbox)
         data += start
         self._inbox = b""
@@ -157,19 +167,59 @@ class ProcessBackend(Backend):
 
     def _take(self, data: bytearray, seq: int) -> bytes | None:
         """Take the first whole frame off ``data`` if it is the reply to ``seq``."""
-        while len(data) >= REPLY.size:
-            length, number, _, kind, _, _, _ = REPLY.unpack_from(data)
-            if kind == GONE and number == 0 and length == REPLY.size:
+        if len(data) < REPLY.size:
+            return None
+        length, number, _, kind, _, _, _ = REPLY.unpack_from(data)
+        if kind == GONE and number == 0 and length == REPLY.size:
+            raise self._gone("died", "", seq)
+        if kind not in _REPLIES or length < REPLY.size or number != seq:
+            raise self._gone("broken", f"a reply that starts with {bytes(data[:32])!r}", seq)
+        if len(data) < length:
+            return None
+        frame = bytes(data[:length])
+        del data[:length]
+        return frame
+
+    # --- after an interruption ------------------------------------------------------------------
+
+    def ask_again(self, frame: bytes) -> None:
+        """See to it that the request is executed, once, and answered.
+
+        Any line of sending or reading may have been its last: the request may have been sent or not, and some
+        bytes of the reply may have been read and lost.
+        """
+        self._unsettled, self._inbox, self.fill = frame, b"", _nothing
+
+    def _settle(self, seq: int) -> None:
+        """Ask for a mark, skip all that comes before it, and hear behind it whether the request had arrived."""
+        worker, data, mark = self._worker, b"", secrets.token_bytes(MARK_SIZE)
+        poller = select.poll()
+        poller.register(worker.replies, select.POLLIN)
+        poller.register(worker.ended, select.POLLIN)  # GONE may be among what is skipped
+        poller.register(worker.requests, select.POLLOUT)
+        asked = False
+        while mark not in data[:-1]:
+            ready = dict(poller.poll())
+            if worker.requests in ready:
+                if self._outbox:  # the rest of the request first
+                    self._write_outbox()
+                elif not asked:
+                    asked = True
+                    self.send(mark_frame(mark, seq))
+                else:
+                    poller.unregister(worker.requests)
+            more = os.read(worker.replies, _BIG_CHUNK) if worker.replies in ready else b""
+            if worker.ended in ready or (worker.replies in ready and not more):
                 raise self._gone("died", "", seq)
-            if kind not in _REPLIES or length < REPLY.size or (number != seq and not self._asked_again):
-                raise self._gone("broken", f"a reply that starts with {bytes(data[:32])!r}", seq)
-            if len(data) < length:
-                return None
-            frame = bytes(data[:length])
-            del data[:length]
-            if number == seq:
-                return frame
-        return None
+            data = data[-MARK_SIZE:] + more
+        behind = data.partition(mark)[2]
+        frame, self._unsettled = self._unsettled, b""
+        if behind[:1] == ARRIVED:
+            self._inbox = behind[1:]
+            self.fill = _nothing if self._inbox else self._fill_directly
+        else:
+            self.fill = self._fill_directly
+            self.send(frame)
 
     def _gone(self, cause: str, detail: str, seq: int) -> Gone:
         """Make sure it is dead, and learn how it died. From now on reading finds the end at once."""
@@ -212,6 +262,8 @@ class ProcessBackend(Backend):
 
     def release(self) -> None:
         """Close the pipes and unmap the memory, unless somebody still looks into it."""
+        if self._outbox is not None:
+            self._outbox.raw.close()  # the descriptor is no longer ours to write to
         self._worker.release()
         if self._block is not None:
             self._block.close()

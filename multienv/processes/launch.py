@@ -207,6 +207,7 @@ class Worker:
         requests: Descriptor to write requests to; does not block.
         replies: Descriptor to read replies from; blocks, and is always woken.
         memory: Descriptor of the shared memory, until :meth:`forget_memory`.
+        ended: Descriptor that becomes readable when the process has ended; see :meth:`wait`.
         control: The control words.
     """
 
@@ -237,10 +238,10 @@ class Worker:
         block, self.memory = Block.create(CONTROL_SIZE)
         self.control = Control(block)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._fate = ours.detach()
+        self.ended = ours.detach()
         self._theirs = (requests_read, replies_write, theirs.detach())
         os.set_blocking(self.requests, False)
-        descriptors.own(self.requests, self.replies, self.memory, self._fate)
+        descriptors.own(self.requests, self.replies, self.memory, self.ended)
 
     def _start(self, launch: Launch) -> None:
         requests, replies, fate = self._theirs
@@ -315,10 +316,10 @@ class Worker:
     def wait(self, timeout: float) -> Fate | None:
         """How the process ended, or ``None`` if it has not within ``timeout`` seconds."""
         if self.fate is None:
-            readable = self._wait_readable(self._fate, timeout)
+            readable = self._wait_readable(self.ended, timeout)
             if not readable:
                 return None
-            line = os.read(self._fate, 65_536)
+            line = os.read(self.ended, 65_536)
             # Without a line the warden is dead, and took the worker with it.
             self.fate = Fate.decode(line) if line else UNKNOWN_FATE
             if not line:
@@ -353,12 +354,12 @@ class Worker:
             return
         if os.getpid() == self._owner:
             # A forked child of the trainer may hold copies of all this. A shutdown reaches through copies.
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._fate)) as fate:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.ended)) as fate:
                 fate.shutdown(socket.SHUT_RDWR)
         if self._method == FORK and self.pid and self.fate is None:
             _unreaped.add(self.pid)
-        descriptors.close(self.requests, self.replies, self._fate, self.memory)
-        self.requests = self.replies = self._fate = self.memory = -1
+        descriptors.close(self.requests, self.replies, self.ended, self.memory)
+        self.requests = self.replies = self.ended = self.memory = -1
         self.control.close()
 
 

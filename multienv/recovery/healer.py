@@ -88,9 +88,13 @@ class Healer:
         self._budget = budget or RestartBudget(policy)
         self.description: Description | None = None
 
-    def request_build(self, backend: Backend) -> None:
-        """Ask a new process to build the env; does not wait."""
-        backend.send(pack_message(0, self._initialize))
+    def request_build(self, backend: Backend, *, again: bool = False) -> None:
+        """Ask a process to build the env, ``again`` if it may have been asked already; does not wait."""
+        frame = pack_message(0, self._initialize)
+        if again:
+            backend.ask_again(frame)
+        else:
+            backend.send(frame)
 
     def collect_build(self, backend: Backend) -> None:
         """Wait until the env is built. Raises :class:`BuildFailed`, ``Gone``."""

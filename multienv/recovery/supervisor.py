@@ -71,6 +71,10 @@ NEW, STARTING, READY, RUNNING, ENDED, STEPPING, ASKED, RESUMED, OWED, LOST, CLOS
 _STATES = ["new", "starting", "ready", "running", "ended", "running", "running", "running", "running", "lost", "closed"]
 _PENDING = (STEPPING, ASKED, RESUMED)
 
+# What is known of a call that an exception from outside came through. WHOLE: the caller lost interest, or calls
+# again to have the answer. HALF: it stands between the halves of a call; what was sent is still to be collected.
+WHOLE, HALF = 1, 2
+
 # One step in so many is timed, and the journal's size looked at.
 _SAMPLE = 63
 _JOURNALED = (Reset, Call, SetAttribute)
@@ -118,7 +122,7 @@ class Supervisor:
         """Start nothing yet."""
         self.seq = 0
         self.phase = NEW
-        self.interrupted = False
+        self.interrupted = 0
         self.record = Record(env_index, hooks)
         self._policy, self._deadlines = policy, deadlines
         self._owner = os.getpid()
@@ -170,12 +174,18 @@ class Supervisor:
         if self.phase == STARTING:
             self._wait(timeout, "initialize")
             try:
+                again, self.interrupted = self.interrupted, WHOLE
+                if again:
+                    self._healer.request_build(self._backend, again=True)
                 self._healer.collect_build(self._backend)
                 self._adopt(self._backend)
+                self.interrupted = 0
             except BuildFailed as failed:
+                self.interrupted = 0
                 error = self._build_failed(failed)
                 raise error from error.__cause__
             except Gone as gone:
+                self.interrupted = 0
                 self._drop_backend()
                 self._rebuild(gone)
             self.phase = READY
@@ -219,8 +229,8 @@ class Supervisor:
         description = self._healer.description
         assert description is not None
         if self._encode is _no_encoder:
-            self._encode = action_encoder(description.action_space)
             self._placement = Placement.of(description.observation_space, self._inline_limit)
+            self._encode = action_encoder(description.action_space)  # last: an interruption leaves all to do again
         size = self._placement.block_size
         self._block = backend.observations(size) if size else None
         space, placement = description.observation_space, self._placement
@@ -294,7 +304,7 @@ class Supervisor:
 
     def _cannot_step(self) -> bool:
         """Raise what is wrong; or true when the step need not be sent: its answer is already owed."""
-        if self.interrupted:
+        if self.interrupted == WHOLE:
             if self.phase in (STEPPING, RESUMED):
                 self.phase = RESUMED
                 return True
@@ -326,7 +336,7 @@ class Supervisor:
 
     def resume(self) -> Any:
         """What the last request returned, whether or not its answer has been collected before."""
-        self.interrupted = False
+        self.interrupted = 0
         if self.phase in (STEPPING, RESUMED):
             return self._resume_step()
         if self.phase == ASKED:
@@ -342,7 +352,7 @@ class Supervisor:
 
     def _resume_step(self) -> Transition:
         self._settle()
-        self.interrupted = False
+        self.interrupted = 0
         self.phase = STEPPING
         return self._receive_step_slowly(b"")
 
@@ -400,7 +410,7 @@ class Supervisor:
 
     def send(self, command: str, message: Message) -> None:
         """Send a request that is not a step; does not block."""
-        if self.interrupted:
+        if self.interrupted == WHOLE:
             self._drain()
         if self.phase in (NEW, STARTING, CLOSED, *_PENDING) or os.getpid() != self._owner:
             self.refuse(command)
@@ -426,6 +436,9 @@ class Supervisor:
         """Collect the answer: a value, or observation and info after a reset."""
         if self.phase != ASKED or command != self._command:
             self.refuse(f"{command}_wait")
+        if self.interrupted:
+            self.interrupted = 0
+            self._settle()
         self._wait(timeout, command)
         reply = self._await(b"", defer=defer)
         message, failed = self._message, _unpack(reply)[3] == FAILED
@@ -490,10 +503,10 @@ class Supervisor:
                 f"{command}() has not answered within {timeout} s. It is still running: wait again, or close()."
             )
 
-    def note_interruption(self, error: object) -> None:
+    def note_interruption(self, error: object, extent: int = WHOLE) -> None:
         """An exception came through a call. If it is not ours and the request is unanswered, that is settled later."""
         if not isinstance(error, MultienvError):
-            self.interrupted = self.phase in _PENDING
+            self.interrupted = extent if self.phase in _PENDING else 0
 
     def note_interrupted_step(self, error: object, before: int | None) -> None:
         """The same for a step whose outcome may have been logged, and was not delivered all the same.
@@ -502,9 +515,10 @@ class Supervisor:
         """
         if isinstance(error, MultienvError) or self.phase == CLOSED:
             return
-        self.note_interruption(error)
+        extent = HALF if before is None else WHOLE
+        self.note_interruption(error, extent)
         if not self.interrupted and self._pending and self.seq != before and seq_of(self._pending) == self.seq:
-            self.interrupted, self.phase = True, RESUMED
+            self.interrupted, self.phase = extent, RESUMED
 
     # --- after an interrupted call ------------------------------------------------------------------
 
@@ -515,7 +529,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         """Collect and drop the answer to a request whose caller was interrupted."""
-        self.interrupted = False
+        self.interrupted = 0
         if self.phase == ASKED:
             self._settle()
             self.receive(self._command)

@@ -32,6 +32,12 @@ TAG_AT = 9
 MESSAGE = 1
 STEP = 2
 
+# A frame of length 0 comes from a trainer that was interrupted: the worker writes the mark that follows it and,
+# if the last request it executed has this number, ARRIVED and the same reply again. What it wrote before the mark
+# is of no interest any more.
+MARK_SIZE = 16
+ARRIVED, NOT_ARRIVED = b"\1", b"\0"
+
 # Kinds of reply.
 STEPPED = 16  # an observation, a reward, flags; also what a reset answers
 VALUE = 17  # a pickled value
@@ -168,6 +174,11 @@ def pack_message(seq: int, message: Message) -> bytes:
     """A request frame for anything but a step."""
     payload: bytes = cloudpickle.dumps(message)
     return REQUEST.pack(REQUEST.size + len(payload), seq, MESSAGE, 0) + payload
+
+
+def mark_frame(mark: bytes, seq: int) -> bytes:
+    """A request to write this mark between the replies, and to repeat the reply to ``seq``."""
+    return REQUEST.pack(0, seq, 0, 0) + mark
 
 
 def seq_of(frame: bytes) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from multienv.wire.memory import CONTROL_SIZE, DEADLINE, OBSERVATIONS, Block, Control
-from multienv.wire.messages import REQUEST, Initialize
+from multienv.wire.messages import ARRIVED, MARK_SIZE, NOT_ARRIVED, REQUEST, Initialize
 from multienv.worker.host import Host
 
 # One read takes most requests, and CPython's small-object allocator serves it; the rest of a longer one is
@@ -88,7 +88,7 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
 def _serve(ends: Ends, host: Host, control: Control) -> None:
     read, write, handle, times = os.read, os.write, host.handle, control.times
     unpack = REQUEST.unpack_from
-    last_seq, last_reply, ahead = -1, b"", b""
+    last_seq, reply, ahead = -1, b"", b""
     while True:
         frame = ahead or read(ends.requests, _CHUNK)
         if not frame:
@@ -98,21 +98,32 @@ def _serve(ends: Ends, host: Host, control: Control) -> None:
         length, seq, _, _ = unpack(frame)
         if len(frame) < length:
             frame = _read_rest(ends.requests, frame, length)
-        ahead = frame[length:]  # a Close, or a request asked again, may have been sent meanwhile
+        ahead = frame[length:]  # a Close, or a mark, may have been sent meanwhile
         if ahead:
+            if not length:
+                ahead = _answer_mark(ends, frame, reply if seq == last_seq else b"")
+                continue
             frame = frame[:length]
-        if seq != last_seq:
-            last_reply = handle(frame)
-            last_seq = seq
-        # else: the trainer was interrupted while it waited and asks again for the same answer
+        reply = handle(frame)
+        last_seq = seq
         times[DEADLINE] = 0.0
-        written = write(ends.replies, last_reply)
-        if written < len(last_reply):  # a signal came in between
-            _write_rest(ends.replies, memoryview(last_reply)[written:])
+        written = write(ends.replies, reply)
+        if written < len(reply):  # a signal came in between
+            _write_rest(ends.replies, memoryview(reply)[written:])
         if host.closing:
             return
     with contextlib.suppress(Exception):  # nobody is left to hear of it
         host.close_env()
+
+
+def _answer_mark(ends: Ends, frame: bytes, reply: bytes) -> bytes:
+    """Tell an interrupted trainer where to go on reading; returns what came behind its frame."""
+    end = REQUEST.size + MARK_SIZE
+    if len(frame) < end:
+        frame = _read_rest(ends.requests, frame, end)
+    answer = frame[REQUEST.size : end] + (ARRIVED + reply if reply else NOT_ARRIVED)
+    _write_rest(ends.replies, memoryview(answer))
+    return frame[end:]
 
 
 def _read_rest(descriptor: int, start: bytes, length: int) -> bytes:

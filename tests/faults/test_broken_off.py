@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -11,9 +12,20 @@ from typing import Any
 import pytest
 
 from multienv import MultiEnv, SubprocessEnv, create_subprocess_envs
+from multienv.errors import CallPendingError, NothingPendingError, UsageError
 from multienv.testing import CounterEnv
 
 ENDLESS = partial(CounterEnv, horizon=None)
+
+
+class WordyEnv(CounterEnv):
+    """Answers are longer than one read, some longer than a pipe holds."""
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            **super()._info(),
+            "words": bytes([self.episode_step % 251]) * (5_000 if self.episode_step % 2 else 150_000),
+        }
 
 
 class Tick(Exception):
@@ -51,6 +63,73 @@ def test_of_one_env(interruption: type[BaseException]) -> None:
         env.reset(seed=0)
         assert count(lambda: env.step(1)[0][0], interruption) > 10
         assert env.statistics().losses == 0
+
+
+def test_of_one_env_with_long_answers(interruption: type[BaseException]) -> None:
+    with SubprocessEnv(partial(WordyEnv, horizon=None)) as env:
+        env.reset(seed=0)
+        assert count(lambda: env.step(1)[0][0], interruption, rounds=400) > 10
+        assert env.statistics().losses == 0
+
+
+@pytest.mark.parametrize("env_fn", [ENDLESS, partial(WordyEnv, horizon=None)])
+def test_of_halves(interruption: type[BaseException], env_fn: Any) -> None:
+    """Sent and awaited apart, either may be broken off and called again."""
+    with SubprocessEnv(env_fn) as env:
+        env.reset(seed=0)
+
+        def patiently(call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+            nonlocal hits
+            longest = 2e-4
+            while True:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, longest))
+                    try:
+                        call(*arguments, **named)
+                    except (CallPendingError, NothingPendingError):
+                        pass  # it had been sent, or received
+                    except UsageError as error:  # while the arguments were pickled
+                        if not isinstance(error.__cause__, interruption):
+                            raise
+                        continue
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    return
+                except interruption:
+                    hits += 1
+                    longest *= 1.5
+
+        moments, hits = random.Random(5), 0
+        for episode in range(60):
+            patiently(env.reset_async, seed=episode)
+            patiently(env.reset_wait)
+            patiently(env.step_async, 1)
+            patiently(env.step_wait)
+            patiently(env.call_async, "poke", 1.0)
+            patiently(env.call_wait)
+        assert hits > 10
+        assert env.get_attr("pokes") == 60
+        assert env.statistics().losses == 0
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_of_building(interruption: type[BaseException], method: str) -> None:
+    moments, hits = random.Random(7), 0
+    for _ in range(10):
+        env = SubprocessEnv(ENDLESS, context=method).start()
+        with contextlib.closing(env):
+            for _ in range(20):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 2e-2))
+                    env.initialize()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    break
+                except interruption:
+                    hits += 1
+            env.initialize()
+            env.reset(seed=0)
+            assert env.step(1)[0][0] == 1
+            assert env.statistics().losses == 0
+    assert hits
 
 
 def test_of_several_envs(interruption: type[BaseException]) -> None:

@@ -68,7 +68,9 @@ def test_every_place_of_initialize(kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("kind", "workers", "members"), [("base", 0, "hosted"), ("error", 0, "mixed"), ("base", 2, "mixed")])
+@pytest.mark.parametrize(
+    ("kind", "workers", "members"), [("base", 0, "hosted"), ("error", 0, "mixed"), ("base", 2, "mixed")]
+)
 def test_every_place_of_a_step_of_several(kind: str, mode: str, workers: int, members: str) -> None:
     run(TRAINERS, "every_place_of_multi_step", kind, mode, workers, members)
 
@@ -78,7 +80,9 @@ def test_every_place_of_a_step_of_several_that_recovers(mode: str) -> None:
     run(TRAINERS, "every_place_of_multi_step", "base", mode, 0, "hosted", 5)
 
 
-@pytest.mark.parametrize(("kind", "workers", "members"), [("base", 0, "hosted"), ("error", 0, "mixed"), ("base", 2, "mixed")])
+@pytest.mark.parametrize(
+    ("kind", "workers", "members"), [("base", 0, "hosted"), ("error", 0, "mixed"), ("base", 2, "mixed")]
+)
 def test_every_place_of_a_reset_of_several(kind: str, workers: int, members: str) -> None:
     run(TRAINERS, "every_place_of_multi_reset", kind, workers, members)
 

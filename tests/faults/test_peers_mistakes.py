@@ -245,7 +245,7 @@ def test_actorcritic_the_reset_observation_is_thrown_away(method: str) -> None:
 @pytest.mark.parametrize("policy", [RestartPolicy(), RestartPolicy(on_crash="truncate")])
 def test_actorcritic_a_restarted_episode_is_spliced_in(env_fn: Any, policy: RestartPolicy, method: str) -> None:
     with SubprocessEnv(partial(env_fn, horizon=8), context=method, restart=policy) as env:
-        strikes = {3, 11, 12, 25}
+        strikes = {3, 11, 20, 25}
         seen = rollout(
             env,
             num_steps=30,
@@ -370,7 +370,9 @@ def test_pufferlib_idle_workers_burn_a_core(method: str) -> None:
         pids = [launch._client.process.pid, *map(pid_of, multi.envs)]
         before = [cpu_seconds(pid) for pid in pids]
         time.sleep(1.0)
-        assert [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)] == pytest.approx([0] * 4, abs=0.1)
+        assert [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)] == pytest.approx(
+            [0] * 4, abs=0.1
+        )
 
 
 def test_pufferlib_a_waiting_trainer_burns_a_core(method: str) -> None:
