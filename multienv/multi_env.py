@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import attrgetter
@@ -22,7 +23,7 @@ from multienv.errors import (
 )
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
-from multienv.recovery.supervisor import RecoveryDue, Supervisor
+from multienv.recovery.supervisor import RUNNING, RecoveryDue, Supervisor
 from multienv.subprocess_env import close_all
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class MultiEnv:
     Args:
         envs: Any gymnasium.Env each; :class:`SubprocessEnv` gains most. They are initialized if they need it.
         autoreset_mode: What happens when an episode ends; see :class:`AutoResetWrapper`.
+        bind_cores: Where there are at least as many envs as cores, have workers whose steps are shorter than 0.2 ms
+            run on one core each in turn, which is faster by a third for CartPole. They free themselves while
+            somebody else wants their core. Linux only.
         max_workers: Threads of the executor, and shares the envs are dealt to. ``None``: one share, and
             threads for one env each where a thread is needed.
 
@@ -82,6 +86,7 @@ class MultiEnv:
         *,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         max_workers: int | None = None,
+        bind_cores: bool = True,
     ) -> None:
         """Initialize what needs it, and compare the spaces."""
         self.envs: list[gymnasium.Env[Any, Any]] = list(envs)
@@ -104,6 +109,8 @@ class MultiEnv:
         self.num_envs = len(self.envs)
         self._blocking = [index for index, lane in enumerate(self._lanes) if not lane.splits]
         self._supervisors: list[Supervisor] = [env._supervisor for env in self.envs if isinstance(env, HostedEnv)]
+        if bind_cores:
+            self._spread()
         shares = min(max_workers or 1, max(1, len(self._supervisors)))
         members = [
             (index, lane, env._supervisor)
@@ -111,6 +118,13 @@ class MultiEnv:
             if isinstance(env, HostedEnv)
         ]
         self._shares: list[_Share] = [members[share::shares] for share in range(shares)]
+
+    def _spread(self) -> None:
+        """Deal the envs to the cores; with fewer envs than cores the scheduler knows better which are idle."""
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        if 1 < len(cores) <= len(self._supervisors):
+            for place, supervisor in enumerate(self._supervisors):
+                supervisor.prefer(cores[place % len(cores)])
 
     def _initialize(self) -> None:
         hosted = [(index, env) for index, env in enumerate(self.envs) if isinstance(env, HostedEnv)]
@@ -199,28 +213,26 @@ class MultiEnv:
 
     def _step_share(self, share: _Share, current: _Round) -> None:
         arguments, results = current.arguments, current.results
-        sent, outgoing = [], []
+        sent: list[tuple[int, AutoResetWrapper, Supervisor | None]] = []
         for member in share:
             index, lane, supervisor = member
             action = arguments[index]
             if action is not None:
                 try:
-                    if lane.ended:
-                        lane.step_async(action)
+                    if supervisor.phase == RUNNING:
+                        supervisor.send_step(action)
+                        sent.append(member)
                     else:
-                        outgoing.append((supervisor.transmit, supervisor.prepare_step(action)))
+                        lane.step_async(action)
+                        sent.append((index, lane, None))
                 except MultienvError as error:
                     current.failures[index] = error
-                else:
-                    sent.append(member)
-        for transmit, frame in outgoing:
-            transmit(frame)
-        for index, lane, supervisor in sent:
+        for index, lane, stepping in sent:
             try:
-                if lane.ended:
+                if stepping is None:
                     results[index] = lane.step_wait()
                     continue
-                results[index] = transition = supervisor.receive_step(defer=True)
+                results[index] = transition = stepping.receive_step(None, True)
                 if transition[2] or transition[3]:
                     results[index] = lane.end(transition)
             except RecoveryDue:

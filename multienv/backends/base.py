@@ -51,6 +51,9 @@ class Backend(ABC):
         buffer: Overwritten by the next ``fill``.
     """
 
+    # Slots: an instance's dict would be one more place in memory that each step has to touch.
+    __slots__ = ("buffer", "fill", "send")
+
     send: Callable[[bytes], None]
     fill: Callable[[], int]
     buffer: bytearray
@@ -70,6 +73,9 @@ class Backend(ABC):
     @abstractmethod
     def arm(self, seconds: float | None) -> None:
         """From now on the pending request may take this long."""
+
+    def prefer(self, core: int) -> None:  # noqa: B027 - a host without a process of its own has no choice
+        """Run on this core while steps are short."""
 
     @abstractmethod
     def observations(self, size: int) -> Block:

@@ -13,7 +13,7 @@ from functools import partial
 from multienv.backends.base import Backend, Gone
 from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
 from multienv.processes.protocol import UNKNOWN_FATE, Fate
-from multienv.wire.memory import BUSY, DEADLINE, OBSERVATIONS, REPLAYING, Block
+from multienv.wire.memory import BUSY, CORE, DEADLINE, OBSERVATIONS, REPLAYING, Block
 from multienv.wire.messages import ARRIVED, FAILED, GONE, MARK_SIZE, REPLY, STEPPED, VALUE, mark_frame
 
 _BIG_CHUNK = 2**20
@@ -34,6 +34,18 @@ class ProcessBackend(Backend):
     reading. Reading blocks without a timeout, in one system call: the pipe ends, or the warden writes GONE
     into it, when the worker dies or is overdue.
     """
+
+    __slots__ = (
+        "_block",
+        "_fill_directly",
+        "_inbox",
+        "_outbox",
+        "_pid",
+        "_replies",
+        "_times",
+        "_unsettled",
+        "_worker",
+    )
 
     def __init__(self, launch: Launch, start_deadline: float | None) -> None:
         """Launch the process; does not wait for it."""
@@ -65,6 +77,10 @@ class ProcessBackend(Backend):
         """Set the deadline; the worker clears it when it is done, the warden enforces it."""
         if seconds is not None:
             self._times[DEADLINE] = time.monotonic() + seconds
+
+    def prefer(self, core: int) -> None:
+        """The worker looks at this now and then; see ``worker.affinity``."""
+        self._worker.control.words[CORE] = core + 1
 
     # --- writing --------------------------------------------------------------------------------
 

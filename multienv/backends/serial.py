@@ -43,7 +43,7 @@ class SerialBackend(Backend):
         if self._gone is not None:
             raise self._gone
         try:
-            reply = self._host.handle(frame)
+            reply = self._host.answer(frame)
         except SystemExit as error:  # in a worker this would end the process
             self._gone = Gone("died", Fate(error.code if isinstance(error.code, int) else 1))
             raise self._gone from error

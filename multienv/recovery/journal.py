@@ -1,8 +1,8 @@
 """What drove an env since its anchor, and what the caller saw of it.
 
-Two byte strings: the request frames as they were sent, end to end, and the evidence of their replies (see
-``wire.messages.evidence_of``) likewise. Appending is all the hot path does; one string, not a list of many,
-because new memory for each step is what a journal costs.
+One byte string: each request frame as it was sent, and behind it the evidence of its reply (see
+``wire.messages.evidence_of``). Appending is all the hot path does; one string, not a list of many, because
+new memory is what a journal costs, and so is each place in memory that a step has to touch.
 
 A replay begins at the construction of the env as long as the journal reaches back that far: that is exact
 for every deterministic env, also for one whose state outlives an episode. When the journal outgrows its
@@ -31,8 +31,7 @@ _ignore: Callable[[bytes], object] = id
 class Anchor:
     """A reset that a replay can begin with, and where it lies."""
 
-    request: int
-    reply: int
+    place: int
     steps: int
     reset: Reset
     generators: bytes
@@ -61,14 +60,13 @@ class Journal:
         """Begin with an env that has just been built."""
         self.recording = recording
         self._roomy = True  # far from the limit, as of the last trim
-        self._requests, self._replies = bytearray(), bytearray()
+        self._entries = bytearray()
         self._last_forgotten = b""
-        # Always these two objects' methods: the hot path holds them.
-        self.log_request: Callable[[bytes], object] = self._requests.extend if recording else _ignore
+        # Always this one object's methods: the hot path holds them.
+        append: Callable[[bytes | memoryview], object] = self._entries.extend
+        self.log_request: Callable[[bytes], object] = append if recording else _ignore
         # Without a journal the last reply alone is kept: a truncation shows its observation.
-        self.log_reply: Callable[[bytes | memoryview], object] = (
-            self._replies.extend if recording else partial(setitem, self._replies, slice(None))
-        )
+        self.log_reply = append if recording else partial(setitem, self._entries, slice(None))
         self.clear()
 
     def clear(self, steps: int = 0) -> None:
@@ -81,28 +79,30 @@ class Journal:
 
     def _forget_all(self) -> None:
         self._last_forgotten = self.last_observed()
-        self._requests.clear()
-        self._replies.clear()
+        self._entries.clear()
+
+    def _replies(self) -> list[bytes]:
+        frames = split_frames(self._entries)
+        return frames[1::2] if self.recording else frames
 
     def last_observed(self) -> bytes:
         """Evidence of the last reply that carried an observation, or ``b""``."""
-        observed = (reply for reply in reversed(split_frames(self._replies)) if reply[KIND_AT] == STEPPED)
+        observed = (reply for reply in reversed(self._replies()) if reply[KIND_AT] == STEPPED)
         return next(observed, self._last_forgotten)
 
     def __len__(self) -> int:
         """Bytes held."""
-        return len(self._requests) + len(self._replies)
+        return len(self._entries)
 
     def forget_unanswered(self, pending: bytes) -> None:
         """Leave the request ``pending`` out, wherever between sending and logging its caller was interrupted."""
         if not self.recording:
             return
-        requests, replies = split_frames(self._requests), split_frames(self._replies)
-        keep = min(len(requests), len(replies))
-        if keep and seq_of(requests[keep - 1]) == seq_of(pending):
-            keep -= 1
-        del self._requests[sum(map(len, requests[:keep])) :]
-        del self._replies[sum(map(len, replies[:keep])) :]
+        frames = split_frames(self._entries)
+        keep = len(frames) // 2 * 2
+        if keep and seq_of(frames[keep - 2]) == seq_of(pending):
+            keep -= 2
+        del self._entries[sum(map(len, frames[:keep])) :]
 
     def wants_anchor(self, steps: int) -> bool:
         """Whether the coming reset should tell the state of the random generators."""
@@ -115,29 +115,29 @@ class Journal:
     def anchor(self, frame: bytes, evidence: bytes, reset: Reset, generators: bytes, steps: int) -> None:
         """What has just been logged was this reset, and the generators stood so before it."""
         if not self.usable:  # what came before has been forgotten: begin again here
-            del self._requests[: -len(frame)]
-            del self._replies[: -len(evidence)]
+            del self._entries[: -len(frame) - len(evidence)]
             self._anchors.clear()
             self._steps_before = steps
             self.usable = True
-        request, reply = len(self._requests) - len(frame), len(self._replies) - len(evidence)
-        self._anchors.append(Anchor(request, reply, steps, reset, generators))
+        place = len(self._entries) - len(frame) - len(evidence)
+        self._anchors.append(Anchor(place, steps, reset, generators))
 
     def plans(self) -> list[Plan]:
         """The replays to try, the most trustworthy first."""
         if not self.usable:
             return []
         if self.complete:
-            return [Plan(tuple(split_frames(self._requests)), tuple(split_frames(self._replies)), True)]
+            frames = split_frames(self._entries)
+            return [Plan(tuple(frames[::2]), tuple(frames[1::2]), True)]
         return [self._from(self._anchors[0])] if self._anchors else []
 
     def _from(self, anchor: Anchor) -> Plan:
-        frames = split_frames(self._requests[anchor.request :])
+        frames = split_frames(self._entries[anchor.place :])
         first = pack_message(seq_of(frames[0]), replace(anchor.reset, generators=anchor.generators, anchor=True))
-        return Plan((first, *frames[1:]), tuple(split_frames(self._replies[anchor.reply :])), False)
+        return Plan((first, *frames[2::2]), tuple(frames[1::2]), False)
 
     def _bytes_since(self, anchor: Anchor) -> int:
-        return len(self) - anchor.request - anchor.reply
+        return len(self) - anchor.place
 
     def trim(self, limit: int, step_limit: float, steps: int) -> None:
         """Forget the oldest episodes when more than ``limit`` bytes or ``step_limit`` steps are held.
@@ -163,10 +163,7 @@ class Journal:
             self._anchors.clear()
             self.usable = False
             return
-        del self._requests[: start.request]
-        del self._replies[: start.reply]
-        self._anchors = [
-            replace(one, request=one.request - start.request, reply=one.reply - start.reply)
-            for one in self._anchors[self._anchors.index(start) :]
-        ]
+        del self._entries[: start.place]
+        kept = self._anchors[self._anchors.index(start) :]
+        self._anchors = [replace(one, place=one.place - start.place) for one in kept]
         self._steps_before = start.steps

@@ -103,10 +103,10 @@ class Supervisor:
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
     __slots__ = """
-        __weakref__ _backend _block _buffer _closing _command _deadlines _deaths _decode _encode _healer
+        __weakref__ _backend _block _buffer _closing _core _command _deadlines _deaths _decode _encode _healer
         _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
         _phase_before _placement _plain_reply _plain_size _policy _sampled_at _seed _seeded _step_deadline
-        _steps _steps_before _views interrupted phase record seq transmit
+        _steps _steps_before _transmit _views interrupted phase record seq
     """.split()  # noqa: SIM905 - one name a line would take a page
 
     def __init__(
@@ -132,7 +132,8 @@ class Supervisor:
         recording = "replay" in (policy.on_crash, policy.on_timeout, policy.on_error)
         self._journal = Journal(recording=recording)
         self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
-        self.transmit: Callable[[bytes], None] = _no_sender
+        self._transmit: Callable[[bytes], None] = _no_sender
+        self._core: int | None = None
         self._backend: Any = None  # Backend | None; Any because the hot path does not ask
         self._encode: EncodeStep = _no_encoder
         self._decode: Callable[[Any, int], Any] = _no_decoder
@@ -239,9 +240,17 @@ class Supervisor:
         self._buffer, self._plain_size = backend.buffer, placement.plain_size
         self._plain_reply = memoryview(self._buffer)[: self._plain_size]
         old, self._backend = self._backend, backend
-        self.transmit = backend.send
+        self._transmit = backend.send
+        if self._core is not None:
+            backend.prefer(self._core)
         if old is not None and old is not backend:
             old.release()
+
+    def prefer(self, core: int) -> None:
+        """Have the worker, and each that replaces it, run on this core while steps are short."""
+        self._core = core
+        if self._backend is not None:
+            self._backend.prefer(core)
 
     def _drop_backend(self) -> None:
         old, self._backend = self._backend, None
@@ -253,28 +262,23 @@ class Supervisor:
 
     def send_step(self, action: Any) -> None:
         """Send a step; does not block."""
-        self.transmit(self.prepare_step(action))
-
-    def prepare_step(self, action: Any) -> bytes:
-        """All of a send but the sending: give what this returns to ``transmit``.
-
-        Apart, so that who steps many envs can write all requests in one burst: what is done between two
-        writes lets a core go idle, and waking it costs more than a step of CartPole.
-        """
         if self.phase != RUNNING and self._cannot_step():
-            return b""
+            return
         seq = self.seq = (self.seq + 1) & SEQ_MASK
-        encode = self._encode
+        encode, transmit = self._encode, self._transmit
         self._pending = frame = encode(seq, action)
         self.phase = STEPPING
         if self._step_deadline is not None:
             self._backend.arm(self._step_deadline)
         if not seq & _SAMPLE:
             self._sampled_at = perf_counter()
-        return frame
+        transmit(frame)
 
-    def receive_step(self, timeout: float | None = None, *, defer: bool = False) -> Transition:
-        """Collect what the step returned; with ``defer`` a recovery is not done here: RecoveryDue is raised."""
+    def receive_step(self, timeout: float | None = None, defer: bool = False) -> Transition:
+        """Collect what the step returned; with ``defer`` a recovery is not done here: RecoveryDue is raised.
+
+        By position, because CPython 3.11 is slow to call with keywords.
+        """
         if self.phase != STEPPING or timeout is not None or self.interrupted:
             early = self._before_receiving_step(timeout)
             if early is not None:
@@ -745,7 +749,7 @@ class Supervisor:
     def _let_go(self) -> None:
         """Of what would keep the backend alive and its shared memory mapped."""
         self._views = self._block = None
-        self._decode, self.transmit = _no_decoder, _no_sender
+        self._decode, self._transmit = _no_decoder, _no_sender
 
     def abandon(self) -> None:
         """Let go without waiting: the process ends by itself."""

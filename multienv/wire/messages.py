@@ -1,7 +1,7 @@
 """Frames: a fixed header, then a payload.
 
-A request is ``REQUEST`` + payload. Steps are binary (see ``codec``); everything else is one of the frozen
-dataclasses below, pickled. A reply is ``REPLY`` + observation + info::
+A request is ``REQUEST`` + payload. Steps are binary (see ``actions``), and so are resets without options;
+everything else is one of the frozen dataclasses below, pickled. A reply is ``REPLY`` + observation + info::
 
     REQUEST  length seq kind tag                                   12 bytes
     REPLY    length seq info_length | kind flags reward_tag reward  24 bytes
@@ -22,6 +22,8 @@ import cloudpickle
 
 REQUEST = struct.Struct("<IIBBxx")
 STEP_INTEGER = struct.Struct("<IIBBxxq")
+INTEGER = struct.Struct("<q")  # behind REQUEST, in the same frame
+PLAIN_RESET = STEP_INTEGER  # the integer is the seed
 REPLY = struct.Struct("<IIIBBBxd")
 EVIDENCE = 12
 KIND_AT = 12
@@ -31,6 +33,12 @@ TAG_AT = 9
 # Kinds of request.
 MESSAGE = 1
 STEP = 2
+RESET = 3
+
+# Tags of a plain reset.
+_SEEDED = 1
+_ANCHOR = 2
+_LARGEST_SEED = 2**63 - 1
 
 # A frame of length 0 comes from a trainer that was interrupted: the worker writes the mark that follows it and,
 # if the last request it executed has this number, ARRIVED and the same reply again. What it wrote before the mark
@@ -172,6 +180,12 @@ class Failure:
 
 def pack_message(seq: int, message: Message) -> bytes:
     """A request frame for anything but a step."""
+    if type(message) is Reset and message.options is None and message.generators is None:
+        seed = message.seed
+        if seed is None:
+            return PLAIN_RESET.pack(PLAIN_RESET.size, seq, RESET, message.anchor and _ANCHOR, 0)
+        if seed <= _LARGEST_SEED:
+            return PLAIN_RESET.pack(PLAIN_RESET.size, seq, RESET, _SEEDED | (message.anchor and _ANCHOR), seed)
     payload: bytes = cloudpickle.dumps(message)
     return REQUEST.pack(REQUEST.size + len(payload), seq, MESSAGE, 0) + payload
 
@@ -200,6 +214,9 @@ def split_frames(joined: bytes | bytearray) -> list[bytes]:
 
 def unpack_message(frame: bytes) -> Message:
     """The message in a request frame."""
+    if frame[KIND_OF_REQUEST_AT] == RESET:
+        _, _, _, tag, seed = PLAIN_RESET.unpack_from(frame)
+        return Reset(seed if tag & _SEEDED else None, None, bool(tag & _ANCHOR))
     message: Message = pickle.loads(memoryview(frame)[REQUEST.size :])
     return message
 

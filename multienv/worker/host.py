@@ -22,12 +22,11 @@ from multienv.wire.memory import BUSY, REPLAYING, Block
 from multienv.wire.messages import (
     ANCHORED,
     FAILED,
+    INTEGER,
     KIND_AT,
     LARGE_EVIDENCE,
-    MESSAGE,
     REQUEST,
     STEP,
-    STEP_INTEGER,
     STEPPED,
     TAG_AT,
     Call,
@@ -58,6 +57,10 @@ class ResultNotPicklable(Exception):  # noqa: N818 - travels as a flag of Failur
 class Host:
     """Holds one env and answers requests for it.
 
+    Attributes:
+        handle: Number, kind and frame of a request → the frame of its reply.
+        closing: It has been asked to close.
+
     Args:
         env_fn: The function that builds the env, where it need not travel (fork, serial).
         words: The control words, to mark what is being executed; a plain list in the serial twin.
@@ -75,32 +78,57 @@ class Host:
     ) -> None:
         """Hold no env yet: it is built by the first request."""
         self.closing = False
+        self.handle: Callable[[int, int, bytes], bytes] = self._handle
         self.block: Block | None = None
         self._allocate = allocate
         self._env_fn = env_fn
         self._words: Any = [0, 0] if words is None else words
         self._on_initialize = on_initialize
         self._env: gymnasium.Env[Any, Any] | None = None
-        self._step: Callable[[int, bytes], bytes] | None = None
         self._pack: Pack | None = None
 
-    def handle(self, frame: bytes) -> bytes:
-        """Answer one request. Only what ends a process (SystemExit, …) is raised."""
+    def answer(self, frame: bytes) -> bytes:
+        """Answer one request."""
         _, seq, kind, _ = _unpack(frame)
-        words = self._words
-        words[BUSY] = seq + 1
+        return self.handle(seq, kind, frame)
+
+    def _handle(self, seq: int, kind: int, frame: bytes) -> bytes:
+        """Answer one request that is not a step. Only what ends a process (SystemExit, …) is raised."""
+        self._words[BUSY] = seq + 1
         try:
-            if kind == STEP:
-                assert self._step is not None
-                reply = self._step(seq, frame)
-            else:
-                assert kind == MESSAGE
-                message = unpack_message(frame)
-                reply = _HANDLERS[type(message)](self, seq, message)
+            assert kind != STEP
+            message = unpack_message(frame)
+            reply = _HANDLERS[type(message)](self, seq, message)
         except Exception as error:
             reply = pack_value(seq, failure_of(error), FAILED)
-        words[BUSY] = 0
+        self._words[BUSY] = 0
         return reply
+
+    def _compile(self, env: gymnasium.Env[Any, Any], pack: Pack) -> Callable[[int, int, bytes], bytes]:
+        """The same for steps too: one function, because each call, and each object it touches, counts here."""
+        decode, unpack_integer, step = action_decoder(env.action_space), INTEGER.unpack_from, env.step
+        words, handle, header = self._words, self._handle, REQUEST.size
+
+        def handle_any(seq: int, kind: int, frame: bytes) -> bytes:
+            if kind != STEP:
+                return handle(seq, kind, frame)
+            words[BUSY] = seq + 1
+            try:
+                result = step(unpack_integer(frame, header)[0] if frame[TAG_AT] == INT else decode(frame))
+                try:
+                    observation, reward, terminated, truncated, info = result
+                except (TypeError, ValueError):
+                    raise _wrong_result("step", "observation, reward, terminated, truncated, info", result) from None
+                try:
+                    reply = pack(seq, observation, reward, terminated, truncated, info, 0)
+                except Exception as error:
+                    raise _not_picklable("step", error) from error
+            except Exception as error:
+                reply = pack_value(seq, failure_of(error), FAILED)
+            words[BUSY] = 0
+            return reply
+
+        return handle_any
 
     # --- one method per message ---------------------------------------------------------------
 
@@ -127,7 +155,7 @@ class Host:
         placement = Placement.of(env.observation_space, message.inline_limit)
         self.block = self._allocate(placement.block_size) if placement.block_size else None
         self._pack = packer(env.observation_space, placement, self.block)
-        self._step = self._compile_step(env, self._pack)
+        self.handle = self._compile(env, self._pack)
         description = Description(
             observation_space=env.observation_space,
             action_space=env.action_space,
@@ -137,23 +165,6 @@ class Host:
             pid=os.getpid(),
         )
         return self._value(seq, description, "its constructor (spaces, metadata, spec)")
-
-    def _compile_step(self, env: gymnasium.Env[Any, Any], pack: Pack) -> Callable[[int, bytes], bytes]:
-        decode, unpack_integer, step = action_decoder(env.action_space), STEP_INTEGER.unpack_from, env.step
-
-        def run(seq: int, frame: bytes) -> bytes:
-            # The commonest action is unpacked here: a call less.
-            result = step(unpack_integer(frame)[4] if frame[TAG_AT] == INT else decode(frame))
-            try:
-                observation, reward, terminated, truncated, info = result
-            except (TypeError, ValueError):
-                raise _wrong_result("step", "observation, reward, terminated, truncated, info", result) from None
-            try:
-                return pack(seq, observation, reward, terminated, truncated, info, 0)
-            except Exception as error:
-                raise _not_picklable("step", error) from error
-
-        return run
 
     def _reset(self, seq: int, message: Reset) -> bytes:
         env = self._require()
@@ -196,7 +207,7 @@ class Host:
         evidence, last = [], b""
         for index, frame in enumerate(message.frames):
             words[REPLAYING] = index + 1
-            reply = self.handle(frame)
+            reply = self.answer(frame)
             words[BUSY] = seq + 1
             evidence.append(evidence_of(reply))
             if len(reply) > LARGE_EVIDENCE and reply[KIND_AT] == STEPPED:

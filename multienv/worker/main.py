@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from multienv.wire.memory import CONTROL_SIZE, DEADLINE, OBSERVATIONS, Block, Control
-from multienv.wire.messages import ARRIVED, MARK_SIZE, NOT_ARRIVED, REQUEST, Initialize
+from multienv.wire.messages import ARRIVED, MARK_SIZE, NOT_ARRIVED, REQUEST, STEP, Initialize
+from multienv.worker.affinity import SAMPLE, Affinity, Scheduler
 from multienv.worker.host import Host
 
 # One read takes most requests, and CPython's small-object allocator serves it; the rest of a longer one is
@@ -86,8 +87,8 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
 
 
 def _serve(ends: Ends, host: Host, control: Control) -> None:
-    read, write, handle, times = os.read, os.write, host.handle, control.times
-    unpack = REQUEST.unpack_from
+    read, write, times = os.read, os.write, control.times
+    unpack, affinity = REQUEST.unpack_from, Affinity(control.words, Scheduler.of_this_process())
     last_seq, reply, ahead = -1, b"", b""
     while True:
         frame = ahead or read(ends.requests, _CHUNK)
@@ -95,7 +96,7 @@ def _serve(ends: Ends, host: Host, control: Control) -> None:
             break
         if len(frame) < REQUEST.size:
             frame = _read_rest(ends.requests, frame, REQUEST.size)
-        length, seq, _, _ = unpack(frame)
+        length, seq, kind, _ = unpack(frame)
         if len(frame) < length:
             frame = _read_rest(ends.requests, frame, length)
         ahead = frame[length:]  # a Close, or a mark, may have been sent meanwhile
@@ -104,7 +105,10 @@ def _serve(ends: Ends, host: Host, control: Control) -> None:
                 ahead = _answer_mark(ends, frame, reply if seq == last_seq else b"")
                 continue
             frame = frame[:length]
-        reply = handle(frame)
+        if seq & SAMPLE or kind != STEP:
+            reply = host.handle(seq, kind, frame)
+        else:
+            reply = affinity.timed(host.handle, seq, kind, frame)
         last_seq = seq
         times[DEADLINE] = 0.0
         written = write(ends.replies, reply)
@@ -143,7 +147,7 @@ def _write_rest(descriptor: int, rest: memoryview) -> None:
 
 
 def _settle(ends: Ends) -> None:
-    """Signals and scheduling, as a worker wants them."""
+    """Signals, as a worker wants them."""
     for name in ("SIGTERM", "SIGCHLD", "SIGHUP", "SIGALRM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -151,11 +155,6 @@ def _settle(ends: Ends) -> None:
     faulthandler.enable(ends.stack, all_threads=True)
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True, chain=False)
-    if hasattr(os, "SCHED_BATCH"):
-        # A batch process does not preempt whoever wakes it, so that a trainer with several workers a core
-        # gets all its requests out first: 5 % more steps a second over eight CartPoles on two cores.
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _find_place(message: Initialize) -> None:

@@ -15,6 +15,11 @@ from multienv import MultiEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import CallPendingError, NothingPendingError, UsageError
 from multienv.testing import CounterEnv
 
+# A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function WeakSet:pytest.PytestUnraisableExceptionWarning"
+)
+
 ENDLESS = partial(CounterEnv, horizon=None)
 
 

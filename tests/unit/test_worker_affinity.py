@@ -1,0 +1,129 @@
+"""A worker binds itself while its steps are short, and lets go when somebody else wants the core."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from multienv.wire.memory import CORE
+from multienv.worker.affinity import _ENOUGH, _PATIENCE, SAMPLE, Affinity, Scheduler
+
+SHORT, LONG = 10e-6, 5e-3
+
+
+class Kernel(Scheduler):
+    """Lets the test say what the kernel accounts; notes what it is asked for."""
+
+    def __init__(self, permits: bool = True) -> None:
+        self.permits, self.seconds_waited = permits, 0.0
+        self.asked: list[int | None] = []
+
+    def waited(self) -> float:
+        return self.seconds_waited
+
+    def bind(self, core: int) -> bool:
+        self.asked.append(core)
+        return self.permits
+
+    def free(self) -> None:
+        self.asked.append(None)
+
+
+class Worker:
+    """Takes steps of a given length, by a clock of its own."""
+
+    def __init__(self, kernel: Kernel | None, core: int | None = 1) -> None:
+        self.now, self.duration = 0.0, SHORT
+        self.kernel = kernel
+        self.words = [0] * 8
+        self.words[CORE] = 0 if core is None else core + 1
+        self.affinity = Affinity(self.words, kernel, lambda: self.now)
+
+    def handle(self, seq: int, kind: int, frame: bytes) -> bytes:
+        self.now += self.duration
+        return b"%d %d " % (seq, kind) + frame
+
+    def samples(self, number: int, duration: float, waits: float = 0.0) -> None:
+        self.duration = duration
+        for _ in range(number):
+            if self.kernel is not None:
+                self.kernel.seconds_waited += waits * (SAMPLE + 1)
+            assert self.affinity.timed(self.handle, 5, 2, b"frame") == b"5 2 frame"
+
+
+def test_short_steps_bind() -> None:
+    worker = Worker(kernel := Kernel())
+    worker.samples(_ENOUGH - 1, SHORT)
+    assert kernel.asked == []
+    worker.samples(100, SHORT)
+    assert kernel.asked == [1]
+
+
+def test_long_steps_do_not() -> None:
+    worker = Worker(kernel := Kernel())
+    worker.samples(1000, LONG)
+    assert kernel.asked == []
+
+
+def test_nothing_without_a_preference() -> None:
+    worker = Worker(kernel := Kernel(), core=None)
+    worker.samples(1000, SHORT)
+    assert kernel.asked == []
+
+
+def test_nothing_without_a_scheduler() -> None:
+    Worker(None).samples(100, SHORT)
+
+
+def test_waiting_for_the_core_frees_and_patience_grows() -> None:
+    worker = Worker(kernel := Kernel())
+    worker.samples(_ENOUGH, SHORT)
+    for rest in (_PATIENCE, 4 * _PATIENCE):
+        kernel.asked.clear()
+        worker.samples(_ENOUGH, SHORT, waits=LONG)
+        assert kernel.asked == [None]
+        worker.samples(rest, SHORT)
+        assert kernel.asked == [None]
+        worker.samples(_ENOUGH, SHORT)
+        assert kernel.asked == [None, 1]
+
+
+def test_steps_that_become_long_free() -> None:
+    worker = Worker(kernel := Kernel())
+    worker.samples(_ENOUGH, SHORT)
+    worker.samples(_ENOUGH, LONG)
+    assert kernel.asked == [1, None]
+
+
+def test_one_slow_step_does_not() -> None:
+    worker = Worker(kernel := Kernel())
+    worker.samples(_ENOUGH, SHORT)
+    for _ in range(50):
+        worker.samples(1, LONG)
+        worker.samples(2, SHORT)
+    assert kernel.asked == [1]
+
+
+def test_a_refusal_is_final() -> None:
+    worker = Worker(kernel := Kernel(permits=False))
+    worker.samples(1000, SHORT)
+    assert kernel.asked == [1]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_the_kernel_does_as_asked() -> None:
+    cores, policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
+    scheduler = Scheduler.of_this_process()
+    assert scheduler is not None
+    assert scheduler.waited() >= 0
+    assert not scheduler.bind(max(cores) + 1)  # not ours to run on
+    core = min(cores)
+    try:
+        assert scheduler.bind(core)
+        assert (os.sched_getaffinity(0), os.sched_getscheduler(0)) == ({core}, os.SCHED_BATCH)
+        assert not scheduler.bind(core)  # somebody has made arrangements
+    finally:
+        scheduler.free()
+        os.close(scheduler._account)  # a worker keeps it to its end
+    assert (os.sched_getaffinity(0), os.sched_getscheduler(0)) == (cores, policy)
