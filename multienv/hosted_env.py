@@ -10,7 +10,8 @@ import gymnasium
 
 from multienv.errors import UsageError
 from multienv.events import Statistics
-from multienv.recovery.supervisor import HALF, WHOLE, Supervisor, Transition
+from multienv.recovery.phases import HALF, WHOLE
+from multienv.recovery.supervisor import Supervisor, Transition
 from multienv.wire.messages import Call, GetAttribute, HasAttribute, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from multienv.errors import (
 )
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
-from multienv.recovery.supervisor import RUNNING, RecoveryDue, Supervisor
+from multienv.recovery.phases import RUNNING, RecoveryDue
+from multienv.recovery.supervisor import Supervisor
 from multienv.subprocess_env import close_all
 
 if TYPE_CHECKING:

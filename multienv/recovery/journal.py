@@ -61,6 +61,7 @@ class Journal:
         self.recording = recording
         self._roomy = True  # far from the limit, as of the last trim
         self._entries = bytearray()
+        self._known = 0  # a frame begins there, one of the last
         self._last_forgotten = b""
         # Always this one object's methods: the hot path holds them.
         append: Callable[[bytes | memoryview], object] = self._entries.extend
@@ -80,15 +81,17 @@ class Journal:
     def _forget_all(self) -> None:
         self._last_forgotten = self.last_observed()
         self._entries.clear()
-
-    def _replies(self) -> list[bytes]:
-        frames = split_frames(self._entries)
-        return frames[1::2] if self.recording else frames
+        self._known = 0
 
     def last_observed(self) -> bytes:
         """Evidence of the last reply that carried an observation, or ``b""``."""
-        observed = (reply for reply in reversed(self._replies()) if reply[KIND_AT] == STEPPED)
-        return next(observed, self._last_forgotten)
+        for start in (self._known, 0):  # the last frames tell, nearly always
+            frames = split_frames(self._entries[start:])
+            replies = frames[1::2] if self.recording else frames
+            for reply in reversed(replies):
+                if reply[KIND_AT] == STEPPED:
+                    return reply
+        return self._last_forgotten
 
     def __len__(self) -> int:
         """Bytes held."""
@@ -98,11 +101,11 @@ class Journal:
         """Leave the request ``pending`` out, wherever between sending and logging its caller was interrupted."""
         if not self.recording:
             return
-        frames = split_frames(self._entries)
+        frames = split_frames(self._entries[self._known :])
         keep = len(frames) // 2 * 2
         if keep and seq_of(frames[keep - 2]) == seq_of(pending):
             keep -= 2
-        del self._entries[sum(map(len, frames[:keep])) :]
+        del self._entries[self._known + sum(map(len, frames[:keep])) :]
 
     def wants_anchor(self, steps: int) -> bool:
         """Whether the coming reset should tell the state of the random generators."""
@@ -119,8 +122,8 @@ class Journal:
             self._anchors.clear()
             self._steps_before = steps
             self.usable = True
-        place = len(self._entries) - len(frame) - len(evidence)
-        self._anchors.append(Anchor(place, steps, reset, generators))
+        self._known = len(self._entries) - len(frame) - len(evidence)
+        self._anchors.append(Anchor(self._known, steps, reset, generators))
 
     def plans(self) -> list[Plan]:
         """The replays to try, the most trustworthy first."""
@@ -143,8 +146,11 @@ class Journal:
         """Forget the oldest episodes when more than ``limit`` bytes or ``step_limit`` steps are held.
 
         Half of it is kept, so that this is rare. An episode that does not fit alone makes the journal
-        unusable until the next reset.
+        unusable until the next reset. To be called before a request is logged, so that
+        :meth:`forget_unanswered` finds it behind the place noted here.
         """
+        if self.recording:
+            self._known = len(self._entries)
         # Few steps with large requests: anchors every so many steps would lie too far apart.
         self._roomy = not self._anchors or self._bytes_since(self._anchors[-1]) <= limit / 8
         if not self.recording or (len(self) <= limit and steps - self._steps_before <= step_limit):
@@ -163,7 +169,8 @@ class Journal:
             self._anchors.clear()
             self.usable = False
             return
-        del self._entries[: start.place]
         kept = self._anchors[self._anchors.index(start) :]
-        self._anchors = [replace(one, place=one.place - start.place) for one in kept]
-        self._steps_before = start.steps
+        kept = [replace(one, place=one.place - start.place) for one in kept]
+        known = self._known - start.place
+        # At one stroke: no interruption comes in between.
+        self._entries[: start.place], self._anchors, self._steps_before, self._known = b"", kept, start.steps, known

@@ -178,15 +178,22 @@ class Failure:
     result_not_picklable: bool = False
 
 
+class Unpicklable(Exception):  # noqa: N818 - internal
+    """Pickling, which runs foreign code, raised; the cause says what."""
+
+
 def pack_message(seq: int, message: Message) -> bytes:
-    """A request frame for anything but a step."""
+    """A request frame for anything but a step. Raises :class:`Unpicklable`."""
     if type(message) is Reset and message.options is None and message.generators is None:
         seed = message.seed
         if seed is None:
             return PLAIN_RESET.pack(PLAIN_RESET.size, seq, RESET, message.anchor and _ANCHOR, 0)
         if seed <= _LARGEST_SEED:
             return PLAIN_RESET.pack(PLAIN_RESET.size, seq, RESET, _SEEDED | (message.anchor and _ANCHOR), seed)
-    payload: bytes = cloudpickle.dumps(message)
+    try:
+        payload: bytes = cloudpickle.dumps(message)
+    except Exception as error:
+        raise Unpicklable from error
     return REQUEST.pack(REQUEST.size + len(payload), seq, MESSAGE, 0) + payload
 
 

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multienv.recovery import journal
 from multienv.recovery.journal import ANCHOR_EVERY, Journal
 from multienv.wire.actions import action_encoder
 from multienv.wire.messages import (
@@ -21,6 +22,7 @@ from multienv.wire.messages import (
     pack_message,
     pack_value,
     seq_of,
+    split_frames,
     unpack_message,
 )
 
@@ -262,11 +264,14 @@ def test_after_a_trim_the_limit_holds_and_what_is_left_is_the_end_of_what_was(op
 @pytest.mark.parametrize("logged", ["nothing", "request", "request and reply"])
 @pytest.mark.parametrize("kind", ["step", "call", "reset"])
 @pytest.mark.parametrize("before", [0, 1, 5])
-def test_an_interrupted_request_is_left_out_wherever_the_interruption_fell(logged, kind, before):
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_an_interrupted_request_is_left_out_wherever_the_interruption_fell(logged, kind, before, trimmed):
     caller = Caller()
     caller.reset(seed=1)
     for _ in range(before):
         caller.step()
+    if trimmed:
+        caller.trim()
     messages = {"call": Call("poke", (), {}), "reset": Reset(None, None, anchor=False)}
     request, reply = caller.next_step() if kind == "step" else caller.next_message(messages[kind])
     expected = caller.journal.plans()
@@ -287,3 +292,19 @@ def test_an_interrupted_first_request_is_left_out(caller):
     caller.log(request, reply)
     caller.journal.forget_unanswered(request)
     assert len(caller.journal) == 0
+
+
+def test_what_was_interrupted_is_sought_among_the_last_requests_alone(caller, monkeypatch):
+    """With a million steps in the journal Ctrl-C must not take a minute."""
+    split: list[int] = []
+    monkeypatch.setattr(journal, "split_frames", lambda joined: split.append(len(joined)) or split_frames(joined))
+    caller.reset(seed=1)
+    for _ in range(3):
+        for _ in range(1000):
+            caller.step()
+        caller.trim()
+        request, reply = caller.next_step()
+        caller.log(request, reply)
+        caller.journal.forget_unanswered(request)
+        caller.step()
+    assert split == [len(request) + len(reply)] * 3

@@ -46,13 +46,13 @@ def test_put_back(wrapped: bool) -> None:
         for _ in range(5):
             env.draw()
         state = generators.capture(outer)
-        drawn = [env.draw(), float(np.random.random())]  # noqa: NPY002 - the global one is meant
+        drawn = [env.draw(), float(np.random.random())]
         generators.restore(outer_copy, state)
-        assert [copy.draw(), float(np.random.random())] == drawn  # noqa: NPY002
+        assert [copy.draw(), float(np.random.random())] == drawn
         assert copy.rng is copy.same
     finally:
         random.setstate(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
+        np.random.set_state(before[1])
 
 
 def test_a_property_that_raises_is_no_obstacle() -> None:
@@ -71,7 +71,7 @@ def test_ordinary_envs_keep_their_attributes_in_place() -> None:
 
     def layers_with_a_dict() -> int:
         # The attributes themselves are among the referents, unless they have been moved into a dict.
-        return sum(layer.env not in gc.get_referents(layer) for layer in (env, env.env, env.env.env))  # type: ignore
+        return sum(layer.env not in gc.get_referents(layer) for layer in (env, env.env, env.env.env))  # type: ignore[attr-defined]
 
     before = layers_with_a_dict()
     generators.capture(env)

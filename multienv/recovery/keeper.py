@@ -1,0 +1,284 @@
+"""What one env consists of on the trainer's side: its process, its journal, what was seen, what is pending."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from multienv.backends.base import Backend
+from multienv.config import Deadlines, RestartPolicy
+from multienv.errors import (
+    CallPendingError,
+    ClosedError,
+    NothingPendingError,
+    NotInitializedError,
+    ResetNeededError,
+    UsageError,
+)
+from multienv.events import Hook, Statistics
+from multienv.recovery.healer import Healer
+from multienv.recovery.journal import Journal
+from multienv.recovery.phases import CLOSED, ENDED, LOST, NEW, PENDING, RESUMED, STARTING, STATES, STEPPING, WHOLE
+from multienv.recovery.record import Record
+from multienv.recovery.verification import same
+from multienv.wire.actions import EncodeStep, action_encoder
+from multienv.wire.memory import Block
+from multienv.wire.messages import (
+    IRREGULAR,
+    REPLY,
+    SEQ_MASK,
+    Close,
+    Initialize,
+    Message,
+    pack_message,
+    seq_of,
+)
+from multienv.wire.observations import Placement, array_views, irregular_parts, reader
+
+_unpack = REPLY.unpack_from
+
+
+class Keeper(ABC):
+    """Holds everything one env consists of here: its process, its journal, what was seen last, what is pending.
+
+    Args:
+        launch: Gives a backend whose process has been launched.
+        initialize: The request that builds the env.
+        policy: What to do about losses.
+        deadlines: When a process counts as hung.
+        env_index: The env's index in its batch, for messages.
+        hooks: Called with each ``Loss`` and ``Recovery``.
+    """
+
+    # Slots, because an object with so many attributes would lose CPython's fast path to them.
+    __slots__ = """
+        __weakref__ _backend _block _buffer _closing _core _command _deadlines _deaths _decode _encode _healer
+        _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
+        _phase_before _placement _plain_reply _plain_size _policy _sampled_at _seed _seeded _step_deadline
+        _steps _steps_before _transmit _views interrupted phase record seq
+    """.split()  # noqa: SIM905 - one name a line would take a page
+
+    def __init__(
+        self,
+        launch: Callable[[], Backend],
+        initialize: Initialize,
+        *,
+        policy: RestartPolicy,
+        deadlines: Deadlines,
+        env_index: int | None = None,
+        hooks: tuple[Hook, ...] = (),
+    ) -> None:
+        """Start nothing yet."""
+        self.seq = 0
+        self.phase = NEW
+        self.interrupted = 0
+        self.record = Record(env_index, hooks)
+        self._policy, self._deadlines = policy, deadlines
+        self._owner = os.getpid()
+        self._closing = threading.Event()
+        self._healer = Healer(launch, initialize, policy, deadlines, wait=self._closing.wait)
+        self._inline_limit = initialize.inline_limit
+        recording = "replay" in (policy.on_crash, policy.on_timeout, policy.on_error)
+        self._journal = Journal(recording=recording)
+        self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
+        self._transmit: Callable[[bytes], None] = _no_sender
+        self._core: int | None = None
+        self._backend: Any = None  # Backend | None; Any because the hot path does not ask
+        self._encode: EncodeStep = _no_encoder
+        self._decode: Callable[[Any, int], Any] = _no_decoder
+        self._views: Any = None  # where observations arrive, for a Box
+        self._buffer = bytearray()  # where replies are read into
+        self._plain_reply = memoryview(b"")  # a reply without an info, in there
+        self._plain_size = 0
+        self._placement = Placement(None, inline=True)
+        self._block: Block | None = None
+        self._step_deadline = deadlines.step
+        self._pending = b""
+        self._command = ""  # what is pending, unless it is a step
+        self._message: Message | None = None
+        self._phase_before = NEW
+        self._last = b""  # the last reply whose evidence is not all of it
+        self._deaths = 0  # processes that died executing the pending request
+        self._owed = ""  # why the next step must be a truncation
+        self._seed: int | None = None
+        self._seeded = False
+        self._steps = 0
+        self._steps_before = 0
+        self._sampled_at = 0.0
+        self._lost_observation: Any = None
+
+    # --- its process ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Launch the process and ask it to build the env; neither is waited for."""
+        if self.phase == CLOSED:
+            self.refuse("start")
+        if self.phase == NEW:
+            self._backend = self._healer.launch()
+            self._healer.request_build(self._backend)
+            self.phase = STARTING
+
+    def _adopt(self, backend: Backend) -> None:
+        """From now on this backend is the env's."""
+        description = self._healer.description
+        assert description is not None
+        if self._encode is _no_encoder:
+            self._placement = Placement.of(description.observation_space, self._inline_limit)
+            self._encode = action_encoder(description.action_space)  # last: an interruption leaves all to do again
+        size = self._placement.block_size
+        self._block = backend.observations(size) if size else None
+        space, placement = description.observation_space, self._placement
+        self._decode = reader(space, placement, self._block)
+        self._views = array_views(space, placement, self._block, backend.buffer)
+        self._buffer, self._plain_size = backend.buffer, placement.plain_size
+        self._plain_reply = memoryview(self._buffer)[: self._plain_size]
+        old, self._backend = self._backend, backend
+        self._transmit = backend.send
+        if self._core is not None:
+            backend.prefer(self._core)
+        if old is not None and old is not backend:
+            old.release()
+
+    def prefer(self, core: int) -> None:
+        """Have the worker, and each that replaces it, run on this core while steps are short."""
+        self._core = core
+        if self._backend is not None:
+            self._backend.prefer(core)
+
+    def _drop_backend(self) -> None:
+        old, self._backend = self._backend, None
+        if old is not None:
+            old.kill()
+            old.release()
+
+    # --- what was seen last -------------------------------------------------------------------------
+
+    def _last_reply(self) -> bytes:
+        """The last reply that carried an observation, whole if it had more to it than its evidence."""
+        evidence = self._journal.last_observed()
+        return self._last if self._last and evidence and seq_of(self._last) == seq_of(evidence) else evidence
+
+    def _keep_last_observation(self) -> None:
+        """For a truncation: the memory it arrived in may be gone by then."""
+        last = self._last_reply()
+        self._lost_observation = self._observation_in(last) if last else None
+
+    def _observation_in(self, reply: bytes) -> Any:
+        _, seq, _, _, flags, _, _ = _unpack(reply)
+        return irregular_parts(reply)[0] if flags & IRREGULAR else self._decode(reply, seq)
+
+    def _looks_the_same(self, backend: Backend, last: bytes) -> bool:
+        """The last observation the caller saw, whole, against that of the replay."""
+        seen = self._last_reply()
+        if not seen:
+            return True
+        _, seq, _, _, flags, _, _ = _unpack(seen)
+        if flags & IRREGULAR:
+            return not last or same(irregular_parts(seen), irregular_parts(last))
+        if self._block is None:
+            return True  # inline: it was compared with the rest of the evidence
+        size = self._block.size // 2
+        place = (seq & 1) * size
+        new = backend.observations(self._block.size)
+        return bool(self._block.view[place : place + size] == new.view[place : place + size])
+
+    # --- wrong calls --------------------------------------------------------------------------------
+
+    def _pending_command(self) -> str:
+        return "step" if self.phase in (STEPPING, RESUMED) else self._command
+
+    def refuse(self, command: str) -> NoReturn:
+        """Raise what is wrong with calling ``command`` now, and say what to call instead."""
+        phase = self.phase
+        if os.getpid() != self._owner:
+            raise UsageError(f"{command}(): this env belongs to process {self._owner}; make one in each process.")
+        if phase == CLOSED:
+            raise ClosedError(f"{command}(): this env has been closed. Make a new one.")
+        if phase in (NEW, STARTING):
+            raise NotInitializedError(f"{command}(): the env is not built yet. Call initialize() first.")
+        if phase in PENDING:
+            pending = self._pending_command()
+            if self.interrupted == WHOLE:
+                raise CallPendingError(
+                    f"{command}(): {pending}() was interrupted. Call {pending}() again for its outcome, or reset().",
+                    pending,
+                )
+            if command.endswith("_wait"):
+                raise NothingPendingError(f"{command}(): what is pending is {pending}; call {pending}_wait().", command)
+            raise CallPendingError(f"{command}(): {pending} is pending. Call {pending}_wait() first.", pending)
+        if command.endswith("_wait"):
+            raise NothingPendingError(f"{command}(): call {command.removesuffix('_wait')}_async() first.", command)
+        if phase == LOST:
+            raise ResetNeededError(f"{command}(): the env's process was lost. reset() starts a new one.")
+        if phase == ENDED:
+            raise ResetNeededError(f"{command}(): the episode has ended. Call reset() first.")
+        raise ResetNeededError(f"{command}(): there is no episode yet. Call reset() first.")
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the process, by asking and then by force; again does nothing. Never raises."""
+        if self.phase == CLOSED:
+            return
+        before, self.phase = self.phase, CLOSED
+        self._closing.set()
+        backend = self._backend
+        if os.getpid() != self._owner:  # a forked child of the trainer's lets go of its copies, no more
+            self.abandon()
+            return
+        self._healer.stop()
+        if backend is None:
+            return
+        if before in PENDING and self._is_waiting():
+            # Called from a signal handler or another thread while a call waits for its answer: it will see
+            # that its number is no longer current, and let go of the pipes itself.
+            self.seq = (self.seq + 1) & SEQ_MASK
+            backend.kill()
+            return
+        self._backend = None
+        self._let_go()
+        backend.send(pack_message((self.seq + 1) & SEQ_MASK, Close()))
+        backend.finish(self._deadlines.close)
+
+    @abstractmethod
+    def _is_waiting(self) -> bool:
+        """Whether some thread is inside a call that waits for an answer."""
+
+    def _let_go(self) -> None:
+        """Of what would keep the backend alive and its shared memory mapped."""
+        self._views = self._block = None
+        self._decode, self._transmit = _no_decoder, _no_sender
+
+    def abandon(self) -> None:
+        """Let go without waiting: the process ends by itself."""
+        backend, self._backend = self._backend, None
+        self.phase = CLOSED
+        self._let_go()
+        if backend is not None:
+            backend.release()
+
+    def statistics(self) -> Statistics:
+        """Counters and state at this moment."""
+        pid = self._backend.pid if self._backend is not None else None
+        return self.record.statistics(
+            state=STATES[self.phase],
+            pid=pid,
+            steps=self._steps,
+            restarts=self._healer.restarts,
+            journal_bytes=len(self._journal),
+        )
+
+
+def _no_sender(frame: bytes) -> None:
+    raise NotInitializedError("The env is not built yet. Call initialize() first.")
+
+
+def _no_encoder(seq: int, action: Any) -> bytes:
+    raise NotInitializedError("The env is not built yet. Call initialize() first.")
+
+
+def _no_decoder(reply: bytes, seq: int) -> Any:
+    raise NotInitializedError("The env is not built yet. Call initialize() first.")

@@ -1,0 +1,235 @@
+"""Building an env, and bringing it back after a loss."""
+
+from __future__ import annotations
+
+import secrets
+from typing import NoReturn
+
+from multienv.backends.base import Backend, Gone
+from multienv.config import OnLoss, check_seconds
+from multienv.errors import (
+    MultienvError,
+    WaitTimeout,
+)
+from multienv.events import Loss
+from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
+from multienv.recovery.keeper import Keeper
+from multienv.recovery.phases import (
+    CLOSED,
+    LOST,
+    NEW,
+    OWED,
+    READY,
+    RESUMED,
+    RUNNING,
+    STARTING,
+    STEPPING,
+    WHOLE,
+    EpisodeLost,
+)
+from multienv.recovery.report import env_error, lost_error, what_happened
+from multienv.wire.messages import (
+    REPLY,
+    Description,
+    Message,
+    Reset,
+    pack_message,
+)
+
+_unpack = REPLY.unpack_from
+
+
+class Mender(Keeper):
+    """Builds the env, and brings it back when its process is lost; or says why not."""
+
+    __slots__ = ()
+
+    # --- build ------------------------------------------------------------------------------------
+
+    def initialize(self, timeout: float | None = None) -> Description:
+        """Wait until the env is built."""
+        self.start()
+        if self.phase == STARTING:
+            self._wait(timeout, "initialize")
+            try:
+                again, self.interrupted = self.interrupted, WHOLE
+                if again:
+                    self._healer.request_build(self._backend, again=True)
+                self._healer.collect_build(self._backend)
+                self._adopt(self._backend)
+                self.interrupted = 0
+            except BuildFailed as failed:
+                self.interrupted = 0
+                error = self._build_failed(failed)
+                raise error from error.__cause__
+            except Gone as gone:
+                self.interrupted = 0
+                self._drop_backend()
+                self._rebuild(gone)
+            self.phase = READY
+        assert self._healer.description is not None
+        return self._healer.description
+
+    def _rebuild(self, gone: Gone | None) -> None:
+        """Launch and build until there is an env: the first time, or after one that was given up."""
+        effort, deaths = self._healer.begin(), 0
+        loss = self._note_loss(gone, "initialize") if gone else None
+        while True:
+            if gone is not None and loss is not None:
+                deaths += 1
+                if self._on_loss(gone.cause) != "replay" or deaths >= self._policy.poison_after:
+                    self.record.recovery(loss, "raised", "", effort)
+                    self.phase = LOST if self._healer.description else NEW
+                    advice = "Run env_fn() in-process to see why; initialize() tries again."
+                    raise lost_error(loss, loss.cause, advice)
+            try:
+                backend = self._healer.restart(effort, self._steps)
+            except BuildFailed as failed:
+                error = self._build_failed(failed)
+                raise error from error.__cause__
+            except Gone as again:
+                gone, loss = again, self._note_loss(again, "initialize")
+            except (BudgetSpent, Unrecoverable) as spent:
+                raise self._give_up(loss, effort, spent) from None
+            else:
+                self._adopt(backend)
+                if loss is not None:
+                    self.record.recovery(loss, "exact", "", effort)
+                return
+
+    def _build_failed(self, failed: BuildFailed) -> MultienvError:
+        self._drop_backend()
+        self.phase = LOST if self._healer.description else NEW
+        return env_error(failed.failure, index=self.record.env_index, command="initialize", step=None, seed=None)
+
+    def _wait(self, timeout: float | None, command: str) -> None:
+        check_seconds("timeout", timeout, zero=True)
+        if timeout is not None and not self._backend.poll(timeout):
+            raise WaitTimeout(
+                f"{command}() has not answered within {timeout} s. It is still running: wait again, or close()."
+            )
+
+    # --- losses -------------------------------------------------------------------------------------
+
+    def _heal(self, gone: Gone) -> None:
+        """Bring the env back and ask again; or raise: EpisodeLost, a WorkerLostError, ClosedError."""
+        self._refuse_if_closed()
+        command = self._pending_command()
+        loss = self._note_loss(gone, command)
+        effort = self._healer.begin()
+        self._deaths += gone.executing
+        self._keep_last_observation()
+        on_loss = self._on_loss(gone.cause)
+        if on_loss == "raise":
+            self._drop_backend()
+            self.phase = LOST
+            self.record.recovery(loss, "raised", "", effort)
+            raise lost_error(loss, loss.cause, "Its episode is lost; the next reset() starts a new process.")
+        if on_loss == "truncate":
+            self._go_on_without(loss, effort, what_happened(loss), command)
+            return
+        try:
+            backend = self._healer.bring_back(self._journal.plans(), effort, self._steps, self._looks_the_same)
+        except BudgetSpent as spent:
+            raise self._give_up(loss, effort, spent) from None
+        except Unrecoverable as reason:
+            self._refuse_if_closed()
+            self._go_on_without(loss, effort, f"{what_happened(loss)} It cannot be brought back: {reason}.", command)
+            return
+        self._refuse_if_closed(backend)
+        self._adopt(backend)
+        if self._deaths >= self._policy.poison_after:
+            self._refuse_poison(loss, effort, command)
+        self.record.recovery(loss, "exact", "", effort)
+        self._ask_again()
+
+    def _refuse_if_closed(self, backend: Backend | None = None) -> None:
+        """The env was closed meanwhile, by another thread or a signal handler: let go of it here."""
+        if self.phase == CLOSED:
+            if backend is not None:
+                backend.kill()
+                backend.release()
+            self._drop_backend()
+            self._let_go()
+            self.refuse(self._pending_command())
+
+    def _ask_again(self) -> None:
+        step = self.phase in (STEPPING, RESUMED)
+        assert step or self._message is not None
+        self._backend.arm(self._step_deadline if step else self._deadline(self._message))  # type: ignore[arg-type]
+        self._backend.send(self._pending)
+
+    def _go_on_without(self, loss: Loss, effort: Effort, reason: str, command: str) -> None:
+        """The env cannot be brought back. A new episode can be begun; a running one must be ended."""
+        self._drop_backend()
+        self._journal.clear(self._steps)
+        self._seeded = False
+        if command == "step":
+            self.record.recovery(loss, "truncated", reason, effort)
+            raise EpisodeLost(reason)
+        if command != "reset" and self._phase_before in (RUNNING, OWED):
+            self.record.recovery(loss, "truncated", reason, effort)
+            self._owed, self.phase = reason, OWED
+            raise lost_error(loss, loss.cause, f"{reason} The next step() ends the episode.")
+        self._rebuild(None)
+        if isinstance(self._message, Reset):
+            self._message = self._complete_reset(Reset(self._message.seed, self._message.options, anchor=True))
+            self._pending = pack_message(self.seq, self._message)
+        self.record.recovery(loss, "fresh", reason, effort)
+        self._ask_again()
+
+    def _refuse_poison(self, loss: Loss, effort: Effort, command: str) -> NoReturn:
+        """The env stands just before the request that kills it: end the episode there."""
+        reason = f"{what_happened(loss)} The same {command} killed {self._deaths} processes; it was not tried again."
+        if command == "step":
+            self.record.recovery(loss, "truncated", reason, effort)
+            raise EpisodeLost(reason)
+        self.phase = READY if command == "reset" else self._phase_before
+        self.record.recovery(loss, "raised", reason, effort)
+        raise lost_error(
+            loss, "poison", f"The same {command}() killed {self._deaths} processes; it is not tried again."
+        )
+
+    def _give_up(self, loss: Loss | None, effort: Effort, why: Exception) -> MultienvError:
+        self._drop_backend()
+        self.phase = LOST if self._healer.description else NEW
+        if loss is None:
+            loss = self.record.last_loss or Loss(self.record.env_index, "died", "", None, None, None)
+        self.record.recovery(loss, "raised", str(why), effort)
+        if isinstance(why, BudgetSpent):
+            limit = f"{self._policy.max_restarts} restarts in {self._policy.window:g} s"
+            return lost_error(loss, "budget", f"Its RestartPolicy allows {limit}; they are spent.")
+        return lost_error(loss, loss.cause, f"It could not be started again: {why}.")
+
+    def _revive(self) -> None:
+        """A new process, and a new life for the env, after the last one was lost."""
+        self._journal.clear(self._steps)
+        self._seeded = False
+        self._last = b""
+        self._rebuild(None)
+        self.phase = READY
+
+    def _on_loss(self, cause: str) -> OnLoss:
+        policy = self._policy
+        return {"hung": policy.on_timeout, "error": policy.on_error}.get(cause, policy.on_crash)
+
+    def _note_loss(self, gone: Gone, command: str) -> Loss:
+        step = None if command in ("initialize", "reset") else self._steps - self._steps_before
+        return self.record.loss(gone, command, step, self._seed)
+
+    # --- for a reset --------------------------------------------------------------------------------
+
+    def _complete_reset(self, message: Reset) -> Reset:
+        """Draw and record a seed where none was ever given; ask for an anchor where one is due."""
+        seed = message.seed
+        if seed is None and not self._seeded:
+            seed = secrets.randbits(31)
+        self._trim()
+        return Reset(seed, message.options, self._journal.wants_anchor(self._steps))
+
+    def _trim(self) -> None:
+        seconds = self.record.step_seconds or 1e-5
+        self._journal.trim(self._policy.journal_limit, self._policy.replay_limit / seconds, self._steps)
+
+    def _deadline(self, message: Message) -> float | None:
+        return self._deadlines.reset if isinstance(message, Reset) else self._deadlines.call
