@@ -3,6 +3,7 @@
 Layers, lowest first; none imports one above it::
 
     errors, config, events       what is said
+    threads                      work for other threads
     wire                         frames, spaces in memory, shared memory
     worker                       the dispatcher, and a process around it
     processes                    launching, watching over, ending

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from multienv.hosted_env import HostedEnv
 from multienv.recovery.phases import RUNNING, RecoveryDue
 from multienv.recovery.supervisor import Supervisor
 from multienv.subprocess_env import close_all
+from multienv.threads import Pool, Task, side_by_side
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,14 +43,15 @@ _UNTOUCHED = (None, None, None, None, None)
 class _Round:
     """One call to all envs: what was asked and what has come back. Survives Ctrl-C."""
 
-    __slots__ = ("arguments", "failures", "futures", "marks", "results")
+    __slots__ = ("arguments", "failures", "marks", "results", "shares", "tasks")
 
     def __init__(self, arguments: Sequence[Any], marks: list[int]) -> None:
         self.arguments = arguments
         self.marks = marks
         self.results: list[Any] = [None] * len(arguments)
         self.failures: dict[int, BaseException] = {}
-        self.futures: dict[int, Future[Any]] = {}
+        self.shares: list[Task] = []
+        self.tasks: dict[int, Task] = {}
 
 
 class MultiEnv:
@@ -100,12 +102,12 @@ class MultiEnv:
         self.autoreset_mode = _mode(autoreset_mode)
         self._lanes = [AutoResetWrapper(env, self.autoreset_mode) for env in self.envs]
         self._closed = False
-        self._unfinished: tuple[str, _Round] | None = None
-        self._executor = ThreadPoolExecutor(max_workers or len(self.envs), thread_name_prefix="multienv")
+        self._unfinished: tuple[str, Any] | None = None  # a round of steps, or the tasks of another call
+        self._pool = Pool(max_workers or len(self.envs), "multienv")
         try:
             self._initialize()
         except BaseException:
-            self._executor.shutdown()
+            self._pool.shutdown()
             raise
         self.num_envs = len(self.envs)
         self._blocking = [index for index, lane in enumerate(self._lanes) if not lane.splits]
@@ -131,8 +133,8 @@ class MultiEnv:
         hosted = [(index, env) for index, env in enumerate(self.envs) if isinstance(env, HostedEnv)]
         for _, env in hosted:
             env.start()
-        futures = {index: self._executor.submit(env.initialize) for index, env in hosted}
-        failures = {index: error for index, future in futures.items() if (error := future.exception())}
+        tasks = side_by_side(self._pool, [env.initialize for _, env in hosted])
+        failures = {index: task.error for (index, _), task in zip(hosted, tasks, strict=True) if task.error}
         if failures:
             results = [None if index in failures else env for index, env in enumerate(self.envs)]
             raise EnvsFailedError.collect("initialize()", failures, results, "Mend what the causes below name.")
@@ -201,16 +203,21 @@ class MultiEnv:
         return lists  # type: ignore[no-any-return]
 
     def _run_steps(self, current: _Round) -> None:
-        futures = current.futures
+        tasks, shares = current.tasks, current.shares
         for index in self._blocking:
             if current.arguments[index] is not None:
-                futures[index] = self._executor.submit(self._lanes[index].step, current.arguments[index])
-        others = [self._executor.submit(self._step_share, share, current) for share in self._shares[1:]]
+                self._begin(current, index, partial(self._lanes[index].step, current.arguments[index]))
+        for share in self._shares[1:]:
+            shares.append(Task(partial(self._step_share, share, current)))
+            shares[-1].start(self._pool)
         self._step_share(self._shares[0], current)
-        for future in others:
-            future.result()
-        if futures:
+        if shares or tasks:
             self._gather(current)
+
+    def _begin(self, current: _Round, index: int, call: Callable[[], Any]) -> None:
+        """Have an env's part in the round done by another thread."""
+        task = current.tasks[index] = Task(call)  # noted first: an interruption does not lose it
+        task.start(self._pool)
 
     def _step_share(self, share: _Share, current: _Round) -> None:
         arguments, results = current.arguments, current.results
@@ -233,39 +240,49 @@ class MultiEnv:
                 if stepping is None:
                     results[index] = lane.step_wait()
                     continue
-                results[index] = transition = stepping.receive_step(None, True)
-                if transition[2] or transition[3]:
-                    results[index] = lane.end(transition)
+                transition = stepping.receive_step(None, True)
+                results[index] = lane.end(transition) if transition[2] or transition[3] else transition
             except RecoveryDue:
-                current.futures[index] = self._executor.submit(lane.step_wait)
+                self._begin(current, index, lane.step_wait)
             except MultienvError as error:
                 current.failures[index] = error
 
     def _gather(self, current: _Round) -> None:
-        for index, future in current.futures.items():
-            if current.results[index] is None and index not in current.failures:
-                try:
-                    current.results[index] = future.result()
-                except Exception as error:
-                    if not future.done():  # not the env's: a signal handler raised while we waited
-                        raise
-                    current.failures[index] = error
+        for share in current.shares:
+            share.wait()
+            if share.error is not None:
+                raise share.error
+        for index, task in current.tasks.items():
+            task.wait()
+            if task.error is None:
+                current.results[index] = task.result
+            elif isinstance(task.error, Exception):
+                current.failures[index] = task.error
+            else:
+                raise task.error
 
     # --- after an interrupted call ----------------------------------------------------------------
 
     def _resume_or_drop(self, command: str) -> None:
         """An interrupted step is completed by the next step; anything else makes it complete and forgotten."""
         assert self._unfinished is not None
-        kind, current = self._unfinished
+        kind, pending = self._unfinished
         if kind == command == "step" and not self._closed:
             return
+        if kind == "each":
+            for task in pending:
+                task.drop()
+            self._unfinished = None
+            return
         try:
-            self._resume_steps(current)
+            self._resume_steps(pending)
         finally:
             self._unfinished = None
 
     def _resume_steps(self, current: _Round) -> _Round:
         """Bring an interrupted round to its end, whichever line it was interrupted at."""
+        for task in (*current.shares, *current.tasks.values()):
+            task.start(self._pool)
         self._gather(current)
         marks = dict(
             zip((i for i, env in enumerate(self.envs) if isinstance(env, HostedEnv)), current.marks, strict=True)
@@ -277,7 +294,7 @@ class MultiEnv:
             try:
                 if index in marks and lane.env._supervisor.has_asked_since(marks[index]):  # type: ignore[attr-defined]
                     current.results[index] = lane.resume()
-                elif index not in current.futures:
+                elif index not in current.tasks:
                     current.results[index] = lane.step(action)
             except Exception as error:
                 current.failures[index] = error
@@ -326,33 +343,36 @@ class MultiEnv:
 
     def _reset_all(self, arguments: list[dict[str, Any] | None]) -> tuple[list[Any], dict[int, BaseException]]:
         current = _Round(arguments, [])
+        try:
+            self._reset_chosen(current)
+        except BaseException as error:
+            for supervisor in self._supervisors:
+                supervisor.note_interruption(error)
+            raise
+        return current.results, current.failures
+
+    def _reset_chosen(self, current: _Round) -> None:
         sent = []
         for index, lane in enumerate(self._lanes):
-            chosen = arguments[index]
+            chosen = current.arguments[index]
             if chosen is None:
                 continue
             if not lane.splits:
-                current.futures[index] = self._executor.submit(lane.reset, **chosen)
+                self._begin(current, index, partial(lane.reset, **chosen))
                 continue
             try:
                 lane.reset_async(**chosen)
                 sent.append((index, lane))
             except MultienvError as error:
                 current.failures[index] = error
-        try:
-            for index, lane in sent:
-                try:
-                    current.results[index] = lane.reset_wait(defer=True)
-                except RecoveryDue:
-                    current.futures[index] = self._executor.submit(lane.reset_wait)
-                except MultienvError as error:
-                    current.failures[index] = error
-            self._gather(current)
-        except BaseException as error:
-            for supervisor in self._supervisors:
-                supervisor.note_interruption(error)
-            raise
-        return current.results, current.failures
+        for index, lane in sent:
+            try:
+                current.results[index] = lane.reset_wait(defer=True)
+            except RecoveryDue:
+                self._begin(current, index, lane.reset_wait)
+            except MultienvError as error:
+                current.failures[index] = error
+        self._gather(current)
 
     def _seeds(self, seed: Any) -> Sequence[int | None]:
         if seed is None or not hasattr(seed, "__len__"):
@@ -408,11 +428,18 @@ class MultiEnv:
         if self._closed:
             raise ClosedError(f"{what}: this MultiEnv has been closed. Make a new one.")
         if self._unfinished is not None:
-            raise UsageError(f"{what}: a step was interrupted. Call step() to complete it, or reset() to drop it.")
-
-        futures = [self._executor.submit(ask, env) for env in self.envs]
-        failures = {index: error for index, future in enumerate(futures) if (error := future.exception())}
-        results = [None if index in failures else future.result() for index, future in enumerate(futures)]
+            if self._unfinished[0] == "step":
+                raise UsageError(f"{what}: a step was interrupted. Call step() to complete it, or reset() to drop it.")
+            self._resume_or_drop(what)
+        tasks = [Task(partial(ask, env)) for env in self.envs]
+        self._unfinished = ("each", tasks)
+        for task in tasks:
+            task.start(self._pool)
+        for task in tasks:
+            task.wait()
+        failures = {index: task.error for index, task in enumerate(tasks) if task.error is not None}
+        results = [task.result for task in tasks]
+        self._unfinished = None
         if failures:
             raise EnvsFailedError.collect(what, failures, results, "The others answered; all episodes go on.")
         return results
@@ -422,7 +449,7 @@ class MultiEnv:
         if not self._closed:
             self._closed = True
             close_all(self.envs)
-            self._executor.shutdown()
+            self._pool.shutdown()
 
     def __enter__(self) -> Self:
         """Nothing more to do: the envs are initialized."""

@@ -7,7 +7,6 @@ import secrets
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cloudpickle
@@ -23,6 +22,7 @@ from multienv.processes.launch import Launch, method_of, worker_environment
 from multienv.processes.protocol import FORK
 from multienv.processes.registrations import registrations
 from multienv.recovery.supervisor import Supervisor
+from multienv.threads import Pool, side_by_side
 from multienv.wire.messages import Initialize, Setting
 from multienv.wire.observations import INLINE_LIMIT
 
@@ -155,15 +155,12 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
     if not fns:
         raise UsageError("create_subprocess_envs: env_fns is empty; give one function for each env.")
     envs = [SubprocessEnv(env_fn, env_index=index, **options) for index, env_fn in enumerate(fns)]
-    failures: dict[int, BaseException] = {}
     try:
-        with ThreadPoolExecutor(len(envs), thread_name_prefix="multienv-build") as pool:
+        with Pool(len(envs), "multienv-build") as pool:
             for env in envs:
                 env.start()
-            for index, future in enumerate([pool.submit(env.initialize) for env in envs]):
-                error = future.exception()
-                if error is not None:
-                    failures[index] = error
+            tasks = side_by_side(pool, [env.initialize for env in envs])
+            failures = {index: task.error for index, task in enumerate(tasks) if task.error is not None}
     except BaseException:
         close_all(envs)
         raise
@@ -178,9 +175,8 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
 
 def close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
     """Close envs side by side, so that several stuck ones take no longer than one."""
-    with ThreadPoolExecutor(max(1, len(envs)), thread_name_prefix="multienv-close") as pool:
-        for future in [pool.submit(env.close) for env in envs]:
-            future.exception()
+    with Pool(max(1, len(envs)), "multienv-close") as pool:
+        side_by_side(pool, [env.close for env in envs])
 
 
 def _abandon(supervisor: Supervisor, owner: int) -> None:

@@ -218,10 +218,12 @@ class Worker:
         self.fate: Fate | None = None
         self._method = launch.method
         self._owner = os.getpid()
+        self.requests = self.replies = self.memory = self.ended = -1
+        self._theirs: list[int] = []
         _reap_strays()
         with descriptors.lock:
-            self._make_ends()
             try:
+                self._make_ends()
                 self.control.times[DEADLINE] = time.monotonic() + start_deadline if start_deadline else 0.0
                 self._start(launch)
             except BaseException:
@@ -233,13 +235,13 @@ class Worker:
         _workers.add(self)
 
     def _make_ends(self) -> None:
-        requests_read, self.requests = os.pipe()
-        self.replies, replies_write = os.pipe()
         block, self.memory = Block.create(CONTROL_SIZE)
         self.control = Control(block)
+        requests_read, self.requests = os.pipe()
+        self.replies, replies_write = os.pipe()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.ended = ours.detach()
-        self._theirs = (requests_read, replies_write, theirs.detach())
+        self._theirs = [requests_read, replies_write, theirs.detach()]
         os.set_blocking(self.requests, False)
         descriptors.own(self.requests, self.replies, self.memory, self.ended)
 
@@ -275,25 +277,26 @@ class Worker:
         stderr_read, stderr_write = os.pipe()
         stack_read, stack_write = os.pipe()
         ends = worker.Ends(requests, replies, self.memory, stack_write)
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become_forked_worker(ends, launch, stderr_write, {stderr_read, stack_read, fate}, self.number)
-        for descriptor in (stderr_write, stack_write):
-            os.close(descriptor)
         try:
-            guard.order(
-                WATCH,
-                number=self.number,
-                pid=self.pid,
-                shortest=launch.shortest_deadline,
-                fds=(replies, self.memory, fate, stderr_read, stack_read),
-            )
-        except OSError:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            self.pid = os.fork()
+            if self.pid == 0:
+                _become_forked_worker(ends, launch, stderr_write, {stderr_read, stack_read, fate}, self.number)
+            try:
+                guard.order(
+                    WATCH,
+                    number=self.number,
+                    pid=self.pid,
+                    shortest=launch.shortest_deadline,
+                    fds=(replies, self.memory, fate, stderr_read, stack_read),
+                )
+            except OSError:
+                self._kill_directly()
+        except BaseException:  # a signal handler raised: nobody watches over it
+            self._kill_directly()
+            raise
         finally:
-            os.close(stderr_read)
-            os.close(stack_read)
+            for descriptor in (stderr_read, stderr_write, stack_read, stack_write):
+                os.close(descriptor)
 
     def forget_memory(self) -> None:
         """Close the descriptor of the shared memory: everybody has mapped it."""
@@ -310,6 +313,8 @@ class Worker:
 
     def _kill_directly(self) -> None:
         if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)  # it may have no group of its own yet
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
@@ -348,11 +353,16 @@ class Worker:
         descriptors.close(self.requests)
         self.requests = -1
 
+    def __del__(self) -> None:
+        """Nobody holds it any more: its launch was interrupted."""
+        if not sys.is_finalizing():
+            self.release()
+
     def release(self) -> None:
         """Close the trainer's ends. A process that is still there ends by itself, or is killed shortly."""
-        if self.replies < 0:
+        if max(self.requests, self.replies, self.memory, self.ended) < 0:
             return
-        if os.getpid() == self._owner:
+        if os.getpid() == self._owner and self.ended >= 0:
             # A forked child of the trainer may hold copies of all this. A shutdown reaches through copies.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.ended)) as fate:
                 fate.shutdown(socket.SHUT_RDWR)

@@ -13,6 +13,7 @@ out the numbering, and the info, which may hold wall-clock values.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
 from dataclasses import dataclass
@@ -190,10 +191,16 @@ def pack_message(seq: int, message: Message) -> bytes:
             return PLAIN_RESET.pack(PLAIN_RESET.size, seq, RESET, message.anchor and _ANCHOR, 0)
         if seed <= _LARGEST_SEED:
             return PLAIN_RESET.pack(PLAIN_RESET.size, seq, RESET, _SEEDED | (message.anchor and _ANCHOR), seed)
+    unpicklable = True
     try:
         payload: bytes = cloudpickle.dumps(message)
     except Exception as error:
-        raise Unpicklable from error
+        with contextlib.suppress(Exception):
+            cloudpickle.dumps(message)
+            unpicklable = False  # the message is not to blame: a signal handler raised
+        if unpicklable:
+            raise Unpicklable from error
+        raise
     return REQUEST.pack(REQUEST.size + len(payload), seq, MESSAGE, 0) + payload
 
 

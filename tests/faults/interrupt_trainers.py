@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 
 from interruption import HandlerError, Interrupted, Interruption, Ledger, every_place
@@ -366,6 +367,14 @@ def every_place_of_multi_reset(kind: str, workers: str, members: str) -> None:
 # --- real signals, at random ----------------------------------------------------------------------
 
 
+def _is_in_library(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if "/multienv/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Source:
     """Where interruptions come from. Its handler raises inside of an attempt only, so that late signals do nothing."""
 
@@ -375,8 +384,9 @@ class Source:
         self.interruptions = 0
         signal.signal(number, self._handle)
 
-    def _handle(self, *_: object) -> None:
-        if self.inside:
+    def _handle(self, _: int, frame: FrameType | None) -> None:
+        # Not once the call has returned: what it returned is ours then, to keep or to lose.
+        if self.inside and _is_in_library(frame):
             self.inside = False
             raise self.kind
 

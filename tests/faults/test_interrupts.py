@@ -152,10 +152,10 @@ def test_steps_of_several_at_random_for_long(mode: str, workers: int, seed: int)
 
 @pytest.mark.soak
 def test_every_single_place_of_a_recovery() -> None:
-    run(TRAINERS, "every_place_of_step", "base", "plain", 1)
+    run(TRAINERS, "every_place_of_step", "base", "plain", 1, within=100)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 def test_every_single_place_of_a_recovery_of_several(mode: Any) -> None:
-    run(TRAINERS, "every_place_of_multi_step", "base", mode, 0, "hosted", 1)
+    run(TRAINERS, "every_place_of_multi_step", "base", mode, 0, "hosted", 1, within=100)

@@ -95,9 +95,9 @@ class Trainer:
             time.sleep(0.5)
             raise AssertionError(f"the trainer has not ended within {timeout:g} s{self._diagnosis()}") from None
 
-    def succeed(self) -> list[str]:
+    def succeed(self, within: float = STUCK_AFTER) -> list[str]:
         """Wait for its end: without an error, and without anything left. What it said."""
-        code = self.wait()
+        code = self.wait(within)
         self._reader.join(STUCK_AFTER)
         while not self._lines.empty():
             self.said.append(self._lines.get())
@@ -146,10 +146,10 @@ class Trainer:
         self._errors.close()
 
 
-def run(module: str, function: str, *arguments: Any) -> list[str]:
+def run(module: str, function: str, *arguments: Any, within: float = STUCK_AFTER) -> list[str]:
     """Run a trainer to its end, which must be a success that leaves nothing; what it said."""
     with Trainer(module, function, *arguments) as trainer:
-        return trainer.succeed()
+        return trainer.succeed(within)
 
 
 def becomes_true(condition: Callable[[], bool], within: float = GONE_WITHIN) -> bool:

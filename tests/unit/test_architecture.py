@@ -36,6 +36,7 @@ PUBLIC_TESTING = [
 # Lowest first; modules of one line may import each other.
 LAYERS = [
     ["errors", "config", "events"],
+    ["threads"],
     ["wire"],
     ["worker"],
     ["processes"],

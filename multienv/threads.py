@@ -1,0 +1,88 @@
+"""Work for other threads, asked for by one that a signal handler may interrupt between any two lines.
+
+``Executor.submit`` and ``Future.result`` wait on conditions that are written in Python: an exception that Ctrl-C
+raises inside them can leave a lock held for ever, and a result taken but not handed over. Here the asking thread
+touches nothing but locks written in C, and what a task gave stays with the task.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+
+class Pool(ThreadPoolExecutor):
+    """Starts all its threads at once, and so never has to count which are idle."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        """Start the threads."""
+        super().__init__(threads, thread_name_prefix=name)
+        self._idle_semaphore = _NobodyIdle()  # type: ignore[assignment]
+        for _ in range(threads):
+            self.submit(bool)
+
+
+class _NobodyIdle:
+    """In place of the executor's semaphore, whose lock is one of those that can be left held."""
+
+    @staticmethod
+    def acquire(timeout: float | None = None) -> bool:
+        return False
+
+    @staticmethod
+    def release() -> None:
+        pass
+
+
+class Task:
+    """A call that another thread makes, once.
+
+    Attributes:
+        result: What it returned.
+        error: What it raised.
+    """
+
+    __slots__ = ("_begun", "_call", "_finished", "error", "result")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        """Nobody makes it yet."""
+        self._call = call
+        self._begun, self._finished = threading.Lock(), threading.Lock()
+        self._finished.acquire()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def start(self, pool: Pool) -> None:
+        """Have a thread make the call; again does nothing."""
+        if not self._begun.locked():
+            pool.submit(self._run)
+
+    def _run(self) -> None:
+        if self._begun.acquire(blocking=False):
+            try:
+                self.result = self._call()
+            except BaseException as error:
+                self.error = error
+            self._finished.release()
+
+    def wait(self) -> None:
+        """Wait for its end, without raising what it raised."""
+        with self._finished:
+            pass
+
+    def drop(self) -> None:
+        """Wait for its end if it has begun; otherwise it never will."""
+        if not self._begun.acquire(blocking=False):
+            self.wait()
+
+
+def side_by_side(pool: Pool, calls: Iterable[Callable[[], Any]]) -> list[Task]:
+    """Make these calls, each in a thread, and wait for all of them."""
+    tasks = [Task(call) for call in calls]
+    for task in tasks:
+        task.start(pool)
+    for task in tasks:
+        task.wait()
+    return tasks
