@@ -46,10 +46,16 @@ def test_started_again_and_again_it_is_done_once(pool: Pool) -> None:
 
 
 def test_dropped_before_it_began_it_never_does(pool: Pool) -> None:
-    gate, calls = threading.Event(), list[int]()
-    blockers = [Task(gate.wait) for _ in range(2)]
+    begun, gate, calls = threading.Barrier(3), threading.Event(), list[int]()
+
+    def block() -> bool:
+        begun.wait()
+        return gate.wait()
+
+    blockers = [Task(block) for _ in range(2)]
     for blocker in blockers:
         blocker.start(pool)
+    begun.wait()
     task = Task(lambda: calls.append(1))
     task.start(pool)
     task.drop()
