@@ -291,13 +291,15 @@ class MultiEnv:
             action = current.arguments[index]
             if action is None or current.results[index] is not None or index in current.failures:
                 continue
+            if index not in marks:
+                self._begin(current, index, partial(lane.step, action))
+                continue
             try:
-                if index in marks and lane.env._supervisor.has_asked_since(marks[index]):  # type: ignore[attr-defined]
-                    current.results[index] = lane.resume()
-                elif index not in current.tasks:
-                    current.results[index] = lane.step(action)
-            except Exception as error:
+                asked = lane.env._supervisor.has_asked_since(marks[index])  # type: ignore[attr-defined]
+                current.results[index] = lane.resume() if asked else lane.step(action)
+            except MultienvError as error:
                 current.failures[index] = error
+        self._gather(current)
         return current
 
     # --- reset ------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401 - its exit handler must be registered before ours
 import contextlib
-import itertools
 import json
 import os
 import select
@@ -18,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count, starmap
 from typing import Any
 
 from multienv.errors import UsageError
@@ -56,7 +56,7 @@ ENDED_PIPE_TIMEOUT = 1.0
 # (autogroups), and workers in sessions of their own step half as fast.
 _APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 
-_numbers = itertools.count(1)
+_numbers = count(1)
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 # Forked workers that were let go of while they lived: our children, so ours to reap.
 _unreaped: set[int] = set()
@@ -211,6 +211,9 @@ class Worker:
         control: The control words.
     """
 
+    # Until they are made: an interruption may come first.
+    requests = replies = memory = ended = -1
+
     def __init__(self, launch: Launch, start_deadline: float | None) -> None:
         """Launch the process; does not wait for it."""
         self.number = next(_numbers)
@@ -218,7 +221,6 @@ class Worker:
         self.fate: Fate | None = None
         self._method = launch.method
         self._owner = os.getpid()
-        self.requests = self.replies = self.memory = self.ended = -1
         self._theirs: list[int] = []
         _reap_strays()
         with descriptors.lock:
@@ -227,7 +229,7 @@ class Worker:
                 self.control.times[DEADLINE] = time.monotonic() + start_deadline if start_deadline else 0.0
                 self._start(launch)
             except BaseException:
-                self.release()
+                self._discard()
                 raise
             finally:
                 for descriptor in self._theirs:
@@ -277,8 +279,10 @@ class Worker:
         stderr_read, stderr_write = os.pipe()
         stack_read, stack_write = os.pipe()
         ends = worker.Ends(requests, replies, self.memory, stack_write)
+        forked: list[int] = []
         try:
-            self.pid = os.fork()
+            forked.extend(starmap(os.fork, [()]))  # one stroke: no interruption comes between the child and its number
+            self.pid = forked[0]
             if self.pid == 0:
                 _become_forked_worker(ends, launch, stderr_write, {stderr_read, stack_read, fate}, self.number)
             try:
@@ -290,9 +294,11 @@ class Worker:
                     fds=(replies, self.memory, fate, stderr_read, stack_read),
                 )
             except OSError:
-                self._kill_directly()
+                os.kill(self.pid, signal.SIGKILL)  # the warden is gone; and it may have no group of its own yet
         except BaseException:  # a signal handler raised: nobody watches over it
-            self._kill_directly()
+            if 0 in forked:  # this is the child
+                os._exit(worker.LOOP_FAILED)
+            self.pid = forked[0] if forked else None
             raise
         finally:
             for descriptor in (stderr_read, stderr_write, stack_read, stack_write):
@@ -313,8 +319,6 @@ class Worker:
 
     def _kill_directly(self) -> None:
         if self.pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, signal.SIGKILL)  # it may have no group of its own yet
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
@@ -355,8 +359,15 @@ class Worker:
 
     def __del__(self) -> None:
         """Nobody holds it any more: its launch was interrupted."""
-        if not sys.is_finalizing():
-            self.release()
+        if self.ended >= 0 and not sys.is_finalizing():
+            self._discard()
+
+    def _discard(self) -> None:
+        if self._method == FORK and self.pid and self.fate is None and os.getpid() == self._owner:
+            os.kill(self.pid, signal.SIGKILL)  # our own child: nobody else can have reaped it
+            os.waitpid(self.pid, 0)
+            self.fate = UNKNOWN_FATE
+        self.release()
 
     def release(self) -> None:
         """Close the trainer's ends. A process that is still there ends by itself, or is killed shortly."""
@@ -370,7 +381,8 @@ class Worker:
             _unreaped.add(self.pid)
         descriptors.close(self.requests, self.replies, self.ended, self.memory)
         self.requests = self.replies = self.ended = self.memory = -1
-        self.control.close()
+        if hasattr(self, "control"):
+            self.control.close()
 
 
 def _become_forked_worker(ends: worker.Ends, launch: Launch, stderr: int, not_ours: set[int], number: int) -> None:

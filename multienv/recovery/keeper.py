@@ -117,8 +117,10 @@ class Keeper(ABC):
         if self.phase == CLOSED:
             self.refuse("start")
         if self.phase == NEW:
-            self._backend = self._healer.launch()
-            self._healer.request_build(self._backend)
+            again = self._backend is not None  # launched by a call that was interrupted
+            if not again:
+                self._backend = self._healer.launch()
+            self._healer.request_build(self._backend, again=again)
             self.phase = STARTING
 
     def _adopt(self, backend: Backend) -> None:

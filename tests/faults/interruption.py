@@ -56,7 +56,7 @@ class Interruption:
         return self.fired and error[0] is self._kind
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename.startswith(PACKAGE) and "/testing/" not in frame.f_code.co_filename:
+        if _is_ours(frame):
             parent = frame.f_back
             if parent in self._after_call:
                 self._after_call[parent] = False  # what it called was Python: no look at signals on return
@@ -84,6 +84,17 @@ class Interruption:
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
             raise self._kind(self.where)
         self._left -= 1
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether it is the library's, and not called by a finalizer: what is raised there the interpreter swallows."""
+    name = frame.f_code.co_filename
+    if not name.startswith(PACKAGE) or "/testing/" in name:
+        return False
+    above: FrameType | None = frame
+    while above is not None and above.f_code.co_name != "__del__":
+        above = above.f_back
+    return above is None
 
 
 @cache
