@@ -81,6 +81,13 @@ class RestartPolicy:
         journal_limit: Bytes of memory an env's journal may take. Past it the oldest episodes are
             forgotten; an episode that does not fit alone cannot be replayed.
         replay_limit: Seconds of env time a replay may take; the journal is shortened likewise.
+        recycle_after_steps: A process that has taken so many steps is replaced by a new one, between two
+            steps and without a trace in the trajectory: the same replay as after a loss. An env that cannot be
+            replayed exactly keeps its process until the next reset. For simulators that leak.
+        recycle_after_episodes: The same after so many episodes.
+        recycle_after: The same after so many seconds.
+        max_rss: The same when its resident memory exceeds so many bytes; looked at every 64 steps, and when
+            an episode ends. More than the env takes when it is new.
     """
 
     on_crash: OnLoss = "replay"
@@ -93,6 +100,10 @@ class RestartPolicy:
     poison_after: int = 2
     journal_limit: int = 16 * 2**20
     replay_limit: float = 10.0
+    recycle_after_steps: int | None = None
+    recycle_after_episodes: int | None = None
+    recycle_after: float | None = None
+    max_rss: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse unknown actions and numbers out of range."""
@@ -104,7 +115,14 @@ class RestartPolicy:
             check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=name != "window")
             if getattr(self, name) is None:
                 raise UsageError(f"RestartPolicy.{name} is None; give a number of seconds.")
+        check_seconds("RestartPolicy.recycle_after", self.recycle_after)
         for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-                raise UsageError(f"RestartPolicy.{name} is {value!r}; give an integer of at least {least}.")
+            self._check_integer(name, least)
+        for name in ("recycle_after_steps", "recycle_after_episodes", "max_rss"):
+            if getattr(self, name) is not None:
+                self._check_integer(name, 1)
+
+    def _check_integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            raise UsageError(f"RestartPolicy.{name} is {value!r}; give an integer of at least {least}.")

@@ -62,6 +62,29 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
+class Recycled:
+    """A process was replaced by plan; see ``RestartPolicy.recycle_after_steps`` and its likes.
+
+    Attributes:
+        env_index: The env's index in its batch, or ``None``.
+        why: Which limit was reached, in words.
+        outcome: ``"exact"``: the same life goes on, verified; ``"fresh"``: it could not be replayed, and the new
+            process began with the reset that was asked for; ``"put off"``: nor was there a reset, so the old process
+            goes on until there is.
+        reason: Why it is not exact, or ``""``.
+        replayed: Requests that were run again.
+        seconds: How long it took.
+    """
+
+    env_index: int | None
+    why: str
+    outcome: Literal["exact", "fresh", "put off"]
+    reason: str
+    replayed: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """One env's counters and state at one moment.
 
@@ -72,6 +95,7 @@ class Statistics:
         episodes: Episodes begun.
         losses: Workers lost.
         restarts: Processes started in place of lost ones.
+        recycled: Processes started in place of ones that had served their time.
         exact_recoveries: Losses after which the same episode went on, verified.
         truncated_recoveries: Losses that ended their episode.
         replayed_steps: Requests run again in all replays.
@@ -89,6 +113,7 @@ class Statistics:
     episodes: int
     losses: int
     restarts: int
+    recycled: int
     exact_recoveries: int
     truncated_recoveries: int
     replayed_steps: int
@@ -100,5 +125,5 @@ class Statistics:
     last_recovery: Recovery | None
 
 
-Event = Loss | Recovery
+Event = Loss | Recovery | Recycled
 Hook = Callable[[Event], None]

@@ -230,6 +230,8 @@ class MultiEnv:
                     if supervisor.phase == RUNNING:
                         supervisor.send_step(action)
                         sent.append(member)
+                    elif supervisor.due:  # that may take a while
+                        self._begin(current, index, partial(lane.step, action))
                     else:
                         lane.step_async(action)
                         sent.append((index, lane, None))

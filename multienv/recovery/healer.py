@@ -53,6 +53,7 @@ class Effort:
     attempts: int = 0
     replayed: int = 0
     deaths: Counter[int] = field(default_factory=Counter)
+    planned: bool = False  # not a restart in place of a lost process
 
 
 class Healer:
@@ -106,13 +107,13 @@ class Healer:
         backend.pid = value.pid
         self._compare(value)
 
-    def begin(self) -> Effort:
-        """A recovery begins now."""
-        return Effort(self._clock())
+    def begin(self, *, planned: bool = False) -> Effort:
+        """A recovery begins now, or a recycling."""
+        return Effort(self._clock(), planned=planned)
 
     def restart(self, effort: Effort, progress: int) -> Backend:
         """Launch a replacement and build the env in it. Raises Gone, BuildFailed, BudgetSpent, Unrecoverable."""
-        delay = self._budget.admit(self._clock(), progress)
+        delay = 0.0 if effort.planned else self._budget.admit(self._clock(), progress)
         if delay is None:
             raise BudgetSpent
         self._remaining(effort)
@@ -121,7 +122,7 @@ class Healer:
         if delay and self._wait(delay):
             raise Unrecoverable("the env was closed")
         effort.attempts += 1
-        self.restarts += 1
+        self.restarts += not effort.planned
         backend = self._current = self.launch()
         try:
             if self._stopped:

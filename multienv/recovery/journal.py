@@ -56,9 +56,10 @@ class Journal:
         usable: It can bring the env back at all.
     """
 
-    def __init__(self, *, recording: bool) -> None:
+    def __init__(self, *, recording: bool, anchor_every: int = ANCHOR_EVERY) -> None:
         """Begin with an env that has just been built."""
         self.recording = recording
+        self._anchor_every = anchor_every
         self._roomy = True  # far from the limit, as of the last trim
         self._entries = bytearray()
         self._known = 0  # a frame begins there, one of the last
@@ -113,7 +114,7 @@ class Journal:
             return False
         if not self._anchors or not self.usable:
             return True
-        return steps - self._anchors[-1].steps >= ANCHOR_EVERY or not self._roomy
+        return steps - self._anchors[-1].steps >= self._anchor_every or not self._roomy
 
     def anchor(self, frame: bytes, evidence: bytes, reset: Reset, generators: bytes, steps: int) -> None:
         """What has just been logged was this reset, and the generators stood so before it."""
@@ -125,10 +126,17 @@ class Journal:
         self._known = len(self._entries) - len(frame) - len(evidence)
         self._anchors.append(Anchor(self._known, steps, reset, generators))
 
-    def plans(self) -> list[Plan]:
-        """The replays to try, the most trustworthy first."""
+    def plans(self, *, short: bool = False) -> list[Plan]:
+        """The replays to try, the most trustworthy first.
+
+        With ``short`` one is tried before that does not grow with the env's life. It begins at the anchor before the
+        last one, so that a whole episode is held against the evidence: that of an env which remembers more than
+        its generators differs.
+        """
         if not self.usable:
             return []
+        if short and len(self._anchors) > 1:
+            return [self._from(self._anchors[-2]), *self.plans()]
         if self.complete:
             frames = split_frames(self._entries)
             return [Plan(tuple(frames[::2]), tuple(frames[1::2]), True)]

@@ -20,9 +20,10 @@ from multienv.errors import (
 )
 from multienv.events import Hook, Statistics
 from multienv.recovery.healer import Healer
-from multienv.recovery.journal import Journal
+from multienv.recovery.journal import ANCHOR_EVERY, Journal
 from multienv.recovery.phases import CLOSED, ENDED, LOST, NEW, PENDING, RESUMED, STARTING, STATES, STEPPING, WHOLE
 from multienv.recovery.record import Record
+from multienv.recovery.recycling import Recycling
 from multienv.recovery.verification import same
 from multienv.wire.actions import EncodeStep, action_encoder
 from multienv.wire.memory import Block
@@ -57,8 +58,8 @@ class Keeper(ABC):
     __slots__ = """
         __weakref__ _backend _block _buffer _closing _core _command _deadlines _deaths _decode _encode _healer
         _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
-        _phase_before _placement _plain_reply _plain_size _policy _sampled_at _seed _seeded _step_deadline
-        _steps _steps_before _transmit _views interrupted phase record seq
+        _phase_before _placement _plain_reply _plain_size _policy _recycling _sampled_at _seed _seeded _step_deadline
+        _steps _steps_before _transmit _views due interrupted phase record seq
     """.split()  # noqa: SIM905 - one name a line would take a page
 
     def __init__(
@@ -81,8 +82,10 @@ class Keeper(ABC):
         self._closing = threading.Event()
         self._healer = Healer(launch, initialize, policy, deadlines, wait=self._closing.wait)
         self._inline_limit = initialize.inline_limit
+        self._recycling = Recycling(policy)
+        self.due = ""  # why the process is to be replaced before the next request
         recording = "replay" in (policy.on_crash, policy.on_timeout, policy.on_error)
-        self._journal = Journal(recording=recording)
+        self._journal = Journal(recording=recording, anchor_every=1 if self._recycling.wanted else ANCHOR_EVERY)
         self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
         self._transmit: Callable[[bytes], None] = _no_sender
         self._core: int | None = None
@@ -139,6 +142,8 @@ class Keeper(ABC):
         self._plain_reply = memoryview(self._buffer)[: self._plain_size]
         old, self._backend = self._backend, backend
         self._transmit = backend.send
+        self._recycling.begin(self._steps, self.record.episodes)
+        self.due = ""
         if self._core is not None:
             backend.prefer(self._core)
         if old is not None and old is not backend:

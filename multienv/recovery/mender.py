@@ -16,6 +16,7 @@ from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecover
 from multienv.recovery.keeper import Keeper
 from multienv.recovery.phases import (
     CLOSED,
+    DUE,
     LOST,
     NEW,
     OWED,
@@ -27,6 +28,7 @@ from multienv.recovery.phases import (
     WHOLE,
     EpisodeLost,
 )
+from multienv.recovery.record import resident_bytes
 from multienv.recovery.report import env_error, lost_error, what_happened
 from multienv.wire.messages import (
     REPLY,
@@ -70,9 +72,9 @@ class Mender(Keeper):
         assert self._healer.description is not None
         return self._healer.description
 
-    def _rebuild(self, gone: Gone | None) -> None:
+    def _rebuild(self, gone: Gone | None, effort: Effort | None = None) -> None:
         """Launch and build until there is an env: the first time, or after one that was given up."""
-        effort, deaths = self._healer.begin(), 0
+        effort, deaths = effort or self._healer.begin(), 0
         loss = self._note_loss(gone, "initialize") if gone else None
         while True:
             if gone is not None and loss is not None:
@@ -167,7 +169,7 @@ class Mender(Keeper):
         if command == "step":
             self.record.recovery(loss, "truncated", reason, effort)
             raise EpisodeLost(reason)
-        if command != "reset" and self._phase_before in (RUNNING, OWED):
+        if command != "reset" and self._phase_before in (RUNNING, DUE, OWED):
             self.record.recovery(loss, "truncated", reason, effort)
             self._owed, self.phase = reason, OWED
             raise lost_error(loss, loss.cause, f"{reason} The next step() ends the episode.")
@@ -201,12 +203,13 @@ class Mender(Keeper):
             return lost_error(loss, "budget", f"Its RestartPolicy allows {limit}; they are spent.")
         return lost_error(loss, loss.cause, f"It could not be started again: {why}.")
 
-    def _revive(self) -> None:
+    def _revive(self, effort: Effort | None = None) -> None:
         """A new process, and a new life for the env, after the last one was lost."""
+        self._drop_backend()
         self._journal.clear(self._steps)
         self._seeded = False
         self._last = b""
-        self._rebuild(None)
+        self._rebuild(None, effort)
         self.phase = READY
 
     def _on_loss(self, cause: str) -> OnLoss:
@@ -216,6 +219,33 @@ class Mender(Keeper):
     def _note_loss(self, gone: Gone, command: str) -> Loss:
         step = None if command in ("initialize", "reset") else self._steps - self._steps_before
         return self.record.loss(gone, command, step, self._seed)
+
+    # --- by plan ------------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        if not self.due:
+            self.due = self._recycling.due(self._steps, self.record.episodes, lambda: resident_bytes(self._backend.pid))
+        return bool(self.due) and not self._recycling.put_off
+
+    def _recycle(self, *, resetting: bool) -> None:
+        """Replace the process between two requests, if the env can be had again as it is."""
+        why, effort = self.due, self._healer.begin(planned=True)
+        try:
+            # Not its whole life again: what leaked would leak once more.
+            plans = self._journal.plans(short=True)
+            backend = self._healer.bring_back(plans, effort, self._steps, self._looks_the_same)
+        except Unrecoverable as reason:
+            self._refuse_if_closed()
+            if not resetting:  # due still, at the next reset
+                self._recycling.put_off = True
+                self.record.recycling(why, "put off", str(reason), effort)
+                return
+            self._revive(effort)
+            self.record.recycling(why, "fresh", str(reason), effort)
+            return
+        self._refuse_if_closed(backend)
+        self._adopt(backend)
+        self.record.recycling(why, "exact", "", effort)
 
     # --- for a reset --------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 # Phases. RUNNING: step() may be called. READY, ENDED: reset() must come first. STEPPING, ASKED: an answer is
 # outstanding. RESUMED: that of a step whose caller was interrupted. OWED: the next step is a truncation.
-NEW, STARTING, READY, RUNNING, ENDED, STEPPING, ASKED, RESUMED, OWED, LOST, CLOSED = range(11)
-STATES = ["new", "starting", "ready", "running", "ended", "running", "running", "running", "running", "lost", "closed"]
+# DUE: as RUNNING, but the process is to be replaced first.
+NEW, STARTING, READY, RUNNING, ENDED, STEPPING, ASKED, RESUMED, OWED, DUE, LOST, CLOSED = range(12)
+STATES = ["new", "starting", "ready", "running", "ended", *["running"] * 5, "lost", "closed"]
 PENDING = (STEPPING, ASKED, RESUMED)
 
 # What is known of a call that an exception from outside came through. WHOLE: the caller lost interest, or calls

@@ -6,9 +6,10 @@ import logging
 import time
 from collections import deque
 from pathlib import Path
+from typing import Literal
 
 from multienv.backends.base import Gone
-from multienv.events import Event, Hook, Loss, Outcome, Recovery, Statistics
+from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
 from multienv.recovery.healer import Effort
 from multienv.recovery.report import what_happened
 
@@ -29,6 +30,7 @@ class Record:
         self.last_loss: Loss | None = None
         self._last_recovery: Recovery | None = None
         self._hooks = hooks
+        self._recycled = 0
         self._losses = self._exact = self._truncated = self._replayed = 0
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
 
@@ -69,6 +71,14 @@ class Record:
         logger.log(level, "%s Outcome: %s. %s", what_happened(loss), outcome, reason)
         self._tell(recovery)
 
+    def recycling(self, why: str, outcome: Literal["exact", "fresh", "put off"], reason: str, effort: Effort) -> None:
+        """A process was replaced by plan, or could not be."""
+        seconds = time.monotonic() - effort.began
+        event = Recycled(self.env_index, why, outcome, reason, effort.replayed, seconds)
+        self._recycled += outcome != "put off"
+        logger.info("env %s recycled %s: %s. %s", self.env_index, why, outcome, reason)
+        self._tell(event)
+
     def _tell(self, event: Event) -> None:
         for hook in self._hooks:
             try:
@@ -85,19 +95,21 @@ class Record:
             episodes=self.episodes,
             losses=self._losses,
             restarts=restarts,
+            recycled=self._recycled,
             exact_recoveries=self._exact,
             truncated_recoveries=self._truncated,
             replayed_steps=self._replayed,
             recovery_seconds=tuple(self._times),
             step_seconds=self.step_seconds,
             journal_bytes=journal_bytes,
-            rss=_resident_bytes(pid),
+            rss=resident_bytes(pid),
             last_loss=self.last_loss,
             last_recovery=self._last_recovery,
         )
 
 
-def _resident_bytes(pid: int | None) -> int | None:
+def resident_bytes(pid: int | None) -> int | None:
+    """Resident memory of a process, ``None`` where it cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:  # not Linux, or it has just ended

@@ -25,6 +25,7 @@ from multienv.recovery.mender import Mender
 from multienv.recovery.phases import (
     ASKED,
     CLOSED,
+    DUE,
     ENDED,
     HALF,
     LOST,
@@ -109,10 +110,8 @@ class Supervisor(Mender):
         # The number is compared with what it is now: close() in a signal handler has moved it.
         if received != length or number != self.seq or kind != STEPPED:
             return self._receive_step_slowly(bytes(buffer[:received]), defer=defer)
-        if received != self._plain_size or flags:
+        if received != self._plain_size or flags or not seq & _SAMPLE:
             return self._finish_step(bytes(buffer[:received]))
-        if not seq & _SAMPLE:
-            self._sample()
         log_request, log_reply, views = self._log_request, self._log_reply, self._views
         log_request(self._pending)
         log_reply(self._plain_reply)
@@ -134,6 +133,10 @@ class Supervisor(Mender):
             self._drain()
             if self.phase == RUNNING:
                 return False
+        if self.phase == DUE:
+            self._recycle(resetting=False)
+            self.phase = RUNNING
+            return False
         if self.phase != OWED:
             self.refuse("step")
         return True
@@ -173,7 +176,8 @@ class Supervisor(Mender):
         self._last = reply
         self._steps += 1
         transition = self._transition(reply)
-        self.phase = ENDED if transition[2] or transition[3] else RUNNING
+        due = self._recycling.wanted and self._is_due()
+        self.phase = ENDED if transition[2] or transition[3] else DUE if due else RUNNING
         return transition
 
     def _transition(self, reply: bytes) -> Transition:
@@ -200,7 +204,7 @@ class Supervisor(Mender):
     # --- everything but steps -----------------------------------------------------------------------
 
     def send(self, command: str, message: Message) -> None:
-        """Send a request that is not a step; does not block."""
+        """Send a request that is not a step; blocks only when a reset finds the process due to be replaced."""
         if self.interrupted == WHOLE:
             self._drain(step=isinstance(message, Reset))
         if self.phase in (NEW, STARTING, CLOSED, *PENDING) or os.getpid() != self._owner:
@@ -208,6 +212,8 @@ class Supervisor(Mender):
         if self.phase == LOST:
             self._revive()
         if isinstance(message, Reset):
+            if self.due:
+                self._recycle(resetting=True)
             message = self._complete_reset(message)
         try:
             frame = pack_message((self.seq + 1) & SEQ_MASK, message)

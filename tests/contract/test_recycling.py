@@ -1,0 +1,139 @@
+"""A process that has served its time is replaced between two steps, and nobody can tell by the trajectory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import pytest
+
+from multienv import MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
+from multienv.events import Event, Recycled
+from multienv.testing import (
+    CounterEnv,
+    NondeterministicEnv,
+    StickyStateEnv,
+    assert_no_splice,
+    assert_same_trajectory,
+    rollout,
+)
+
+MiB = 2**20
+
+
+def undisturbed(env_fn: Callable[[], gymnasium.Env[Any, Any]], **options: Any) -> list[Any]:
+    return rollout(env_fn(), **options)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"recycle_after_steps": 100}, {"recycle_after_episodes": 3}, {"recycle_after": 0.01}, {"recycle_after_steps": 1}],
+)
+@pytest.mark.parametrize("name", ["CartPole-v1", "LunarLander-v3", "BipedalWalker-v3"])
+def test_without_a_trace(name: str, limits: dict[str, Any]) -> None:
+    env_fn = partial(gymnasium.make, name)
+    events: list[Event] = []
+    with SubprocessEnv(env_fn, restart=RestartPolicy(**limits), hooks=[events.append]) as env:
+        record = rollout(env, num_steps=700, seed=3)
+        statistics = env.statistics()
+    assert_same_trajectory(record, undisturbed(env_fn, num_steps=700, seed=3))
+    assert statistics.recycled >= 1
+    assert statistics.losses == statistics.restarts == 0
+    assert [event.outcome for event in events if isinstance(event, Recycled)] == ["exact"] * statistics.recycled
+
+
+class LeakyCartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
+    def __init__(self, bytes_per_step: int = MiB) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self._bytes = bytes_per_step
+        self._hoard: list[bytes] = []
+
+    def step(self, action: Any) -> Any:
+        self._hoard.append(b"\1" * self._bytes)
+        return self.env.step(action)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_leaking_env_stays_small(shared_memory: bool) -> None:
+    """2 GiB leak in all; no process ever holds more than a few episodes' worth."""
+    env_fn = LeakyCartPole
+    with SubprocessEnv(env_fn, shared_memory=shared_memory) as env:
+        new = env.statistics().rss or 0
+    sizes: list[int] = []
+
+    def look(_: int) -> None:
+        sizes.append(env.statistics().rss or 0)
+
+    policy = RestartPolicy(max_rss=new + 150 * MiB)
+    with SubprocessEnv(env_fn, restart=policy, shared_memory=shared_memory) as env:
+        record = rollout(env, num_steps=2000, seed=1, before_step=look)
+        statistics = env.statistics()
+    assert_same_trajectory(record, undisturbed(partial(LeakyCartPole, 0), num_steps=2000, seed=1))
+    assert max(sizes) < new + 350 * MiB
+    assert statistics.recycled > 5
+
+
+def test_an_env_that_remembers_is_replayed_from_its_construction() -> None:
+    policy = RestartPolicy(recycle_after_steps=50)
+    with SubprocessEnv(StickyStateEnv, restart=policy) as env:
+        record = rollout(env, num_steps=400, seed=1)
+        assert env.statistics().recycled >= 3
+    assert_same_trajectory(record, undisturbed(StickyStateEnv, num_steps=400, seed=1))
+
+
+def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:
+    events: list[Any] = []
+    env_fn = partial(NondeterministicEnv, horizon=None)
+    with SubprocessEnv(env_fn, restart=RestartPolicy(recycle_after_steps=50), hooks=[events.append]) as env:
+        first = rollout(env, num_steps=300, seed=1)
+        pid = env.statistics().pid
+        second = rollout(env, num_steps=10, seed=2)
+        assert env.statistics().pid != pid
+        assert env.statistics().losses == 0
+    assert_no_splice([*first, *second])
+    assert [event.outcome for event in events] == ["put off", "fresh"]
+    assert not any(transition.truncated for transition in first)
+
+
+def test_without_a_journal_it_waits_for_the_next_reset_too() -> None:
+    policy = RestartPolicy(on_crash="raise", on_timeout="raise", recycle_after_steps=50)
+    with SubprocessEnv(partial(CounterEnv, horizon=60), restart=policy) as env:
+        record = rollout(env, num_steps=300, seed=1)
+        assert env.statistics().recycled >= 3
+    assert_no_splice(record)
+
+
+def test_death_in_the_middle_of_it() -> None:
+    """The old process dies while the new one is being brought up, or the new one dies: still nobody can tell."""
+    events: list[Any] = []
+
+    def kill(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Recycled):
+            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+
+    env_fn = partial(CounterEnv, horizon=40)
+    with SubprocessEnv(env_fn, restart=RestartPolicy(recycle_after_steps=64), hooks=[kill]) as env:
+        record = rollout(env, num_steps=500, seed=1)
+        assert env.statistics().losses >= 2
+    assert_same_trajectory(record, undisturbed(env_fn, num_steps=500, seed=1))
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+def test_of_several(mode: str) -> None:
+    def run(policy: RestartPolicy) -> tuple[list[Any], int]:
+        envs = create_subprocess_envs([partial(gymnasium.make, "CartPole-v1")] * 3, restart=policy)
+        with MultiEnv(envs, autoreset_mode=mode) as m:
+            record: list[Any] = [m.reset(seed=5)]
+            record += [m.step([(t + i) % 2 for i in range(3)]) for t in range(400)]
+            return record, sum(statistics.recycled for statistics in m.statistics() if statistics)
+
+    plain, none = run(RestartPolicy())
+    recycled, some = run(RestartPolicy(recycle_after_steps=70))
+    assert none == 0
+    assert some >= 9
+    assert repr(plain) == repr(recycled)
