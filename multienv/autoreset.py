@@ -51,6 +51,15 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         transition: Any = self.env.step(action)
         return self.end(transition) if transition[2] or transition[3] else transition
 
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`HostedEnv.state_dict`; with whether a reset is due."""
+        return {"env": self._hosted.state_dict(), "ended": self.ended}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :meth:`HostedEnv.load_state_dict`."""
+        self._hosted.load_state_dict(state["env"])
+        self.ended = state["ended"]
+
     # --- in two halves --------------------------------------------------------------------------
 
     def step_async(self, action: Any) -> None:

@@ -22,6 +22,7 @@
     │   ├── ReplyBrokenError                  it answered something undecodable
     │   ├── PoisonError                       the same request kills every process it is given to
     │   └── RestartBudgetExceeded             it was lost more often than the policy allows
+    ├── NotRestoredError                    load_state_dict() could not have the env as it was
     └── EnvsFailedError                     several envs: failures by index, results of the others
 
 Each message says what happened, the likely cause, and what to do next.
@@ -235,6 +236,10 @@ class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the publ
 
 
 # --- several envs ---------------------------------------------------------------------------
+
+
+class NotRestoredError(MultienvError):
+    """What ``state_dict()`` had saved could not be brought back exactly. The env is as it was before the call."""
 
 
 class EnvsFailedError(MultienvError):

@@ -170,6 +170,31 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         """Draw the env where it is; returns what its ``render`` returns."""
         return self._ask("render", Render())
 
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on from here in another trainer: plain data, to be pickled or saved with a model.
+
+        To be called between two steps. It holds what drove the env and what was seen of it, as the journal does, and
+        is as large as that. The generators of the spaces on this side (``action_space.sample()``) are not in it.
+
+        Raises:
+            UsageError: Something is pending, or the journal does not reach back far enough.
+        """
+        return self._supervisor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called: a new process replays what it holds, and is verified.
+
+        Whatever this env was doing is given up. It is initialized if need be; its ``env_fn`` must be the same.
+
+        Raises:
+            NotRestoredError: The replay does not show what had been seen; this env is as it was before.
+            UsageError: ``state`` is something else, or a request is pending.
+        """
+        self.initialize()
+        self._supervisor.load_state_dict(state)
+
     # --- anything else --------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:

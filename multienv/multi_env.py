@@ -424,17 +424,48 @@ class MultiEnv:
         """What every env renders."""
         return self._each("render()", lambda env: env.render())
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on from here in another trainer; see :meth:`SubprocessEnv.state_dict`.
+
+        Raises:
+            UsageError: A step was interrupted, or an env keeps no journal.
+        """
+        self._refuse_unfinished("state_dict()")
+        return {"lanes": [lane.state_dict() for lane in self._lanes]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called, all envs side by side.
+
+        Raises:
+            EnvsFailedError: Some could not be restored (``NotRestoredError``); those are as they were before.
+            UsageError: ``state`` is something else, or of another number of envs.
+        """
+        self._refuse_unfinished("load_state_dict()")
+        lanes = state.get("lanes") if isinstance(state, dict) else None
+        if lanes is None or len(lanes) != self.num_envs:
+            raise UsageError(f"load_state_dict(): give what the state_dict() of {self.num_envs} such envs returned.")
+        calls = [partial(lane.load_state_dict, one) for lane, one in zip(self._lanes, lanes, strict=True)]
+        tasks = side_by_side(self._pool, calls)
+        failures = {index: task.error for index, task in enumerate(tasks) if task.error is not None}
+        if failures:
+            raise EnvsFailedError.collect(
+                "load_state_dict()", failures, [None] * self.num_envs, "The others are restored."
+            )
+
     def statistics(self) -> list[Statistics | None]:
         """The statistics of every env that keeps any."""
         return [env.statistics() if isinstance(env, HostedEnv) else None for env in self.envs]
 
-    def _each(self, what: str, ask: Callable[[gymnasium.Env[Any, Any]], Any]) -> list[Any]:
+    def _refuse_unfinished(self, what: str) -> None:
         if self._closed:
             raise ClosedError(f"{what}: this MultiEnv has been closed. Make a new one.")
         if self._unfinished is not None:
             if self._unfinished[0] == "step":
                 raise UsageError(f"{what}: a step was interrupted. Call step() to complete it, or reset() to drop it.")
             self._resume_or_drop(what)
+
+    def _each(self, what: str, ask: Callable[[gymnasium.Env[Any, Any]], Any]) -> list[Any]:
+        self._refuse_unfinished(what)
         tasks = [Task(partial(ask, env)) for env in self.envs]
         self._unfinished = ("each", tasks)
         for task in tasks:

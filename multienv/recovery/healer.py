@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from multienv.backends.base import Backend, Gone
 from multienv.config import Deadlines, RestartPolicy
@@ -106,6 +106,15 @@ class Healer:
         assert isinstance(value, Description)
         backend.pid = value.pid
         self._compare(value)
+
+    @property
+    def seeds(self) -> tuple[int, int] | None:
+        """Of the generators of each process, for ``random`` and ``numpy.random``."""
+        return self._initialize.seeds
+
+    @seeds.setter
+    def seeds(self, seeds: tuple[int, int] | None) -> None:
+        self._initialize = replace(self._initialize, seeds=seeds)
 
     def begin(self, *, planned: bool = False) -> Effort:
         """A recovery begins now, or a recycling."""

@@ -17,7 +17,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import setitem
 
-from multienv.wire.messages import KIND_AT, STEPPED, Reset, pack_message, seq_of, split_frames
+from multienv.wire.messages import (
+    KIND_AT,
+    KIND_OF_REQUEST_AT,
+    STEP,
+    STEPPED,
+    Reset,
+    pack_message,
+    seq_of,
+    split_frames,
+    unpack_message,
+)
 
 # A reset is made an anchor when this many steps have passed since the last one: capturing the generators'
 # state takes as long as ten steps of CartPole.
@@ -146,6 +156,19 @@ class Journal:
         frames = split_frames(self._entries[anchor.place :])
         first = pack_message(seq_of(frames[0]), replace(anchor.reset, generators=anchor.generators, anchor=True))
         return Plan((first, *frames[2::2]), tuple(frames[1::2]), False)
+
+    def load(self, plan: Plan, steps: int) -> None:
+        """Hold what another journal held: after this plan, ``steps`` steps of the env's life are done."""
+        before = steps - sum(frame[KIND_OF_REQUEST_AT] == STEP for frame in plan.frames)
+        self.clear(before)
+        self.complete = plan.from_construction
+        for frame, evidence in zip(plan.frames, plan.evidence, strict=True):
+            self._entries += frame + evidence
+        if not plan.from_construction:
+            reset = unpack_message(plan.frames[0])
+            assert isinstance(reset, Reset)
+            assert reset.generators is not None
+            self._anchors = [Anchor(0, before, replace(reset, generators=None), reset.generators)]
 
     def _bytes_since(self, anchor: Anchor) -> int:
         return len(self) - anchor.place

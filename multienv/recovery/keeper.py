@@ -187,10 +187,14 @@ class Keeper(ABC):
             return not last or same(irregular_parts(seen), irregular_parts(last))
         if self._block is None:
             return True  # inline: it was compared with the rest of the evidence
-        size = self._block.size // 2
+        return self._memory_of(seq, self._block) == self._memory_of(seq, backend.observations(self._block.size))
+
+    @staticmethod
+    def _memory_of(seq: int, block: Block) -> memoryview:
+        """Where the observation of this reply lies."""
+        size = block.size // 2
         place = (seq & 1) * size
-        new = backend.observations(self._block.size)
-        return bool(self._block.view[place : place + size] == new.view[place : place + size])
+        return block.view[place : place + size]
 
     # --- wrong calls --------------------------------------------------------------------------------
 

@@ -1,0 +1,238 @@
+"""What one trainer saved, another goes on with: in the middle of an episode, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
+from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, NotRestoredError, UsageError
+from multienv.testing import (
+    CounterEnv,
+    GlobalRandomEnv,
+    NondeterministicEnv,
+    StickyStateEnv,
+    Transition,
+    assert_same_trajectory,
+    rollout,
+)
+
+ENVS: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
+    "counter": partial(CounterEnv, horizon=7),
+    "global generators": GlobalRandomEnv,
+    "sticky": StickyStateEnv,
+    **{
+        name: partial(gymnasium.make, name)
+        for name in ("CartPole-v1", "BipedalWalker-v3", "LunarLander-v3", "CarRacing-v3")
+    },
+}
+
+
+def go_on(env: gymnasium.Env[Any, Any], actions: list[Any], *, ended: bool) -> list[Transition]:
+    """Steps, and a reset whenever it is time, without seeds."""
+    record = []
+    for action in actions:
+        if ended:
+            observation, _ = env.reset()
+            record.append((observation, 0.0, False, False))
+            ended = False
+            continue
+        observation, reward, terminated, truncated, _ = env.step(action)
+        record.append((observation, reward, terminated, truncated))
+        ended = bool(terminated or truncated)
+    return record
+
+
+@pytest.mark.parametrize("steps", [0, 1, 45])
+@pytest.mark.parametrize("name", ENVS)
+def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
+    env_fn = ENVS[name]
+    with SubprocessEnv(env_fn) as env:
+        actions = [env.action_space.sample() for _ in range(60)]
+        env.reset(seed=4)
+        ended = False
+        for action in actions[:steps]:
+            if ended:
+                env.reset()
+                ended = False
+                continue
+            _, _, terminated, truncated, _ = env.step(action)
+            ended = terminated or truncated
+        state = pickle.loads(pickle.dumps(env.state_dict()))
+        expected = go_on(env, actions, ended=ended)
+    with SubprocessEnv(env_fn) as other:
+        other.reset(seed=99)
+        other.load_state_dict(state)
+        assert other.statistics().steps == state["steps"]
+        os.kill(other.statistics().pid or 0, signal.SIGKILL)  # it can be brought back as any other
+        actual = go_on(other, actions, ended=ended)
+        assert other.statistics().exact_recoveries == 1
+    for one, two in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(one[0], two[0], strict=True)
+        assert one[1:] == two[1:]
+
+
+def test_of_a_checkpoint_of_a_checkpoint() -> None:
+    env_fn = ENVS["CartPole-v1"]
+    with SubprocessEnv(env_fn) as env:
+        env.reset(seed=1)
+        env.step(1)
+        first = env.state_dict()
+        env.step(0)
+        expected = go_on(env, [1, 0] * 40, ended=False)
+    with SubprocessEnv(env_fn) as env:
+        env.load_state_dict(first)
+        env.step(0)
+        second = env.state_dict()
+        env.step(1)
+    with SubprocessEnv(env_fn) as env:
+        env.load_state_dict(second)
+        assert repr(go_on(env, [1, 0] * 40, ended=False)) == repr(expected)
+
+
+def test_from_a_journal_that_has_been_shortened() -> None:
+    policy = RestartPolicy(journal_limit=20_000)
+    env_fn = partial(gymnasium.make, "CartPole-v1")
+    with SubprocessEnv(env_fn, restart=policy) as env:
+        rollout(env, num_steps=3000, seed=1)
+        env.reset()
+        env.step(1)
+        state = env.state_dict()
+        assert not state["from_construction"]
+        expected = go_on(env, [1, 0] * 40, ended=False)
+    with SubprocessEnv(env_fn, restart=policy) as env:
+        env.load_state_dict(state)
+        rest = env.state_dict()
+        assert (rest["frames"], rest["evidence"]) == (state["frames"], state["evidence"])
+        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        assert repr(go_on(env, [1, 0] * 40, ended=False)) == repr(expected)
+
+
+def test_what_cannot_be_restored_leaves_the_env_as_it_was() -> None:
+    with SubprocessEnv(partial(NondeterministicEnv, horizon=None)) as env:
+        env.reset(seed=0)
+        env.step(1)
+        state = env.state_dict()
+    with SubprocessEnv(partial(CounterEnv, horizon=None)) as env:
+        env.reset(seed=0)
+        env.step(1)
+        with pytest.raises(NotRestoredError, match="as it was before"):
+            env.load_state_dict(state)
+        assert env.step(1)[0][0] == 2
+        assert env.statistics().losses == 0
+
+
+def test_wrong_calls() -> None:
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        good = env.state_dict()
+        for bad in (None, {}, {"version": 0}, [good]):
+            with pytest.raises(UsageError, match="state_dict"):
+                env.load_state_dict(bad)  # type: ignore[arg-type]
+        env.step_async(1)
+        for call in (env.state_dict, partial(env.load_state_dict, good)):
+            with pytest.raises(CallPendingError):
+                call()
+        assert env.step_wait()[0][0] == 1
+    for call in (env.state_dict, partial(env.load_state_dict, good)):
+        with pytest.raises(ClosedError):
+            call()
+    with SerialEnv(CounterEnv) as env, pytest.raises(UsageError, match="does not replay"):
+        env.load_state_dict(good)
+    with SubprocessEnv(CounterEnv, restart=RestartPolicy(on_crash="raise", on_timeout="truncate")) as env:
+        env.reset(seed=0)
+        with pytest.raises(UsageError, match="journal_limit"):
+            env.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+def test_of_several(mode: str) -> None:
+    def make() -> MultiEnv:
+        return MultiEnv(
+            create_subprocess_envs([partial(CounterEnv, horizon=5 + i) for i in range(3)]), autoreset_mode=mode
+        )
+
+    with make() as m:
+        m.reset(seed=3)
+        for _ in range(5):
+            m.step([1, 2, 3])
+        state = pickle.loads(pickle.dumps(m.state_dict()))
+        rounds = 1 if mode == "DISABLED" else 12
+        actions = [[t % 4, 1, None if mode == "DISABLED" else 2] for t in range(rounds)]
+        if mode == "DISABLED":
+            m.reset(mask=[True, False, False])
+        expected = [m.step(row) for row in actions]
+    with make() as m:
+        m.load_state_dict(state)
+        if mode == "DISABLED":
+            m.reset(mask=[True, False, False])
+        assert repr([m.step(row) for row in actions]) == repr(expected)
+        with pytest.raises(UsageError, match="3 such envs"):
+            m.load_state_dict({"lanes": state["lanes"][:2]})
+        broken = {"lanes": [state["lanes"][0], {**state["lanes"][1], "env": {}}, state["lanes"][2]]}
+        with pytest.raises(EnvsFailedError) as failed:
+            m.load_state_dict(broken)
+        assert list(failed.value.failures) == [1]
+
+
+TRAINER = """
+import os, pickle, signal, sys
+from functools import partial
+import gymnasium
+from multienv import MultiEnv, create_subprocess_envs
+m = MultiEnv(create_subprocess_envs([partial(gymnasium.make, "LunarLander-v3")] * 2))
+if sys.argv[2] == "begin":
+    m.reset(seed=8)
+    for t in range(60):
+        m.step([t % 4, (t + 1) % 4])
+    with open(sys.argv[1], "wb") as file:
+        pickle.dump(m.state_dict(), file)
+    m.step([1, 1])  # lost with the trainer
+    os.kill(os.getpid(), signal.SIGKILL)
+with open(sys.argv[1], "rb") as file:
+    m.load_state_dict(pickle.load(file))
+for t in range(60, 150):
+    print(m.step([t % 4, (t + 1) % 4])[:4])
+m.close()
+"""
+
+
+def test_the_trainer_is_killed_and_another_goes_on(tmp_path: Path) -> None:
+    def train(part: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", TRAINER, str(tmp_path / "state"), part]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+    assert train("begin").returncode == -signal.SIGKILL
+    second = train("go on")
+    assert second.returncode == 0, second.stderr
+    with MultiEnv([gymnasium.make("LunarLander-v3") for _ in range(2)]) as m:
+        m.reset(seed=8)
+        for t in range(60):
+            m.step([t % 4, (t + 1) % 4])
+        expected = "".join(f"{m.step([t % 4, (t + 1) % 4])[:4]}\n" for t in range(60, 150))
+    assert second.stdout == expected
+
+
+def test_the_record_of_a_restored_env_is_that_of_an_undisturbed_one() -> None:
+    env_fn = ENVS["BipedalWalker-v3"]
+    with SubprocessEnv(env_fn) as env:
+        first = rollout(env, num_steps=120, seed=2)
+        state = env.state_dict()
+    with SubprocessEnv(env_fn) as env:
+        env.load_state_dict(state)
+        second = rollout(env, num_steps=120, policy_seed=1)
+    with gymnasium.make("BipedalWalker-v3") as env:
+        assert_same_trajectory(
+            [*first, *second], [*rollout(env, num_steps=120, seed=2), *rollout(env, num_steps=120, policy_seed=1)]
+        )
