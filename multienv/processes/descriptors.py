@@ -1,4 +1,4 @@
-"""The trainer's descriptors, so that a forked worker can let go of them.
+"""The trainer's descriptors: closed once, whatever interrupts; and a forked worker can let go of them.
 
 A forked sibling that keeps another worker's pipe open would hide that worker's death. The lock is held
 while ends that belong to a worker are open in the trainer, and while forking.
@@ -9,29 +9,37 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import deque
 
 lock = threading.RLock()
-_trainers: set[int] = set()
+# By a token of its own each: a number may have been given to somebody else when close() is called once more.
+_trainers: dict[object, int] = {}
 
 
-def own(*descriptors: int) -> None:
-    """These are the trainer's: no worker may keep them."""
-    _trainers.update(descriptors)
+def own(descriptor: int) -> object:
+    """This one is the trainer's: no worker may keep it. Returns what :func:`close` takes."""
+    token = object()
+    _trainers[token] = descriptor
+    return token
 
 
-def close(*descriptors: int) -> None:
-    """Close the trainer's ends; a negative one is none."""
+def holds(token: object) -> bool:
+    """Whether it has not been closed yet."""
+    return token in _trainers
+
+
+def close(*tokens: object) -> None:
+    """Close the trainer's ends; one that has been closed is passed over."""
     with lock:
-        for descriptor in descriptors:
-            if descriptor >= 0:
-                _trainers.discard(descriptor)
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
+        open_still = list(filter(_trainers.__contains__, tokens))
+        with contextlib.suppress(OSError):
+            # At one stroke, for no signal handler to come in between: forgotten and closed.
+            deque(map(os.close, map(_trainers.pop, open_still)), maxlen=0)
 
 
 def close_inherited(kept: set[int]) -> None:
     """In a forked worker: close every descriptor that is the trainer's, but for ``kept``."""
-    for descriptor in _trainers - kept:
+    for descriptor in set(_trainers.values()) - kept:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     _trainers.clear()

@@ -106,7 +106,7 @@ class WardenClient:
         self.trainer = os.getpid()
         with descriptors.lock:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            descriptors.own(ours.fileno())
+            self._token = descriptors.own(ours.fileno())
             try:
                 self.process = subprocess.Popen(
                     _warden_command(theirs.fileno()),
@@ -134,7 +134,8 @@ class WardenClient:
 
     def close(self) -> None:
         """Let go of the warden: it kills what is left and ends."""
-        descriptors.close(self._control.detach())
+        self._control.detach()
+        descriptors.close(self._token)
         if self.trainer == os.getpid():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(3.0)
@@ -200,6 +201,9 @@ class Launch:
     native_threads: int | None = 1
 
 
+_ENDS = ("requests", "replies", "memory", "ended")
+
+
 class Worker:
     """One worker process, seen from the trainer: two pipes, a control block, and its fate.
 
@@ -222,6 +226,7 @@ class Worker:
         self._method = launch.method
         self._owner = os.getpid()
         self._theirs: list[int] = []
+        self._tokens: dict[str, object] = {}
         _reap_strays()
         with descriptors.lock:
             try:
@@ -245,7 +250,8 @@ class Worker:
         self.ended = ours.detach()
         self._theirs = [requests_read, replies_write, theirs.detach()]
         os.set_blocking(self.requests, False)
-        descriptors.own(self.requests, self.replies, self.memory, self.ended)
+        for name in _ENDS:
+            self._tokens[name] = descriptors.own(getattr(self, name))
 
     def _start(self, launch: Launch) -> None:
         requests, replies, fate = self._theirs
@@ -306,7 +312,7 @@ class Worker:
 
     def forget_memory(self) -> None:
         """Close the descriptor of the shared memory: everybody has mapped it."""
-        descriptors.close(self.memory)
+        descriptors.close(self._tokens["memory"])
         self.memory = -1
 
     def kill(self, *, with_stack: bool = False) -> None:
@@ -354,7 +360,7 @@ class Worker:
 
     def end_requests(self) -> None:
         """Close the request pipe: the worker ends once it has answered what it was asked."""
-        descriptors.close(self.requests)
+        descriptors.close(self._tokens["requests"])
         self.requests = -1
 
     def __del__(self) -> None:
@@ -373,13 +379,13 @@ class Worker:
         """Close the trainer's ends. A process that is still there ends by itself, or is killed shortly."""
         if max(self.requests, self.replies, self.memory, self.ended) < 0:
             return
-        if os.getpid() == self._owner and self.ended >= 0:
+        if os.getpid() == self._owner and descriptors.holds(self._tokens.get("ended")):
             # A forked child of the trainer may hold copies of all this. A shutdown reaches through copies.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.ended)) as fate:
                 fate.shutdown(socket.SHUT_RDWR)
         if self._method == FORK and self.pid and self.fate is None:
             _unreaped.add(self.pid)
-        descriptors.close(self.requests, self.replies, self.ended, self.memory)
+        descriptors.close(*self._tokens.values())
         self.requests = self.replies = self.ended = self.memory = -1
         if hasattr(self, "control"):
             self.control.close()
