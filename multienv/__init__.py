@@ -9,6 +9,7 @@ Layers, lowest first; none imports one above it::
     processes                    launching, watching over, ending
     backends                     the seam: request and reply, from a process or from here
     recovery                     journal, replay, verification, budget: the supervisor
+    remote_generator             an env's generator, from afar
     hosted_env … multi_env       the faces
     testing                      faulty envs, leak checks, a conformance kit
 """

@@ -12,6 +12,7 @@ from multienv.errors import UsageError
 from multienv.events import Statistics
 from multienv.recovery.phases import HALF, WHOLE
 from multienv.recovery.supervisor import Supervisor, Transition
+from multienv.remote_generator import RemoteGenerator
 from multienv.wire.messages import Call, GetAttribute, HasAttribute, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:
@@ -248,8 +249,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     @property
     def np_random(self) -> Any:
-        """A copy of the remote env's generator, as it stands; drawing from it does not move the env's."""
-        return self.get_attr("np_random")
+        """The remote env's generator: to draw from it is to draw there. ``get_attr("np_random")`` is a copy."""
+        return RemoteGenerator(self.call, lambda: self.get_attr("np_random"))
 
     @np_random.setter
     def np_random(self, value: Any) -> None:
@@ -293,9 +294,13 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def _checked_seed(seed: Any) -> int | None:
         if seed is None:
             return None
-        if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
+        try:
+            integer = -1 if isinstance(seed, bool) else operator.index(seed)  # numpy's too; gymnasium wants Python's
+        except TypeError:
+            integer = -1
+        if integer < 0:
             raise UsageError(f"reset(seed={seed!r}): give a non-negative integer, or None.")
-        return operator.index(seed)  # numpy's integers too; gymnasium wants Python's
+        return integer
 
 
 class _Interruptible:

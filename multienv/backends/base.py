@@ -74,6 +74,10 @@ class Backend(ABC):
     def arm(self, seconds: float | None) -> None:
         """From now on the pending request may take this long."""
 
+    def step_seconds(self) -> float | None:
+        """How long the env itself takes for a step, if that is known."""
+        return None
+
     def prefer(self, core: int) -> None:  # noqa: B027 - a host without a process of its own has no choice
         """Run on this core while steps are short."""
 

@@ -13,7 +13,7 @@ from functools import partial
 from multienv.backends.base import Backend, Gone
 from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
 from multienv.processes.protocol import UNKNOWN_FATE, Fate
-from multienv.wire.memory import BUSY, CORE, DEADLINE, OBSERVATIONS, REPLAYING, Block
+from multienv.wire.memory import BUSY, CORE, DEADLINE, OBSERVATIONS, REPLAYING, STEP_SECONDS, Block
 from multienv.wire.messages import ARRIVED, FAILED, GONE, MARK_SIZE, REPLY, STEPPED, VALUE, mark_frame
 
 _BIG_CHUNK = 2**20
@@ -77,6 +77,10 @@ class ProcessBackend(Backend):
         """Set the deadline; the worker clears it when it is done, the warden enforces it."""
         if seconds is not None:
             self._times[DEADLINE] = time.monotonic() + seconds
+
+    def step_seconds(self) -> float | None:
+        """From a sample of the steps, measured by the worker."""
+        return self._times[STEP_SECONDS] or None
 
     def prefer(self, core: int) -> None:
         """The worker looks at this now and then; see ``worker.affinity``."""

@@ -125,7 +125,9 @@ class Healer:
         delay = 0.0 if effort.planned else self._budget.admit(self._clock(), progress)
         if delay is None:
             raise BudgetSpent
-        self._remaining(effort)
+        remaining = self._remaining(effort)
+        if remaining is not None:
+            delay = min(delay, remaining)
         if self._stopped:
             raise Unrecoverable("the env was closed")
         if delay and self._wait(delay):
@@ -136,6 +138,9 @@ class Healer:
         try:
             if self._stopped:
                 raise Unrecoverable("the env was closed")
+            if remaining is not None and not effort.planned:
+                start = self._deadlines.start
+                backend.arm(remaining if start is None else min(start, remaining))
             self.request_build(backend)
             self.collect_build(backend)
         except BaseException:
@@ -143,6 +148,19 @@ class Healer:
             backend.release()
             raise
         return backend
+
+    def hand_over(self) -> None:
+        """What was being brought up is somebody's now."""
+        self._current = None
+
+    def repeat(self, backend: Backend, frames: list[bytes]) -> list[bytes]:
+        """Run requests again, whatever comes of them. Their evidence; raises Gone."""
+        if not frames:
+            return []
+        backend.arm(self._deadlines.recovery)
+        backend.send(pack_message(1, Replay(tuple(frames))))
+        evidence: list[bytes] = unpack_value(backend.complete(b"", 1))[0]
+        return evidence
 
     def stop(self) -> None:
         """The env is being closed: end a recovery that is under way in another thread."""

@@ -20,8 +20,11 @@ from operator import setitem
 from multienv.wire.messages import (
     KIND_AT,
     KIND_OF_REQUEST_AT,
+    LASTING,
+    MESSAGE,
     STEP,
     STEPPED,
+    TAG_AT,
     Reset,
     pack_message,
     seq_of,
@@ -43,7 +46,6 @@ class Anchor:
 
     place: int
     steps: int
-    reset: Reset
     generators: bytes
 
 
@@ -85,6 +87,8 @@ class Journal:
         """Begin anew: the env has just been built."""
         self._forget_all()
         self._last_forgotten = b""
+        self._overgrown = False
+        self._lasting = b""  # what was forgotten of calls and attributes set, with its evidence
         self.complete = self.usable = self.recording
         self._anchors: list[Anchor] = []
         self._steps_before = steps
@@ -126,15 +130,17 @@ class Journal:
             return True
         return steps - self._anchors[-1].steps >= self._anchor_every or not self._roomy
 
-    def anchor(self, frame: bytes, evidence: bytes, reset: Reset, generators: bytes, steps: int) -> None:
+    def anchor(self, frame: bytes, evidence: bytes, generators: bytes, steps: int) -> None:
         """What has just been logged was this reset, and the generators stood so before it."""
         if not self.usable:  # what came before has been forgotten: begin again here
-            del self._entries[: -len(frame) - len(evidence)]
+            place = len(self._entries) - len(frame) - len(evidence)
+            self._lasting += _lasting_in(self._entries[:place])
+            del self._entries[:place]
             self._anchors.clear()
             self._steps_before = steps
             self.usable = True
         self._known = len(self._entries) - len(frame) - len(evidence)
-        self._anchors.append(Anchor(self._known, steps, reset, generators))
+        self._anchors.append(Anchor(self._known, steps, generators))
 
     def plans(self, *, short: bool = False) -> list[Plan]:
         """The replays to try, the most trustworthy first.
@@ -143,7 +149,7 @@ class Journal:
         last one, so that a whole episode is held against the evidence: that of an env which remembers more than
         its generators differs.
         """
-        if not self.usable:
+        if not self.usable or self._overgrown:
             return []
         if short and len(self._anchors) > 1:
             return [self._from(self._anchors[-2]), *self.plans()]
@@ -153,9 +159,16 @@ class Journal:
         return [self._from(self._anchors[0])] if self._anchors else []
 
     def _from(self, anchor: Anchor) -> Plan:
+        before = split_frames(self._lasting + _lasting_in(self._entries[: anchor.place]))
         frames = split_frames(self._entries[anchor.place :])
-        first = pack_message(seq_of(frames[0]), replace(anchor.reset, generators=anchor.generators, anchor=True))
-        return Plan((first, *frames[2::2]), tuple(frames[1::2]), False)
+        reset = unpack_message(frames[0])
+        assert isinstance(reset, Reset)
+        first = pack_message(seq_of(frames[0]), replace(reset, generators=anchor.generators, anchor=True))
+        return Plan((*before[::2], first, *frames[2::2]), (*before[1::2], *frames[1::2]), False)
+
+    def lasting(self) -> list[bytes]:
+        """What changed the env for longer than an episode: calls, and attributes set."""
+        return split_frames(self._lasting + _lasting_in(self._entries))[::2]
 
     def load(self, plan: Plan, steps: int) -> None:
         """Hold what another journal held: after this plan, ``steps`` steps of the env's life are done."""
@@ -165,10 +178,15 @@ class Journal:
         for frame, evidence in zip(plan.frames, plan.evidence, strict=True):
             self._entries += frame + evidence
         if not plan.from_construction:
-            reset = unpack_message(plan.frames[0])
-            assert isinstance(reset, Reset)
-            assert reset.generators is not None
-            self._anchors = [Anchor(0, before, replace(reset, generators=None), reset.generators)]
+            place = 0
+            for frame, evidence in zip(plan.frames, plan.evidence, strict=True):
+                if frame[TAG_AT] != LASTING or frame[KIND_OF_REQUEST_AT] != MESSAGE:
+                    reset = unpack_message(frame)
+                    assert isinstance(reset, Reset)
+                    assert reset.generators is not None
+                    self._anchors = [Anchor(place, before, reset.generators)]
+                    break
+                place += len(frame) + len(evidence)
 
     def _bytes_since(self, anchor: Anchor) -> int:
         return len(self) - anchor.place
@@ -183,10 +201,13 @@ class Journal:
         if self.recording:
             self._known = len(self._entries)
         # Few steps with large requests: anchors every so many steps would lie too far apart.
-        self._roomy = not self._anchors or self._bytes_since(self._anchors[-1]) <= limit / 8
+        last = self._anchors[-1] if self._anchors else None
+        self._roomy = last is None or (self._bytes_since(last) <= limit / 8 and steps - last.steps <= step_limit / 8)
         if not self.recording or (len(self) <= limit and steps - self._steps_before <= step_limit):
             return
         self.complete = False
+        if len(self._lasting) > limit:  # a call with every step: what they did to the env cannot be kept
+            self._overgrown = True
 
         def fits(anchor: Anchor, share: float) -> bool:
             return steps - anchor.steps <= step_limit * share and self._bytes_since(anchor) <= limit * share
@@ -196,12 +217,26 @@ class Journal:
         if start is None and self._anchors and fits(self._anchors[-1], 1.0):
             start = self._anchors[-1]
         if start is None:
+            self._lasting += _lasting_in(self._entries)
             self._forget_all()
             self._anchors.clear()
             self.usable = False
             return
+        lasting = self._lasting + _lasting_in(self._entries[: start.place])
         kept = self._anchors[self._anchors.index(start) :]
         kept = [replace(one, place=one.place - start.place) for one in kept]
         known = self._known - start.place
         # At one stroke: no interruption comes in between.
-        self._entries[: start.place], self._anchors, self._steps_before, self._known = b"", kept, start.steps, known
+        self._lasting, self._entries[: start.place], self._anchors = lasting, b"", kept
+        self._steps_before, self._known = start.steps, known
+
+
+def _lasting_in(entries: bytes | bytearray) -> bytes:
+    """The calls and attributes set among these requests, with their evidence."""
+    frames = split_frames(entries)
+    pairs = zip(frames[::2], frames[1::2], strict=False)
+    return b"".join(
+        frame + evidence
+        for frame, evidence in pairs
+        if frame[KIND_OF_REQUEST_AT] == MESSAGE and frame[TAG_AT] == LASTING
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -40,6 +41,20 @@ from multienv.wire.messages import (
 from multienv.wire.observations import Placement, array_views, irregular_parts, reader
 
 _unpack = REPLY.unpack_from
+
+
+# All there are, for a forked child of the trainer's: they are not the child's to step.
+_kept: weakref.WeakSet[Keeper] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    for keeper in _kept:
+        if keeper.phase != CLOSED:
+            keeper.phase = ENDED  # whatever is called now looks whose it is
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown)
 
 
 class Keeper(ABC):
@@ -79,6 +94,7 @@ class Keeper(ABC):
         self.record = Record(env_index, hooks)
         self._policy, self._deadlines = policy, deadlines
         self._owner = os.getpid()
+        _kept.add(self)
         self._closing = threading.Event()
         self._healer = Healer(launch, initialize, policy, deadlines, wait=self._closing.wait)
         self._inline_limit = initialize.inline_limit
@@ -141,6 +157,7 @@ class Keeper(ABC):
         self._buffer, self._plain_size = backend.buffer, placement.plain_size
         self._plain_reply = memoryview(self._buffer)[: self._plain_size]
         old, self._backend = self._backend, backend
+        self._healer.hand_over()
         self._transmit = backend.send
         self._recycling.begin(self._steps, self.record.episodes)
         self.due = ""

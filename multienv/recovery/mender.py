@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -46,6 +47,7 @@ from multienv.wire.messages import (
     Reset,
     pack_message,
     seq_of,
+    unpack_message,
 )
 from multienv.wire.observations import irregular_parts
 
@@ -65,8 +67,11 @@ class Mender(Keeper):
         """Wait until the env is built."""
         self.start()
         if self.phase == STARTING:
-            self._wait(timeout, "initialize")
+            if self._backend is not None:
+                self._wait(timeout, "initialize")
             try:
+                if self._backend is None:  # an interruption came in the middle of a second attempt
+                    raise Gone("died", executing=False)
                 again, self.interrupted = self.interrupted, WHOLE
                 if again:
                     self._healer.request_build(self._backend, again=True)
@@ -169,26 +174,31 @@ class Mender(Keeper):
             self.refuse(self._pending_command())
 
     def _ask_again(self) -> None:
+        self._arm_pending()
+        self._backend.send(self._pending)
+
+    def _arm_pending(self) -> None:
         step = self.phase in (STEPPING, RESUMED)
         assert step or self._message is not None
         self._backend.arm(self._step_deadline if step else self._deadline(self._message))  # type: ignore[arg-type]
-        self._backend.send(self._pending)
 
     def _go_on_without(self, loss: Loss, effort: Effort, reason: str, command: str) -> None:
         """The env cannot be brought back. A new episode can be begun; a running one must be ended."""
-        self._drop_backend()
-        self._journal.clear(self._steps)
-        self._seeded = False
         if command == "step":
+            self._owed = reason  # first of all: an interruption does not make it forgotten
+            self._drop_backend()
             self.record.recovery(loss, "truncated", reason, effort)
             raise EpisodeLost(reason)
         if command != "reset" and self._phase_before in (RUNNING, DUE, OWED):
-            self.record.recovery(loss, "truncated", reason, effort)
             self._owed, self.phase = reason, OWED
+            self._drop_backend()
+            self.record.recovery(loss, "truncated", reason, effort)
             raise lost_error(loss, loss.cause, f"{reason} The next step() ends the episode.")
-        self._rebuild(None)
-        if isinstance(self._message, Reset):
-            self._message = self._complete_reset(Reset(self._message.seed, self._message.options, anchor=True))
+        self._begin_anew()
+        if command == "reset":
+            message = unpack_message(self._pending)
+            assert isinstance(message, Reset)
+            self._message = self._complete_reset(replace(message, anchor=True))
             self._pending = pack_message(self.seq, self._message)
         self.record.recovery(loss, "fresh", reason, effort)
         self._ask_again()
@@ -197,6 +207,7 @@ class Mender(Keeper):
         """The env stands just before the request that kills it: end the episode there."""
         reason = f"{what_happened(loss)} The same {command} killed {self._deaths} processes; it was not tried again."
         if command == "step":
+            self._owed = reason
             self.record.recovery(loss, "truncated", reason, effort)
             raise EpisodeLost(reason)
         self.phase = READY if command == "reset" else self._phase_before
@@ -217,13 +228,26 @@ class Mender(Keeper):
         return lost_error(loss, loss.cause, f"It could not be started again: {why}.")
 
     def _revive(self, effort: Effort | None = None) -> None:
-        """A new process, and a new life for the env, after the last one was lost."""
+        """A new process after the last one was lost; a truncation that is owed stays so."""
+        self._begin_anew(effort)
+        self.phase = OWED if self.phase == OWED else READY
+
+    def _begin_anew(self, effort: Effort | None = None) -> None:
+        """A new life for the env: what was called and set before holds in it too."""
         self._drop_backend()
+        frames = self._journal.lasting()
+        self._rebuild(None, effort)
         self._journal.clear(self._steps)
         self._seeded = False
         self._last = b""
-        self._rebuild(None, effort)
-        self.phase = READY
+        try:
+            for frame, evidence in zip(frames, self._healer.repeat(self._backend, frames), strict=True):
+                self._log_request(frame)
+                self._log_reply(evidence)
+        except Gone:  # one of them ends the process: go on without them
+            self._drop_backend()
+            self._rebuild(None, effort)
+            self._journal.clear(self._steps)
 
     def _on_loss(self, cause: str) -> OnLoss:
         policy = self._policy
@@ -341,7 +365,8 @@ class Mender(Keeper):
         return Reset(seed, message.options, self._journal.wants_anchor(self._steps))
 
     def _trim(self) -> None:
-        seconds = self.record.step_seconds or 1e-5
+        # The env's own time, not that of the caller, who may think between asking and waiting.
+        seconds = (self._backend and self._backend.step_seconds()) or 1e-5
         self._journal.trim(self._policy.journal_limit, self._policy.replay_limit / seconds, self._steps)
 
     def _deadline(self, message: Message) -> float | None:

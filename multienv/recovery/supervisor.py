@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from time import perf_counter
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from multienv.backends.base import Gone
 from multienv.errors import (
     MultienvError,
+    ResultNotPicklableError,
     UsageError,
 )
 from multienv.recovery.mender import Mender
@@ -55,6 +57,7 @@ from multienv.wire.messages import (
     VALUE,
     Call,
     Message,
+    Render,
     Reset,
     SetAttribute,
     Unpicklable,
@@ -69,7 +72,7 @@ Transition = tuple[Any, Any, bool, bool, dict[str, Any]]
 
 # One step in so many is timed, and the journal's size looked at.
 _SAMPLE = 63
-_JOURNALED = (Reset, Call, SetAttribute)
+_JOURNALED = (Reset, Call, SetAttribute, Render)
 _unpack = REPLY.unpack_from
 
 
@@ -84,9 +87,10 @@ class Supervisor(Mender):
         """Send a step; does not block."""
         if self.phase != RUNNING and self._cannot_step():
             return
-        seq = self.seq = (self.seq + 1) & SEQ_MASK
+        seq = (self.seq + 1) & SEQ_MASK
         encode, transmit = self._encode, self._transmit
-        self._pending = frame = encode(seq, action)
+        frame = encode(seq, action)
+        self.seq, self._pending = seq, frame
         self.phase = STEPPING
         if self._step_deadline is not None:
             self._backend.arm(self._step_deadline)
@@ -175,15 +179,15 @@ class Supervisor(Mender):
         self._log(reply)
         self._last = reply
         self._steps += 1
-        transition = self._transition(reply)
         due = self._recycling.wanted and self._is_due()
-        self.phase = ENDED if transition[2] or transition[3] else DUE if due else RUNNING
-        return transition
+        ended = _unpack(reply)[4] & (TERMINATED | TRUNCATED)
+        self.phase = ENDED if ended else DUE if due else RUNNING
+        return self._transition(reply)
 
     def _transition(self, reply: bytes) -> Transition:
         _, seq, info_length, _, flags, tag, reward = _unpack(reply)
         terminated, truncated = bool(flags & TERMINATED), bool(flags & TRUNCATED)
-        info = info_of(reply)[0] if info_length else {}
+        info = self._decoded(info_of, reply, "step")[0] if info_length else {}
         if flags & IRREGULAR:
             observation, reward, _, _ = irregular_parts(reply)
             return observation, reward, terminated, truncated, info
@@ -191,8 +195,8 @@ class Supervisor(Mender):
 
     def _truncation(self, reason: str) -> Transition:
         """The honest end of an episode that cannot go on."""
+        self._owed = reason  # until the next reset
         self.phase = ENDED if self._backend is not None else LOST
-        self._owed = ""
         info = {"multienv": {"reason": reason, "recovery": "truncated"}}
         return self._lost_observation, 0.0, False, True, info
 
@@ -209,14 +213,18 @@ class Supervisor(Mender):
             self._drain(step=isinstance(message, Reset))
         if self.phase in (NEW, STARTING, CLOSED, *PENDING) or os.getpid() != self._owner:
             self.refuse(command)
-        if self.phase == LOST:
+        if self._backend is None:
             self._revive()
+        observes = isinstance(message, Reset)
         if isinstance(message, Reset):
             if self.due:
                 self._recycle(resetting=True)
             message = self._complete_reset(message)
+        # Steps and resets alternate between even and odd, which says where a large observation lies: that of the
+        # last one stays whole until the next but one.
+        seq = (self.seq + (1 if observes else 2)) & SEQ_MASK
         try:
-            frame = pack_message((self.seq + 1) & SEQ_MASK, message)
+            frame = pack_message(seq, message)
         except Unpicklable as unpicklable:
             error = unpicklable.__cause__
             raise UsageError(
@@ -224,8 +232,7 @@ class Supervisor(Mender):
                 "Nothing was sent."
             ) from error
         self._phase_before, self._command, self._message = self.phase, command, message
-        self.seq = (self.seq + 1) & SEQ_MASK
-        self._pending = frame
+        self.seq, self._pending = seq, frame
         self.phase = ASKED
         self._backend.arm(self._deadline(message))
         self._backend.send(frame)
@@ -249,13 +256,22 @@ class Supervisor(Mender):
             raise self._env_error(reply, command)
         if isinstance(message, Reset):
             return self._finish_reset(reply, message)
+        try:
+            value = self._decoded(unpack_value, reply, command)
+        except ResultNotPicklableError:
+            self.phase = self._phase_before
+            raise
         self.phase = self._phase_before
-        return unpack_value(reply)
+        return value
 
     def _finish_reset(self, reply: bytes, message: Reset) -> tuple[Any, dict[str, Any]]:
-        info, generators = info_of(reply)
+        try:
+            info, generators = self._decoded(info_of, reply, "reset")
+        except ResultNotPicklableError:
+            self.phase = READY
+            raise
         if generators is not None:
-            self._journal.anchor(self._pending, evidence_of(reply), message, generators, self._steps)
+            self._journal.anchor(self._pending, evidence_of(reply), generators, self._steps)
         if message.seed is not None:
             self._seed, self._seeded = message.seed, True
         self._last = reply
@@ -266,14 +282,20 @@ class Supervisor(Mender):
         return self._observation_in(reply), info
 
     def _log(self, reply: bytes) -> None:
+        if not self._journal.recording and _unpack(reply)[3] != STEPPED:
+            return  # the last observation alone is kept
         self._log_request(self._pending)
         self._log_reply(evidence_of(reply))
 
     def _await(self, start: bytes, *, defer: bool = False) -> bytes:
         """The reply to the pending request, from whichever process comes to answer it."""
         self._deaths = 0
+        if self._owed and self._pending_command() == "step":
+            raise EpisodeLost(self._owed)  # an interruption kept the caller from hearing of it
         while True:
             try:
+                if self._backend is None:  # an interruption came in the middle of a recovery
+                    raise Gone("died", executing=False)
                 reply: bytes = self._backend.complete(start, self.seq)
                 self._check_kind(reply)
             except Gone as gone:
@@ -296,6 +318,21 @@ class Supervisor(Mender):
         if _unpack(reply)[3] not in ((STEPPED, FAILED) if observes else (VALUE, FAILED)):
             fate = self._backend.kill()
             raise Gone("broken", fate, pid=self._backend.pid, detail="a reply of the wrong kind")
+
+    def _decoded(self, decode: Callable[[bytes], Any], reply: bytes, command: str) -> Any:
+        """What the env returned, if it can be unpickled here; where not, the request has been done all the same."""
+        try:
+            return decode(reply)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                decode(reply)
+                reply = b""  # it is not to blame: a signal handler raised
+            if not reply:
+                raise
+            raise ResultNotPicklableError(
+                f"{command}(): what the env returned was pickled, but cannot be unpickled here: "
+                f"{type(error).__name__}: {error}. The {command} itself is done."
+            ) from error
 
     def _env_error(self, reply: bytes, command: str) -> MultienvError:
         step = None if command == "reset" else self._steps - self._steps_before
@@ -351,18 +388,21 @@ class Supervisor(Mender):
     def _settle(self) -> None:
         """Ctrl-C may have landed between any two lines of a request: put it where it surely is pending."""
         self._journal.forget_unanswered(self._pending)
-        self._backend.ask_again(self._pending)
+        if self._backend is not None:
+            self._arm_pending()
+            self._backend.ask_again(self._pending)
 
     def _drain(self, *, step: bool = False) -> None:
         """Collect and drop the answer to a request whose caller was interrupted; that to a step only if told so."""
         if self.phase == ASKED:
             self.interrupted = 0
             self._settle()
-            self.receive(self._command)
+            with contextlib.suppress(MultienvError):  # nobody waits for it any more
+                self.receive(self._command)
         elif self.phase not in PENDING:
             self.interrupted = 0
         elif step:
-            with contextlib.suppress(MultienvError):  # nobody waits for it any more
+            with contextlib.suppress(MultienvError):
                 self._resume_step()
 
     def _is_waiting(self) -> bool:

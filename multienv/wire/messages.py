@@ -36,6 +36,8 @@ MESSAGE = 1
 STEP = 2
 RESET = 3
 
+# Tag of a message that may have changed the env for longer than an episode.
+LASTING = 1
 # Tags of a plain reset.
 _SEEDED = 1
 _ANCHOR = 2
@@ -201,7 +203,8 @@ def pack_message(seq: int, message: Message) -> bytes:
         if unpicklable:
             raise Unpicklable from error
         raise
-    return REQUEST.pack(REQUEST.size + len(payload), seq, MESSAGE, 0) + payload
+    tag = LASTING if isinstance(message, SetAttribute | Call) else 0
+    return REQUEST.pack(REQUEST.size + len(payload), seq, MESSAGE, tag) + payload
 
 
 def mark_frame(mark: bytes, seq: int) -> bytes:

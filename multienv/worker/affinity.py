@@ -18,7 +18,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from multienv.wire.memory import CORE
+from multienv.wire.memory import CORE, STEP_SECONDS
 
 # One step in so many is looked at.
 SAMPLE = 63
@@ -27,6 +27,8 @@ _SHORT = 200e-6
 # A bound worker's steps may become so long, or wait so long for their core, before it frees itself. Its siblings
 # on the core make it wait too: a dozen of CartPole's steps and more.
 _LONG = 800e-6
+# Weight of a new sample in the time of a step.
+_SMOOTHING = 0.1
 # So many samples decide.
 _ENOUGH = 3
 # After so many samples a worker that freed itself tries again; each time it waits four times as long.
@@ -38,15 +40,16 @@ class Affinity:
 
     Args:
         words: The control words; the trainer's preference is among them.
+        times: The same as floats: the time of a step is told there.
         scheduler: What the kernel offers, or ``None`` where it does not.
         clock: Tells seconds.
     """
 
     def __init__(
-        self, words: Any, scheduler: Scheduler | None = None, clock: Callable[[], float] = perf_counter
+        self, words: Any, times: Any, scheduler: Scheduler | None = None, clock: Callable[[], float] = perf_counter
     ) -> None:
         """Run anywhere, to begin with."""
-        self._words = words
+        self._words, self._times = words, times
         self._scheduler = scheduler
         self._clock = clock
         self._bound = False
@@ -58,8 +61,11 @@ class Affinity:
         """Take the step; draw conclusions from how long it took."""
         began = self._clock()
         reply = handle(seq, kind, frame)
+        seconds = self._clock() - began
+        before = self._times[STEP_SECONDS] or seconds
+        self._times[STEP_SECONDS] = before + _SMOOTHING * (seconds - before)
         if self._scheduler is not None and self._words[CORE]:
-            self._consider(self._clock() - began, self._scheduler)
+            self._consider(seconds, self._scheduler)
         return reply
 
     def _consider(self, seconds: float, scheduler: Scheduler) -> None:

@@ -185,7 +185,10 @@ class Host:
             raise _not_picklable("reset", error) from error
 
     def _call(self, seq: int, message: Call) -> bytes:
-        attribute = self._require().get_wrapper_attr(message.name)
+        name, *inside = message.name.split(".")
+        attribute = self._require().get_wrapper_attr(name)
+        for name in inside:
+            attribute = getattr(attribute, name)
         value = attribute(*message.args, **message.kwargs) if callable(attribute) else attribute
         return self._value(seq, value, message.name)
 

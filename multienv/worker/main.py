@@ -88,7 +88,7 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
 
 def _serve(ends: Ends, host: Host, control: Control) -> None:
     read, write, times = os.read, os.write, control.times
-    unpack, affinity = REQUEST.unpack_from, Affinity(control.words, Scheduler.of_this_process())
+    unpack, affinity = REQUEST.unpack_from, Affinity(control.words, times, Scheduler.of_this_process())
     last_seq, reply, ahead = -1, b"", b""
     while True:
         frame = ahead or read(ends.requests, _CHUNK)

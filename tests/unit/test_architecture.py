@@ -42,6 +42,7 @@ LAYERS = [
     ["processes"],
     ["backends"],
     ["recovery"],
+    ["remote_generator"],
     ["hosted_env", "autoreset", "subprocess_env", "multi_env"],
     ["testing"],
 ]

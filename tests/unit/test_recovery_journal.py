@@ -13,6 +13,8 @@ from multienv.recovery import journal
 from multienv.recovery.journal import ANCHOR_EVERY, Journal
 from multienv.wire.actions import action_encoder
 from multienv.wire.messages import (
+    KIND_OF_REQUEST_AT,
+    MESSAGE,
     REPLY,
     STEPPED,
     VALUE,
@@ -70,7 +72,7 @@ class Caller:
         request, reply = self.next_message(message)
         self.log(request, reply)
         if message.anchor:
-            self.journal.anchor(request, reply, message, b"state %d" % self.seq, self.steps)
+            self.journal.anchor(request, reply, b"state %d" % self.seq, self.steps)
         return message.anchor
 
     def trim(self, limit: int = UNLIMITED, step_limit: float = UNLIMITED) -> None:
@@ -248,11 +250,16 @@ def test_after_a_trim_the_limit_holds_and_what_is_left_is_the_end_of_what_was(op
             caller.trim(limit=amount)
             assert len(caller.journal) <= amount
         for plan in caller.journal.plans():
-            kept = len(plan.frames)
-            assert plan.evidence == tuple(caller.replies[len(caller.replies) - kept :])
-            assert plan.frames[1:] == tuple(caller.requests[len(caller.requests) - kept + 1 :])[: kept - 1]
-            if kept and not plan.from_construction:
-                assert isinstance(unpack_message(plan.frames[0]), Reset)
+            # First the calls of what was forgotten, then everything since the reset it begins with.
+            calls = 0
+            if not plan.from_construction:
+                calls = next(i for i, frame in enumerate(plan.frames) if isinstance(unpack_message(frame), Reset))
+            kept = len(plan.frames) - calls
+            start = len(caller.replies) - kept
+            assert plan.evidence[calls:] == tuple(caller.replies[start:])
+            assert plan.frames[calls + 1 :] == tuple(caller.requests[start + 1 :])[: kept - 1]
+            called = [frame for frame in caller.requests[:start] if frame[KIND_OF_REQUEST_AT] == MESSAGE]
+            assert [*plan.frames[:calls]] == [one for one in called if isinstance(unpack_message(one), Call)]
         assert caller.journal.last_observed() == next(
             reply for reply in reversed(caller.replies) if reply[12] == STEPPED
         )

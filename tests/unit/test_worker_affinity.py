@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from multienv.wire.memory import CORE
+from multienv.wire.memory import CORE, STEP_SECONDS
 from multienv.worker.affinity import _ENOUGH, _PATIENCE, SAMPLE, Affinity, Scheduler
 
 SHORT, LONG = 10e-6, 5e-3
@@ -36,9 +36,9 @@ class Worker:
     def __init__(self, kernel: Kernel | None, core: int | None = 1) -> None:
         self.now, self.duration = 0.0, SHORT
         self.kernel = kernel
-        self.words = [0] * 8
+        self.words, self.times = [0] * 8, [0.0] * 8
         self.words[CORE] = 0 if core is None else core + 1
-        self.affinity = Affinity(self.words, kernel, lambda: self.now)
+        self.affinity = Affinity(self.words, self.times, kernel, lambda: self.now)
 
     def handle(self, seq: int, kind: int, frame: bytes) -> bytes:
         self.now += self.duration
@@ -58,6 +58,16 @@ def test_short_steps_bind() -> None:
     assert kernel.asked == []
     worker.samples(100, SHORT)
     assert kernel.asked == [1]
+
+
+def test_the_time_of_a_step_is_told() -> None:
+    worker = Worker(None)
+    worker.samples(1, SHORT)
+    assert worker.times[STEP_SECONDS] == pytest.approx(SHORT)
+    worker.samples(1, LONG)
+    assert SHORT < worker.times[STEP_SECONDS] < LONG / 2
+    worker.samples(200, LONG)
+    assert worker.times[STEP_SECONDS] == pytest.approx(LONG, rel=1e-3)
 
 
 def test_long_steps_do_not() -> None:

@@ -1,0 +1,282 @@
+"""What recovery must not forget, overlook or mix up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from multienv.errors import ResultNotPicklableError, UsageError, WorkerDiedError
+from multienv.testing import CounterEnv, SpaceEnv, StickyStateEnv, misbehave, rollout
+
+ENDLESS = partial(CounterEnv, horizon=None)
+
+
+def kill(env: SubprocessEnv) -> None:
+    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+
+
+class Graded(CounterEnv):
+    """The reward is the difficulty, set or called from outside, or by the options of the reset."""
+
+    difficulty = 1.0
+
+    def set_difficulty(self, value: float) -> None:
+        self.difficulty = value
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.bonus = (options or {}).get("bonus", 0.0)
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, self.difficulty + self.bonus, terminated, truncated, info
+
+
+GRADED = partial(Graded, horizon=None)
+
+
+@pytest.mark.parametrize("how", ["set_attr", "call"])
+@pytest.mark.parametrize("policy", [RestartPolicy(journal_limit=20_000), RestartPolicy(on_crash="truncate")])
+def test_what_was_set_outlives_a_trim_and_a_new_life(how: str, policy: RestartPolicy) -> None:
+    with SubprocessEnv(GRADED, restart=policy) as env:
+        if how == "call":
+            env.call("set_difficulty", 5.0)
+        else:
+            env.set_attr("difficulty", 5.0)
+        for seed in range(4):
+            env.reset(seed=seed)
+            for _ in range(1100):
+                env.step(1)
+        for _ in range(2):
+            kill(env)
+            transition = env.step(1)
+            if transition[3]:
+                env.reset(seed=9)
+                transition = env.step(1)
+            assert transition[1] == 5.0
+
+
+def test_options_are_those_of_the_reset_whatever_the_caller_does_with_them() -> None:
+    options = {"bonus": 1.0}
+    with SubprocessEnv(GRADED, restart=RestartPolicy(journal_limit=20_000)) as env:
+        for seed in range(3):
+            env.reset(seed=seed, options=options)
+            for _ in range(1100):
+                env.step(1)
+        env.reset(seed=3, options=options)
+        options["bonus"] = 7.0
+        env.step(1)
+        kill(env)
+        assert env.step(1)[1] == 2.0
+        assert env.statistics().exact_recoveries == 1
+
+
+def test_frames_handed_out_are_not_handed_out_again() -> None:
+    env_fn = partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array_list")
+    with SubprocessEnv(env_fn) as env:
+        env.reset(seed=0)
+        env.step(1)
+        assert len(env.render()) == 2
+        env.step(0)
+        kill(env)
+        assert len(env.render()) == 1
+
+
+def test_a_reset_in_place_of_the_truncation_that_is_owed() -> None:
+    with SubprocessEnv(ENDLESS, restart=RestartPolicy(on_crash="truncate")) as env:
+        env.reset(seed=0)
+        for then in ("reset", "get_attr"):
+            env.step(1)
+            kill(env)
+            with pytest.raises(WorkerDiedError, match="next step"):
+                env.get_attr("pokes")
+            if then == "get_attr":
+                assert env.get_attr("pokes") == 0
+                assert env.step(1)[3] is True
+            env.reset(seed=1)
+            assert env.step(1)[0][0] == 1
+
+
+class Unwieldy(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("pickles, and does not come back")
+
+
+class Telling(CounterEnv):
+    def _info(self) -> dict[str, Any]:
+        return {"error": Unwieldy(1, 2)} if self.episode_step == 2 else {}
+
+    def unwieldy(self) -> Unwieldy:
+        return Unwieldy(1, 2)
+
+
+def test_what_does_not_unpickle_here_costs_its_own_answer_alone() -> None:
+    with SubprocessEnv(partial(Telling, horizon=None)) as env:
+        env.reset(seed=0)
+        env.step(1)
+        with pytest.raises(ResultNotPicklableError, match="unpickled"):
+            env.step(1)
+        assert env.step(1)[0][0] == 3
+        with pytest.raises(ResultNotPicklableError, match="call"):
+            env.call("unwieldy")
+        kill(env)
+        assert env.step(1)[0][0] == 4
+        assert env.statistics().exact_recoveries == 1
+
+
+def test_the_last_observation_survives_a_call_without_a_journal() -> None:
+    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
+    with SubprocessEnv(ENDLESS, restart=policy) as env:
+        env.reset(seed=0)
+        seen = env.step(1)[0]
+        env.call("poke", 1.0)
+        kill(env)
+        observation, _, _, truncated, _ = env.step(1)
+        assert truncated
+        np.testing.assert_array_equal(observation, seen)
+
+
+@pytest.mark.parametrize("between", ["get_attr", "refused action", "nothing"])
+def test_the_last_large_observation_is_what_the_caller_saw(between: str) -> None:
+    env_fn = partial(SpaceEnv, observation_space=gymnasium.spaces.Box(0, 1, (5000,), np.float64), horizon=99)
+    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
+    with SubprocessEnv(env_fn, restart=policy) as env:
+        env.reset(seed=0)
+        action = env.action_space.sample()
+        for _ in range(4):
+            seen = env.step(action)[0]
+            if between == "get_attr":
+                env.get_attr("spec")
+            if between == "refused action":
+                with pytest.raises(UsageError):
+                    env.step([1, 2, 3])
+        env.step_async(action)
+        while not env._supervisor._backend.poll(5.0):
+            pass
+        lost = env._supervisor
+        lost._keep_last_observation()
+        np.testing.assert_array_equal(lost._lost_observation, seen)
+        env.step_wait()
+
+
+def test_the_journal_keeps_to_its_limit_whatever_else_is_asked_between_steps() -> None:
+    with SubprocessEnv(ENDLESS, restart=RestartPolicy(journal_limit=100_000)) as env:
+        for seed in range(12):
+            env.reset(seed=seed)
+            env.get_attr("pokes")
+            for _ in range(200):
+                env.step(1)
+                env.get_attr("pokes")
+        assert env.statistics().journal_bytes < 200_000
+        assert env.statistics().step_seconds
+
+
+def test_think_time_does_not_shorten_the_journal() -> None:
+    """An env of microseconds, a learner that takes its time between sending and receiving."""
+    with SubprocessEnv(ENDLESS, restart=RestartPolicy(replay_limit=1.0)) as env:
+        env.reset(seed=0)
+        for t in range(1100):
+            env.step_async(1)
+            if t % 64 > 60 or t % 64 < 3:
+                time.sleep(0.02)  # the learner
+            env.step_wait()
+        kill(env)
+        assert env.step(1)[0][0] == 1101
+        assert env.statistics().exact_recoveries == 1
+
+
+class Closing(CounterEnv):
+    path = ""
+
+    def close(self) -> None:
+        with Path(self.path).open("a") as file:
+            file.write("closed\n")
+
+
+def test_an_env_that_was_brought_back_is_closed_as_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "said"
+    with SubprocessEnv(partial(Closing, horizon=None)) as env:
+        env.set_attr("path", str(path))
+        env.reset(seed=0)
+        kill(env)
+        env.step(1)
+    assert path.read_text() == "closed\n"
+
+
+def test_a_forked_child_cannot_step_the_trainers_env() -> None:
+    with SubprocessEnv(ENDLESS) as env:
+        env.reset(seed=0)
+        env.step(1)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                env.step(1)
+            except UsageError as error:
+                code = 0 if "belongs to process" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert env.step(1)[0][0] == 2
+
+
+class RandomCounter(CounterEnv):
+    """Draws from its generator with each step."""
+
+    def _observe(self) -> Any:
+        observation = super()._observe()
+        observation[2] = self.np_random.random()
+        return observation
+
+
+def test_wrappers_outside_share_the_envs_generator() -> None:
+    def run(env: gymnasium.Env[Any, Any]) -> list[Any]:
+        sticky = gymnasium.wrappers.StickyAction(env, 0.5)
+        record = rollout(sticky, num_steps=60, seed=7)
+        order = [3, 1, 4, 1, 5]
+        env.np_random.shuffle(order)
+        return [repr(record), order, env.np_random.integers(1000), env.np_random.normal(size=3).tolist()]
+
+    expected = run(RandomCounter())
+    with SubprocessEnv(RandomCounter) as env:
+        assert run(env) == expected
+        assert isinstance(env.np_random, np.random.Generator)
+    with SubprocessEnv(StickyStateEnv) as env:
+        env.reset(seed=1)
+        first = env.np_random.random()
+        kill(env)
+        second = env.np_random.random()
+        assert first != second
+        assert env.np_random.bit_generator.state["bit_generator"] == "PCG64"
+
+
+def test_bringing_back_takes_no_longer_than_allowed(tmp_path: Path) -> None:
+    """Building hangs from the second time on: the deadline for the recovery ends it, not the longer one to start."""
+
+    def build() -> CounterEnv:
+        if (tmp_path / "built").exists():
+            misbehave("hang")
+        (tmp_path / "built").touch()
+        return CounterEnv(horizon=None)
+
+    with SubprocessEnv(build, deadlines=Deadlines(start=100, recovery=0.5)) as env:
+        env.reset(seed=0)
+        kill(env)
+        assert env.step(1)[3] is True
+
+
+@pytest.mark.parametrize("seed", [np.array([4]), np.array([1, 2]), 1.5, "1", True, -1])
+def test_odd_seeds_are_refused(seed: Any) -> None:
+    with SubprocessEnv(CounterEnv) as env:
+        with pytest.raises(UsageError, match="seed"):
+            env.reset(seed=seed)
+        assert env.reset(seed=np.int64(3))[1] is not None
