@@ -74,7 +74,7 @@ class Keeper(ABC):
         __weakref__ _backend _block _buffer _closing _core _command _deadlines _deaths _decode _encode _healer
         _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
         _phase_before _placement _plain_reply _plain_size _policy _recycling _sampled_at _seed _seeded _step_deadline
-        _steps _steps_before _transmit _views due interrupted phase record seq
+        _steps _steps_before _transmit _views closed due interrupted phase record seq
     """.split()  # noqa: SIM905 - one name a line would take a page
 
     def __init__(
@@ -96,6 +96,7 @@ class Keeper(ABC):
         self._owner = os.getpid()
         _kept.add(self)
         self._closing = threading.Event()
+        self.closed = False  # the phase may be set once more by a call that close() interrupts
         self._healer = Healer(launch, initialize, policy, deadlines, wait=self._closing.wait)
         self._inline_limit = initialize.inline_limit
         self._recycling = Recycling(policy)
@@ -133,7 +134,7 @@ class Keeper(ABC):
 
     def start(self) -> None:
         """Launch the process and ask it to build the env; neither is waited for."""
-        if self.phase == CLOSED:
+        if self.closed:
             self.refuse("start")
         if self.phase == NEW:
             again = self._backend is not None  # launched by a call that was interrupted
@@ -223,7 +224,7 @@ class Keeper(ABC):
         phase = self.phase
         if os.getpid() != self._owner:
             raise UsageError(f"{command}(): this env belongs to process {self._owner}; make one in each process.")
-        if phase == CLOSED:
+        if self.closed:
             raise ClosedError(f"{command}(): this env has been closed. Make a new one.")
         if phase in (NEW, STARTING):
             raise NotInitializedError(f"{command}(): the env is not built yet. Call initialize() first.")
@@ -249,8 +250,11 @@ class Keeper(ABC):
 
     def close(self) -> None:
         """End the process, by asking and then by force; again does nothing. Never raises."""
-        if self.phase == CLOSED:
+        if self.closed:
+            if not self._is_waiting():  # a call that the first close() interrupted has come to its end since
+                self._release_backend()
             return
+        self.closed = True
         before, self.phase = self.phase, CLOSED
         self._closing.set()
         backend = self._backend
@@ -260,7 +264,7 @@ class Keeper(ABC):
         self._healer.stop()
         if backend is None:
             return
-        if before in PENDING and self._is_waiting():
+        if before != NEW and self._is_waiting():
             # Called from a signal handler or another thread while a call waits for its answer: it will see
             # that its number is no longer current, and let go of the pipes itself.
             self.seq = (self.seq + 1) & SEQ_MASK
@@ -268,8 +272,13 @@ class Keeper(ABC):
             return
         self._backend = None
         self._let_go()
-        backend.send(pack_message((self.seq + 1) & SEQ_MASK, Close()))
-        backend.finish(self._deadlines.close)
+        try:
+            backend.send(pack_message((self.seq + 1) & SEQ_MASK, Close()))
+            backend.finish(self._deadlines.close)
+        except BaseException:  # a signal handler raised: without asking any more
+            backend.kill()
+            backend.release()
+            raise
 
     @abstractmethod
     def _is_waiting(self) -> bool:
@@ -282,8 +291,11 @@ class Keeper(ABC):
 
     def abandon(self) -> None:
         """Let go without waiting: the process ends by itself."""
+        self.closed, self.phase = True, CLOSED
+        self._release_backend()
+
+    def _release_backend(self) -> None:
         backend, self._backend = self._backend, None
-        self.phase = CLOSED
         self._let_go()
         if backend is not None:
             backend.release()
@@ -292,7 +304,7 @@ class Keeper(ABC):
         """Counters and state at this moment."""
         pid = self._backend.pid if self._backend is not None else None
         return self.record.statistics(
-            state=STATES[self.phase],
+            state=STATES[CLOSED if self.closed else self.phase],
             pid=pid,
             steps=self._steps,
             restarts=self._healer.restarts,

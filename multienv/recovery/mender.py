@@ -20,7 +20,6 @@ from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecover
 from multienv.recovery.journal import Plan
 from multienv.recovery.keeper import Keeper
 from multienv.recovery.phases import (
-    CLOSED,
     DUE,
     ENDED,
     LOST,
@@ -84,8 +83,10 @@ class Mender(Keeper):
                 raise error from error.__cause__
             except Gone as gone:
                 self.interrupted = 0
+                self._refuse_if_closed(command="initialize")
                 self._drop_backend()
                 self._rebuild(gone)
+            self._refuse_if_closed(command="initialize")
             self.phase = READY
         assert self._healer.description is not None
         return self._healer.description
@@ -110,6 +111,7 @@ class Mender(Keeper):
             except Gone as again:
                 gone, loss = again, self._note_loss(again, "initialize")
             except (BudgetSpent, Unrecoverable) as spent:
+                self._refuse_if_closed(command="initialize")
                 raise self._give_up(loss, effort, spent) from None
             else:
                 self._adopt(backend)
@@ -163,15 +165,15 @@ class Mender(Keeper):
         self.record.recovery(loss, "exact", "", effort)
         self._ask_again()
 
-    def _refuse_if_closed(self, backend: Backend | None = None) -> None:
+    def _refuse_if_closed(self, backend: Backend | None = None, command: str = "") -> None:
         """The env was closed meanwhile, by another thread or a signal handler: let go of it here."""
-        if self.phase == CLOSED:
+        if self.closed:
             if backend is not None:
                 backend.kill()
                 backend.release()
             self._drop_backend()
             self._let_go()
-            self.refuse(self._pending_command())
+            self.refuse(command or self._pending_command())
 
     def _ask_again(self) -> None:
         self._arm_pending()
@@ -288,7 +290,7 @@ class Mender(Keeper):
 
     def state_dict(self) -> dict[str, Any]:
         """All it takes to have the env again as it stands between two requests: plain data."""
-        if self.phase not in (READY, RUNNING, DUE, ENDED):
+        if self.closed or self.phase not in (READY, RUNNING, DUE, ENDED):
             self.refuse("state_dict")
         plans = self._journal.plans()
         if not plans:
@@ -316,7 +318,7 @@ class Mender(Keeper):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the env as it stood then, verified; in a new process."""
-        if self.phase in (CLOSED, *PENDING):
+        if self.closed or self.phase in PENDING:
             self.refuse("load_state_dict")
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")

@@ -26,7 +26,6 @@ from multienv.errors import (
 from multienv.recovery.mender import Mender
 from multienv.recovery.phases import (
     ASKED,
-    CLOSED,
     DUE,
     ENDED,
     HALF,
@@ -211,7 +210,7 @@ class Supervisor(Mender):
         """Send a request that is not a step; blocks only when a reset finds the process due to be replaced."""
         if self.interrupted == WHOLE:
             self._drain(step=isinstance(message, Reset))
-        if self.phase in (NEW, STARTING, CLOSED, *PENDING) or os.getpid() != self._owner:
+        if self.closed or self.phase in (NEW, STARTING, *PENDING) or os.getpid() != self._owner:
             self.refuse(command)
         if self._backend is None:
             self._revive()
@@ -299,7 +298,7 @@ class Supervisor(Mender):
                 reply: bytes = self._backend.complete(start, self.seq)
                 self._check_kind(reply)
             except Gone as gone:
-                if defer and self.phase != CLOSED:
+                if defer and not self.closed:
                     raise RecoveryDue from None
                 self._heal(gone)
             else:
@@ -350,7 +349,7 @@ class Supervisor(Mender):
 
         ``before`` is the number of the last request before the step; ``None`` if the step was pending already.
         """
-        if isinstance(error, MultienvError) or self.phase == CLOSED:
+        if isinstance(error, MultienvError) or self.closed:
             return
         extent = HALF if before is None else WHOLE
         self.note_interruption(error, extent)
@@ -407,11 +406,15 @@ class Supervisor(Mender):
 
     def _is_waiting(self) -> bool:
         # Asked when closing: the hot path keeps no note.
-        waiting = {Supervisor.receive_step.__code__, Supervisor._await.__code__}
+        cls = Supervisor
+        calls = (cls.send_step, cls.receive_step, cls.send, cls.receive, cls.initialize, cls._receive_step_slowly)
+        codes = {call.__code__ for call in calls}
         for top in sys._current_frames().values():
             frame: FrameType | None = top
             while frame is not None:
-                if frame.f_code in waiting and frame.f_locals.get("self") is self:
+                if frame.f_code in codes and frame.f_locals.get("self") is self:
+                    return True
+                if frame.f_locals.get("supervisor") is self:  # between the halves of a step
                     return True
                 frame = frame.f_back
         return False
