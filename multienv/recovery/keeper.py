@@ -71,7 +71,7 @@ class Keeper(ABC):
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
     __slots__ = """
-        __weakref__ _backend _block _buffer _closing _core _command _deadlines _deaths _decode _encode _healer
+        __weakref__ _backend _block _buffer _closing _core _command _deadlines _deaths _decode _encode _ending _healer
         _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
         _phase_before _placement _plain_reply _plain_size _policy _recycling _sampled_at _seed _seeded _step_deadline
         _steps _steps_before _transmit _views closed due interrupted phase record seq
@@ -96,6 +96,7 @@ class Keeper(ABC):
         self._owner = os.getpid()
         _kept.add(self)
         self._closing = threading.Event()
+        self._ending = threading.Lock()  # who kills looks at descriptors that the waiting call lets go of
         self.closed = False  # the phase may be set once more by a call that close() interrupts
         self._healer = Healer(launch, initialize, policy, deadlines, wait=self._closing.wait)
         self._inline_limit = initialize.inline_limit
@@ -268,7 +269,8 @@ class Keeper(ABC):
             # Called from a signal handler or another thread while a call waits for its answer: it will see
             # that its number is no longer current, and let go of the pipes itself.
             self.seq = (self.seq + 1) & SEQ_MASK
-            backend.kill()
+            with self._ending:
+                backend.kill()
             return
         self._backend = None
         self._let_go()

@@ -168,11 +168,12 @@ class Mender(Keeper):
     def _refuse_if_closed(self, backend: Backend | None = None, command: str = "") -> None:
         """The env was closed meanwhile, by another thread or a signal handler: let go of it here."""
         if self.closed:
-            if backend is not None:
-                backend.kill()
-                backend.release()
-            self._drop_backend()
-            self._let_go()
+            with self._ending:
+                if backend is not None:
+                    backend.kill()
+                    backend.release()
+                self._drop_backend()
+                self._let_go()
             self.refuse(command or self._pending_command())
 
     def _ask_again(self) -> None:
