@@ -7,8 +7,9 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
-from multienv.errors import UsageError
+from multienv.errors import MultienvError, UsageError
 from multienv.hosted_env import HostedEnv
+from multienv.recovery.phases import ASKED
 from multienv.recovery.supervisor import Transition
 
 
@@ -35,30 +36,54 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.mode = autoreset_mode(mode)
         self.metadata = {**(env.metadata or {}), "autoreset_mode": self.mode}
         self.splits = isinstance(env, HostedEnv)
-        self.ended = False
-        self._final: Transition | None = None
+        self.ended = False  # a reset is due
+        self._final: Transition | None = None  # the last transition of the episode that ended last, in SAME_STEP
+        self._interrupted: tuple[int, int] | None = None  # of an interrupted step: the last request before and of it
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, whatever became of the last one."""
+        self._interrupted = None
         result = self.env.reset(seed=seed, options=options)
         self.ended = False
         return result
 
     def step(self, action: Any) -> Transition:
-        """One step, or the reset that is due."""
+        """One step, or the reset that is due.
+
+        If it is interrupted, the next call completes it; see :meth:`HostedEnv.step`.
+        """
+        if not self.splits:
+            return self._step(action)
+        supervisor = self._hosted._supervisor
+        before, last = self._interrupted or (supervisor.seq, None)
+        self._interrupted = None
+        try:
+            if last == supervisor.seq and supervisor.has_asked_since(before):
+                *transition, info = self.resume()
+                info = {**info, "multienv": {**info.get("multienv", {}), "resumed": True}}
+                return (*transition, info)
+            before = supervisor.seq
+            return self._step(action)
+        except BaseException as error:
+            if not isinstance(error, MultienvError):
+                self._interrupted = before, supervisor.seq
+            raise
+
+    def _step(self, action: Any) -> Transition:
         if self.ended:
-            return self._first(self.env.reset())
+            return self._begun(self.env.reset())
         transition: Any = self.env.step(action)
-        return self.end(transition) if transition[2] or transition[3] else transition
+        return self._ended(transition) if transition[2] or transition[3] else transition
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`HostedEnv.state_dict`; with whether a reset is due."""
-        return {"env": self._hosted.state_dict(), "ended": self.ended}
+        return {"env": self._hosted.state_dict(), "ended": self.ended, "final": self._final if self.ended else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :meth:`HostedEnv.load_state_dict`."""
         self._hosted.load_state_dict(state["env"])
-        self.ended = state["ended"]
+        self.ended, self._final = state["ended"], state["final"]
+        self._interrupted = None
 
     # --- in two halves --------------------------------------------------------------------------
 
@@ -69,12 +94,16 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         else:
             self._hosted.step_async(action)
 
-    def step_wait(self, timeout: float | None = None) -> Transition:
-        """Collect what was sent."""
-        if self.ended:
-            return self._first(self._hosted.reset_wait(timeout))
-        transition = self._hosted.step_wait(timeout)
-        return self.end(transition) if transition[2] or transition[3] else transition
+    def step_wait(self, timeout: float | None = None, *, defer: bool = False) -> Transition:
+        """Collect what was sent; ``defer`` is for who has a thread to recover in."""
+        env = self._hosted
+        if not self.ended:
+            transition = env._supervisor.receive_step(timeout, True) if defer else env.step_wait(timeout)
+            if not (transition[2] or transition[3]) or not self.end(transition):
+                return transition
+        if self._final is not None and env._supervisor.phase != ASKED:
+            env.reset_async()
+        return self._begun(env._supervisor.receive("reset", timeout, defer=True) if defer else env.reset_wait(timeout))
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset."""
@@ -87,13 +116,11 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         return result  # type: ignore[no-any-return]
 
     def resume(self) -> Any:
-        """Complete the step or reset that was interrupted: what it returned, collected before or not."""
+        """Complete the step that was interrupted: what it returned, collected before or not."""
         answer = self._hosted.resume()
         if len(answer) == 2:
-            if self._final is not None:
-                return self._same_step(self._final, answer)
-            return self._first(answer)
-        return self.end(answer) if answer[2] or answer[3] else answer
+            return self._begun(answer)
+        return self._ended(answer) if answer[2] or answer[3] else answer
 
     # --- helpers --------------------------------------------------------------------------------
 
@@ -103,26 +130,24 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
             raise UsageError(f"{self.env} has no calls in two halves: use step() and reset().")
         return self.env
 
-    def end(self, transition: Transition) -> Transition:
-        """The episode has ended with this transition: what the caller gets."""
-        if self.mode is AutoresetMode.NEXT_STEP:
-            self.ended = True
-        elif self.mode is AutoresetMode.SAME_STEP:
-            self._final = transition
-            return self._same_step(transition, self.env.reset())
-        return transition
+    def end(self, transition: Transition) -> bool:
+        """The episode has ended with this transition; true when the caller gets it only after a reset."""
+        self.ended = self.mode is not AutoresetMode.DISABLED
+        self._final = transition if self.mode is AutoresetMode.SAME_STEP else None
+        return self._final is not None
 
-    def _same_step(self, final: Transition, first: tuple[Any, dict[str, Any]]) -> Transition:
-        final_observation, reward, terminated, truncated, final_info = final
-        observation, info = first
-        self._final = None
-        info = {**info, "final_obs": final_observation, "final_info": final_info}
-        return observation, reward, terminated, truncated, info
+    def _ended(self, transition: Transition) -> Transition:
+        return self._begun(self.env.reset()) if self.end(transition) else transition
 
-    def _first(self, first: tuple[Any, dict[str, Any]]) -> Transition:
+    def _begun(self, first: tuple[Any, dict[str, Any]]) -> Transition:
+        """The reset that was due returned this: what the caller gets. It may be asked for again."""
         observation, info = first
         self.ended = False
-        return observation, 0.0, False, False, info
+        if self._final is None:
+            return observation, 0.0, False, False, info
+        final_observation, reward, terminated, truncated, final_info = self._final
+        info = {**info, "final_obs": final_observation, "final_info": final_info}
+        return observation, reward, terminated, truncated, info
 
 
 def autoreset_mode(mode: Any) -> AutoresetMode:

@@ -243,7 +243,7 @@ class MultiEnv:
                     results[index] = lane.step_wait()
                     continue
                 transition = stepping.receive_step(None, True)
-                results[index] = lane.end(transition) if transition[2] or transition[3] else transition
+                results[index] = lane._ended(transition) if transition[2] or transition[3] else transition
             except RecoveryDue:
                 self._begin(current, index, lane.step_wait)
             except MultienvError as error:

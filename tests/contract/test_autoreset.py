@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from multienv import AutoResetWrapper, MultiEnv, SerialEnv, SubprocessEnv
 from multienv.errors import ResetNeededError, UsageError
-from multienv.testing import CounterEnv, first_difference
+from multienv.testing import CounterEnv, Fault, FaultError, FaultyEnv, first_difference
 
 MODES = list(AutoresetMode)
 STEPS = 80
@@ -165,3 +165,21 @@ def test_the_envs_own_metadata_is_left_alone():
     env = CounterEnv()
     AutoResetWrapper(env)
     assert "autoreset_mode" not in env.metadata
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "halves"])
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.name)
+def test_a_reset_that_fails_is_still_due(mode, whole):
+    with SubprocessEnv(partial(FaultyEnv, fault=Fault("raise", "reset", at=2), horizon=2)) as env:
+        wrapped, quiet = AutoResetWrapper(env, mode), AutoResetWrapper(CounterEnv(horizon=2), mode)
+        step = wrapped.step if whole else lambda action: (wrapped.step_async(action), wrapped.step_wait())[1]
+        assert first_difference(wrapped.reset(seed=1), quiet.reset(seed=1)) is None
+        failed = 0
+        for action in [1, 2, 3, 1, 2, 3]:
+            try:
+                transition = step(action)
+            except FaultError:
+                failed += 1
+                transition = step(0)
+            assert first_difference(transition, quiet.step(action)) is None
+        assert failed == 1

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from multienv import MultiEnv, SubprocessEnv, create_subprocess_envs
+from multienv import AutoResetWrapper, MultiEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import CallPendingError, NothingPendingError, UsageError
-from multienv.testing import CounterEnv
+from multienv.testing import CounterEnv, first_difference
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings(
@@ -142,3 +144,57 @@ def test_of_several_envs(interruption: type[BaseException]) -> None:
         m.reset(seed=0)
         assert count(lambda: m.step([1, 1, 1])[0][2][0], interruption) > 10
         assert [statistics.losses for statistics in m.statistics() if statistics] == [0, 0, 0]
+
+
+class StrikingEnv(CounterEnv):
+    """Sends the trainer a signal from within its so many-th reset or step, and goes on when it has been noticed."""
+
+    def __init__(self, *, trainer: int, reset: int = 0, step: int = 0, gate: str = "", **counter: Any) -> None:
+        super().__init__(**counter)
+        self.trainer, self.gate, self.left = trainer, gate, {"reset": reset, "step": step}
+
+    def _pass(self, moment: str) -> None:
+        self.left[moment] -= 1
+        if self.left[moment] == 0:
+            os.kill(self.trainer, signal.SIGALRM)
+            if self.gate:
+                Path(self.gate).read_bytes()  # a named pipe: until the trainer opens it, too
+
+    def reset(self, **given: Any) -> Any:
+        self._pass("reset")
+        return super().reset(**given)
+
+    def step(self, action: Any) -> Any:
+        self._pass("step")
+        return super().step(action)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> str:
+    """Where a StrikingEnv waits until it is opened."""
+    path = str(tmp_path / "gate")
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("host", [SubprocessEnv, lambda env_fn: env_fn()], ids=["process", "plain"])
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+def test_of_an_env_that_resets_itself(interruption: type[BaseException], mode: str, host: Any) -> None:
+    quiet = AutoResetWrapper(CounterEnv(horizon=3, count_episodes=False), mode)
+    env = host(partial(StrikingEnv, trainer=os.getpid(), reset=2, horizon=3, count_episodes=False))
+    with contextlib.closing(env):
+        if host is SubprocessEnv:
+            env.initialize()
+        wrapped = AutoResetWrapper(env, mode)
+        assert first_difference(wrapped.reset(seed=1), quiet.reset(seed=1)) is None
+        hits = 0
+        for action in [1, 2, 3, 1, 2, 3, 1, 2]:
+            try:
+                transition = wrapped.step(action)
+            except interruption:
+                hits += 1
+                transition = wrapped.step(0)
+                if host is SubprocessEnv:
+                    assert transition[4].pop("multienv") == {"resumed": True}
+            assert first_difference(transition, quiet.step(action)) is None
+        assert hits == 1
