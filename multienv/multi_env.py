@@ -23,7 +23,7 @@ from multienv.errors import (
 )
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
-from multienv.recovery.phases import RUNNING, RecoveryDue
+from multienv.recovery.phases import LOST, RUNNING, RecoveryDue
 from multienv.recovery.supervisor import Supervisor
 from multienv.subprocess_env import close_all
 from multienv.threads import Pool, Task, side_by_side
@@ -206,13 +206,16 @@ class MultiEnv:
         tasks, shares = current.tasks, current.shares
         for index in self._blocking:
             if current.arguments[index] is not None:
-                self._begin(current, index, partial(self._lanes[index].step, current.arguments[index]))
+                self._begin(current, index, partial(self._step_one, current, index))
         for share in self._shares[1:]:
             shares.append(Task(partial(self._step_share, share, current)))
             shares[-1].start(self._pool)
         self._step_share(self._shares[0], current)
         if shares or tasks:
             self._gather(current)
+
+    def _step_one(self, current: _Round, index: int) -> Any:
+        return self._lanes[index].step(current.arguments[index])
 
     def _begin(self, current: _Round, index: int, call: Callable[[], Any]) -> None:
         """Have an env's part in the round done by another thread."""
@@ -230,8 +233,8 @@ class MultiEnv:
                     if supervisor.phase == RUNNING:
                         supervisor.send_step(action)
                         sent.append(member)
-                    elif supervisor.due:  # that may take a while
-                        self._begin(current, index, partial(lane.step, action))
+                    elif supervisor.due or (lane.ended and supervisor.phase == LOST):  # that may take a while
+                        self._begin(current, index, partial(self._step_one, current, index))
                     else:
                         lane.step_async(action)
                         sent.append((index, lane, None))
@@ -240,10 +243,16 @@ class MultiEnv:
         for index, lane, stepping in sent:
             try:
                 if stepping is None:
-                    results[index] = lane.step_wait()
+                    results[index] = lane.step_wait(defer=True)
                     continue
                 transition = stepping.receive_step(None, True)
-                results[index] = lane._ended(transition) if transition[2] or transition[3] else transition
+                if not (transition[2] or transition[3]) or not lane.end(transition):
+                    results[index] = transition
+                elif stepping.due or stepping.phase == LOST:
+                    self._begin(current, index, lane.step_wait)
+                else:
+                    lane.step_async(None)
+                    sent.append((index, lane, None))  # to be awaited behind the others
             except RecoveryDue:
                 self._begin(current, index, lane.step_wait)
             except MultienvError as error:
@@ -361,7 +370,7 @@ class MultiEnv:
             chosen = current.arguments[index]
             if chosen is None:
                 continue
-            if not lane.splits:
+            if not lane.splits or lane.env._supervisor.due or lane.env._supervisor.phase == LOST:  # type: ignore[attr-defined]
                 self._begin(current, index, partial(lane.reset, **chosen))
                 continue
             try:

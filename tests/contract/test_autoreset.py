@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from multienv import AutoResetWrapper, MultiEnv, SerialEnv, SubprocessEnv
+from multienv import AutoResetWrapper, Deadlines, MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import ResetNeededError, UsageError
 from multienv.testing import CounterEnv, Fault, FaultError, FaultyEnv, first_difference
 
@@ -183,3 +185,44 @@ def test_a_reset_that_fails_is_still_due(mode, whole):
                 transition = step(0)
             assert first_difference(transition, quiet.step(action)) is None
         assert failed == 1
+
+
+class MeetingEnv(CounterEnv):
+    """In its second reset, or while it is built after it died there, it waits for another one to do the same."""
+
+    def __init__(self, *, pipe: Path, reads: bool, died: Path | None, **counter: Any) -> None:
+        super().__init__(**counter)
+        self.pipe, self.reads, self.died, self.resets = pipe, reads, died, 0
+        if died is not None and died.exists():
+            self.meet()
+
+    def meet(self) -> None:
+        with self.pipe.open("rb" if self.reads else "wb"):  # which blocks until the other end is opened
+            pass
+
+    def reset(self, **given: Any) -> Any:
+        self.resets += 1
+        if self.resets == 2 and self.died is None:
+            self.meet()
+        elif self.resets == 2 and not self.died.exists():
+            self.died.touch()
+            os._exit(1)
+        return super().reset(**given)
+
+
+@pytest.mark.parametrize("dying", [False, True], ids=["resets", "recoveries"])
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.name)
+def test_envs_that_end_together_begin_together(mode, dying, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    env_fns = [
+        partial(MeetingEnv, pipe=pipe, reads=bool(index), died=tmp_path / f"died{index}" if dying else None, horizon=2)
+        for index in range(2)
+    ]
+    envs = create_subprocess_envs(env_fns, deadlines=Deadlines(start=20.0, reset=20.0, recovery=20.0))
+    twins = MultiEnv([CounterEnv(horizon=2) for _ in envs], autoreset_mode=mode)
+    with MultiEnv(envs, autoreset_mode=mode) as m, twins:
+        assert first_difference(m.reset(seed=1), twins.reset(seed=1)) is None
+        for _ in range(4):
+            assert first_difference(m.step([1, 1]), twins.step([1, 1])) is None
+        assert [one.losses for one in m.statistics()] == [dying] * 2
