@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -52,6 +53,13 @@ class _Round:
         self.failures: dict[int, BaseException] = {}
         self.shares: list[Task] = []
         self.tasks: dict[int, Task] = {}
+
+    def fail(self, index: int, error: Exception) -> None:
+        """To be called in an except clause: it is the env's failure, or raised again."""
+        # In the main thread it may be a signal handler's. If not, it comes again when another thread resumes the round.
+        if not isinstance(error, MultienvError) and threading.current_thread() is threading.main_thread():
+            raise
+        self.failures[index] = error
 
 
 class MultiEnv:
@@ -174,6 +182,8 @@ class MultiEnv:
             ActionError: A wrong number of actions; nothing was sent.
             EnvsFailedError: Some envs raised. The others have stepped: their outcomes are in its ``results``.
         """
+        if self._closed:
+            raise ClosedError("step(): this MultiEnv has been closed. Make a new one.")
         if self._unfinished is not None:
             self._resume_or_drop("step")
         if self._unfinished is None:
@@ -183,8 +193,6 @@ class MultiEnv:
                     f"step(): {given} actions for {len(self._lanes)} envs; give one for each, "
                     "None for an env to leave untouched. Nothing was sent."
                 )
-            if self._closed:
-                raise ClosedError("step(): this MultiEnv has been closed. Make a new one.")
             current = _Round(actions, list(map(_sequence, self._supervisors)))
             # Until the outcome is handed over: whatever raises in between, the next call takes up this round.
             self._unfinished = ("step", current)
@@ -238,8 +246,8 @@ class MultiEnv:
                     else:
                         lane.step_async(action)
                         sent.append((index, lane, None))
-                except MultienvError as error:
-                    current.failures[index] = error
+                except Exception as error:
+                    current.fail(index, error)
         for index, lane, stepping in sent:
             try:
                 if stepping is None:
@@ -255,22 +263,21 @@ class MultiEnv:
                     sent.append((index, lane, None))  # to be awaited behind the others
             except RecoveryDue:
                 self._begin(current, index, lane.step_wait)
-            except MultienvError as error:
-                current.failures[index] = error
+            except Exception as error:
+                current.fail(index, error)
 
     def _gather(self, current: _Round) -> None:
         for share in current.shares:
             share.wait()
-            if share.error is not None:
-                raise share.error
+            error, share.error = share.error, None  # raised once: the round is resumable
+            if error is not None:
+                raise error
         for index, task in current.tasks.items():
             task.wait()
             if task.error is None:
                 current.results[index] = task.result
-            elif isinstance(task.error, Exception):
+            else:  # no signal handler's, in a thread of ours; SystemExit and KeyboardInterrupt are the env's as well
                 current.failures[index] = task.error
-            else:
-                raise task.error
 
     # --- after an interrupted call ----------------------------------------------------------------
 
@@ -278,40 +285,39 @@ class MultiEnv:
         """An interrupted step is completed by the next step; anything else makes it complete and forgotten."""
         assert self._unfinished is not None
         kind, pending = self._unfinished
-        if kind == command == "step" and not self._closed:
+        if kind == command == "step":
             return
         if kind == "each":
             for task in pending:
                 task.drop()
-            self._unfinished = None
-            return
-        try:
+        else:
             self._resume_steps(pending)
-        finally:
-            self._unfinished = None
+        self._unfinished = None
 
     def _resume_steps(self, current: _Round) -> _Round:
         """Bring an interrupted round to its end, whichever line it was interrupted at."""
         for task in (*current.shares, *current.tasks.values()):
             task.start(self._pool)
         self._gather(current)
-        marks = dict(
-            zip((i for i, env in enumerate(self.envs) if isinstance(env, HostedEnv)), current.marks, strict=True)
-        )
-        for index, lane in enumerate(self._lanes):
-            action = current.arguments[index]
-            if action is None or current.results[index] is not None or index in current.failures:
+        marks = iter(current.marks)
+        for index, env in enumerate(self.envs):
+            mark = next(marks) if isinstance(env, HostedEnv) else None
+            if current.arguments[index] is None or index in current.tasks or index in current.failures:
                 continue
-            if index not in marks:
-                self._begin(current, index, partial(lane.step, action))
-                continue
-            try:
-                asked = lane.env._supervisor.has_asked_since(marks[index])  # type: ignore[attr-defined]
-                current.results[index] = lane.resume() if asked else lane.step(action)
-            except MultienvError as error:
-                current.failures[index] = error
+            if current.results[index] is None:
+                self._begin(current, index, partial(self._resume_step, current, index, mark))
         self._gather(current)
         return current
+
+    def _resume_step(self, current: _Round, index: int, mark: int | None) -> Any:
+        lane = self._lanes[index]
+        if mark is None or not lane.env._supervisor.has_asked_since(mark):  # type: ignore[attr-defined]
+            return lane.step(current.arguments[index])
+        try:
+            return lane.resume()
+        except Exception as error:
+            lane.env._supervisor.note_interruption(error)  # type: ignore[attr-defined]
+            raise
 
     # --- reset ------------------------------------------------------------------------------------
 
@@ -376,15 +382,15 @@ class MultiEnv:
             try:
                 lane.reset_async(**chosen)
                 sent.append((index, lane))
-            except MultienvError as error:
-                current.failures[index] = error
+            except Exception as error:
+                current.fail(index, error)
         for index, lane in sent:
             try:
                 current.results[index] = lane.reset_wait(defer=True)
             except RecoveryDue:
                 self._begin(current, index, lane.reset_wait)
-            except MultienvError as error:
-                current.failures[index] = error
+            except Exception as error:
+                current.fail(index, error)
         self._gather(current)
 
     def _seeds(self, seed: Any) -> Sequence[int | None]:

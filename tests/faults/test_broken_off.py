@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from multienv import AutoResetWrapper, MultiEnv, SubprocessEnv, create_subprocess_envs
-from multienv.errors import CallPendingError, NothingPendingError, UsageError
+from multienv.errors import CallPendingError, EnvsFailedError, NothingPendingError, UsageError
 from multienv.testing import CounterEnv, first_difference
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
@@ -198,3 +198,40 @@ def test_of_an_env_that_resets_itself(interruption: type[BaseException], mode: s
                     assert transition[4].pop("multienv") == {"resumed": True}
             assert first_difference(transition, quiet.step(action)) is None
         assert hits == 1
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_is_no_exception_is_its_envs_alone_too(kind: type[BaseException]) -> None:
+    class LeavingEnv(CounterEnv):
+        def step(self, action: Any) -> Any:
+            if action == 3:
+                raise kind
+            return super().step(action)
+
+    with MultiEnv([LeavingEnv(), CounterEnv()]) as m:
+        m.reset(seed=0)
+        with pytest.raises(EnvsFailedError) as caught:
+            m.step([3, 1])
+        assert {index: type(error) for index, error in caught.value.failures.items()} == {0: kind}
+        assert [one[0] for one in m.step([1, 1])[0]] == [1, 2]
+
+
+class Boom:
+    """As an action it fails in the trainer."""
+
+    def __array__(self, *given: Any) -> Any:
+        raise ZeroDivisionError("boom")
+
+
+@pytest.mark.parametrize("max_workers", [None, 2])
+def test_what_an_env_raises_in_the_trainer_becomes_its_failure(max_workers: int | None) -> None:
+    """In the main thread it may be a signal handler's, and is raised once before it can be told apart."""
+    with MultiEnv(create_subprocess_envs([ENDLESS] * 3), max_workers=max_workers) as m:
+        m.reset(seed=0)
+        with pytest.raises(ZeroDivisionError):
+            m.step([Boom(), 1, 1])
+        with pytest.raises(EnvsFailedError) as caught:
+            m.step([2, 2, 2])
+        assert {index: type(error) for index, error in caught.value.failures.items()} == {0: ZeroDivisionError}
+        assert [result and result[0][3] for result in caught.value.results] == [None, 1, 1]
+        assert [one[0] for one in m.step([1, 1, 1])[0]] == [1, 2, 2]
