@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -53,6 +55,10 @@ class _Round:
         self.failures: dict[int, BaseException] = {}
         self.shares: list[Task] = []
         self.tasks: dict[int, Task] = {}
+
+    def keep_arguments(self) -> None:
+        """The call is interrupted: the caller may reuse what it has given, before all of it is sent."""
+        self.arguments = [_copied(argument) for argument in self.arguments]
 
     def fail(self, index: int, error: Exception) -> None:
         """To be called in an except clause: it is the env's failure, or raised again."""
@@ -196,7 +202,11 @@ class MultiEnv:
             current = _Round(actions, list(map(_sequence, self._supervisors)))
             # Until the outcome is handed over: whatever raises in between, the next call takes up this round.
             self._unfinished = ("step", current)
-            self._run_steps(current)
+            try:
+                self._run_steps(current)
+            except BaseException:
+                current.keep_arguments()
+                raise
         else:
             current = self._resume_steps(self._unfinished[1])
         results = current.results
@@ -513,6 +523,12 @@ class MultiEnv:
 
 
 _mode = autoreset_mode
+
+
+def _copied(argument: Any) -> Any:
+    with contextlib.suppress(Exception):  # what cannot be copied is kept as it is
+        return copy.deepcopy(argument)
+    return argument
 
 
 def _call(env: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

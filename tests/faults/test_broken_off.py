@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from multienv import AutoResetWrapper, MultiEnv, SubprocessEnv, create_subprocess_envs
@@ -235,3 +236,34 @@ def test_what_an_env_raises_in_the_trainer_becomes_its_failure(max_workers: int 
         assert {index: type(error) for index, error in caught.value.failures.items()} == {0: ZeroDivisionError}
         assert [result and result[0][3] for result in caught.value.results] == [None, 1, 1]
         assert [one[0] for one in m.step([1, 1, 1])[0]] == [1, 2, 2]
+
+
+class StrikingAction:
+    """The action 1, which sends a signal when it is looked at for the first time."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def __array__(self, *given: Any) -> Any:
+        self.looks += 1
+        if self.looks == 1:
+            signal.raise_signal(signal.SIGALRM)
+        return np.array(1)
+
+    def __reduce__(self) -> Any:
+        return int, (1,)
+
+
+def test_the_callers_actions_may_change_before_an_interrupted_step_is_completed(
+    interruption: type[BaseException],
+) -> None:
+    with MultiEnv(create_subprocess_envs([ENDLESS] * 3)) as m:
+        m.reset(seed=0)
+        row = np.array(1)
+        actions = [1, StrikingAction(), row]
+        with pytest.raises(interruption):
+            m.step(actions)
+        row[...] = 2
+        actions[:] = [2, 2, 2]
+        assert [one[3] for one in m.step(actions)[0]] == [1, 1, 1]
+        assert [one[3] for one in m.step(actions)[0]] == [2, 2, 2]
