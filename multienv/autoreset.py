@@ -122,6 +122,12 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
             return self._begun(answer)
         return self._ended(answer) if answer[2] or answer[3] else answer
 
+    def resume_reset(self) -> Any:
+        """Complete the reset that was interrupted."""
+        first = self._hosted.resume()
+        self.ended = False
+        return first
+
     # --- helpers --------------------------------------------------------------------------------
 
     @property

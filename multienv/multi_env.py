@@ -116,7 +116,7 @@ class MultiEnv:
         self.autoreset_mode = _mode(autoreset_mode)
         self._lanes = [AutoResetWrapper(env, self.autoreset_mode) for env in self.envs]
         self._closed = False
-        self._unfinished: tuple[str, Any] | None = None  # a round of steps, or the tasks of another call
+        self._unfinished: tuple[str, Any] | None = None  # a round of steps or resets, or the tasks of another call
         self._pool = Pool(max_workers or len(self.envs), "multienv")
         try:
             self._initialize()
@@ -208,7 +208,7 @@ class MultiEnv:
                 current.keep_arguments()
                 raise
         else:
-            current = self._resume_steps(self._unfinished[1])
+            current = self._resume(self._unfinished[1], self._resume_step)
         results = current.results
         if current.failures:
             error = EnvsFailedError.collect("step()", current.failures, results)
@@ -292,7 +292,7 @@ class MultiEnv:
     # --- after an interrupted call ----------------------------------------------------------------
 
     def _resume_or_drop(self, command: str) -> None:
-        """An interrupted step is completed by the next step; anything else makes it complete and forgotten."""
+        """An interrupted step is completed by the next step; anything else completes and forgets what there is."""
         assert self._unfinished is not None
         kind, pending = self._unfinished
         if kind == command == "step":
@@ -301,10 +301,10 @@ class MultiEnv:
             for task in pending:
                 task.drop()
         else:
-            self._resume_steps(pending)
+            self._resume(pending, self._resume_step if kind == "step" else self._resume_reset)
         self._unfinished = None
 
-    def _resume_steps(self, current: _Round) -> _Round:
+    def _resume(self, current: _Round, resume_one: Callable[[_Round, int, int | None], Any]) -> _Round:
         """Bring an interrupted round to its end, whichever line it was interrupted at."""
         for task in (*current.shares, *current.tasks.values()):
             task.start(self._pool)
@@ -315,7 +315,7 @@ class MultiEnv:
             if current.arguments[index] is None or index in current.tasks or index in current.failures:
                 continue
             if current.results[index] is None:
-                self._begin(current, index, partial(self._resume_step, current, index, mark))
+                self._begin(current, index, partial(resume_one, current, index, mark))
         self._gather(current)
         return current
 
@@ -328,6 +328,12 @@ class MultiEnv:
         except Exception as error:
             lane.env._supervisor.note_interruption(error)  # type: ignore[attr-defined]
             raise
+
+    def _resume_reset(self, current: _Round, index: int, mark: int | None) -> Any:
+        lane = self._lanes[index]
+        if mark is None or not lane.env._supervisor.has_asked_since(mark):  # type: ignore[attr-defined]
+            return lane.reset(**current.arguments[index])
+        return lane.resume_reset()
 
     # --- reset ------------------------------------------------------------------------------------
 
@@ -371,13 +377,16 @@ class MultiEnv:
         return [observation for observation, _ in pairs], [info for _, info in pairs]
 
     def _reset_all(self, arguments: list[dict[str, Any] | None]) -> tuple[list[Any], dict[int, BaseException]]:
-        current = _Round(arguments, [])
+        current = _Round(arguments, list(map(_sequence, self._supervisors)))
+        self._unfinished = ("reset", current)
         try:
             self._reset_chosen(current)
         except BaseException as error:
+            current.keep_arguments()
             for supervisor in self._supervisors:
                 supervisor.note_interruption(error)
             raise
+        self._unfinished = None
         return current.results, current.failures
 
     def _reset_chosen(self, current: _Round) -> None:

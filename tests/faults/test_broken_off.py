@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -267,3 +268,25 @@ def test_the_callers_actions_may_change_before_an_interrupted_step_is_completed(
         actions[:] = [2, 2, 2]
         assert [one[3] for one in m.step(actions)[0]] == [1, 1, 1]
         assert [one[3] for one in m.step(actions)[0]] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("host", [SubprocessEnv, lambda env_fn: env_fn()], ids=["process", "plain"])
+@pytest.mark.parametrize("then", ["step", "reset", "call"])
+def test_of_a_reset_of_several_envs(interruption: type[BaseException], then: str, host: Any, gate: str) -> None:
+    """It is completed first, and never made by two threads at once."""
+    quiet = [CounterEnv(horizon=None) for _ in range(2)]
+    striking = host(partial(StrikingEnv, trainer=os.getpid(), reset=1, gate=gate, horizon=None))
+    with MultiEnv([striking, SubprocessEnv(ENDLESS)]) as m:
+        with pytest.raises(interruption):
+            m.reset(seed=1)
+        opener = threading.Thread(target=lambda: Path(gate).write_bytes(b""))
+        opener.start()
+        if then == "call":
+            assert m.call("poke") == [1, 1]
+        seed = 5 if then == "reset" else 1
+        first = [one.reset(seed=seed + index)[0] for index, one in enumerate(quiet)]
+        if then == "reset":
+            assert first_difference(m.reset(seed=seed)[0], first) is None
+        expected = [one.step(np.int64(2))[0] for one in quiet]
+        assert first_difference(m.step([2, 2])[0], expected) is None
+        opener.join()
