@@ -26,7 +26,7 @@ from multienv.errors import (
 )
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
-from multienv.recovery.phases import LOST, RUNNING, RecoveryDue
+from multienv.recovery.phases import LOST, RUNNING, STARTING, RecoveryDue
 from multienv.recovery.supervisor import Supervisor
 from multienv.subprocess_env import close_all
 from multienv.threads import Pool, Task, side_by_side
@@ -121,6 +121,8 @@ class MultiEnv:
         try:
             self._initialize()
         except BaseException:
+            # An interruption leaves some half built, with a thread waiting for each.
+            close_all([env for env in self.envs if isinstance(env, HostedEnv) and env._supervisor.phase == STARTING])
             self._pool.shutdown()
             raise
         self.num_envs = len(self.envs)

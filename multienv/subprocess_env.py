@@ -155,15 +155,17 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
     if not fns:
         raise UsageError("create_subprocess_envs: env_fns is empty; give one function for each env.")
     envs = [SubprocessEnv(env_fn, env_index=index, **options) for index, env_fn in enumerate(fns)]
+    pool = Pool(len(envs), "multienv-build")
     try:
-        with Pool(len(envs), "multienv-build") as pool:
-            for env in envs:
-                env.start()
-            tasks = side_by_side(pool, [env.initialize for env in envs])
-            failures = {index: task.error for index, task in enumerate(tasks) if task.error is not None}
+        for env in envs:
+            env.start()
+        tasks = side_by_side(pool, [env.initialize for env in envs])
+        failures = {index: task.error for index, task in enumerate(tasks) if task.error is not None}
     except BaseException:
-        close_all(envs)
+        close_all(envs)  # first: it ends what the threads wait for
         raise
+    finally:
+        pool.shutdown()
     if failures:
         close_all(envs)
         results = [None if index in failures else env for index, env in enumerate(envs)]

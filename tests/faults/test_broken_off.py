@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multienv import AutoResetWrapper, MultiEnv, SubprocessEnv, create_subprocess_envs
+from multienv import AutoResetWrapper, Deadlines, MultiEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import CallPendingError, EnvsFailedError, NothingPendingError, UsageError
 from multienv.testing import CounterEnv, first_difference
 
@@ -149,11 +149,14 @@ def test_of_several_envs(interruption: type[BaseException]) -> None:
 
 
 class StrikingEnv(CounterEnv):
-    """Sends the trainer a signal from within its so many-th reset or step, and goes on when it has been noticed."""
+    """Sends the trainer a signal from within its so many-th reset or step, and goes on when the gate is opened."""
 
-    def __init__(self, *, trainer: int, reset: int = 0, step: int = 0, gate: str = "", **counter: Any) -> None:
+    def __init__(
+        self, *, trainer: int, build: int = 0, reset: int = 0, step: int = 0, gate: str = "", **counter: Any
+    ) -> None:
         super().__init__(**counter)
-        self.trainer, self.gate, self.left = trainer, gate, {"reset": reset, "step": step}
+        self.trainer, self.gate, self.left = trainer, gate, {"build": build, "reset": reset, "step": step}
+        self._pass("build")
 
     def _pass(self, moment: str) -> None:
         self.left[moment] -= 1
@@ -290,3 +293,21 @@ def test_of_a_reset_of_several_envs(interruption: type[BaseException], then: str
         expected = [one.step(np.int64(2))[0] for one in quiet]
         assert first_difference(m.step([2, 2])[0], expected) is None
         opener.join()
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["create_subprocess_envs", "MultiEnv"])
+def test_of_building_several_envs(interruption: type[BaseException], several: bool, gate: str) -> None:
+    """What is being built is closed, however long it would have taken: nobody opens the gate."""
+    env_fns = [ENDLESS, partial(StrikingEnv, trainer=os.getpid(), build=1, gate=gate)]
+    deadlines = Deadlines(start=None, close=0.1)
+    if several:
+        envs = [SubprocessEnv(env_fn, deadlines=deadlines) for env_fn in env_fns]
+        envs[0].initialize()
+        with pytest.raises(interruption):
+            MultiEnv(envs)
+        assert envs[0].statistics().state == "ready"
+        for env in envs:
+            env.close()
+    else:
+        with pytest.raises(interruption):
+            create_subprocess_envs(env_fns, deadlines=deadlines)
