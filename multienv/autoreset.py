@@ -33,7 +33,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: gymnasium.Env[Any, Any], mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> None:
         """Wrap the env; its current episode, if any, goes on."""
         super().__init__(env)
-        self.mode = autoreset_mode(mode)
+        self.mode = mode_of(mode)
         self.metadata = {**(env.metadata or {}), "autoreset_mode": self.mode}
         self.splits = isinstance(env, HostedEnv)
         self.ended = False  # a reset is due
@@ -156,7 +156,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, info
 
 
-def autoreset_mode(mode: Any) -> AutoresetMode:
+def mode_of(mode: Any) -> AutoresetMode:
     """The mode, from itself, its name or its value."""
     if isinstance(mode, AutoresetMode):
         return mode

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
-from multienv.autoreset import AutoResetWrapper, autoreset_mode
+from multienv.autoreset import AutoResetWrapper, mode_of
 from multienv.errors import (
     ActionError,
     ClosedError,
@@ -113,9 +113,9 @@ class MultiEnv:
             raise UsageError("MultiEnv: the same env is given twice; give each its own.")
         if max_workers is not None and (type(max_workers) is not int or max_workers < 1):
             raise UsageError(f"MultiEnv: max_workers is {max_workers!r}; give an integer of at least 1, or None.")
-        self.autoreset_mode = _mode(autoreset_mode)
+        self.autoreset_mode = mode_of(autoreset_mode)
         self._lanes = [AutoResetWrapper(env, self.autoreset_mode) for env in self.envs]
-        self._closed = False
+        self._closed = self._all_closed = False
         self._unfinished: tuple[str, Any] | None = None  # a round of steps or resets, or the tasks of another call
         self._pool = Pool(max_workers or len(self.envs), "multienv")
         try:
@@ -516,11 +516,12 @@ class MultiEnv:
         return results
 
     def close(self) -> None:
-        """Close all envs, side by side; again does nothing."""
-        if not self._closed:
-            self._closed = True
+        """Close all envs, side by side; again does nothing, unless it was interrupted."""
+        self._closed = True
+        if not self._all_closed:
             close_all(self.envs)
             self._pool.shutdown()
+            self._all_closed = True
 
     def __enter__(self) -> Self:
         """Nothing more to do: the envs are initialized."""
@@ -531,9 +532,6 @@ class MultiEnv:
     ) -> None:
         """Close."""
         self.close()
-
-
-_mode = autoreset_mode
 
 
 def _copied(argument: Any) -> Any:

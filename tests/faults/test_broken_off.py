@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interruption import every_place
 
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, SubprocessEnv, create_subprocess_envs
-from multienv.errors import CallPendingError, EnvsFailedError, NothingPendingError, UsageError
+from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, NothingPendingError, UsageError
 from multienv.testing import CounterEnv, first_difference
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
@@ -311,3 +312,22 @@ def test_of_building_several_envs(interruption: type[BaseException], several: bo
     else:
         with pytest.raises(interruption):
             create_subprocess_envs(env_fns, deadlines=deadlines)
+
+
+def test_of_closing_several_envs() -> None:
+    """Wherever it is broken off, closing again closes what is left."""
+    closed: list[int] = []
+
+    class ClosingEnv(CounterEnv):
+        def close(self) -> None:
+            closed.append(id(self))
+
+    for interruption in every_place():
+        closed.clear()
+        m = MultiEnv([ClosingEnv(), ClosingEnv()])
+        with interruption:
+            m.close()
+        m.close()
+        assert set(closed) == set(map(id, m.envs)), interruption.where
+        with pytest.raises(ClosedError):
+            m.step([1, 1])
