@@ -43,7 +43,7 @@ LAYERS = [
     ["backends"],
     ["recovery"],
     ["remote_generator"],
-    ["hosted_env", "autoreset", "subprocess_env", "multi_env"],
+    ["hosted_env", "autoreset", "subprocess_env", "rounds", "multi_env"],
     ["testing"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
