@@ -178,6 +178,8 @@ class MultiEnv:
     ) -> tuple[list[Any], list[dict[str, Any] | None]]:
         """Begin an episode in every env, or in those of ``mask``.
 
+        A reset interrupted by Ctrl-C is completed by whatever is called next, before it does its own.
+
         Args:
             seed: ``None``, one integer (env ``i`` gets ``seed + i``), or one for each env.
             options: The envs' own: one for all, or one for each.
