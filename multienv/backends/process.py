@@ -14,7 +14,17 @@ from multienv.backends.base import Backend, Gone
 from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
 from multienv.processes.protocol import UNKNOWN_FATE, Fate
 from multienv.wire.memory import BUSY, CORE, DEADLINE, OBSERVATIONS, REPLAYING, STEP_SECONDS, Block
-from multienv.wire.messages import ARRIVED, FAILED, GONE, MARK_SIZE, REPLY, STEPPED, VALUE, mark_frame
+from multienv.wire.messages import (
+    ARRIVED,
+    FAILED,
+    GONE,
+    GONE_FRAME,
+    MARK_SIZE,
+    REPLY,
+    STEPPED,
+    VALUE,
+    mark_frame,
+)
 
 _BIG_CHUNK = 2**20
 # A pipe takes so much whole or not at all.
@@ -196,6 +206,9 @@ class ProcessBackend(Backend):
             raise self._gone("broken", f"a reply that starts with {bytes(data[:32])!r}", seq)
         if len(data) < length:
             return None
+        # What is too long to be written in one piece, also behind a mark, may be cut short, and GONE be in its place.
+        if length > ATOMIC - MARK_SIZE - 1 and len(data) < length + REPLY.size and data.endswith(GONE_FRAME):
+            raise self._gone("died", "in the middle of a reply", seq)
         frame = bytes(data[:length])
         del data[:length]
         return frame

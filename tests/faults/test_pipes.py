@@ -1,0 +1,68 @@
+"""What lies in the pipes of a worker when it dies, or is closed, at the worst moment."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import struct
+import termios
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from trainer_process import becomes_true
+
+from multienv import SubprocessEnv
+from multienv.testing import CounterEnv
+
+PIPE_SIZE = 65_536
+
+
+class LongReplyEnv(CounterEnv):
+    """Its observations, sent inline, make replies 8 bytes longer than a pipe takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(0, 255, (PIPE_SIZE - 16,), np.uint8)
+
+    def _observe(self) -> Any:
+        return np.full(PIPE_SIZE - 16, 100 + self.episode_step, np.uint8)
+
+
+def worker_of(env: SubprocessEnv) -> Any:
+    return env._supervisor._backend._worker
+
+
+def unread(worker: Any) -> int:
+    """How many bytes lie in the pipe of replies."""
+    return int(struct.unpack("i", fcntl.ioctl(worker.replies, termios.FIONREAD, b"\0" * 4))[0])
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_the_notice_of_a_death_is_not_taken_for_the_end_of_a_long_reply() -> None:
+    with SubprocessEnv(LongReplyEnv, shared_memory=False) as env:
+        env.reset(seed=0)
+        worker = worker_of(env)
+        env.step_async(1)
+        assert becomes_true(lambda: unread(worker) == PIPE_SIZE)
+        os.kill(worker.pid, signal.SIGSTOP)
+        assert becomes_true(lambda: is_stopped(worker.pid))
+
+        def kill_once_read() -> None:
+            if becomes_true(lambda: unread(worker) == 0):
+                os.kill(worker.pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_once_read)
+        killer.start()
+        observation, _, _, truncated, _ = env.step_wait()
+        killer.join()
+        assert set(observation.tolist()) == {101}
+        assert not truncated
+        assert env.statistics().exact_recoveries == 1
+        assert set(env.step(1)[0].tolist()) == {102}
