@@ -49,6 +49,7 @@ class ProcessBackend(Backend):
         "_block",
         "_fill_directly",
         "_inbox",
+        "_lost",
         "_outbox",
         "_pid",
         "_replies",
@@ -65,6 +66,7 @@ class ProcessBackend(Backend):
         # A BufferedWriter, because it counts what is written where no signal handler can come in between.
         self._outbox: io.BufferedWriter[io.FileIO] | None = None
         self._inbox = b""
+        self._lost: Callable[[], Gone] | None = None  # not the exception itself: its traceback would hold everything
         self._unsettled = b""  # a request of which an interruption left unknown how far it got
         self._block: Block | None = None
         self._times = self._worker.control.times
@@ -255,8 +257,10 @@ class ProcessBackend(Backend):
             self.send(frame)
 
     def _gone(self, cause: str, detail: str, seq: int) -> Gone:
-        """Make sure it is dead, and learn how it died. From now on reading finds the end at once."""
+        """Make sure it is dead, and learn how it died. From now on reading finds this same end at once."""
         self.fill = _nothing
+        if self._lost is not None:
+            return self._lost()
         words = self._worker.control.words
         executing, replaying = words[BUSY] == seq + 1, words[REPLAYING] - 1
         if cause == "broken":
@@ -265,7 +269,8 @@ class ProcessBackend(Backend):
         if fate is None:  # its pipe ended, yet it lives
             fate = self.kill()
             cause = "broken"
-        return Gone(
+        self._lost = partial(
+            Gone,
             "hung" if fate.overdue else "broken" if cause == "broken" else "died",
             fate,
             pid=self.pid,
@@ -273,6 +278,7 @@ class ProcessBackend(Backend):
             replaying=replaying,
             detail=detail,
         )
+        return self._lost()
 
     # --- memory and the end ---------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 import os
 import signal
 import struct
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from gymnasium import spaces
 from trainer_process import becomes_true
 
-from multienv import SubprocessEnv
+from multienv import MultiEnv, RestartPolicy, SubprocessEnv
+from multienv.errors import EnvsFailedError, ReplyBrokenError
 from multienv.testing import CounterEnv
 
 PIPE_SIZE = 65_536
@@ -30,6 +33,16 @@ class LongReplyEnv(CounterEnv):
 
     def _observe(self) -> Any:
         return np.full(PIPE_SIZE - 16, 100 + self.episode_step, np.uint8)
+
+
+class BabblingEnv(CounterEnv):
+    """At action 7 it writes into the pipe of replies itself."""
+
+    def step(self, action: Any) -> Any:
+        if action == 7:
+            ends = next(frame.frame.f_locals["ends"] for frame in inspect.stack() if "ends" in frame.frame.f_locals)
+            os.write(ends.replies, b"\xff" * 64)
+        return super().step(action)
 
 
 def worker_of(env: SubprocessEnv) -> Any:
@@ -66,3 +79,12 @@ def test_the_notice_of_a_death_is_not_taken_for_the_end_of_a_long_reply() -> Non
         assert not truncated
         assert env.statistics().exact_recoveries == 1
         assert set(env.step(1)[0].tolist()) == {102}
+
+
+def test_how_a_worker_was_lost_is_said_again_when_it_is_asked_again() -> None:
+    """A batch asks a second time, from where it heals."""
+    with MultiEnv([SubprocessEnv(BabblingEnv, restart=RestartPolicy(on_crash="raise"))]) as multi:
+        multi.reset(seed=0)
+        with pytest.raises(EnvsFailedError) as caught:
+            multi.step([7])
+        assert isinstance(caught.value.failures[0], ReplyBrokenError)
