@@ -32,6 +32,10 @@ ATOMIC = select.PIPE_BUF
 _REPLIES = frozenset((STEPPED, VALUE, FAILED))
 
 
+def _send_nothing(frame: bytes) -> None:
+    """A frame is half sent: another one, which can only be Close, would land in the middle of it."""
+
+
 def _nothing() -> int:
     """What is next does not come from the pipe: complete() has it."""
     return 0
@@ -53,6 +57,7 @@ class ProcessBackend(Backend):
         "_outbox",
         "_pid",
         "_replies",
+        "_send_directly",
         "_times",
         "_unsettled",
         "_worker",
@@ -74,7 +79,7 @@ class ProcessBackend(Backend):
         self._replies = io.FileIO(self._worker.replies, closefd=False)
         self._fill_directly = partial(self._replies.readinto, self.buffer)
         self.fill = self._fill_directly
-        self.send = self._sender()
+        self.send = self._send_directly = self._sender()
 
     @property
     def pid(self) -> int | None:
@@ -120,7 +125,7 @@ class ProcessBackend(Backend):
         raw = io.FileIO(self._worker.requests, "w", closefd=False)
         outbox = io.BufferedWriter(raw, len(frame))
         outbox.write(frame)
-        self._outbox, self.fill = outbox, self._pump
+        self._outbox, self.fill, self.send = outbox, self._pump, _send_nothing
         self._write_outbox()
 
     def _write_outbox(self) -> None:
@@ -131,7 +136,7 @@ class ProcessBackend(Backend):
             return  # it will be writable again
         except OSError:  # it is dead: the replies will end
             self._outbox.raw.close()  # or it would try once more when it is collected
-        self._outbox = None
+        self._outbox, self.send = None, self._send_directly
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -294,10 +299,26 @@ class ProcessBackend(Backend):
         return self._worker.wait(FATE_TIMEOUT) or UNKNOWN_FATE
 
     def finish(self, timeout: float) -> None:
-        """Wait for its end; kill it after ``timeout`` seconds."""
-        if self._worker.wait(timeout) is None:
+        """Wait for its end; kill it after ``timeout`` seconds, or at once if it waits for the rest of a request."""
+        if self._outbox or not self._ends_within(timeout):
             self.kill()
         self.release()
+
+    def _ends_within(self, timeout: float) -> bool:
+        """Read on meanwhile: it cannot end while it writes a reply that the pipe does not take."""
+        worker, until = self._worker, time.monotonic() + timeout
+        poller = select.poll()
+        poller.register(worker.ended, select.POLLIN)
+        poller.register(worker.replies, select.POLLIN)
+        while worker.fate is None:
+            ready = dict(poller.poll(milliseconds(until - time.monotonic())))
+            if worker.ended in ready:
+                worker.wait(0.0)
+            elif not ready:
+                return False
+            elif not os.read(worker.replies, _BIG_CHUNK):
+                poller.unregister(worker.replies)
+        return True
 
     def release(self) -> None:
         """Close the pipes and unmap the memory, unless somebody still looks into it."""

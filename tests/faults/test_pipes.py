@@ -9,6 +9,7 @@ import signal
 import struct
 import termios
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import pytest
 from gymnasium import spaces
 from trainer_process import becomes_true
 
-from multienv import MultiEnv, RestartPolicy, SubprocessEnv
+from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv
 from multienv.errors import EnvsFailedError, ReplyBrokenError
-from multienv.testing import CounterEnv
+from multienv.testing import CounterEnv, is_alive
 
 PIPE_SIZE = 65_536
 
@@ -43,6 +44,28 @@ class BabblingEnv(CounterEnv):
             ends = next(frame.frame.f_locals["ends"] for frame in inspect.stack() if "ends" in frame.frame.f_locals)
             os.write(ends.replies, b"\xff" * 64)
         return super().step(action)
+
+
+class LongActionEnv(CounterEnv):
+    """Its actions are longer than a pipe takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Box(0, 1, (PIPE_SIZE,), np.float64)
+
+
+class FarewellEnv(CounterEnv):
+    """Its infos are longer than a pipe takes; it leaves a file when it is closed."""
+
+    def __init__(self, left: Path) -> None:
+        super().__init__()
+        self.left = left
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], {"long": bytes(4 * PIPE_SIZE)}
+
+    def close(self) -> None:
+        self.left.touch()
 
 
 def worker_of(env: SubprocessEnv) -> Any:
@@ -88,3 +111,29 @@ def test_how_a_worker_was_lost_is_said_again_when_it_is_asked_again() -> None:
         with pytest.raises(EnvsFailedError) as caught:
             multi.step([7])
         assert isinstance(caught.value.failures[0], ReplyBrokenError)
+
+
+# So long that a test that waited for it would be given up.
+NEVER = Deadlines(close=10_000.0)
+
+
+def test_closing_does_not_wait_for_a_worker_that_waits_for_the_rest_of_its_action() -> None:
+    env = SubprocessEnv(LongActionEnv, deadlines=NEVER).initialize()
+    env.reset(seed=0)
+    pid = env.statistics().pid
+    os.kill(pid, signal.SIGSTOP)  # it reads no more of the action than the pipe takes
+    assert becomes_true(lambda: is_stopped(pid))
+    env.step_async(np.zeros(PIPE_SIZE))
+    os.kill(pid, signal.SIGCONT)
+    env.close()
+    assert becomes_true(lambda: not is_alive(pid))
+
+
+def test_closing_makes_room_for_a_reply_that_nobody_has_collected(tmp_path: Path) -> None:
+    env = SubprocessEnv(partial(FarewellEnv, tmp_path / "left"), deadlines=NEVER).initialize()
+    env.reset(seed=0)
+    env.step_async(1)
+    worker = worker_of(env)
+    assert becomes_true(lambda: unread(worker) == PIPE_SIZE)
+    env.close()
+    assert (tmp_path / "left").exists(), "the env was not closed but killed"
