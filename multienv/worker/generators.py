@@ -20,6 +20,7 @@ import numpy as np
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random)
 # Where gymnasium keeps an env's own, and what else holds one.
 _USUAL = "_np_random"
+_USUAL_SEED = "_np_random_seed"
 _SPACES = ("action_space", "observation_space")
 
 
@@ -32,6 +33,8 @@ def seed_process(seeds: tuple[int, int]) -> None:
 def capture(env: gymnasium.Env[Any, Any]) -> bytes:
     """The state of every generator found, as bytes."""
     states: dict[Any, Any] = {place: _get_state(holder, name) for place, holder, name in _generators(env)}
+    # Without the seed beside its generator gymnasium would draw both anew as soon as it is asked for the seed.
+    states["seeds"] = [getattr(layer, _USUAL_SEED, None) for layer in _layers(env)]
     states["random"] = random.getstate()
     states["numpy"] = np.random.get_state()  # noqa: NPY002
     return pickle.dumps(states, protocol=5)
@@ -43,6 +46,9 @@ def restore(env: gymnasium.Env[Any, Any], states: bytes) -> None:
     random.setstate(recorded["random"])
     np.random.set_state(recorded["numpy"])  # noqa: NPY002
     layers = list(_layers(env))
+    for layer, seed in zip(layers, recorded["seeds"], strict=True):
+        if seed is not None:
+            setattr(layer, _USUAL_SEED, seed)
     for place, state in recorded.items():
         if isinstance(place, tuple):
             depth, path = place

@@ -55,6 +55,18 @@ def test_put_back(wrapped: bool) -> None:
         np.random.set_state(before[1])
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_asking_for_the_seed_afterwards_draws_no_new_one(wrapped: bool) -> None:
+    env, copy = beginning(), beginning()
+    env.reset(seed=7)
+    outer: Any = gymnasium.wrappers.RecordEpisodeStatistics(env) if wrapped else env
+    outer_copy: Any = gymnasium.wrappers.RecordEpisodeStatistics(copy) if wrapped else copy
+    copy._np_random = copy._np_random_seed = None
+    generators.restore(outer_copy, generators.capture(outer))
+    assert outer_copy.np_random_seed == 7
+    assert copy.np_random.random() == env.np_random.random()
+
+
 def test_a_property_that_raises_is_no_obstacle() -> None:
     class Odd(Drawing):
         @property
