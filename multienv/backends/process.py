@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import secrets
 import select
@@ -24,6 +25,7 @@ from multienv.wire.messages import (
     STEPPED,
     VALUE,
     mark_frame,
+    seq_of,
 )
 
 _BIG_CHUNK = 2**20
@@ -54,6 +56,7 @@ class ProcessBackend(Backend):
         "_fill_directly",
         "_inbox",
         "_lost",
+        "_mark",
         "_outbox",
         "_pid",
         "_replies",
@@ -73,6 +76,7 @@ class ProcessBackend(Backend):
         self._inbox = b""
         self._lost: Callable[[], Gone] | None = None  # not the exception itself: its traceback would hold everything
         self._unsettled = b""  # a request of which an interruption left unknown how far it got
+        self._mark: tuple[bytes, bool, bytes] | None = None  # where settling that goes on
         self._block: Block | None = None
         self._times = self._worker.control.times
         # Unbuffered: one system call. It does not own the descriptor.
@@ -158,9 +162,14 @@ class ProcessBackend(Backend):
 
     def poll(self, timeout: float) -> bool:
         """Whether a reply, or the end, is there within ``timeout`` seconds."""
+        worker, until = self._worker, time.monotonic() + timeout
+        try:
+            if self._unsettled and not self._settle(seq_of(self._unsettled), until):
+                return False
+        except Gone:
+            return True  # complete() raises it
         if self._inbox:
             return True
-        worker, until = self._worker, time.monotonic() + timeout
         poller = select.poll()
         poller.register(worker.replies, select.POLLIN)
         if self._outbox:
@@ -228,18 +237,27 @@ class ProcessBackend(Backend):
         Any line of sending or reading may have been its last: the request may have been sent or not, and some
         bytes of the reply may have been read and lost.
         """
-        self._unsettled, self._inbox, self.fill = frame, b"", _nothing
+        self._unsettled, self._mark, self._inbox, self.fill = frame, None, b"", _nothing
 
-    def _settle(self, seq: int) -> None:
-        """Ask for a mark, skip all that comes before it, and hear behind it whether the request had arrived."""
-        worker, data, mark = self._worker, b"", secrets.token_bytes(MARK_SIZE)
+    def _settle(self, seq: int, until: float = math.inf) -> bool:
+        """Ask for a mark, skip all that comes before it, and hear behind it whether the request had arrived.
+
+        False if there is no answer by then: the worker is busy. The next call goes on.
+        """
+        if self._lost is not None:
+            raise self._lost()
+        worker = self._worker
+        mark, asked, data = self._mark or (secrets.token_bytes(MARK_SIZE), False, b"")
+        self._mark = None  # if this is interrupted too, nothing is known of that mark
         poller = select.poll()
         poller.register(worker.replies, select.POLLIN)
         poller.register(worker.ended, select.POLLIN)  # GONE may be among what is skipped
         poller.register(worker.requests, select.POLLOUT)
-        asked = False
         while mark not in data[:-1]:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(milliseconds(until - time.monotonic())))
+            if not ready and time.monotonic() >= until:
+                self._mark = mark, asked, data
+                return False
             if worker.requests in ready:
                 if self._outbox:  # the rest of the request first
                     self._write_outbox()
@@ -260,6 +278,7 @@ class ProcessBackend(Backend):
         else:
             self.fill = self._fill_directly
             self.send(frame)
+        return True
 
     def _gone(self, cause: str, detail: str, seq: int) -> Gone:
         """Make sure it is dead, and learn how it died. From now on reading finds this same end at once."""

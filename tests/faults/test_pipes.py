@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import inspect
 import os
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
+from interruption import Interruption
 from trainer_process import becomes_true
 
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv
-from multienv.errors import EnvsFailedError, ReplyBrokenError
+from multienv.errors import EnvsFailedError, NothingPendingError, ReplyBrokenError, WaitTimeout
 from multienv.testing import CounterEnv, is_alive
 
 PIPE_SIZE = 65_536
@@ -137,3 +139,23 @@ def test_closing_makes_room_for_a_reply_that_nobody_has_collected(tmp_path: Path
     assert becomes_true(lambda: unread(worker) == PIPE_SIZE)
     env.close()
     assert (tmp_path / "left").exists(), "the env was not closed but killed"
+
+
+@pytest.mark.parametrize("impatient", [False, True])
+def test_waiting_with_a_timeout_finds_the_reply_after_an_interruption(impatient: bool) -> None:
+    with SubprocessEnv(CounterEnv) as env:
+        place, fired = 0, True
+        while fired:
+            with Interruption(place) as interruption:
+                env.reset_async(seed=3)
+            place, fired = place + 1, interruption.fired
+            if impatient:
+                with contextlib.suppress(WaitTimeout, NothingPendingError):
+                    env.reset_wait(timeout=0.0)
+                    continue
+            try:
+                observation, _ = env.reset_wait(timeout=10.0)
+            except NothingPendingError:  # it had not begun
+                continue
+            assert observation[0] == 0, interruption.where
+        assert place > 10
