@@ -73,13 +73,17 @@ def _array_encoder(space: spaces.Space[Any]) -> EncodeStep:
 
 
 def _pack_any(space: spaces.Space[Any], seq: int, action: Any) -> bytes:
-    problem = misfit(space, action)
+    try:
+        problem = misfit(space, action)
+    except Exception as error:  # looking at it runs foreign code
+        problem = f"The action {_shown(action)} cannot be looked at: {_shown(error)}."
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
     try:
         payload = dumps(action)
     except Exception as error:
-        raise ActionError(f"The action {action!r:.200} cannot be pickled: {error!r}. Nothing was sent.") from error
+        reason = f"The action {_shown(action)} cannot be pickled: {_shown(error)}."
+        raise ActionError(f"{reason} Nothing was sent.") from error
     return REQUEST.pack(REQUEST.size + len(payload), seq, STEP, _PICKLED) + payload
 
 
@@ -109,11 +113,12 @@ def misfit(space: spaces.Space[Any], action: Any) -> str:
     """
     if type(space) is spaces.Dict:
         if not isinstance(action, Mapping) or set(action) != set(space.spaces):
-            return f"The action {action!r:.200} is not a dict with the keys {list(space.spaces)}."
+            return f"The action {_shown(action)} is not a dict with the keys {list(space.spaces)}."
         return next(filter(None, (misfit(member, action[key]) for key, member in space.spaces.items())), "")
     if type(space) is spaces.Tuple:
-        if not isinstance(action, Sequence | np.ndarray) or len(action) != len(space.spaces):
-            return f"The action {action!r:.200} is not a tuple of {len(space.spaces)} actions."
+        is_sequence = isinstance(action, Sequence) or (isinstance(action, np.ndarray) and action.ndim > 0)
+        if not is_sequence or len(action) != len(space.spaces):
+            return f"The action {_shown(action)} is not a tuple of {len(space.spaces)} actions."
         pairs = zip(space.spaces, action, strict=True)
         return next(filter(None, (misfit(member, item) for member, item in pairs)), "")
     if type(space) not in (spaces.Discrete, spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete):
@@ -123,7 +128,14 @@ def misfit(space: spaces.Space[Any], action: Any) -> str:
     try:
         shape = np.shape(action)
     except ValueError:
-        return f"The action {action!r:.200} is ragged; the env's action space is {space}."
+        return f"The action {_shown(action)} is ragged; the env's action space is {space}."
     if shape != space.shape:
-        return f"The action {action!r:.200} has shape {shape}; the env's action space {space} wants {space.shape}."
+        return f"The action {_shown(action)} has shape {shape}; the env's action space {space} wants {space.shape}."
     return ""
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.200}"
+    except Exception:  # foreign code
+        return f"<a {type(value).__name__}>"

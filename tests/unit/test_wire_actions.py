@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import OrderedDict
 from typing import Any
@@ -117,6 +118,7 @@ def test_bounds_are_the_envs_to_judge():
         (spaces.Tuple((DISCRETE, BOX)), (1, np.zeros(2))),
         (spaces.Tuple((DISCRETE, BOX)), 1),
         (spaces.Tuple((DISCRETE, BOX)), None),
+        (spaces.Tuple((DISCRETE, BOX)), np.array(3)),
         (spaces.Dict({"a": DISCRETE}), {}),
         (spaces.Dict({"a": DISCRETE}), {"a": 1, "b": 1}),
         (spaces.Dict({"a": DISCRETE}), {"a": [1, 2]}),
@@ -150,6 +152,50 @@ def test_an_action_that_cannot_be_pickled_is_refused():
     generator = (number for number in range(3))
     with pytest.raises(ActionError, match="cannot be pickled"):
         action_encoder(space)(1, generator)
+
+
+class Hostile:
+    """Raises whatever is asked of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return object.__getattribute__(self, name)
+        raise RuntimeError(name)
+
+    def __repr__(self) -> str:
+        raise RuntimeError("repr")
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError("array")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("reduce")
+
+
+class HostileList(list[Any]):
+    def __len__(self) -> int:
+        raise RuntimeError("len")
+
+
+class HostileDict(dict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError("getitem")
+
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+ODD_ACTIONS = [
+    Hostile(), [Hostile()], (Hostile(), 1), {"a": Hostile()}, HostileList([1, 2]), HostileDict(a=1), ENDLESS, {1}, b"ab",
+    "ab", {}, [], (), np.array(3), np.array("x"), np.array(None), np.array([]), np.ma.masked, np.datetime64("NaT"),
+    Ellipsis, NotImplemented, object, len, 1j, float("nan"), 10**400, range(2), memoryview(b"ab"), slice(1), iter(()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(len(ODD_ACTIONS)))
+def test_any_object_is_sent_or_refused(place):
+    for space in example_spaces().values():
+        with contextlib.suppress(ActionError):
+            there_and_back(space, ODD_ACTIONS[place])
 
 
 def test_the_commonest_actions_take_few_bytes():
