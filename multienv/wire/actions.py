@@ -6,11 +6,13 @@ array given to a float32 Box stays float64. Common cases are laid out; the rest 
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 import numpy as np
 from gymnasium import spaces
 
@@ -23,6 +25,7 @@ DecodeAction = Callable[[bytes], Any]  # frame → action
 _PICKLED = 0
 INT = 1
 INT64 = 2
+_PICKLED_TWICE = 3  # by reference; and by value, for a process in which the references lead nowhere
 _ARRAY = 8  # + the place of its dtype in _DTYPES
 
 _DTYPES = tuple(
@@ -80,11 +83,29 @@ def _pack_any(space: spaces.Space[Any], seq: int, action: Any) -> bytes:
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
     try:
-        payload = dumps(action)
+        tag, payload = _pickled(action)
     except Exception as error:
         reason = f"The action {_shown(action)} cannot be pickled: {_shown(error)}."
         raise ActionError(f"{reason} Nothing was sent.") from error
-    return REQUEST.pack(REQUEST.size + len(payload), seq, STEP, _PICKLED) + payload
+    return REQUEST.pack(REQUEST.size + len(payload), seq, STEP, tag) + payload
+
+
+def _pickled(action: Any) -> tuple[int, bytes]:
+    """Tag and payload. A forked worker has the trainer's ``__main__``, another one has not."""
+    payload = dumps(action)
+    if b"__main__" in payload:
+        with contextlib.suppress(Exception):
+            return _PICKLED_TWICE, pickle.dumps((payload, cloudpickle.dumps(action)), protocol=5)
+    return _PICKLED, payload
+
+
+def _unpickled(tag: int, payload: memoryview) -> Any:
+    if tag == _PICKLED_TWICE:
+        by_reference, by_value = pickle.loads(payload)
+        with contextlib.suppress(Exception):
+            return pickle.loads(by_reference)
+        return pickle.loads(by_value)
+    return pickle.loads(payload)
 
 
 def action_decoder(space: spaces.Space[Any]) -> DecodeAction:
@@ -98,8 +119,13 @@ def action_decoder(space: spaces.Space[Any]) -> DecodeAction:
             return unpack_integer(frame)[4]
         if tag == INT64:
             return int64(unpack_integer(frame)[4])
-        if tag == _PICKLED:
-            return pickle.loads(memoryview(frame)[header:])
+        if tag < _ARRAY:
+            try:
+                return _unpickled(tag, memoryview(frame)[header:])
+            except Exception as error:
+                raise ActionError(
+                    f"The action cannot be unpickled in the env's process; the env has not seen it: {_shown(error)}."
+                ) from error
         assert shape is not None
         return ndarray(shape, _DTYPES[tag - _ARRAY], frame, header).copy()
 

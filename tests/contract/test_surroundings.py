@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from functools import partial
 from typing import Any
@@ -178,3 +179,42 @@ def test_global_generators_are_the_same_again_after_a_recovery():
         second = env.call("global_draws")
         assert env.statistics().exact_recoveries == 1
     assert first != second, "the draws before the kill were made again by the replay, and these come after them"
+
+
+ACTION_OF_MAIN = """
+import enum, os, signal, sys
+import gymnasium, numpy
+from multienv import SerialEnv, SubprocessEnv
+
+class Move(enum.IntEnum):
+    LEFT = 1
+
+class Mover(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1)
+    action_space = gymnasium.spaces.Discrete(5)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return numpy.zeros(1, numpy.float32), {}
+
+    def step(self, action):
+        return numpy.zeros(1, numpy.float32), 0.0, False, False, {"kept": isinstance(action, Move), "name": action.name}
+
+if __name__ == "__main__":
+    env = SerialEnv(Mover) if sys.argv[1] == "serial" else SubprocessEnv(Mover, context=sys.argv[1])
+    with env:
+        env.reset(seed=0)
+        assert env.step(Move.LEFT)[4] == {"kept": True, "name": "LEFT"}
+        if sys.argv[1] != "serial":
+            os.kill(env.statistics().pid, signal.SIGKILL)
+            assert env.step(Move.LEFT)[4] == {"kept": True, "name": "LEFT"}
+            assert env.statistics().exact_recoveries == 1
+"""
+
+
+@pytest.mark.parametrize("context", [*CONTEXTS, "serial"])
+def test_an_action_of_a_type_of_the_main_script_arrives(context, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ACTION_OF_MAIN)
+    done = subprocess.run([sys.executable, script, context], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -154,6 +154,22 @@ def test_an_action_that_cannot_be_pickled_is_refused():
         action_encoder(space)(1, generator)
 
 
+def refuse_to_be_rebuilt() -> None:
+    raise RuntimeError("not here")
+
+
+class SentOnly:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return refuse_to_be_rebuilt, ()
+
+
+def test_an_action_that_cannot_be_unpickled_is_named():
+    with pytest.raises(ActionError, match=r"cannot be unpickled in the env's process.*not here"):
+        there_and_back(spaces.Sequence(DISCRETE), SentOnly())
+
+
 class Hostile:
     """Raises whatever is asked of it."""
 
