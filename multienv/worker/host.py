@@ -86,6 +86,7 @@ class Host:
         self._on_initialize = on_initialize
         self._env: gymnasium.Env[Any, Any] | None = None
         self._pack: Pack | None = None
+        self._step: Callable[[Any], Any] | None = None
 
     def answer(self, frame: bytes) -> bytes:
         """Answer one request."""
@@ -101,12 +102,21 @@ class Host:
             reply = _HANDLERS[type(message)](self, seq, message)
         except Exception as error:
             reply = pack_value(seq, failure_of(error), FAILED)
+        self._look_up_step()
         self._words[BUSY] = 0
         return reply
 
+    def _look_up_step(self) -> None:
+        """Some envs set their ``step`` anew, one for each phase: here, so that steps need not look."""
+        env, pack = self._env, self._pack
+        with contextlib.suppress(Exception):  # foreign code
+            if env is not None and pack is not None and env.step != self._step:
+                self.handle = self._compile(env, pack)
+
     def _compile(self, env: gymnasium.Env[Any, Any], pack: Pack) -> Callable[[int, int, bytes], bytes]:
         """The same for steps too: one function, because each call, and each object it touches, counts here."""
-        decode, unpack_integer, step = action_decoder(env.action_space), INTEGER.unpack_from, env.step
+        step = self._step = env.step
+        decode, unpack_integer = action_decoder(env.action_space), INTEGER.unpack_from
         words, handle, header = self._words, self._handle, REQUEST.size
 
         def handle_any(seq: int, kind: int, frame: bytes) -> bytes:

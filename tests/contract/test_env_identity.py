@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from contract_envs import CallableAttributes, DictEnv, EchoEnv
+from contract_envs import CallableAttributes, DictEnv, EchoEnv, PhasesEnv
 from gymnasium import wrappers
 from gymnasium.utils.env_checker import check_env
 
@@ -348,3 +348,23 @@ def test_the_journal_stays_within_its_limit_also_without_steps():
         for _ in range(40):
             env.reset(options={"start": 0, "note": bytes(5000)})
         assert env.statistics().journal_bytes <= 100_000
+
+
+# --- a step that is set anew -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_step_that_the_env_sets_anew_is_the_one_taken(face):
+    with face(PhasesEnv) as env:
+        env.reset(seed=0)
+        assert env.step(1)[4] == {"phase": "first"}
+        env.call("enter", "second")
+        assert [env.step(1)[4] for _ in range(2)] == [{"phase": "second"}] * 2
+        env.reset()
+        assert env.step(1)[4] == {"phase": "first"}
+        env.set_attr("step", partial(steps_to, 7.0))
+        assert env.step(1)[1] == 7.0
+
+
+def steps_to(reward: float, action: Any) -> Any:
+    return np.zeros(4, np.float32), reward, False, False, {}
