@@ -189,7 +189,8 @@ class Host:
             raise _wrong_result("reset", "observation, info", result) from None
         try:
             if message.anchor:
-                return self._pack(seq, observation, 0.0, False, False, (info, state), ANCHORED)
+                # A falsy info arrives as {} also without an anchor.
+                return self._pack(seq, observation, 0.0, False, False, (info or {}, state), ANCHORED)
             return self._pack(seq, observation, 0.0, False, False, info, 0)
         except Exception as error:
             raise _not_picklable("reset", error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -348,6 +349,15 @@ def test_the_journal_stays_within_its_limit_also_without_steps():
         for _ in range(40):
             env.reset(options={"start": 0, "note": bytes(5000)})
         assert env.statistics().journal_bytes <= 100_000
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("info", [None, {}, OrderedDict()], ids=repr)
+def test_no_info_is_an_empty_one_at_every_reset(face, info):
+    with face(partial(EchoEnv, first=(np.zeros(2, np.float32), info))) as env:
+        infos = [env.reset(seed=seed)[1] for seed in range(3)]
+    assert infos == [{}] * 3
+    assert {type(info) for info in infos} == {dict}
 
 
 # --- a step that is set anew -----------------------------------------------------------------------
