@@ -132,7 +132,7 @@ class Host:
                 try:
                     reply = pack(seq, observation, reward, terminated, truncated, info, 0)
                 except Exception as error:
-                    raise _not_picklable("step", error) from error
+                    raise _not_sent("step", error, terminated=terminated, truncated=truncated, info=info) from error
             except Exception as error:
                 reply = pack_value(seq, failure_of(error), FAILED)
             words[BUSY] = 0
@@ -193,7 +193,7 @@ class Host:
                 return self._pack(seq, observation, 0.0, False, False, (info or {}, state), ANCHORED)
             return self._pack(seq, observation, 0.0, False, False, info, 0)
         except Exception as error:
-            raise _not_picklable("reset", error) from error
+            raise _not_sent("reset", error, info=info) from error
 
     def _call(self, seq: int, message: Call) -> bytes:
         name, *inside = message.name.split(".")
@@ -293,6 +293,20 @@ def _wrong_result(what: str, wanted: str, result: Any) -> Exception:
     )
 
 
+def _not_sent(what: str, error: Exception, **parts: Any) -> Exception:
+    """The fault of a part that is not even true or false, an array for instance; or else of pickling."""
+    for name, part in parts.items():
+        try:
+            bool(part)
+        except Exception as fault:
+            wanted = "a dict" if name == "info" else "a bool"
+            return TypeError(
+                f"env.{what}() returned {type(part).__name__} {_text_of(part):.200} as {name}; gymnasium's API wants "
+                f"{wanted}. It is neither true nor false: {_text_of(fault)}"
+            )
+    return _not_picklable(what, error)
+
+
 def _not_picklable(what: str, error: Exception) -> Exception:
     return ResultNotPicklable(
         f"What the env returned from {what}() cannot be sent to the trainer: {type(error).__name__}: {error}. "
@@ -311,9 +325,9 @@ def failure_of(error: BaseException) -> Failure:
     )
 
 
-def _text_of(error: BaseException) -> str:
+def _text_of(value: object) -> str:
     try:
-        return str(error)
+        return str(value)
     except Exception:  # foreign code
         return "<its text cannot be had>"
 

@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from contract_envs import FarewellEnv, LockInfoEnv, OldEnv, failures, raising_env
+from contract_envs import EchoEnv, FarewellEnv, LockInfoEnv, OldEnv, failures, raising_env
 
 from multienv import Deadlines, RestartPolicy, SerialEnv, SubprocessEnv
 from multienv.errors import (
@@ -434,3 +434,24 @@ def test_an_error_that_comes_every_time_is_raised_in_the_end():
         env.step(1)
         with pytest.raises(FaultError):
             env.step(1)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("name", "wanted", "result"),
+    [
+        ("terminated", "a bool", (np.zeros(2, np.float32), 1.0, np.array([True, False]), False, {})),
+        ("truncated", "a bool", (np.zeros(2, np.float32), 1.0, False, np.array([True, False]), {})),
+        ("truncated", "a bool", (None, 1.0, False, np.array([True, False]), {})),
+        ("info", "a dict", (np.zeros(2, np.float32), 1.0, False, False, np.array([1, 2]))),
+    ],
+    ids=["terminated", "truncated", "irregular", "info"],
+)
+def test_an_array_in_the_place_of_a_flag_or_of_the_info_is_named(face, name, wanted, result):
+    with face(partial(EchoEnv, result)) as env:
+        env.reset(seed=0)
+        with pytest.raises(EnvRaisedError, match=rf"step\(\) returned ndarray .* as {name}; .* wants {wanted}"):
+            env.step(0)
+    first = (np.zeros(2, np.float32), np.array([1, 2]))
+    with face(partial(EchoEnv, first=first)) as env, pytest.raises(EnvRaisedError, match=r"reset\(\) .* as info"):
+        env.reset(seed=0)
