@@ -200,16 +200,31 @@ class ProcessBackend(Backend):
                 if data:
                     self._inbox, self.fill = bytes(data), _nothing
                 return reply
-            more = self._read_more(data)
-            if not more:
+            before = len(data)
+            data = self._read_more(data)
+            if len(data) == before:
                 raise self._gone("died", "in the middle of a reply" if data else "", seq)
-            data += more
 
-    def _read_more(self, data: bytearray) -> bytes | memoryview:
+    def _read_more(self, data: bytearray) -> bytearray:
+        """``data`` and what there is to read; of a long reply, all of it, unless it was cut short."""
         if self._outbox:
-            return memoryview(self.buffer)[: self._pump()]
+            return data + memoryview(self.buffer)[: self._pump()]
         self.fill = self._fill_directly
-        return os.read(self._worker.replies, _BIG_CHUNK if data else len(self.buffer))
+        end = len(data)
+        whole = int.from_bytes(data[:4], "little") if end >= REPLY.size else 0
+        if end >= whole:
+            return data + os.read(self._worker.replies, _BIG_CHUNK if data else len(self.buffer))
+        # Each byte into its place at once; and room for GONE, which must not be cut in two.
+        longer = bytearray(whole + REPLY.size)
+        longer[:end] = data
+        with memoryview(longer) as view:
+            while end < whole:
+                received = self._replies.readinto(view[end:])
+                end += received
+                if not received or view[end - REPLY.size : end] == GONE_FRAME:
+                    break
+        del longer[end:]
+        return longer
 
     def _take(self, data: bytearray, seq: int) -> bytes | None:
         """Take the first whole frame off ``data`` if it is the reply to ``seq``."""
@@ -220,12 +235,13 @@ class ProcessBackend(Backend):
             raise self._gone("died", "", seq)
         if kind not in _REPLIES or length < REPLY.size or number != seq:
             raise self._gone("broken", f"a reply that starts with {bytes(data[:32])!r}", seq)
-        if len(data) < length:
-            return None
         # What is too long to be written in one piece, also behind a mark, may be cut short, and GONE be in its place.
         if length > ATOMIC - MARK_SIZE - 1 and len(data) < length + REPLY.size and data.endswith(GONE_FRAME):
             raise self._gone("died", "in the middle of a reply", seq)
-        frame = bytes(data[:length])
+        if len(data) < length:
+            return None
+        with memoryview(data) as view:
+            frame = bytes(view[:length])
         del data[:length]
         return frame
 
