@@ -28,14 +28,14 @@ PIPE_SIZE = 65_536
 
 
 class LongReplyEnv(CounterEnv):
-    """Its observations, sent inline, make replies 8 bytes longer than a pipe takes."""
+    """Its observations, sent inline, make replies so many bytes longer than a pipe takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, excess: int) -> None:
         super().__init__()
-        self.observation_space = spaces.Box(0, 255, (PIPE_SIZE - 16,), np.uint8)
+        self.observation_space = spaces.Box(0, 255, (PIPE_SIZE - 24 + excess,), np.uint8)
 
     def _observe(self) -> Any:
-        return np.full(PIPE_SIZE - 16, 100 + self.episode_step, np.uint8)
+        return np.full(self.observation_space.shape, 100 + self.episode_step, np.uint8)
 
 
 class BabblingEnv(CounterEnv):
@@ -83,10 +83,19 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_the_notice_of_a_death_is_not_taken_for_the_end_of_a_long_reply() -> None:
-    with SubprocessEnv(LongReplyEnv, shared_memory=False) as env:
+def hold_open(worker: Any) -> int:
+    """Another descriptor of the worker's end of the pipe of replies, as a process that it leaves behind may have."""
+    pipe = os.readlink(f"/proc/self/fd/{worker.replies}")
+    ends = (end for end in Path(f"/proc/{worker.pid}/fd").iterdir() if os.readlink(end) == pipe)
+    return os.open(next(ends), os.O_WRONLY)
+
+
+@pytest.mark.parametrize("excess", [8, 8 * 1024])
+def test_the_notice_of_a_death_is_not_taken_for_a_part_of_a_long_reply(excess: int) -> None:
+    with SubprocessEnv(partial(LongReplyEnv, excess), shared_memory=False) as env:
         env.reset(seed=0)
         worker = worker_of(env)
+        held = hold_open(worker)
         env.step_async(1)
         assert becomes_true(lambda: unread(worker) == PIPE_SIZE)
         os.kill(worker.pid, signal.SIGSTOP)
@@ -100,6 +109,7 @@ def test_the_notice_of_a_death_is_not_taken_for_the_end_of_a_long_reply() -> Non
         killer.start()
         observation, _, _, truncated, _ = env.step_wait()
         killer.join()
+        os.close(held)
         assert set(observation.tolist()) == {101}
         assert not truncated
         assert env.statistics().exact_recoveries == 1
