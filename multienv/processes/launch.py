@@ -327,6 +327,9 @@ class Worker:
         if self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+            if self._method == FORK:  # it may have no group of its own yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> Fate | None:
         """How the process ended, or ``None`` if it has not within ``timeout`` seconds."""
@@ -350,13 +353,23 @@ class Worker:
         return bool(poller.poll(milliseconds(timeout)))
 
     def _reap_own_child(self) -> None:
+        """It is dead, or about to be."""
         assert self.fate is not None
         assert self.pid is not None
-        with contextlib.suppress(ChildProcessError):
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                code = os.waitstatus_to_exitcode(status)
-                self.fate = Fate(code, self.fate.overdue, self.fate.stack, self.fate.stderr)
+        pid, until = 0, time.monotonic() + ENDED_PIPE_TIMEOUT
+        try:
+            while not pid and time.monotonic() < until:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    code = os.waitstatus_to_exitcode(status)
+                    self.fate = Fate(code, self.fate.overdue, self.fate.stack, self.fate.stderr)
+                else:
+                    time.sleep(0.001)
+        except ChildProcessError:
+            pid = self.pid  # the trainer reaps whichever child it finds
+        finally:
+            if not pid:
+                _unreaped.add(self.pid)
 
     def end_requests(self) -> None:
         """Close the request pipe: the worker ends once it has answered what it was asked."""
