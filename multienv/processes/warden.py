@@ -139,34 +139,43 @@ class Warden:
             self._begin_kill(self._wards[number], with_stack=operation == KILL_WITH_STACK)
 
     def _launch(self, method: int, number: int, shortest: float, descriptors: list[int]) -> None:
-        requests, replies, memory, fate = descriptors
-        stderr_read, stderr_write = os.pipe()
-        stack_read, stack_write = os.pipe()
-        ends = worker.Ends(requests, replies, memory, stack_write)
-        warden = os.getpid()
-        pid = os.fork()
+        try:
+            requests, replies, memory, fate = descriptors
+            stderr_read, stderr_write = _pipe(descriptors)
+            stack_read, stack_write = _pipe(descriptors)
+            control = Control(Block(memory, CONTROL_SIZE))
+            warden = os.getpid()
+            pid = os.fork()
+        except (OSError, ValueError) as error:  # ValueError: not all that was sent could be received
+            _decline(descriptors, 1, 3, error)
+            return
         if pid == 0:
+            ends = worker.Ends(requests, replies, memory, stack_write)
             self._become_worker(method, number, ends, stderr_write, warden)
-        for descriptor in (requests, stderr_write, stack_write):
+        for descriptor in (requests, stderr_write, stack_write, memory):
             os.close(descriptor)
-        control = Control(Block(memory, CONTROL_SIZE))
-        os.close(memory)
-        self._admit(
-            Ward(number, pid, True, replies, control, socket.socket(fileno=fate), stderr_read, stack_read, shortest)
-        )
+        ward = Ward(number, pid, True, replies, control, socket.socket(fileno=fate), stderr_read, stack_read, shortest)
+        try:
+            self._admit(ward)
+        except OSError:
+            _kill_group(pid, signal.SIGKILL)  # it cannot be watched over; its end will be heard of
 
     def _watch(self, number: int, pid: int, shortest: float, descriptors: list[int]) -> None:
-        replies, memory, fate, stderr, stack = descriptors
-        control = Control(Block(memory, CONTROL_SIZE))
+        try:
+            replies, memory, fate, stderr, stack = descriptors
+            control = Control(Block(memory, CONTROL_SIZE))
+        except (OSError, ValueError) as error:
+            _kill_group(pid, signal.SIGKILL)
+            _decline(descriptors, 0, 2, error)
+            return
         os.close(memory)
         ward = Ward(number, pid, False, replies, control, socket.socket(fileno=fate), stderr, stack, shortest)
-        self._admit(ward)
         try:
+            self._admit(ward)
             ward.pidfd = os.pidfd_open(pid)
-        except (OSError, AttributeError):  # already gone and reaped by the trainer
-            self._finish(ward, None)
-        else:
             self._on_readable(ward.pidfd, lambda: self._finish(ward, None))
+        except (OSError, AttributeError):  # already gone and reaped by the trainer, or it cannot be watched over
+            self._finish(ward, None)
 
     def _admit(self, ward: Ward) -> None:
         self._wards[ward.number] = ward
@@ -272,7 +281,7 @@ class Warden:
         ward.tail += data
         del ward.tail[:-STDERR_TAIL]
         # Never wait for a terminal that is paused: those who need watching over cannot wait either.
-        if select.select([], [2], [], 0)[1]:
+        if _takes_more(2):
             with contextlib.suppress(OSError):
                 os.write(2, data[-select.PIPE_BUF :])
 
@@ -373,11 +382,35 @@ class Warden:
 # --- helpers ----------------------------------------------------------------------------------
 
 
+def _pipe(descriptors: list[int]) -> tuple[int, int]:
+    """A new pipe, whose ends are noted with those that are to be closed if something fails."""
+    ends = os.pipe()
+    descriptors += ends
+    return ends
+
+
+def _decline(descriptors: list[int], replies: int, fate: int, error: Exception) -> None:
+    """This worker cannot be launched, or watched over: tell its trainer, who holds the other ends, why."""
+    told = Fate(None, stderr=f"The warden cannot launch it: {error}")
+    with contextlib.suppress(OSError, IndexError):  # without these ends it is told by their being closed
+        os.write(descriptors[fate], told.encode())
+        _tell_gone(descriptors[replies])
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def _tell_gone(replies: int) -> None:
     """Wake whoever waits for this worker's reply, also if another process holds the pipe open."""
     with contextlib.suppress(OSError):
-        if select.select([], [replies], [], 0)[1]:
+        if _takes_more(replies):
             os.write(replies, GONE_FRAME)
+
+
+def _takes_more(descriptor: int) -> bool:
+    """Whether PIPE_BUF bytes can be written without waiting."""
+    poller = select.poll()  # select.select() knows descriptors below 1024 only
+    poller.register(descriptor, select.POLLOUT)
+    return bool(poller.poll(0))
 
 
 def _kill_group(pid: int, number: signal.Signals) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+from functools import partial
+from typing import Any
 
 import pytest
 
-from multienv import SubprocessEnv
+from multienv import RestartPolicy, SubprocessEnv
+from multienv.errors import MultienvError
 from multienv.processes import launch
-from multienv.testing import CounterEnv, descendants
+from multienv.testing import CounterEnv, Fault, FaultyEnv, descendants
 
 METHODS = ["forkserver", "spawn", "fork"]
+KILLED = partial(FaultyEnv, fault=Fault("kill", "step"))
 
 
 @pytest.fixture(params=METHODS)
@@ -24,6 +29,76 @@ def warden_pid() -> int:
     return launch._client.process.pid
 
 
+class limited_descriptors:  # noqa: N801 - used like a function
+    """The warden may open descriptors below this number only."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __enter__(self) -> None:
+        self.before = resource.prlimit(warden_pid(), resource.RLIMIT_NOFILE)
+        resource.prlimit(warden_pid(), resource.RLIMIT_NOFILE, (self.limit, self.before[1]))
+
+    def __exit__(self, *error: object) -> None:
+        resource.prlimit(warden_pid(), resource.RLIMIT_NOFILE, self.before)
+
+
+def test_a_warden_with_more_than_a_thousand_descriptors_reports_deaths(method: str, monkeypatch: Any) -> None:
+    """As 255 workers make it have: select() knows those below 1024 only."""
+    launch_warden = launch._warden_command
+
+    def crowded(control: int) -> list[str]:
+        command = launch_warden(control)
+        at = command.index("-c") + 1
+        command[at] = "import os; [os.open(os.devnull, 0) for _ in range(1020)]; " + command[at]
+        return command
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    monkeypatch.setattr(launch, "_warden_command", crowded)
+    try:
+        launch._client, before = None, launch._client
+        with SubprocessEnv(CounterEnv, context=method) as other:
+            other.reset(seed=0)
+            first = warden_pid()
+            with SubprocessEnv(KILLED, context=method) as env:
+                env.reset(seed=0)
+                env.step(1)
+            other.step(1)
+            assert other.statistics().losses == 0
+            assert warden_pid() == first
+        assert launch._client is not None
+        launch._client.close()
+    finally:
+        launch._client = before
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_worker_that_the_warden_has_no_descriptors_for_is_lost_alone(method: str) -> None:
+    """Whichever of its system calls is the first to find none left."""
+    policy = RestartPolicy(on_crash="raise")
+    refused = 0
+    with SubprocessEnv(CounterEnv, context=method) as other:
+        other.reset(seed=0)
+        first = warden_pid()
+        opened = set(map(int, os.listdir(f"/proc/{first}/fd")))
+        for limit in sorted(set(range(64)) - opened)[:12]:
+            env = SubprocessEnv(CounterEnv, context=method, restart=policy)
+            with limited_descriptors(limit):
+                try:
+                    env.initialize()
+                except MultienvError:
+                    refused += 1
+                finally:
+                    env.close()
+        other.step(1)
+        assert other.statistics().losses == 0
+        assert warden_pid() == first
+        with SubprocessEnv(CounterEnv, context=method) as env:
+            env.reset(seed=0)
+    assert refused >= 4
+
+
 def children() -> list[tuple[int, str]]:
     """The trainer's own, with their states."""
     return [(record.pid, record.state) for record in descendants(os.getpid()).values() if record.parent == os.getpid()]
@@ -32,6 +107,7 @@ def children() -> list[tuple[int, str]]:
 def test_close_reaps_a_forked_worker_whose_warden_is_dead() -> None:
     with SubprocessEnv(CounterEnv, context="fork") as env:
         env.reset(seed=0)
-        pid = env.statistics().pid
+        pid = env.statistics().pid or 0
+        os.kill(pid, signal.SIGSTOP)  # it does not end by itself
         os.kill(warden_pid(), signal.SIGKILL)
     assert pid not in dict(children())
