@@ -104,8 +104,16 @@ def children() -> list[tuple[int, str]]:
     return [(record.pid, record.state) for record in descendants(os.getpid()).values() if record.parent == os.getpid()]
 
 
+class LargeEnv(CounterEnv):
+    """Takes the kernel some milliseconds to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = b"x" * 2**27
+
+
 def test_close_reaps_a_forked_worker_whose_warden_is_dead() -> None:
-    with SubprocessEnv(CounterEnv, context="fork") as env:
+    with SubprocessEnv(LargeEnv, context="fork") as env:
         env.reset(seed=0)
         pid = env.statistics().pid or 0
         os.kill(pid, signal.SIGSTOP)  # it does not end by itself
