@@ -21,7 +21,7 @@ from itertools import count, starmap
 from typing import Any
 
 from multienv.errors import UsageError
-from multienv.processes import descriptors
+from multienv.processes import descriptors, leftovers
 from multienv.processes.protocol import (
     FORK,
     FORKSERVER,
@@ -132,6 +132,14 @@ class WardenClient:
         """Give an order; raises OSError when the warden is gone."""
         socket.send_fds(self._control, [ORDER.pack(operation, method, number, pid, shortest)], fds)
 
+    def reap(self) -> None:
+        """Take note of its end, if its socket says that it was killed."""
+        poller = select.poll()
+        poller.register(self._control, 0)  # a hangup is always told
+        if self.trainer == os.getpid() and poller.poll(0):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+
     def close(self) -> None:
         """Let go of the warden: it kills what is left and ends."""
         self._control.detach()
@@ -144,6 +152,13 @@ class WardenClient:
 _client: WardenClient | None = None
 _client_lock = threading.Lock()
 _shutting_down = False
+
+
+def _reap_warden() -> None:
+    client = _client
+    if client is not None:
+        with contextlib.suppress(OSError, ValueError):  # another thread has closed it
+            client.reap()
 
 
 def warden() -> WardenClient:
@@ -271,13 +286,7 @@ class Worker:
             except OSError:
                 if attempt == 2:
                     raise
-                self._retire_warden()
-
-    def _retire_warden(self) -> None:
-        """The warden's socket is broken: it was killed. Wait for that, so that a new one is launched."""
-        with contextlib.suppress(subprocess.TimeoutExpired, AttributeError):
-            assert _client is not None
-            _client.process.wait(1.0)
+                _reap_warden()  # so that a new one is launched
 
     def _fork(self, launch: Launch, requests: int, replies: int, fate: int) -> None:
         """Fork the worker off the trainer itself; the warden watches over it from beside."""
@@ -341,8 +350,10 @@ class Worker:
             # Without a line the warden is dead, and took the worker with it.
             self.fate = Fate.decode(line) if line else UNKNOWN_FATE
             if not line:
+                _reap_warden()
                 self._kill_directly()
-            if self._method == FORK:
+                leftovers.kill(worker.ward_mark(self._owner, self.number))
+            if self._method == FORK and self.pid:
                 self._reap_own_child()
         return self.fate
 
@@ -393,6 +404,8 @@ class Worker:
         if max(self.requests, self.replies, self.memory, self.ended) < 0:
             return
         if os.getpid() == self._owner and descriptors.holds(self._tokens.get("ended")):
+            _reap_warden()
+            self.wait(0.0)  # if the warden is dead nobody else looks after its end
             # A forked child of the trainer may hold copies of all this. A shutdown reaches through copies.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.ended)) as fate:
                 fate.shutdown(socket.SHUT_RDWR)

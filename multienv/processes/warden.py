@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from multienv.processes import leftovers
 from multienv.processes.protocol import (
     FORKSERVER,
     KILL,
@@ -255,12 +256,9 @@ class Warden:
         ward.fate.close()
         ward.control.close()
         mark = worker.ward_mark(self._trainer, ward.number)
-        self._kill_adopted(lambda pid: not self._wards or _belongs_to(pid, mark, ward.pipes))
+        self._kill_adopted(lambda pid: not self._wards or leftovers.belongs_to(pid, mark, ward.pipes))
         if not ward.is_child:  # what it left behind came to its own reaper, not to us
-            for pid in _processes() - {self._trainer}:
-                if _belongs_to(pid, mark, ward.pipes):
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, signal.SIGKILL)
+            leftovers.kill(mark, self._trainer, ward.pipes)
 
     def _kill_adopted(self, condemned: Callable[[int], bool]) -> None:
         """Kill processes that came to us when their parent, a worker, died."""
@@ -444,33 +442,6 @@ def _children() -> set[int]:
     with contextlib.suppress(OSError):
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     return set()
-
-
-def _processes() -> set[int]:
-    with contextlib.suppress(OSError):
-        return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
-    return set()
-
-
-def _belongs_to(pid: int, mark: str, pipes: frozenset[str]) -> bool:
-    """Whether a worker started this process: an exec carries its variable, a bare fork holds its pipes."""
-    process = Path(f"/proc/{pid}")
-    with contextlib.suppress(OSError):
-        if f"{worker.WARD_VARIABLE}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
-            return True
-        for descriptor in (process / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                if str(descriptor.readlink()) in pipes and _writes(process, descriptor.name):
-                    return True
-    return False
-
-
-def _writes(process: Path, descriptor: str) -> bool:
-    """Whether it is the worker's end of a pipe: the reading end may be the trainer's for a moment."""
-    for line in (process / "fdinfo" / descriptor).read_text().splitlines():
-        if line.startswith("flags:"):
-            return int(line.split()[1], 8) & os.O_ACCMODE == os.O_WRONLY
-    return False
 
 
 def main(control: int, trainer: int, preload: list[str], spawn_command: list[str]) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
+import select
 import signal
+import subprocess
 from functools import partial
 from typing import Any
 
 import pytest
+from trainer_process import becomes_true
 
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError
 from multienv.processes import launch
-from multienv.testing import CounterEnv, Fault, FaultyEnv, descendants
+from multienv.testing import CounterEnv, Fault, FaultyEnv, descendants, is_alive
 
 METHODS = ["forkserver", "spawn", "fork"]
 KILLED = partial(FaultyEnv, fault=Fault("kill", "step"))
@@ -119,3 +123,36 @@ def test_close_reaps_a_forked_worker_whose_warden_is_dead() -> None:
         os.kill(pid, signal.SIGSTOP)  # it does not end by itself
         os.kill(warden_pid(), signal.SIGKILL)
     assert pid not in dict(children())
+
+
+class LeavingEnv(CounterEnv):
+    """Starts a process that leads a session of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = subprocess.Popen(["sleep", "60"], start_new_session=True).pid
+
+
+@pytest.mark.parametrize("end", ["close", "collect"])
+def test_a_dead_warden_leaves_no_zombie(end: str, method: str) -> None:
+    env = SubprocessEnv(CounterEnv, context=method).initialize()
+    warden = warden_pid()
+    os.kill(warden, signal.SIGKILL)
+    assert launch._client is not None
+    becomes_readable(launch._client._control.fileno())
+    if end == "close":
+        env.close()
+    del env
+    gc.collect()
+    assert warden not in dict(children())
+
+
+def becomes_readable(descriptor: int) -> None:
+    assert select.select([descriptor], [], [], 30)[0]
+
+
+def test_what_an_env_started_ends_with_it_although_the_warden_is_dead(method: str) -> None:
+    with SubprocessEnv(LeavingEnv, context=method) as env:
+        left = env.get_attr("left")
+        os.kill(warden_pid(), signal.SIGKILL)
+    assert becomes_true(lambda: not is_alive(left))
