@@ -7,6 +7,7 @@ import concurrent.futures.thread  # noqa: F401 - its exit handler must be regist
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -84,6 +85,10 @@ def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
     return environment
 
 
+# Of all workers, or a set would be iterated in another order in a replacement; the trainer's own cannot be had.
+_HASH_SEED = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
+
+
 def milliseconds(seconds: float) -> float:
     """For ``poll``, which counts no further than 24 days: long enough to count as waiting for ever."""
     return min(max(0.0, seconds) * 1000, 2.0**31 - 1)
@@ -112,7 +117,7 @@ class WardenClient:
                     _warden_command(theirs.fileno()),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    env=worker_environment(),
+                    env=worker_environment() | {"PYTHONHASHSEED": _HASH_SEED},
                     **_APART,
                 )
             finally:

@@ -116,6 +116,9 @@ class SurroundingsEnv(CounterEnv):
     def directory(self) -> str:
         return os.getcwd()
 
+    def hash_of(self, text: str) -> int:
+        return hash(text)
+
     def global_draws(self) -> tuple[list[float], list[float]]:
         return [random.random() for _ in range(3)], np.random.random(3).tolist()
 

@@ -218,3 +218,23 @@ def test_an_action_of_a_type_of_the_main_script_arrives(context, tmp_path):
     script.write_text(ACTION_OF_MAIN)
     done = subprocess.run([sys.executable, script, context], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("victim", ["worker", "warden"])
+def test_strings_are_hashed_alike_by_every_process_of_an_env(context, victim):
+    import os
+    import signal
+
+    from multienv.processes import launch
+
+    with SubprocessEnv(SurroundingsEnv, context=context) as env:
+        env.reset(seed=0)
+        first = env.call("hash_of", "the order of a set")
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        if victim == "warden":
+            os.kill(launch._client.process.pid, signal.SIGKILL)
+        env.step(0)
+        assert env.call("hash_of", "the order of a set") == first
+        assert env.statistics().losses == 1
+        assert env.call("environment").get("PYTHONHASHSEED") == os.environ.get("PYTHONHASHSEED")
