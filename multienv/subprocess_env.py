@@ -203,6 +203,10 @@ def _check_options(restart: Any, deadlines: Any, native_threads: Any) -> None:
 
 
 def _pickled(env_fn: EnvFn) -> bytes:
+    # The main script in a multiprocessing child: __main__ by another name, and no more to be imported elsewhere.
+    main = sys.modules.get("__mp_main__")
+    if main is not None and main.__name__ == "__mp_main__":
+        cloudpickle.register_pickle_by_value(main)
     try:
         data: bytes = cloudpickle.dumps(env_fn)
     except Exception as error:  # pickling runs foreign code

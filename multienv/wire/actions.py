@@ -75,10 +75,20 @@ def _array_encoder(space: spaces.Space[Any]) -> EncodeStep:
     return encode
 
 
+def _can(call: Callable[..., object], *arguments: Any) -> bool:
+    try:
+        call(*arguments)
+    except Exception:
+        return False
+    return True
+
+
 def _pack_any(space: spaces.Space[Any], seq: int, action: Any) -> bytes:
     try:
         problem = misfit(space, action)
     except Exception as error:  # looking at it runs foreign code
+        if _can(misfit, space, action):
+            raise  # the action is not to blame: a signal handler raised
         problem = f"The action {_shown(action)} cannot be looked at: {_shown(error)}."
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -134,7 +136,6 @@ def test_native_threads_are_limited_unless_told_otherwise(monkeypatch, context):
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_the_trainers_own_environment_and_generators_are_left_alone(context):
-    import os
     import random
 
     import numpy as np
@@ -168,7 +169,6 @@ def test_global_generators_differ_between_siblings_and_from_the_trainer(context)
 
 
 def test_global_generators_are_the_same_again_after_a_recovery():
-    import os
     import signal
 
     with SubprocessEnv(SurroundingsEnv) as env:
@@ -223,7 +223,6 @@ def test_an_action_of_a_type_of_the_main_script_arrives(context, tmp_path):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("victim", ["worker", "warden"])
 def test_strings_are_hashed_alike_by_every_process_of_an_env(context, victim):
-    import os
     import signal
 
     from multienv.processes import launch
@@ -238,3 +237,11 @@ def test_strings_are_hashed_alike_by_every_process_of_an_env(context, victim):
         assert env.call("hash_of", "the order of a set") == first
         assert env.statistics().losses == 1
         assert env.call("environment").get("PYTHONHASHSEED") == os.environ.get("PYTHONHASHSEED")
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("child", ["spawn", "forkserver"])
+def test_the_main_script_of_a_multiprocessing_child_travels(context, child):
+    script = Path(__file__).with_name("script_with_children.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, script, child, context], check=True, timeout=60, env=environment)
