@@ -219,4 +219,4 @@ def _pickled(env_fn: EnvFn) -> bytes:
 
 def _setting(native_threads: int | None) -> Setting:
     path = tuple(os.getcwd() if entry == "" else entry for entry in sys.path)
-    return Setting(path, os.getcwd(), worker_environment(native_threads), *registrations())
+    return Setting(path, tuple(sys.argv), os.getcwd(), worker_environment(native_threads), *registrations())

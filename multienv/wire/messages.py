@@ -74,7 +74,7 @@ class Initialize:
 
     ``seeds`` are for ``random`` and ``numpy.random``, so that a restarted worker begins as the first one did;
     ``None`` leaves them alone, in the trainer's own process.
-    ``setting`` is where the trainer stands (sys.path, working directory, environment); ``None`` under fork.
+    ``setting`` is where the trainer stands (sys.path, sys.argv, working directory, environment); ``None`` under fork.
     """
 
     env_fn: bytes | None
@@ -88,6 +88,7 @@ class Setting:
     """What a fresh process needs to see the world as the trainer does."""
 
     path: tuple[str, ...]
+    arguments: tuple[str, ...]
     directory: str
     environment: dict[str, str]
     registrations: bytes  # envs the trainer knows, needed only if the process does not

@@ -158,11 +158,12 @@ def _settle(ends: Ends) -> None:
 
 
 def _find_place(message: Initialize) -> None:
-    """See the world as the trainer does: modules, working directory, environment, registered envs."""
+    """See the world as the trainer does: modules, arguments, working directory, environment, registered envs."""
     setting = message.setting
     if setting is None:
         return
     sys.path[:] = setting.path
+    sys.argv[:] = setting.arguments
     with contextlib.suppress(OSError):
         os.chdir(setting.directory)
     kept = {WARD_VARIABLE: os.environ[WARD_VARIABLE]} if WARD_VARIABLE in os.environ else {}

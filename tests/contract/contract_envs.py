@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,9 @@ class SurroundingsEnv(CounterEnv):
 
     def directory(self) -> str:
         return os.getcwd()
+
+    def arguments(self) -> list[str]:
+        return sys.argv
 
     def hash_of(self, text: str) -> int:
         return hash(text)

@@ -106,6 +106,13 @@ def test_the_directory_is_the_trainers(tmp_path, monkeypatch, context):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
+def test_the_arguments_are_the_trainers(monkeypatch, context):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--level", "3"])
+    with SubprocessEnv(SurroundingsEnv, context=context) as env:
+        assert env.call("arguments") == ["train.py", "--level", "3"]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_the_environment_is_the_trainers_but_for_its_mpi_job(monkeypatch, context):
     with SubprocessEnv(CounterEnv):  # the warden is there already, with another environment
         monkeypatch.setenv("MUJOCO_GL_TEST", "egl")
