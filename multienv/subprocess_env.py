@@ -18,7 +18,7 @@ from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvFnError, EnvsFailedError, UsageError
 from multienv.events import Hook
 from multienv.hosted_env import EnvFn, HostedEnv
-from multienv.processes.launch import Launch, method_of, worker_environment
+from multienv.processes.launch import Launch, method_of, module_path, worker_environment, working_directory
 from multienv.processes.protocol import FORK
 from multienv.processes.registrations import registrations
 from multienv.recovery.supervisor import Supervisor
@@ -218,5 +218,10 @@ def _pickled(env_fn: EnvFn) -> bytes:
 
 
 def _setting(native_threads: int | None) -> Setting:
-    path = tuple(os.getcwd() if entry == "" else entry for entry in sys.path)
-    return Setting(path, tuple(sys.argv), os.getcwd(), worker_environment(native_threads), *registrations())
+    return Setting(
+        tuple(module_path()),
+        tuple(sys.argv),
+        working_directory(),
+        worker_environment(native_threads),
+        *registrations(),
+    )

@@ -57,6 +57,9 @@ ENDED_PIPE_TIMEOUT = 1.0
 # (autogroups), and workers in sessions of their own step half as fast.
 _APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 
+# Of all workers, or a set would be iterated in another order in a replacement; the trainer's own cannot be had.
+_HASH_SEED = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
+
 _numbers = count(1)
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 # Forked workers that were let go of while they lived: our children, so ours to reap.
@@ -85,8 +88,18 @@ def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
     return environment
 
 
-# Of all workers, or a set would be iterated in another order in a replacement; the trainer's own cannot be had.
-_HASH_SEED = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
+def working_directory() -> str:
+    """The trainer's, or nothing if it has been deleted: workers then do without."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def module_path() -> list[str]:
+    """``sys.path`` as it is to be read in another directory."""
+    directory = working_directory()
+    return [entry or directory for entry in sys.path if entry or directory]
 
 
 def milliseconds(seconds: float) -> float:
@@ -181,11 +194,8 @@ def warden() -> WardenClient:
 
 
 def _warden_command(control: int) -> list[str]:
-    path = [entry for entry in sys.path if entry] or [os.getcwd()]
-    if sys.path and "" in sys.path:
-        path.insert(0, os.getcwd())
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-    where = f"import sys; sys.path[:] = {path!r}; "
+    where = f"import sys; sys.path[:] = {module_path()!r}; "
     spawn = [*interpreter, "-c", where + "from multienv.worker.main import Ends, main; main(Ends.parse(sys.argv[1]))"]
     code = (
         where

@@ -106,6 +106,22 @@ def test_the_directory_is_the_trainers(tmp_path, monkeypatch, context):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
+def test_a_directory_that_has_been_deleted_is_done_without(tmp_path, context):
+    code = f"""
+import os
+os.chdir({str(tmp_path)!r})
+os.rmdir({str(tmp_path)!r})
+from multienv import SubprocessEnv
+from multienv.testing import CounterEnv
+with SubprocessEnv(CounterEnv, context={context!r}) as env:
+    env.reset(seed=0)
+    env.step(1)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_the_arguments_are_the_trainers(monkeypatch, context):
     monkeypatch.setattr(sys, "argv", ["train.py", "--level", "3"])
     with SubprocessEnv(SurroundingsEnv, context=context) as env:
