@@ -442,6 +442,12 @@ def _become_forked_worker(ends: worker.Ends, launch: Launch, stderr: int, not_ou
         descriptors.close_inherited({ends.memory})
         for descriptor in (*not_ours, stderr):
             os.close(descriptor)
+        if 0 not in (ends.requests, ends.replies, ends.memory, ends.stack):  # the trainer's own may be closed
+            null = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(null, 0)
+            if null:
+                os.close(null)
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the old one may have read ahead
         environment = worker_environment(launch.native_threads)
         os.environ.clear()
         os.environ.update(environment | {worker.WARD_VARIABLE: worker.ward_mark(os.getppid(), number)})

@@ -122,6 +122,24 @@ with SubprocessEnv(CounterEnv, context={context!r}) as env:
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
+def test_the_input_is_the_trainers_alone(context):
+    code = f"""
+import sys
+from multienv import SubprocessEnv
+from contract_envs import SurroundingsEnv
+print(sys.stdin.readline())
+with SubprocessEnv(SurroundingsEnv, context={context!r}) as env:
+    assert env.call("input") == ("", b"")
+print(sys.stdin.readline())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    lines = subprocess.check_output(
+        [sys.executable, "-c", code], input="first\nsecond\n", timeout=60, env=environment, text=True
+    )
+    assert lines.split() == ["first", "second"]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_the_arguments_are_the_trainers(monkeypatch, context):
     monkeypatch.setattr(sys, "argv", ["train.py", "--level", "3"])
     with SubprocessEnv(SurroundingsEnv, context=context) as env:
