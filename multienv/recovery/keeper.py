@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import wraps
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 from multienv.backends.base import Backend
 from multienv.config import Deadlines, RestartPolicy
@@ -41,6 +44,7 @@ from multienv.wire.messages import (
 from multienv.wire.observations import Placement, array_views, irregular_parts, reader
 
 _unpack = REPLY.unpack_from
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 # All there are, for a forked child of the trainer's: they are not the child's to step.
@@ -57,7 +61,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown)
 
 
-class Keeper(ABC):
+def entered(call: _Call) -> _Call:
+    """While it runs close() does not pull the pipes away under it."""
+
+    @wraps(call)
+    def wrapper(self: Keeper, *args: Any, **kwargs: Any) -> Any:
+        before, self.inside = self.inside, True
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            self.inside = before
+
+    return wrapper  # type: ignore[return-value]
+
+
+class Keeper:
     """Holds everything one env consists of here: its process, its journal, what was seen last, what is pending.
 
     Args:
@@ -74,7 +92,7 @@ class Keeper(ABC):
         __weakref__ _backend _block _buffer _closing _core _command _deadlines _deaths _decode _encode _ending _healer
         _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
         _phase_before _placement _plain_reply _plain_size _policy _recycling _sampled_at _seed _seeded _step_deadline
-        _steps _steps_before _transmit _views closed due interrupted phase record seq
+        _steps _steps_before _transmit _views closed due inside interrupted phase record seq
     """.split()  # noqa: SIM905 - one name a line would take a page
 
     def __init__(
@@ -91,6 +109,7 @@ class Keeper(ABC):
         self.seq = 0
         self.phase = NEW
         self.interrupted = 0
+        self.inside = False  # some thread is in a call that uses the pipes
         self.record = Record(env_index, hooks)
         self._policy, self._deadlines = policy, deadlines
         self._owner = os.getpid()
@@ -133,6 +152,7 @@ class Keeper(ABC):
 
     # --- its process ------------------------------------------------------------------------------
 
+    @entered
     def start(self) -> None:
         """Launch the process and ask it to build the env; neither is waited for."""
         if self.closed:
@@ -143,6 +163,7 @@ class Keeper(ABC):
                 self._backend = self._healer.launch()
             self._healer.request_build(self._backend, again=again)
             self.phase = STARTING
+            self._refuse_if_closed(command="start")
 
     def _adopt(self, backend: Backend) -> None:
         """From now on this backend is the env's."""
@@ -252,11 +273,11 @@ class Keeper(ABC):
     def close(self) -> None:
         """End the process, by asking and then by force; again does nothing. Never raises."""
         if self.closed:
-            if not self._is_waiting():  # a call that the first close() interrupted has come to its end since
+            if not self.inside:  # a call that the first close() broke off has come to its end since
                 self._release_backend()
             return
         self.closed = True
-        before, self.phase = self.phase, CLOSED
+        self.phase = CLOSED
         self._closing.set()
         backend = self._backend
         if os.getpid() != self._owner:  # a forked child of the trainer's lets go of its copies, no more
@@ -265,12 +286,8 @@ class Keeper(ABC):
         self._healer.stop()
         if backend is None:
             return
-        if before != NEW and self._is_waiting():
-            # Called from a signal handler or another thread while a call waits for its answer: it will see
-            # that its number is no longer current, and let go of the pipes itself.
-            self.seq = (self.seq + 1) & SEQ_MASK
-            with self._ending:
-                backend.kill()
+        if self.inside:
+            self._break_off(backend)
             return
         self._backend = None
         self._let_go()
@@ -282,9 +299,32 @@ class Keeper(ABC):
             backend.release()
             raise
 
-    @abstractmethod
-    def _is_waiting(self) -> bool:
-        """Whether some thread is inside a call that waits for an answer."""
+    def _break_off(self, backend: Backend) -> None:
+        """End a call that this thread is in, below a signal handler, or that another one is in."""
+        self.seq = (self.seq + 1) & SEQ_MASK  # so that it sees that its number is no longer current
+        with self._ending:
+            backend.kill()
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_locals.get("self") is self:
+                return  # the call lets go of the pipes itself
+            frame = frame.f_back
+        until = time.monotonic() + self._deadlines.close
+        while self.inside and time.monotonic() < until:
+            time.sleep(0.001)
+        if not self.inside:
+            self._release_backend()
+
+    def _refuse_if_closed(self, backend: Backend | None = None, command: str = "") -> None:
+        """The env was closed meanwhile, by another thread or a signal handler: let go of it here."""
+        if self.closed:
+            with self._ending:
+                if backend is not None:
+                    backend.kill()
+                    backend.release()
+                self._drop_backend()
+                self._let_go()
+            self.refuse(command or self._pending_command())
 
     def _let_go(self) -> None:
         """Of what would keep the backend alive and its shared memory mapped."""

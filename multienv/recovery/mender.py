@@ -18,7 +18,7 @@ from multienv.errors import (
 from multienv.events import Loss
 from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
 from multienv.recovery.journal import Plan
-from multienv.recovery.keeper import Keeper
+from multienv.recovery.keeper import Keeper, entered
 from multienv.recovery.phases import (
     DUE,
     ENDED,
@@ -62,6 +62,7 @@ class Mender(Keeper):
 
     # --- build ------------------------------------------------------------------------------------
 
+    @entered
     def initialize(self, timeout: float | None = None) -> Description:
         """Wait until the env is built."""
         self.start()
@@ -164,17 +165,6 @@ class Mender(Keeper):
             self._refuse_poison(loss, effort, command)
         self.record.recovery(loss, "exact", "", effort)
         self._ask_again()
-
-    def _refuse_if_closed(self, backend: Backend | None = None, command: str = "") -> None:
-        """The env was closed meanwhile, by another thread or a signal handler: let go of it here."""
-        if self.closed:
-            with self._ending:
-                if backend is not None:
-                    backend.kill()
-                    backend.release()
-                self._drop_backend()
-                self._let_go()
-            self.refuse(command or self._pending_command())
 
     def _ask_again(self) -> None:
         self._arm_pending()
@@ -317,6 +307,7 @@ class Mender(Keeper):
             "episodes": self.record.episodes,
         }
 
+    @entered
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the env as it stood then, verified; in a new process."""
         if self.closed or self.phase in PENDING:

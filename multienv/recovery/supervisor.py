@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 from multienv.backends.base import Gone
@@ -23,6 +21,7 @@ from multienv.errors import (
     ResultNotPicklableError,
     UsageError,
 )
+from multienv.recovery.keeper import entered
 from multienv.recovery.mender import Mender
 from multienv.recovery.phases import (
     ASKED,
@@ -84,46 +83,54 @@ class Supervisor(Mender):
 
     def send_step(self, action: Any) -> None:
         """Send a step; does not block."""
-        if self.phase != RUNNING and self._cannot_step():
-            return
-        seq = (self.seq + 1) & SEQ_MASK
-        encode, transmit = self._encode, self._transmit
-        frame = encode(seq, action)
-        self.seq, self._pending = seq, frame
-        self.phase = STEPPING
-        if self._step_deadline is not None:
-            self._backend.arm(self._step_deadline)
-        if not seq & _SAMPLE:
-            self._sampled_at = perf_counter()
-        transmit(frame)
+        self.inside = True
+        try:
+            if self.phase != RUNNING and self._cannot_step():
+                return
+            seq = (self.seq + 1) & SEQ_MASK
+            encode, transmit = self._encode, self._transmit
+            frame = encode(seq, action)
+            self.seq, self._pending = seq, frame
+            self.phase = STEPPING
+            if self._step_deadline is not None:
+                self._backend.arm(self._step_deadline)
+            if not seq & _SAMPLE:
+                self._sampled_at = perf_counter()
+            transmit(frame)
+        finally:
+            self.inside = False
 
     def receive_step(self, timeout: float | None = None, defer: bool = False) -> Transition:
         """Collect what the step returned; with ``defer`` a recovery is not done here: RecoveryDue is raised.
 
         By position, because CPython 3.11 is slow to call with keywords.
         """
-        if self.phase != STEPPING or timeout is not None or self.interrupted:
-            early = self._before_receiving_step(timeout)
-            if early is not None:
-                return early
-        # Through locals: CPython 3.11 has no fast path to call what a slot holds.
-        fill, buffer, seq = self._backend.fill, self._buffer, self.seq
-        received = fill()
-        length, number, _, kind, flags, tag, reward = _unpack(buffer)
-        # The number is compared with what it is now: close() in a signal handler has moved it.
-        if received != length or number != self.seq or kind != STEPPED:
-            return self._receive_step_slowly(bytes(buffer[:received]), defer=defer)
-        if received != self._plain_size or flags or not seq & _SAMPLE:
-            return self._finish_step(bytes(buffer[:received]))
-        log_request, log_reply, views = self._log_request, self._log_reply, self._views
-        log_request(self._pending)
-        log_reply(self._plain_reply)
-        self._steps += 1
-        self.phase = RUNNING
-        if tag:
-            reward = reward_of(tag, reward)
-        observation = self._decode(buffer, seq) if views is None else views[seq & 1].copy()
-        return observation, reward, False, False, {}
+        self.inside = True
+        try:
+            if self.phase != STEPPING or timeout is not None or self.interrupted:
+                early = self._before_receiving_step(timeout)
+                if early is not None:
+                    return early
+            # Through locals: CPython 3.11 has no fast path to call what a slot holds.
+            fill, buffer, seq = self._backend.fill, self._buffer, self.seq
+            received = fill()
+            length, number, _, kind, flags, tag, reward = _unpack(buffer)
+            # The number is compared with what it is now: close() in a signal handler has moved it.
+            if received != length or number != self.seq or kind != STEPPED:
+                return self._receive_step_slowly(bytes(buffer[:received]), defer=defer)
+            if received != self._plain_size or flags or not seq & _SAMPLE:
+                return self._finish_step(bytes(buffer[:received]))
+            log_request, log_reply, views = self._log_request, self._log_reply, self._views
+            log_request(self._pending)
+            log_reply(self._plain_reply)
+            self._steps += 1
+            self.phase = RUNNING
+            if tag:
+                reward = reward_of(tag, reward)
+            observation = self._decode(buffer, seq) if views is None else views[seq & 1].copy()
+            return observation, reward, False, False, {}
+        finally:
+            self.inside = False
 
     # --- a step that is not plain -------------------------------------------------------------------
 
@@ -206,6 +213,7 @@ class Supervisor(Mender):
 
     # --- everything but steps -----------------------------------------------------------------------
 
+    @entered
     def send(self, command: str, message: Message) -> None:
         """Send a request that is not a step; blocks only when a reset finds the process due to be replaced."""
         if self.interrupted == WHOLE:
@@ -236,6 +244,7 @@ class Supervisor(Mender):
         self._backend.arm(self._deadline(message))
         self._backend.send(frame)
 
+    @entered
     def receive(self, command: str, timeout: float | None = None, *, defer: bool = False) -> Any:
         """Collect the answer: a value, or observation and info after a reset."""
         if self.phase != ASKED or command != self._command:
@@ -362,6 +371,7 @@ class Supervisor(Mender):
             return True
         return self.seq != mark and bool(self._pending) and seq_of(self._pending) == self.seq
 
+    @entered
     def resume(self) -> Any:
         """What the last request returned, whether or not its answer has been collected before."""
         self.interrupted = 0
@@ -403,18 +413,3 @@ class Supervisor(Mender):
         elif step:
             with contextlib.suppress(MultienvError):
                 self._resume_step()
-
-    def _is_waiting(self) -> bool:
-        # Asked when closing: the hot path keeps no note.
-        cls = Supervisor
-        calls = (cls.send_step, cls.receive_step, cls.send, cls.receive, cls.initialize, cls._receive_step_slowly)
-        codes = {call.__code__ for call in calls}
-        for top in sys._current_frames().values():
-            frame: FrameType | None = top
-            while frame is not None:
-                if frame.f_code in codes and frame.f_locals.get("self") is self:
-                    return True
-                if frame.f_locals.get("supervisor") is self:  # between the halves of a step
-                    return True
-                frame = frame.f_back
-        return False

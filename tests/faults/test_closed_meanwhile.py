@@ -12,7 +12,7 @@ import pytest
 
 from multienv import SubprocessEnv
 from multienv.errors import ClosedError
-from multienv.testing import CounterEnv, is_alive
+from multienv.testing import CounterEnv, Fault, FaultyEnv, is_alive
 
 ENDLESS = partial(CounterEnv, horizon=None)
 
@@ -46,6 +46,36 @@ def test_in_the_middle_of_a_step(closing: list[SubprocessEnv]) -> None:
         env.close()
         assert pid is not None
         assert not is_alive(pid)
+
+
+def test_by_another_thread_in_the_middle_of_a_step() -> None:
+    moments = random.Random(3)
+    for _ in range(40):
+        env = SubprocessEnv(ENDLESS).initialize()
+        env.reset(seed=0)
+        pid = env.statistics().pid
+        closer = threading.Timer(moments.uniform(5e-4, 3e-3), env.close)
+        closer.start()
+        expected = 0
+        with pytest.raises(ClosedError):
+            while True:
+                expected += 1
+                observation, _, _, truncated, _ = env.step(1)
+                assert (observation[0], truncated) == (expected, False)
+        closer.join()
+        assert env.statistics().state == "closed"
+        assert pid is not None
+        assert not is_alive(pid)
+
+
+def test_by_another_thread_while_a_step_hangs() -> None:
+    env = SubprocessEnv(partial(FaultyEnv, fault=Fault("hang_c", "step", at=1))).initialize()
+    env.reset(seed=0)
+    closer = threading.Timer(0.2, env.close)
+    closer.start()
+    with pytest.raises(ClosedError):
+        env.step(1)
+    closer.join()
 
 
 @pytest.mark.parametrize("by", ["handler", "thread"])
