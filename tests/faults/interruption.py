@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import multienv
 from multienv.testing import CounterEnv, first_difference
 
+_FINALIZE = weakref.finalize.__call__.__code__
 PACKAGE = str(Path(multienv.__file__).parent)
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "CALL_FUNCTION_KW"}
 _JUMPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE"}
@@ -92,7 +94,7 @@ def _is_ours(frame: FrameType) -> bool:
     if not name.startswith(PACKAGE) or "/testing/" in name:
         return False
     above: FrameType | None = frame
-    while above is not None and above.f_code.co_name != "__del__":
+    while above is not None and above.f_code.co_name != "__del__" and above.f_code is not _FINALIZE:
         above = above.f_back
     return above is None
 
