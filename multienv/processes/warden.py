@@ -46,6 +46,8 @@ QUIET = 0.03
 TERM_GRACE = 0.2
 KILL_GRACE = 1.0
 ORPHAN_GRACE = 0.5
+# Seconds given to the reader of the trainer's stderr. No more: those who need watching over cannot wait either.
+PATIENCE = 0.1
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -90,6 +92,7 @@ class Warden:
         self._lifelines: list[int] = []
         self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
         self._ending_at = float("inf")
+        self._patience = PATIENCE
         self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
@@ -278,10 +281,18 @@ class Warden:
             return
         ward.tail += data
         del ward.tail[:-STDERR_TAIL]
-        # Never wait for a terminal that is paused: those who need watching over cannot wait either.
-        if _takes_more(2):
-            with contextlib.suppress(OSError):
-                os.write(2, data[-select.PIPE_BUF :])
+        self._pass_on(memoryview(data))
+
+    def _pass_on(self, data: memoryview) -> None:
+        """To the trainer's stderr, as much as its reader takes; one that is paused is waited for only once."""
+        while data and _takes_more(2, self._patience):
+            self._patience = PATIENCE
+            try:
+                data = data[os.write(2, data[: select.PIPE_BUF]) :]
+            except OSError:
+                return
+        if data:
+            self._patience = 0.0
 
     def _collect_stack(self, ward: Ward) -> None:
         data = _drain(ward.stack)
@@ -404,11 +415,11 @@ def _tell_gone(replies: int) -> None:
             os.write(replies, GONE_FRAME)
 
 
-def _takes_more(descriptor: int) -> bool:
-    """Whether PIPE_BUF bytes can be written without waiting."""
+def _takes_more(descriptor: int, patience: float = 0.0) -> bool:
+    """Whether PIPE_BUF bytes can be written without waiting, in so many seconds at the latest."""
     poller = select.poll()  # select.select() knows descriptors below 1024 only
     poller.register(descriptor, select.POLLOUT)
-    return bool(poller.poll(0))
+    return bool(poller.poll(1000 * patience))
 
 
 def _kill_group(pid: int, number: signal.Signals) -> None:

@@ -1,0 +1,81 @@
+"""What envs write on stderr comes out of the trainer's, and workers that end as they should write nothing there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from multienv.errors import WorkerHungError
+from multienv.testing import CounterEnv, Fault, FaultyEnv
+
+METHODS = ["forkserver", "spawn", "fork"]
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def lines() -> list[bytes]:
+    """More than a pipe holds."""
+    return [b"line %05d of what a simulator has to say on its stderr" % number for number in range(4000)]
+
+
+class TalkativeEnv(CounterEnv):
+    """Says much in each step."""
+
+    def step(self, action: Any) -> Any:
+        for line in lines():
+            os.write(2, line + b"\n")
+        return super().step(action)
+
+
+class HangingTalkativeEnv(FaultyEnv):
+    """Says much, then hangs."""
+
+    def __init__(self) -> None:
+        super().__init__(fault=Fault("hang_c", "step", ignore_sigterm=True))
+
+    def step(self, action: Any) -> Any:
+        for line in lines():
+            os.write(2, line + b"\n")
+        return super().step(action)
+
+
+def run(function: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    code = f"import sys, test_stderr; test_stderr.{function}(*sys.argv[1:])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}  # noqa: PTH120
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, **options)
+
+
+def talk(method: str) -> None:
+    with SubprocessEnv(TalkativeEnv, context=method) as env:
+        env.reset(seed=0)
+        env.step(1)
+
+
+def talk_and_hang(method: str) -> None:
+    """Nobody reads it: the deadline is enforced all the same."""
+    logging.disable()  # the trainer itself would wait for its reader
+    policy = RestartPolicy(on_timeout="raise")
+    with SubprocessEnv(HangingTalkativeEnv, context=method, deadlines=Deadlines(step=0.5), restart=policy) as env:
+        env.reset(seed=0)
+        with pytest.raises(WorkerHungError):
+            env.step(1)
+
+
+def test_nothing_of_what_an_env_says_is_cut(method: str) -> None:
+    with run("talk", method, stderr=subprocess.PIPE) as trainer:
+        said = trainer.communicate(timeout=60)[1]
+    assert said.splitlines() == lines()
+
+
+def test_a_paused_reader_keeps_no_deadline_from_being_enforced(method: str) -> None:
+    with run("talk_and_hang", method, stderr=subprocess.PIPE) as trainer:
+        assert trainer.wait(60) == 0
