@@ -70,7 +70,11 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
             on_initialize=lambda message: _find_place(message),
             allocate=lambda size: _allocate(ends.memory, size),
         )
-        _serve(ends, host, control)
+        with contextlib.suppress(BrokenPipeError, EOFError):  # the trainer let go in the middle of a request
+            _serve(ends, host, control)
+        if not host.closing:
+            with contextlib.suppress(Exception):  # nobody is left to hear of it
+                host.close_env()
         code = 0
     except SystemExit as exit_:
         code = _exit_code(exit_)
@@ -116,8 +120,6 @@ def _serve(ends: Ends, host: Host, control: Control) -> None:
             _write_rest(ends.replies, memoryview(reply)[written:])
         if host.closing:
             return
-    with contextlib.suppress(Exception):  # nobody is left to hear of it
-        host.close_env()
 
 
 def _answer_mark(ends: Ends, frame: bytes, reply: bytes) -> bytes:

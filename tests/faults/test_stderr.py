@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,6 +71,29 @@ def talk_and_hang(method: str) -> None:
             env.step(1)
 
 
+def let_go(method: str) -> None:
+    """Of an env that has yet to answer, and answers then."""
+    gate, opener = os.pipe()
+    os.set_inheritable(gate, True)
+    env = SubprocessEnv(partial(GatedEnv, f"/proc/{os.getpid()}/fd/{gate}"), context=method).initialize()
+    env.reset(seed=0)
+    env.step_async(1)
+    del env
+    os.write(opener, b"go on")
+
+
+class GatedEnv(CounterEnv):
+    """Its step waits for something to read."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate = open(gate, "rb", buffering=0)  # noqa: SIM115, PTH123
+
+    def step(self, action: Any) -> Any:
+        self.gate.read(1)
+        return super().step(action)
+
+
 def test_nothing_of_what_an_env_says_is_cut(method: str) -> None:
     with run("talk", method, stderr=subprocess.PIPE) as trainer:
         said = trainer.communicate(timeout=60)[1]
@@ -79,3 +103,8 @@ def test_nothing_of_what_an_env_says_is_cut(method: str) -> None:
 def test_a_paused_reader_keeps_no_deadline_from_being_enforced(method: str) -> None:
     with run("talk_and_hang", method, stderr=subprocess.PIPE) as trainer:
         assert trainer.wait(60) == 0
+
+
+def test_a_worker_whose_trainer_let_go_ends_without_a_word(method: str) -> None:
+    with run("let_go", method, stderr=subprocess.PIPE) as trainer:
+        assert trainer.communicate(timeout=60)[1] == b""
