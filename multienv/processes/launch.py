@@ -27,7 +27,6 @@ from multienv.processes.protocol import (
     FORK,
     FORKSERVER,
     KILL,
-    KILL_WITH_STACK,
     LAUNCH,
     ORDER,
     SPAWN,
@@ -240,7 +239,7 @@ class Worker:
     Attributes:
         requests: Descriptor to write requests to; does not block.
         replies: Descriptor to read replies from; blocks, and is always woken.
-        memory: Descriptor of the shared memory, until :meth:`forget_memory`.
+        memory: Descriptor of the shared memory.
         ended: Descriptor that becomes readable when the process has ended; see :meth:`wait`.
         control: The control words.
     """
@@ -334,16 +333,11 @@ class Worker:
             for descriptor in (stderr_read, stderr_write, stack_read, stack_write):
                 os.close(descriptor)
 
-    def forget_memory(self) -> None:
-        """Close the descriptor of the shared memory: everybody has mapped it."""
-        descriptors.close(self._tokens["memory"])
-        self.memory = -1
-
-    def kill(self, *, with_stack: bool = False) -> None:
-        """Have the process killed: its stack first, if asked for, then SIGTERM, then SIGKILL, children included."""
+    def kill(self) -> None:
+        """Have the process killed: SIGTERM, then SIGKILL, children included."""
         if self.fate is None:
             try:
-                warden().order(KILL_WITH_STACK if with_stack else KILL, number=self.number)
+                warden().order(KILL, number=self.number)
             except OSError:
                 self._kill_directly()
 

@@ -11,7 +11,6 @@ ORDER = struct.Struct("<BBxxxxxxQqd")
 LAUNCH = 1  # descriptors: requests (read), replies (write), memory, fate
 WATCH = 2  # descriptors: replies (write), memory, fate, stderr (read), stack (read)
 KILL = 3
-KILL_WITH_STACK = 4
 
 FORKSERVER = 1
 SPAWN = 2

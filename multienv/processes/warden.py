@@ -28,7 +28,6 @@ from multienv.processes import leftovers
 from multienv.processes.protocol import (
     FORKSERVER,
     KILL,
-    KILL_WITH_STACK,
     LAUNCH,
     ORDER,
     STACK_LIMIT,
@@ -139,8 +138,8 @@ class Warden:
             self._launch(method, number, shortest, descriptors)
         elif operation == WATCH:
             self._watch(number, pid, shortest, descriptors)
-        elif operation in (KILL, KILL_WITH_STACK) and number in self._wards:
-            self._begin_kill(self._wards[number], with_stack=operation == KILL_WITH_STACK)
+        elif operation == KILL and number in self._wards:
+            self._begin_kill(self._wards[number], with_stack=False)
 
     def _launch(self, method: int, number: int, shortest: float, descriptors: list[int]) -> None:
         try:
