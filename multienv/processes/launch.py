@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import count, starmap
 from typing import Any
 
-from multienv.errors import UsageError
+from multienv.errors import ClosedError, UsageError
 from multienv.processes import descriptors, leftovers
 from multienv.processes.protocol import (
     FORK,
@@ -179,11 +179,11 @@ def _reap_warden() -> None:
 
 
 def warden() -> WardenClient:
-    """This process's warden, launched when there is none, or none any more."""
+    """This process's warden, launched when there is none, or none any more; ClosedError once the interpreter ends."""
     global _client
     with _client_lock:
         if _shutting_down:
-            raise OSError("The interpreter is shutting down: no worker can be started any more.")
+            raise ClosedError("The interpreter is shutting down: envs have ended, and none can be started any more.")
         if _client is not None and _client.trainer == os.getpid() and _client.process.poll() is None:
             return _client
         if _client is not None:
@@ -338,7 +338,7 @@ class Worker:
         if self.fate is None:
             try:
                 warden().order(KILL, number=self.number)
-            except OSError:
+            except (OSError, ClosedError):
                 self._kill_directly()
 
     def _kill_directly(self) -> None:
@@ -392,9 +392,14 @@ class Worker:
                 _unreaped.add(self.pid)
 
     def end_requests(self) -> None:
-        """Close the request pipe: the worker ends once it has answered what it was asked."""
-        descriptors.close(self._tokens["requests"])
-        self.requests = -1
+        """End the request pipe: the worker ends once it has answered what it was asked."""
+        with descriptors.lock, contextlib.suppress(OSError):
+            if descriptors.holds(self._tokens["requests"]):
+                # Not closed: a step in an exit handler would write to whoever was given its number.
+                read, broken = os.pipe()
+                os.close(read)
+                os.dup2(broken, self.requests, inheritable=False)
+                os.close(broken)
 
     def __del__(self) -> None:
         """Nobody holds it any more: its launch was interrupted."""

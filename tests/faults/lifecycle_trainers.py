@@ -5,17 +5,20 @@ Each function is a trainer; its arguments are strings. It says ``ready`` when it
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
 from typing import Any
 
 from multienv import Deadlines, MultiEnv, SubprocessEnv, create_subprocess_envs
+from multienv.errors import MultienvError
 from multienv.testing import CounterEnv, Fault, FaultyEnv, ForkingEnv, PidEnv, is_alive
 
 HANGS = {
@@ -494,3 +497,27 @@ def kill_warden(method: str) -> None:
     seen += play(env)
     assert seen == expected_play(2)
     env.close()
+
+
+def use_in_exit_handlers(method: str) -> None:
+    """Whatever is called when the interpreter is about to end is refused; another file keeps what it has."""
+    envs = [SubprocessEnv(CounterEnv, context=method).initialize() for _ in range(2)]
+    for env in envs:
+        env.reset(seed=0)
+
+    def use() -> None:
+        files = [tempfile.TemporaryFile() for _ in range(20)]  # noqa: SIM115
+        calls = [lambda: envs[0].step(1), envs[0].reset, envs[1].reset, SubprocessEnv(CounterEnv, context=method).start]
+        for call in calls:
+            try:
+                call()
+            except MultienvError as error:
+                say("raised", type(error).__name__)
+        for env in envs:
+            env.close()
+        for file in files:
+            assert file.seek(0, os.SEEK_END) == 0
+            file.close()
+        say("used")
+
+    atexit.register(use)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from trainer_process import becomes_true
+from trainer_process import becomes_true, run
 
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError
@@ -156,3 +156,9 @@ def test_what_an_env_started_ends_with_it_although_the_warden_is_dead(method: st
         left = env.get_attr("left")
         os.kill(warden_pid(), signal.SIGKILL)
     assert becomes_true(lambda: not is_alive(left))
+
+
+def test_an_env_is_refused_in_an_exit_handler(method: str) -> None:
+    said = run("lifecycle_trainers", "use_in_exit_handlers", method)
+    assert said.count("raised ClosedError") >= 3
+    assert "used" in said
