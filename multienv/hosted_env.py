@@ -155,7 +155,10 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             self._supervisor.send_step(action)
 
     def step_wait(self, timeout: float | None = None) -> Transition:
-        """Collect what the step returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect what the step returned. Raises WaitTimeout after ``timeout`` seconds; wait again then.
+
+        A loss that shows meanwhile is made good here first: ``Deadlines.recovery`` bounds that.
+        """
         supervisor = self._supervisor
         try:
             return supervisor.receive_step(timeout)

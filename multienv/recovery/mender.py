@@ -67,28 +67,29 @@ class Mender(Keeper):
         """Wait until the env is built."""
         self.start()
         if self.phase == STARTING:
-            if self._backend is not None:
-                self._wait(timeout, "initialize")
             try:
                 if self._backend is None:  # an interruption came in the middle of a second attempt
                     raise Gone("died", executing=False)
-                again, self.interrupted = self.interrupted, WHOLE
-                if again:
+                if self.interrupted:
                     self._healer.request_build(self._backend, again=True)
+                self.interrupted = WHOLE
+                self._wait(timeout, "initialize")
                 self._healer.collect_build(self._backend)
                 self._adopt(self._backend)
-                self.interrupted = 0
+            except WaitTimeout:
+                self.interrupted = 0  # nothing has been lost
+                raise
             except BuildFailed as failed:
                 self.interrupted = 0
                 error = self._build_failed(failed)
                 raise error from error.__cause__
             except Gone as gone:
-                self.interrupted = 0
                 self._refuse_if_closed(command="initialize")
                 self._drop_backend()
                 self._rebuild(gone)
             self._refuse_if_closed(command="initialize")
             self.phase = READY
+            self.interrupted = 0  # last: until then the reply may have been read for nobody
         assert self._healer.description is not None
         return self._healer.description
 
@@ -127,7 +128,7 @@ class Mender(Keeper):
 
     def _wait(self, timeout: float | None, command: str) -> None:
         check_seconds("timeout", timeout, zero=True)
-        if timeout is not None and not self._backend.poll(timeout):
+        if timeout is not None and self._backend is not None and not self._backend.poll(timeout):
             raise WaitTimeout(
                 f"{command}() has not answered within {timeout} s. It is still running: wait again, or close()."
             )

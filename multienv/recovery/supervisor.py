@@ -154,15 +154,17 @@ class Supervisor(Mender):
     def _before_receiving_step(self, timeout: float | None) -> Transition | None:
         if self.phase == OWED:
             return self._truncation(self._owed)
-        if self.phase == RESUMED:
-            observation, reward, terminated, truncated, info = self._resume_step()
-            return observation, reward, terminated, truncated, {**info, "multienv": {"resumed": True}}
-        if self.phase != STEPPING:
+        if self.phase not in (STEPPING, RESUMED):
             self.refuse("step_wait")
         if self.interrupted:
-            return self._resume_step()
+            self._settle()
+            self.interrupted = 0
         self._wait(timeout, "step")
-        return None
+        if self.phase == STEPPING:
+            return None
+        self.phase = STEPPING
+        observation, reward, terminated, truncated, info = self._receive_step_slowly(b"")
+        return observation, reward, terminated, truncated, {**info, "multienv": {"resumed": True}}
 
     def _receive_step_slowly(self, start: bytes, *, defer: bool = False) -> Transition:
         try:
@@ -408,7 +410,7 @@ class Supervisor(Mender):
             self._settle()
             with contextlib.suppress(MultienvError):  # nobody waits for it any more
                 self.receive(self._command)
-        elif self.phase not in PENDING:
+        elif self.phase not in (STARTING, *PENDING):
             self.interrupted = 0
         elif step:
             with contextlib.suppress(MultienvError):

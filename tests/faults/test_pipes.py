@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from interruption import Interruption
+from interruption import Interruption, every_place
 from trainer_process import becomes_true
 
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv
-from multienv.errors import EnvsFailedError, NothingPendingError, ReplyBrokenError, WaitTimeout
+from multienv.errors import EnvsFailedError, MultienvError, NothingPendingError, ReplyBrokenError, WaitTimeout
 from multienv.testing import CounterEnv, is_alive
 
 PIPE_SIZE = 65_536
@@ -169,3 +169,46 @@ def test_waiting_with_a_timeout_finds_the_reply_after_an_interruption(impatient:
                 continue
             assert observation[0] == 0, interruption.where
         assert place > 10
+
+
+def test_building_with_a_timeout_after_an_interruption_and_a_wrong_call() -> None:
+    for interruption in every_place():
+        env = SubprocessEnv(CounterEnv, deadlines=Deadlines(start=None)).start()
+        with interruption:
+            env.initialize()
+        with pytest.raises(MultienvError):
+            env.step(1)
+        env.initialize(timeout=10.0)
+        assert env.reset(seed=3)[0][0] == 0, interruption.where
+        env.close()
+
+
+class GatedEnv(CounterEnv):
+    """Its step waits until a file is there."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def step(self, action: Any) -> Any:
+        becomes_true(self.gate.exists)
+        return super().step(action)
+
+
+def test_a_step_is_not_waited_for_longer_than_said_after_an_interruption(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    with SubprocessEnv(partial(GatedEnv, gate)) as env:
+        for interruption in every_place():
+            env.reset(seed=3)
+            gate.unlink()
+            with interruption:
+                env.step_async(1)
+            with contextlib.suppress(NothingPendingError):
+                with pytest.raises(WaitTimeout):
+                    env.step_wait(timeout=0.01)
+                with pytest.raises(WaitTimeout):
+                    env.step_wait(timeout=0.01)
+            gate.touch()
+            with contextlib.suppress(NothingPendingError):
+                assert env.step_wait(timeout=10.0)[0][0] == 1, interruption.where
