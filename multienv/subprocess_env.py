@@ -18,7 +18,8 @@ from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvFnError, EnvsFailedError, UsageError
 from multienv.events import Hook
 from multienv.hosted_env import EnvFn, HostedEnv
-from multienv.processes.launch import Launch, method_of, module_path, worker_environment, working_directory
+from multienv.processes.environment import module_path, worker_environment, working_directory
+from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK
 from multienv.processes.registrations import registrations
 from multienv.recovery.supervisor import Supervisor

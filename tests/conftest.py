@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from multienv.processes import launch
+from multienv.processes import client
 from multienv.testing import Ignored, assert_nothing_left, multiprocessing_helpers, snapshot_resources
 
 
 def warden_itself() -> Ignored:
     """The warden lives as long as the trainer, by design; so does its socket."""
-    client = launch._client
-    if client is None:
+    warden = client._client
+    if warden is None:
         return multiprocessing_helpers()
-    own = Ignored(pids=frozenset([client.process.pid]), descriptors=frozenset([client._control.fileno()]))
+    own = Ignored(pids=frozenset([warden.process.pid]), descriptors=frozenset([warden._control.fileno()]))
     return own | multiprocessing_helpers()
 
 

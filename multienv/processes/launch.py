@@ -1,21 +1,14 @@
-"""The trainer's side: one warden per trainer, one ``Worker`` per process it launches."""
+"""The trainer's side of a worker: one ``Worker`` per process."""
 
 from __future__ import annotations
 
-import atexit
-import concurrent.futures.thread  # noqa: F401 - its exit handler must be registered before ours
 import contextlib
-import json
 import os
-import secrets
 import select
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, starmap
@@ -23,12 +16,13 @@ from typing import Any
 
 from multienv.errors import ClosedError, UsageError
 from multienv.processes import descriptors, leftovers
+from multienv.processes.client import reap, warden, workers
+from multienv.processes.environment import worker_environment
 from multienv.processes.protocol import (
     FORK,
     FORKSERVER,
     KILL,
     LAUNCH,
-    ORDER,
     SPAWN,
     UNKNOWN_FATE,
     WATCH,
@@ -37,30 +31,13 @@ from multienv.processes.protocol import (
 from multienv.wire.memory import CONTROL_SIZE, DEADLINE, Block, Control
 from multienv.worker import main as worker
 
-PRELOAD = ("numpy", "cloudpickle", "gymnasium", "gymnasium.wrappers", "gymnasium.envs.classic_control")
 METHODS = {"forkserver": FORKSERVER, "spawn": SPAWN, "fork": FORK}
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-)
-MPI_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_")
 # How long the warden may take to report the end of a worker that is known to be dead.
 FATE_TIMEOUT = 5.0
 # How long a worker whose pipe has ended may take to be dead too; then it is killed.
 ENDED_PIPE_TIMEOUT = 1.0
 
-# Out of reach of the terminal's Ctrl-C, yet in the trainer's session: Linux schedules session against session
-# (autogroups), and workers in sessions of their own step half as fast.
-_APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
-
-# Of all workers, or a set would be iterated in another order in a replacement; the trainer's own cannot be had.
-_HASH_SEED = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
-
 _numbers = count(1)
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 # Forked workers that were let go of while they lived: our children, so ours to reap.
 _unreaped: set[int] = set()
 
@@ -75,32 +52,6 @@ def method_of(context: Any) -> int:
     return METHODS[name]
 
 
-def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
-    """The trainer's environment as a worker gets it: without MPI's, thread pools limited.
-
-    Many workers with many threads each fight for the cores. What the user has set stays.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(MPI_PREFIXES)}
-    if native_threads is not None:
-        for name in THREAD_VARIABLES:
-            environment.setdefault(name, str(native_threads))
-    return environment
-
-
-def working_directory() -> str:
-    """The trainer's, or nothing if it has been deleted: workers then do without."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
-
-
-def module_path() -> list[str]:
-    """``sys.path`` as it is to be read in another directory."""
-    directory = working_directory()
-    return [entry or directory for entry in sys.path if entry or directory]
-
-
 def milliseconds(seconds: float) -> float:
     """For ``poll``, which counts no further than 24 days: long enough to count as waiting for ever."""
     return min(max(0.0, seconds) * 1000, 2.0**31 - 1)
@@ -113,111 +64,6 @@ def _reap_strays() -> None:
                 _unreaped.discard(pid)
         except ChildProcessError:
             _unreaped.discard(pid)
-
-
-class WardenClient:
-    """The trainer's end of its warden."""
-
-    def __init__(self) -> None:
-        """Launch the warden; does not wait until it is up: orders queue in its socket."""
-        self.trainer = os.getpid()
-        with descriptors.lock:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._token = descriptors.own(ours.fileno())
-            try:
-                self.process = subprocess.Popen(
-                    _warden_command(theirs.fileno()),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    env=worker_environment() | {"PYTHONHASHSEED": _HASH_SEED},
-                    **_APART,
-                )
-            finally:
-                theirs.close()
-        self._control = ours
-
-    def order(
-        self,
-        operation: int,
-        *,
-        number: int,
-        method: int = 0,
-        pid: int = 0,
-        shortest: float = 0.0,
-        fds: tuple[int, ...] = (),
-    ) -> None:
-        """Give an order; raises OSError when the warden is gone."""
-        socket.send_fds(self._control, [ORDER.pack(operation, method, number, pid, shortest)], fds)
-
-    def reap(self) -> None:
-        """Take note of its end, if its socket says that it was killed."""
-        poller = select.poll()
-        poller.register(self._control, 0)  # a hangup is always told
-        if self.trainer == os.getpid() and poller.poll(0):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)
-
-    def close(self) -> None:
-        """Let go of the warden: it kills what is left and ends."""
-        self._control.detach()
-        descriptors.close(self._token)
-        if self.trainer == os.getpid():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(3.0)
-
-
-_client: WardenClient | None = None
-_client_lock = threading.Lock()
-_shutting_down = False
-
-
-def _reap_warden() -> None:
-    client = _client
-    if client is not None:
-        with contextlib.suppress(OSError, ValueError):  # another thread has closed it
-            client.reap()
-
-
-def warden() -> WardenClient:
-    """This process's warden, launched when there is none, or none any more; ClosedError once the interpreter ends."""
-    global _client
-    with _client_lock:
-        if _shutting_down:
-            raise ClosedError("The interpreter is shutting down: envs have ended, and none can be started any more.")
-        if _client is not None and _client.trainer == os.getpid() and _client.process.poll() is None:
-            return _client
-        if _client is not None:
-            _client.close()
-        _client = WardenClient()
-        return _client
-
-
-def _warden_command(control: int) -> list[str]:
-    interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-    where = f"import sys; sys.path[:] = {module_path()!r}; "
-    spawn = [*interpreter, "-c", where + "from multienv.worker.main import Ends, main; main(Ends.parse(sys.argv[1]))"]
-    code = (
-        where
-        + "import json; from multienv.processes.warden import main; main(*json.loads(sys.argv[1]))  # multienv warden"
-    )
-    return [*interpreter, "-c", code, json.dumps([control, os.getpid(), PRELOAD, spawn])]
-
-
-def _shut_down() -> None:
-    """At the trainer's end: workers see their requests end, the warden sees that it is no longer needed."""
-    global _client, _shutting_down
-    # Or a thread that is woken by its worker's end would bring the env back and hang once more.
-    _shutting_down = True
-    if _client is not None and _client.trainer == os.getpid():
-        # Requests alone: another thread may be blocked reading the replies. The warden wakes it.
-        for one in list(_workers):
-            one.end_requests()
-        _client.close()
-        _client = None
-
-
-# Before the threads of executors are joined: one of them may wait for an env that hangs.
-getattr(threading, "_register_atexit", atexit.register)(_shut_down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +114,7 @@ class Worker:
             finally:
                 for descriptor in self._theirs:
                     os.close(descriptor)
-        _workers.add(self)
+        workers.add(self)
 
     def _make_ends(self) -> None:
         block, self.memory = Block.create(CONTROL_SIZE)
@@ -300,7 +146,7 @@ class Worker:
             except OSError:
                 if attempt == 2:
                     raise
-                _reap_warden()  # so that a new one is launched
+                reap()  # so that a new one is launched
 
     def _fork(self, launch: Launch, requests: int, replies: int, fate: int) -> None:
         """Fork the worker off the trainer itself; the warden watches over it from beside."""
@@ -359,7 +205,7 @@ class Worker:
             # Without a line the warden is dead, and took the worker with it.
             self.fate = Fate.decode(line) if line else UNKNOWN_FATE
             if not line:
-                _reap_warden()
+                reap()
                 self._kill_directly()
                 leftovers.kill(worker.ward_mark(self._owner, self.number))
             if self._method == FORK and self.pid:
@@ -418,7 +264,7 @@ class Worker:
         if max(self.requests, self.replies, self.memory, self.ended) < 0:
             return
         if os.getpid() == self._owner and descriptors.holds(self._tokens.get("ended")):
-            _reap_warden()
+            reap()
             self.wait(0.0)  # if the warden is dead nobody else looks after its end
             # A forked child of the trainer may hold copies of all this. A shutdown reaches through copies.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.ended)) as fate:

@@ -20,8 +20,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn
 
 from multienv.processes import leftovers
@@ -35,8 +33,19 @@ from multienv.processes.protocol import (
     WATCH,
     Fate,
 )
+from multienv.processes.ward import (
+    Ward,
+    children,
+    decline,
+    drain,
+    kill_group,
+    open_descriptors,
+    pipe,
+    takes_more,
+    tell_gone,
+    text,
+)
 from multienv.wire.memory import CONTROL_SIZE, DEADLINE, Block, Control
-from multienv.wire.messages import GONE_FRAME
 from multienv.worker import main as worker
 
 # Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers without a trainer.
@@ -50,32 +59,6 @@ PATIENCE = 0.1
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-@dataclass(slots=True)
-class Ward:
-    """A worker and what the warden holds of it."""
-
-    number: int
-    pid: int
-    is_child: bool
-    replies: int
-    control: Control
-    fate: socket.socket
-    stderr: int
-    stack: int
-    shortest_deadline: float
-    overdue: bool = False
-    stage: str = ""  # "", "stack", "term", "kill": how far the killing has come
-    next_stage_at: float = float("inf")
-    tail: bytearray = field(default_factory=bytearray)
-    stack_text: bytearray = field(default_factory=bytearray)
-    pidfd: int = -1
-    pipes: frozenset[str] = frozenset()  # its stderr's and stack's, as /proc names them
-
-    def __post_init__(self) -> None:
-        """Remember the pipes by inode: both ends share it, and whatever it forks holds them too."""
-        self.pipes = frozenset(f"pipe:[{os.fstat(end).st_ino}]" for end in (self.stderr, self.stack))
 
 
 class Warden:
@@ -144,13 +127,13 @@ class Warden:
     def _launch(self, method: int, number: int, shortest: float, descriptors: list[int]) -> None:
         try:
             requests, replies, memory, fate = descriptors
-            stderr_read, stderr_write = _pipe(descriptors)
-            stack_read, stack_write = _pipe(descriptors)
+            stderr_read, stderr_write = pipe(descriptors)
+            stack_read, stack_write = pipe(descriptors)
             control = Control(Block(memory, CONTROL_SIZE))
             warden = os.getpid()
             pid = os.fork()
         except (OSError, ValueError) as error:  # ValueError: not all that was sent could be received
-            _decline(descriptors, 1, 3, error)
+            decline(descriptors, 1, 3, error)
             return
         if pid == 0:
             ends = worker.Ends(requests, replies, memory, stack_write)
@@ -161,15 +144,15 @@ class Warden:
         try:
             self._admit(ward)
         except OSError:
-            _kill_group(pid, signal.SIGKILL)  # it cannot be watched over; its end will be heard of
+            kill_group(pid, signal.SIGKILL)  # it cannot be watched over; its end will be heard of
 
     def _watch(self, number: int, pid: int, shortest: float, descriptors: list[int]) -> None:
         try:
             replies, memory, fate, stderr, stack = descriptors
             control = Control(Block(memory, CONTROL_SIZE))
         except (OSError, ValueError) as error:
-            _kill_group(pid, signal.SIGKILL)
-            _decline(descriptors, 0, 2, error)
+            kill_group(pid, signal.SIGKILL)
+            decline(descriptors, 0, 2, error)
             return
         os.close(memory)
         ward = Ward(number, pid, False, replies, control, socket.socket(fileno=fate), stderr, stack, shortest)
@@ -198,7 +181,7 @@ class Warden:
                 os._exit(worker.LOOP_FAILED)  # it died before the line above
             os.dup2(stderr, 2)
             kept = {0, 1, 2, ends.requests, ends.replies, ends.memory, ends.stack}
-            for descriptor in _open_descriptors() - kept:
+            for descriptor in open_descriptors() - kept:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
             os.environ[worker.WARD_VARIABLE] = worker.ward_mark(self._trainer, number)
@@ -230,7 +213,7 @@ class Warden:
                 return
             ward = by_pid.get(found.si_pid)
             if ward is not None:
-                _kill_group(ward.pid, signal.SIGKILL)
+                kill_group(ward.pid, signal.SIGKILL)
             _, status = os.waitpid(found.si_pid, 0)
             if ward is not None:
                 self._finish(ward, os.waitstatus_to_exitcode(status))
@@ -240,15 +223,15 @@ class Warden:
         if self._wards.pop(ward.number, None) is None:
             return
         if not ward.is_child:
-            _kill_group(ward.pid, signal.SIGKILL)
+            kill_group(ward.pid, signal.SIGKILL)
         for descriptor in (ward.stderr, ward.stack):
             os.set_blocking(descriptor, False)
         self._forward_stderr(ward)
         self._collect_stack(ward)
-        fate = Fate(code, ward.overdue, _text(ward.stack_text), _text(ward.tail))
+        fate = Fate(code, ward.overdue, text(ward.stack_text), text(ward.tail))
         with contextlib.suppress(OSError):
             ward.fate.send(fate.encode(), socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0))
-        _tell_gone(ward.replies)
+        tell_gone(ward.replies)
         for descriptor in (ward.stderr, ward.stack, ward.fate.fileno(), ward.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(descriptor)
@@ -265,7 +248,7 @@ class Warden:
     def _kill_adopted(self, condemned: Callable[[int], bool]) -> None:
         """Kill processes that came to us when their parent, a worker, died."""
         wards = {ward.pid for ward in self._wards.values()}
-        for pid in _children() - wards:
+        for pid in children() - wards:
             if condemned(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -274,7 +257,7 @@ class Warden:
                     os.waitpid(pid, os.WNOHANG)
 
     def _forward_stderr(self, ward: Ward) -> None:
-        data = _drain(ward.stderr)
+        data = drain(ward.stderr)
         if not data:
             self._forget(ward.stderr)
             return
@@ -284,7 +267,7 @@ class Warden:
 
     def _pass_on(self, data: memoryview) -> None:
         """To the trainer's stderr, as much as its reader takes; one that is paused is waited for only once."""
-        while data and _takes_more(2, self._patience):
+        while data and takes_more(2, self._patience):
             self._patience = PATIENCE
             try:
                 data = data[os.write(2, data[: select.PIPE_BUF]) :]
@@ -294,7 +277,7 @@ class Warden:
             self._patience = 0.0
 
     def _collect_stack(self, ward: Ward) -> None:
-        data = _drain(ward.stack)
+        data = drain(ward.stack)
         if not data:
             self._forget(ward.stack)
         ward.stack_text += data
@@ -353,10 +336,10 @@ class Warden:
                 os.kill(ward.pid, worker.STACK_SIGNAL)
             ward.next_stage_at = now + STACK_GRACE
         elif stage == "term":
-            _kill_group(ward.pid, signal.SIGTERM)
+            kill_group(ward.pid, signal.SIGTERM)
             ward.next_stage_at = now + TERM_GRACE
         else:
-            _kill_group(ward.pid, signal.SIGKILL)
+            kill_group(ward.pid, signal.SIGKILL)
             ward.next_stage_at = now + KILL_GRACE
 
     def _abandoned(self, ward: Ward) -> None:
@@ -385,73 +368,6 @@ class Warden:
                 else:
                     for descriptor in descriptors:
                         os.close(descriptor)
-
-
-# --- helpers ----------------------------------------------------------------------------------
-
-
-def _pipe(descriptors: list[int]) -> tuple[int, int]:
-    """A new pipe, whose ends are noted with those that are to be closed if something fails."""
-    ends = os.pipe()
-    descriptors += ends
-    return ends
-
-
-def _decline(descriptors: list[int], replies: int, fate: int, error: Exception) -> None:
-    """This worker cannot be launched, or watched over: tell its trainer, who holds the other ends, why."""
-    told = Fate(None, stderr=f"The warden cannot launch it: {error}")
-    with contextlib.suppress(OSError, IndexError):  # without these ends it is told by their being closed
-        os.write(descriptors[fate], told.encode())
-        _tell_gone(descriptors[replies])
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-def _tell_gone(replies: int) -> None:
-    """Wake whoever waits for this worker's reply, also if another process holds the pipe open."""
-    with contextlib.suppress(OSError):
-        if _takes_more(replies):
-            os.write(replies, GONE_FRAME)
-
-
-def _takes_more(descriptor: int, patience: float = 0.0) -> bool:
-    """Whether PIPE_BUF bytes can be written without waiting, in so many seconds at the latest."""
-    poller = select.poll()  # select.select() knows descriptors below 1024 only
-    poller.register(descriptor, select.POLLOUT)
-    return bool(poller.poll(1000 * patience))
-
-
-def _kill_group(pid: int, number: signal.Signals) -> None:
-    # Workers lead a process group of their own. Before they have got that far it does not exist.
-    try:
-        os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _drain(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65_536)
-    except OSError:
-        return b""
-
-
-def _text(data: bytearray) -> str:
-    return data.decode(errors="replace")
-
-
-def _open_descriptors() -> set[int]:
-    for directory in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            return {int(name) for name in os.listdir(directory)}
-    return set(range(3, 1024))
-
-
-def _children() -> set[int]:
-    with contextlib.suppress(OSError):
-        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-    return set()
 
 
 def main(control: int, trainer: int, preload: list[str], spawn_command: list[str]) -> None:

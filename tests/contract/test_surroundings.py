@@ -14,7 +14,7 @@ import pytest
 from contract_envs import SurroundingsEnv
 
 from multienv import SubprocessEnv
-from multienv.processes.launch import THREAD_VARIABLES
+from multienv.processes.environment import THREAD_VARIABLES
 from multienv.testing import CounterEnv
 
 CONTEXTS = ["forkserver", "spawn", "fork"]
@@ -266,14 +266,14 @@ def test_an_action_of_a_type_of_the_main_script_arrives(context, tmp_path):
 def test_strings_are_hashed_alike_by_every_process_of_an_env(context, victim):
     import signal
 
-    from multienv.processes import launch
+    from multienv.processes import client
 
     with SubprocessEnv(SurroundingsEnv, context=context) as env:
         env.reset(seed=0)
         first = env.call("hash_of", "the order of a set")
         os.kill(env.statistics().pid, signal.SIGKILL)
         if victim == "warden":
-            os.kill(launch._client.process.pid, signal.SIGKILL)
+            os.kill(client._client.process.pid, signal.SIGKILL)
         env.step(0)
         assert env.call("hash_of", "the order of a set") == first
         assert env.statistics().losses == 1

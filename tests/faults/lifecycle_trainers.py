@@ -487,13 +487,13 @@ def collect(method: str) -> None:
 
 def kill_warden(method: str) -> None:
     """The warden is killed: its workers go with it, and the next step brings warden and worker back."""
-    from multienv.processes import launch
+    from multienv.processes import client
 
     env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
     env.reset(seed=0)
     seen = play(env)
-    assert launch._client is not None
-    launch._client.process.kill()
+    assert client._client is not None
+    client._client.process.kill()
     seen += play(env)
     assert seen == expected_play(2)
     env.close()

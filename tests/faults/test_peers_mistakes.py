@@ -361,13 +361,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_pufferlib_idle_workers_burn_a_core(method: str) -> None:
-    from multienv.processes import launch
+    from multienv.processes import client
 
     with MultiEnv(create_subprocess_envs([CounterEnv] * 3, context=method, deadlines=Deadlines(step=60))) as multi:
         multi.reset(seed=0)
         multi.step([1, 1, 1])
-        assert launch._client is not None
-        pids = [launch._client.process.pid, *map(pid_of, multi.envs)]
+        assert client._client is not None
+        pids = [client._client.process.pid, *map(pid_of, multi.envs)]
         before = [cpu_seconds(pid) for pid in pids]
         time.sleep(1.0)
         assert [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)] == pytest.approx(

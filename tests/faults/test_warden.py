@@ -16,7 +16,7 @@ from trainer_process import becomes_true, run
 
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError
-from multienv.processes import launch
+from multienv.processes import client
 from multienv.testing import CounterEnv, Fault, FaultyEnv, descendants, is_alive
 
 METHODS = ["forkserver", "spawn", "fork"]
@@ -29,8 +29,8 @@ def method(request: pytest.FixtureRequest) -> str:
 
 
 def warden_pid() -> int:
-    assert launch._client is not None
-    return launch._client.process.pid
+    assert client._client is not None
+    return client._client.process.pid
 
 
 class limited_descriptors:  # noqa: N801 - used like a function
@@ -49,7 +49,7 @@ class limited_descriptors:  # noqa: N801 - used like a function
 
 def test_a_warden_with_more_than_a_thousand_descriptors_reports_deaths(method: str, monkeypatch: Any) -> None:
     """As 255 workers make it have: select() knows those below 1024 only."""
-    launch_warden = launch._warden_command
+    launch_warden = client._warden_command
 
     def crowded(control: int) -> list[str]:
         command = launch_warden(control)
@@ -59,9 +59,9 @@ def test_a_warden_with_more_than_a_thousand_descriptors_reports_deaths(method: s
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
-    monkeypatch.setattr(launch, "_warden_command", crowded)
+    monkeypatch.setattr(client, "_warden_command", crowded)
     try:
-        launch._client, before = None, launch._client
+        client._client, before = None, client._client
         with SubprocessEnv(CounterEnv, context=method) as other:
             other.reset(seed=0)
             first = warden_pid()
@@ -71,10 +71,10 @@ def test_a_warden_with_more_than_a_thousand_descriptors_reports_deaths(method: s
             other.step(1)
             assert other.statistics().losses == 0
             assert warden_pid() == first
-        assert launch._client is not None
-        launch._client.close()
+        assert client._client is not None
+        client._client.close()
     finally:
-        launch._client = before
+        client._client = before
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -138,8 +138,8 @@ def test_a_dead_warden_leaves_no_zombie(end: str, method: str) -> None:
     env = SubprocessEnv(CounterEnv, context=method).initialize()
     warden = warden_pid()
     os.kill(warden, signal.SIGKILL)
-    assert launch._client is not None
-    becomes_readable(launch._client._control.fileno())
+    assert client._client is not None
+    becomes_readable(client._client._control.fileno())
     if end == "close":
         env.close()
     del env
