@@ -81,6 +81,10 @@ class RestartPolicy:
         journal_limit: Bytes of memory an env's journal may take. Past it the oldest episodes are
             forgotten; an episode that does not fit alone cannot be replayed.
         replay_limit: Seconds of env time a replay may take; the journal is shortened likewise.
+        snapshots: Workers fork themselves now and then, on Linux and unless started by ``fork``: a lost one is
+            brought back from its frozen copy, exactly whatever the env is made of. An env with threads, child
+            processes, sockets or a GPU has none; ``statistics().no_snapshots`` says so.
+        snapshot_every: Steps between two snapshots; ``None`` finds out what is good: 1 % of the env's time at most.
         recycle_after_steps: A process that has taken so many steps is replaced by a new one, between two
             steps and without a trace in the trajectory: the same replay as after a loss. An env that cannot be
             replayed exactly keeps its process until the next reset. For simulators that leak.
@@ -100,6 +104,8 @@ class RestartPolicy:
     poison_after: int = 2
     journal_limit: int = 16 * 2**20
     replay_limit: float = 10.0
+    snapshots: bool = True
+    snapshot_every: int | None = None
     recycle_after_steps: int | None = None
     recycle_after_episodes: int | None = None
     recycle_after: float | None = None
@@ -118,9 +124,16 @@ class RestartPolicy:
         check_seconds("RestartPolicy.recycle_after", self.recycle_after)
         for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0)):
             self._check_integer(name, least)
-        for name in ("recycle_after_steps", "recycle_after_episodes", "max_rss"):
+        if not isinstance(self.snapshots, bool):
+            raise UsageError(f"RestartPolicy.snapshots is {self.snapshots!r}; give True or False.")
+        for name in ("snapshot_every", "recycle_after_steps", "recycle_after_episodes", "max_rss"):
             if getattr(self, name) is not None:
                 self._check_integer(name, 1)
+
+    @property
+    def replays(self) -> bool:
+        """Whether any loss is to be made good."""
+        return "replay" in (self.on_crash, self.on_timeout, self.on_error)
 
     def _check_integer(self, name: str, least: int) -> None:
         value = getattr(self, name)

@@ -8,6 +8,7 @@ from typing import Literal
 
 Cause = Literal["died", "hung", "broken", "error"]
 Outcome = Literal["exact", "truncated", "fresh", "raised"]
+Rung = Literal["snapshot", "journal", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Recovery:
         replayed: Requests that were run again.
         attempts: Processes it took.
         seconds: From the loss being noticed to the answer.
+        rung: What the env was brought back from: ``"snapshot"``, a forked copy of the lost process; ``"journal"``,
+            a new process; or ``""`` when it was not.
     """
 
     loss: Loss
@@ -59,6 +62,7 @@ class Recovery:
     replayed: int
     attempts: int
     seconds: float
+    rung: Rung = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,9 @@ class Statistics:
         recovery_seconds: Seconds each recovery took, the newest last, at most 1000.
         step_seconds: Mean latency of a step from call to answer, seconds, from a sample of the steps.
         journal_bytes: Bytes the journal holds.
+        snapshots: Forked snapshots the present process has taken of itself; the newest is kept.
+        no_snapshots: Why it takes none at present: ``"threads"``, ``"child processes"``, ``"sockets"``, ``"devices"``,
+            ``"the fork failed"``; or ``""``.
         rss: Resident memory of the worker in bytes, ``None`` where it cannot be read.
         last_loss: The last loss.
         last_recovery: What became of it.
@@ -120,6 +127,8 @@ class Statistics:
     recovery_seconds: tuple[float, ...] = field(repr=False)
     step_seconds: float | None
     journal_bytes: int
+    snapshots: int
+    no_snapshots: str
     rss: int | None
     last_loss: Loss | None
     last_recovery: Recovery | None

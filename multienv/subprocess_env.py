@@ -81,6 +81,7 @@ class SubprocessEnv(HostedEnv):
             seeds=(secrets.randbits(64), secrets.randbits(32)),
             setting=None if method == FORK else _setting(native_threads),
             inline_limit=INLINE_LIMIT if shared_memory else -1,
+            snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,
         )
         super().__init__(
             Supervisor(

@@ -78,6 +78,10 @@ class Backend(ABC):
         """How long the env itself takes for a step, if that is known."""
         return None
 
+    def snapshots(self) -> tuple[int, str]:
+        """How many it has taken of itself, and why none at present, if there is a reason."""
+        return 0, ""
+
     def prefer(self, core: int) -> None:  # noqa: B027 - a host without a process of its own has no choice
         """Run on this core while steps are short."""
 
@@ -92,6 +96,13 @@ class Backend(ABC):
     @abstractmethod
     def kill(self) -> Fate:
         """End it now, whatever it is doing."""
+
+    def wake(self, deadline: float | None) -> Backend | None:
+        """After its end: its snapshot, awake, if it has left one; to be asked before this is released.
+
+        That has ``deadline`` seconds for the first request.
+        """
+        return None
 
     @abstractmethod
     def finish(self, timeout: float) -> None:

@@ -14,7 +14,17 @@ from functools import partial
 from multienv.backends.base import Backend, Gone
 from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
 from multienv.processes.protocol import UNKNOWN_FATE, Fate
-from multienv.wire.memory import BUSY, CORE, DEADLINE, OBSERVATIONS, REPLAYING, STEP_SECONDS, Block
+from multienv.wire.memory import (
+    BUSY,
+    CORE,
+    DEADLINE,
+    NO_SNAPSHOTS,
+    OBSERVATIONS,
+    REPLAYING,
+    SNAPSHOTS,
+    STEP_SECONDS,
+    Block,
+)
 from multienv.wire.messages import (
     ARRIVED,
     FAILED,
@@ -27,6 +37,7 @@ from multienv.wire.messages import (
     mark_frame,
     seq_of,
 )
+from multienv.worker.snapshots import OBSTACLES
 
 _BIG_CHUNK = 2**20
 # A pipe takes so much whole or not at all.
@@ -55,6 +66,7 @@ class ProcessBackend(Backend):
         "_block",
         "_fill_directly",
         "_inbox",
+        "_launch",
         "_lost",
         "_mark",
         "_outbox",
@@ -66,10 +78,11 @@ class ProcessBackend(Backend):
         "_worker",
     )
 
-    def __init__(self, launch: Launch, start_deadline: float | None) -> None:
-        """Launch the process; does not wait for it."""
+    def __init__(self, launch: Launch, start_deadline: float | None, lost: Worker | None = None) -> None:
+        """Launch the process, or wake the snapshot of one that is lost; does not wait for it."""
         super().__init__()
-        self._worker = Worker(launch, start_deadline)
+        self._launch = launch
+        self._worker = Worker(launch, start_deadline, lost)
         self._pid: int | None = self._worker.pid
         # A BufferedWriter, because it counts what is written where no signal handler can come in between.
         self._outbox: io.BufferedWriter[io.FileIO] | None = None
@@ -98,6 +111,11 @@ class ProcessBackend(Backend):
         """Set the deadline; the worker clears it when it is done, the warden enforces it."""
         if seconds is not None:
             self._times[DEADLINE] = time.monotonic() + seconds
+
+    def snapshots(self) -> tuple[int, str]:
+        """How many it has taken, and why none at present, if there is a reason."""
+        words = self._worker.control.words
+        return words[SNAPSHOTS], OBSTACLES[words[NO_SNAPSHOTS]]
 
     def step_seconds(self) -> float | None:
         """From a sample of the steps, measured by the worker."""
@@ -332,6 +350,18 @@ class ProcessBackend(Backend):
         """Have it killed, and wait for its end."""
         self._worker.kill()
         return self._worker.wait(FATE_TIMEOUT) or UNKNOWN_FATE
+
+    def wake(self, deadline: float | None) -> ProcessBackend | None:
+        """Its snapshot, once it is dead and if it has left one."""
+        fate = self._worker.fate
+        if fate is None or fate.standby is None:
+            return None
+        try:
+            woken = ProcessBackend(self._launch, deadline, self._worker)
+        except OSError:  # the warden is gone, and the snapshot with it
+            return None
+        woken.pid = fate.standby[0]
+        return woken
 
     def finish(self, timeout: float) -> None:
         """Wait for its end; kill it after ``timeout`` seconds, or at once if it waits for the rest of a request."""

@@ -119,7 +119,7 @@ def warden() -> WardenClient:
 def _warden_command(control: int) -> list[str]:
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     where = f"import sys; sys.path[:] = {module_path()!r}; "
-    spawn = [*interpreter, "-c", where + "from multienv.worker.main import Ends, main; main(Ends.parse(sys.argv[1]))"]
+    spawn = [*interpreter, "-c", where + "from multienv.worker.main import spawned; spawned(sys.argv[1])"]
     code = (
         where
         + "import json; from multienv.processes.warden import main; main(*json.loads(sys.argv[1]))  # multienv warden"

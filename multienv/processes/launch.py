@@ -25,11 +25,13 @@ from multienv.processes.protocol import (
     LAUNCH,
     SPAWN,
     UNKNOWN_FATE,
+    WAKE,
     WATCH,
     Fate,
 )
 from multienv.wire.memory import CONTROL_SIZE, DEADLINE, Block, Control
 from multienv.worker import main as worker
+from multienv.worker.ends import WARD_VARIABLE, Ends, ward_mark
 
 METHODS = {"forkserver": FORKSERVER, "spawn": SPAWN, "fork": FORK}
 # How long the warden may take to report the end of a worker that is known to be dead.
@@ -93,8 +95,8 @@ class Worker:
     # Until they are made: an interruption may come first.
     requests = replies = memory = ended = -1
 
-    def __init__(self, launch: Launch, start_deadline: float | None) -> None:
-        """Launch the process; does not wait for it."""
+    def __init__(self, launch: Launch, start_deadline: float | None, lost: Worker | None = None) -> None:
+        """Launch the process, or wake the snapshot of one that is lost; does not wait for it."""
         self.number = next(_numbers)
         self.pid: int | None = None
         self.fate: Fate | None = None
@@ -107,7 +109,7 @@ class Worker:
             try:
                 self._make_ends()
                 self.control.times[DEADLINE] = time.monotonic() + start_deadline if start_deadline else 0.0
-                self._start(launch)
+                self._start(launch, lost)
             except BaseException:
                 self._discard()
                 raise
@@ -128,8 +130,12 @@ class Worker:
         for name in _ENDS:
             self._tokens[name] = descriptors.own(getattr(self, name))
 
-    def _start(self, launch: Launch) -> None:
+    def _start(self, launch: Launch, lost: Worker | None) -> None:
         requests, replies, fate = self._theirs
+        if lost is not None:
+            ends = (requests, replies, self.memory, fate)
+            warden().order(WAKE, number=self.number, pid=lost.number, shortest=launch.shortest_deadline, fds=ends)
+            return
         if launch.method == FORK:
             self._fork(launch, requests, replies, fate)
             return
@@ -153,7 +159,7 @@ class Worker:
         guard = warden()
         stderr_read, stderr_write = os.pipe()
         stack_read, stack_write = os.pipe()
-        ends = worker.Ends(requests, replies, self.memory, stack_write)
+        ends = Ends(requests, replies, self.memory, stack_write)
         forked: list[int] = []
         try:
             forked.extend(starmap(os.fork, [()]))  # one stroke: no interruption comes between the child and its number
@@ -207,7 +213,7 @@ class Worker:
             if not line:
                 reap()
                 self._kill_directly()
-                leftovers.kill(worker.ward_mark(self._owner, self.number))
+                leftovers.kill(ward_mark(self._owner, self.number))
             if self._method == FORK and self.pid:
                 self._reap_own_child()
         return self.fate
@@ -277,7 +283,7 @@ class Worker:
             self.control.close()
 
 
-def _become_forked_worker(ends: worker.Ends, launch: Launch, stderr: int, not_ours: set[int], number: int) -> None:
+def _become_forked_worker(ends: Ends, launch: Launch, stderr: int, not_ours: set[int], number: int) -> None:
     """In the forked child. Never returns."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -295,7 +301,7 @@ def _become_forked_worker(ends: worker.Ends, launch: Launch, stderr: int, not_ou
             sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the old one may have read ahead
         environment = worker_environment(launch.native_threads)
         os.environ.clear()
-        os.environ.update(environment | {worker.WARD_VARIABLE: worker.ward_mark(os.getppid(), number)})
+        os.environ.update(environment | {WARD_VARIABLE: ward_mark(os.getppid(), number)})
         worker.main(ends, launch.env_fn)
     finally:
         os._exit(worker.LOOP_FAILED)

@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from multienv.worker import main as worker
+from multienv.worker.ends import WARD_VARIABLE
 
 
 def processes() -> set[int]:
@@ -29,7 +29,7 @@ def belongs_to(pid: int, mark: str, pipes: frozenset[str]) -> bool:
     """Whether a worker started this process: an exec carries its variable, a bare fork holds its pipes."""
     process = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
-        if f"{worker.WARD_VARIABLE}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+        if f"{WARD_VARIABLE}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
             return True
         for descriptor in (process / "fd").iterdir() if pipes else ():
             with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ ORDER = struct.Struct("<BBxxxxxxQqd")
 LAUNCH = 1  # descriptors: requests (read), replies (write), memory, fate
 WATCH = 2  # descriptors: replies (write), memory, fate, stderr (read), stack (read)
 KILL = 3
+WAKE = 4  # the snapshot of the worker whose number is in the place of the pid; descriptors as for LAUNCH
 
 FORKSERVER = 1
 SPAWN = 2
@@ -29,12 +30,14 @@ class Fate:
         overdue: It was killed because a deadline passed.
         stack: What faulthandler wrote: stacks at a crash or, for one that hung, before it was killed.
         stderr: The last lines on stderr.
+        standby: Of the snapshot it has left behind: the process, and the number of the last request it has executed.
     """
 
     code: int | None
     overdue: bool = False
     stack: str = ""
     stderr: str = ""
+    standby: tuple[int, int] | None = None
 
     def encode(self) -> bytes:
         """As one line of JSON."""
@@ -43,7 +46,9 @@ class Fate:
     @classmethod
     def decode(cls, line: bytes) -> Fate:
         """From what :meth:`encode` made."""
-        return cls(**json.loads(line))
+        fields = json.loads(line)
+        standby = fields.pop("standby")
+        return cls(**fields, standby=None if standby is None else tuple(standby))
 
 
 UNKNOWN_FATE = Fate(code=None)

@@ -13,6 +13,16 @@ from pathlib import Path
 from multienv.processes.protocol import Fate
 from multienv.wire.memory import Control
 from multienv.wire.messages import GONE_FRAME
+from multienv.worker.snapshots import ANNOUNCEMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A snapshot of a worker, frozen; see ``worker.snapshots``."""
+
+    pid: int
+    seq: int  # of the last request it has executed
+    channel: socket.socket  # a message wakes it, closing ends it
 
 
 @dataclass(slots=True)
@@ -28,6 +38,8 @@ class Ward:
     stderr: int
     stack: int
     shortest_deadline: float
+    announcements: socket.socket | None = None
+    standby: Standby | None = None
     overdue: bool = False
     stage: str = ""  # "", "stack", "term", "kill": how far the killing has come
     next_stage_at: float = float("inf")
@@ -35,6 +47,30 @@ class Ward:
     stack_text: bytearray = field(default_factory=bytearray)
     pidfd: int = -1
     pipes: frozenset[str] = frozenset()  # its stderr's and stack's, as /proc names them
+
+    def hear(self) -> bool:
+        """Take note of a snapshot, if one is announced; false when none will be any more."""
+        assert self.announcements is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.announcements, ANNOUNCEMENT.size, 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if len(data) < ANNOUNCEMENT.size or not descriptors:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return False
+        self.drop_standby()
+        pid, seq = ANNOUNCEMENT.unpack(data)
+        self.standby = Standby(pid, seq, socket.socket(fileno=descriptors[0]))
+        return True
+
+    def drop_standby(self) -> None:
+        """Let it end."""
+        standby, self.standby = self.standby, None
+        if standby is not None:
+            standby.channel.close()
 
     def __post_init__(self) -> None:
         """Remember the pipes by inode: both ends share it, and whatever it forks holds them too."""
@@ -44,6 +80,14 @@ class Ward:
 def pipe(descriptors: list[int]) -> tuple[int, int]:
     """A new pipe, whose ends are noted with those that are to be closed if something fails."""
     ends = os.pipe()
+    descriptors += ends
+    return ends
+
+
+def pair(descriptors: list[int]) -> tuple[int, int]:
+    """A new pair of sockets, noted likewise."""
+    one, other = socket.socketpair()
+    ends = one.detach(), other.detach()
     descriptors += ends
     return ends
 

@@ -30,16 +30,19 @@ from multienv.processes.protocol import (
     ORDER,
     STACK_LIMIT,
     STDERR_TAIL,
+    WAKE,
     WATCH,
     Fate,
 )
 from multienv.processes.ward import (
+    Standby,
     Ward,
     children,
     decline,
     drain,
     kill_group,
     open_descriptors,
+    pair,
     pipe,
     takes_more,
     tell_gone,
@@ -47,6 +50,8 @@ from multienv.processes.ward import (
 )
 from multienv.wire.memory import CONTROL_SIZE, DEADLINE, Block, Control
 from multienv.worker import main as worker
+from multienv.worker.ends import WARD_VARIABLE, Ends, ward_mark
+from multienv.worker.snapshots import WAKING
 
 # Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers without a trainer.
 STACK_GRACE = 0.3
@@ -71,6 +76,7 @@ class Warden:
         self._spawn_command = spawn_command
         self._wards: dict[int, Ward] = {}
         self._selector = selectors.DefaultSelector()
+        self._bereaved: dict[int, Ward] = {}  # dead, with a snapshot that their trainer may want
         self._lifelines: list[int] = []
         self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
         self._ending_at = float("inf")
@@ -121,6 +127,8 @@ class Warden:
             self._launch(method, number, shortest, descriptors)
         elif operation == WATCH:
             self._watch(number, pid, shortest, descriptors)
+        elif operation == WAKE:
+            self._wake(pid, number, shortest, descriptors)
         elif operation == KILL and number in self._wards:
             self._begin_kill(self._wards[number], with_stack=False)
 
@@ -129,6 +137,7 @@ class Warden:
             requests, replies, memory, fate = descriptors
             stderr_read, stderr_write = pipe(descriptors)
             stack_read, stack_write = pipe(descriptors)
+            heard, told = pair(descriptors)
             control = Control(Block(memory, CONTROL_SIZE))
             warden = os.getpid()
             pid = os.fork()
@@ -136,15 +145,53 @@ class Warden:
             decline(descriptors, 1, 3, error)
             return
         if pid == 0:
-            ends = worker.Ends(requests, replies, memory, stack_write)
+            ends = Ends(requests, replies, memory, stack_write, told)
             self._become_worker(method, number, ends, stderr_write, warden)
-        for descriptor in (requests, stderr_write, stack_write, memory):
+        for descriptor in (requests, stderr_write, stack_write, memory, told):
             os.close(descriptor)
         ward = Ward(number, pid, True, replies, control, socket.socket(fileno=fate), stderr_read, stack_read, shortest)
+        ward.announcements = socket.socket(fileno=heard)
         try:
             self._admit(ward)
         except OSError:
             kill_group(pid, signal.SIGKILL)  # it cannot be watched over; its end will be heard of
+
+    def _wake(self, lost: int, number: int, shortest: float, descriptors: list[int]) -> None:
+        """Have the snapshot that a dead worker left behind go on as another one."""
+        ward = self._bereaved.pop(lost, None)
+        try:
+            requests, replies, memory, fate = descriptors
+            stderr_read, stderr_write = pipe(descriptors)
+            stack_read, stack_write = pipe(descriptors)
+            heard, told = pair(descriptors)
+            control = Control(Block(memory, CONTROL_SIZE))
+            if ward is None or ward.standby is None:
+                raise OSError("it has left no snapshot")
+            pid = ward.standby.pid
+            message = WAKING.pack(self._trainer, os.getpid(), number)
+            handed = [requests, replies, memory, stack_write, stderr_write, told]
+            socket.send_fds(ward.standby.channel, [message], handed, getattr(socket, "MSG_NOSIGNAL", 0))
+        except (OSError, ValueError) as error:
+            decline(descriptors, 1, 3, error)
+            return
+        finally:
+            if ward is not None:
+                self._forsake(ward)
+        for descriptor in (requests, stderr_write, stack_write, memory, told):
+            os.close(descriptor)
+        woken = Ward(number, pid, True, replies, control, socket.socket(fileno=fate), stderr_read, stack_read, shortest)
+        woken.announcements = socket.socket(fileno=heard)
+        try:
+            self._admit(woken)
+        except OSError:
+            kill_group(pid, signal.SIGKILL)
+
+    def _forsake(self, ward: Ward) -> None:
+        """Let go of a dead worker's snapshot, and of the line to whom it may concern."""
+        self._bereaved.pop(ward.number, None)
+        self._forget(ward.fate.fileno())
+        ward.fate.close()
+        ward.drop_standby()
 
     def _watch(self, number: int, pid: int, shortest: float, descriptors: list[int]) -> None:
         try:
@@ -168,8 +215,15 @@ class Warden:
         self._on_readable(ward.stderr, lambda: self._forward_stderr(ward))
         self._on_readable(ward.stack, lambda: self._collect_stack(ward))
         self._on_readable(ward.fate.fileno(), lambda: self._abandoned(ward))
+        if ward.announcements is not None:
+            self._on_readable(ward.announcements.fileno(), lambda: self._hear(ward))
 
-    def _become_worker(self, method: int, number: int, ends: worker.Ends, stderr: int, warden: int) -> NoReturn:
+    def _hear(self, ward: Ward) -> None:
+        assert ward.announcements is not None
+        if not ward.hear():
+            self._forget(ward.announcements.fileno())
+
+    def _become_worker(self, method: int, number: int, ends: Ends, stderr: int, warden: int) -> NoReturn:
         """In the child: let go of everything of the warden's and turn into a worker."""
         try:
             signal.set_wakeup_fd(-1)
@@ -180,14 +234,14 @@ class Warden:
             if os.getppid() != warden:
                 os._exit(worker.LOOP_FAILED)  # it died before the line above
             os.dup2(stderr, 2)
-            kept = {0, 1, 2, ends.requests, ends.replies, ends.memory, ends.stack}
+            kept = {0, 1, 2, *ends.descriptors()}
             for descriptor in open_descriptors() - kept:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-            os.environ[worker.WARD_VARIABLE] = worker.ward_mark(self._trainer, number)
+            os.environ[WARD_VARIABLE] = ward_mark(self._trainer, number)
             if method == FORKSERVER:
                 worker.main(ends)
-            for descriptor in (ends.requests, ends.replies, ends.memory, ends.stack):
+            for descriptor in ends.descriptors():
                 os.set_inheritable(descriptor, True)
             os.execv(self._spawn_command[0], [*self._spawn_command, str(ends)])  # noqa: S606 - our own interpreter
         finally:
@@ -228,7 +282,9 @@ class Warden:
             os.set_blocking(descriptor, False)
         self._forward_stderr(ward)
         self._collect_stack(ward)
-        fate = Fate(code, ward.overdue, text(ward.stack_text), text(ward.tail))
+        standby = self._last_standby(ward)
+        left = None if standby is None else (standby.pid, standby.seq)
+        fate = Fate(code, ward.overdue, text(ward.stack_text), text(ward.tail), left)
         with contextlib.suppress(OSError):
             ward.fate.send(fate.encode(), socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0))
         tell_gone(ward.replies)
@@ -238,17 +294,34 @@ class Warden:
         for descriptor in (ward.stderr, ward.stack, ward.replies, ward.pidfd):
             if descriptor >= 0:
                 os.close(descriptor)
-        ward.fate.close()
         ward.control.close()
-        mark = worker.ward_mark(self._trainer, ward.number)
+        if standby is None:
+            ward.fate.close()
+        else:
+            self._bereaved[ward.number] = ward
+            self._on_readable(ward.fate.fileno(), lambda: self._forsake(ward))
+        mark = ward_mark(self._trainer, ward.number)
         self._kill_adopted(lambda pid: not self._wards or leftovers.belongs_to(pid, mark, ward.pipes))
         if not ward.is_child:  # what it left behind came to its own reaper, not to us
             leftovers.kill(mark, self._trainer, ward.pipes)
 
+    def _last_standby(self, ward: Ward) -> Standby | None:
+        if ward.announcements is None:
+            return None
+        self._forget(ward.announcements.fileno())
+        before: Standby | None = None
+        while ward.hear() and ward.standby is not before:
+            before = ward.standby
+        ward.announcements.close()
+        if self._ending_at < float("inf"):
+            ward.drop_standby()
+        return ward.standby
+
     def _kill_adopted(self, condemned: Callable[[int], bool]) -> None:
         """Kill processes that came to us when their parent, a worker, died."""
-        wards = {ward.pid for ward in self._wards.values()}
-        for pid in children() - wards:
+        known = [*self._wards.values(), *self._bereaved.values()]
+        spared = {ward.pid for ward in known} | {ward.standby.pid for ward in known if ward.standby}
+        for pid in children() - spared:
             if condemned(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -354,6 +427,8 @@ class Warden:
         if self._ending_at < float("inf"):
             return
         self._ending_at = time.monotonic() + ORPHAN_GRACE
+        for ward in list(self._bereaved.values()):
+            self._forsake(ward)
         for descriptor in self._lifelines:
             self._forget(descriptor)
         self._control.setblocking(False)

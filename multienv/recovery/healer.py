@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from multienv.backends.base import Backend, Gone
 from multienv.config import Deadlines, RestartPolicy
+from multienv.events import Rung
 from multienv.recovery.budget import RestartBudget
 from multienv.recovery.journal import Plan
 from multienv.recovery.verification import first_difference
@@ -54,6 +55,8 @@ class Effort:
     replayed: int = 0
     deaths: Counter[int] = field(default_factory=Counter)
     planned: bool = False  # not a restart in place of a lost process
+    admitted: bool = False  # by the budget, and not made use of
+    rung: Rung = ""
 
 
 class Healer:
@@ -120,9 +123,11 @@ class Healer:
         """A recovery begins now, or a recycling."""
         return Effort(self._clock(), planned=planned)
 
-    def restart(self, effort: Effort, progress: int) -> Backend:
-        """Launch a replacement and build the env in it. Raises Gone, BuildFailed, BudgetSpent, Unrecoverable."""
-        delay = 0.0 if effort.planned else self._budget.admit(self._clock(), progress)
+    def _admit(self, effort: Effort, progress: int) -> float | None:
+        """Wait for the restart's turn; how long it may take. Raises BudgetSpent, Unrecoverable."""
+        planned = effort.planned or effort.admitted
+        effort.admitted = False
+        delay = 0.0 if planned else self._budget.admit(self._clock(), progress)
         if delay is None:
             raise BudgetSpent
         remaining = self._remaining(effort)
@@ -132,6 +137,43 @@ class Healer:
             raise Unrecoverable("the env was closed")
         if delay and self._wait(delay):
             raise Unrecoverable("the env was closed")
+        return remaining
+
+    def wake(
+        self,
+        lost: Backend,
+        plan: Plan,
+        effort: Effort,
+        progress: int,
+        looks_the_same: Callable[[Backend, bytes], bool],
+    ) -> Backend | None:
+        """The snapshot of a lost process, after what came since; ``None`` if it cannot be had so."""
+        remaining = self._admit(effort, progress)
+        effort.admitted = True
+        backend = self._current = lost.wake(remaining)
+        if backend is None:
+            return None
+        effort.attempts += 1
+        self.restarts += 1
+        try:
+            reason, last = self._replay(backend, plan, effort)
+            if not reason and looks_the_same(backend, last):
+                effort.admitted, effort.rung = False, "snapshot"
+                return backend
+        except Gone:
+            backend.release()
+            return None
+        except BaseException:
+            backend.kill()
+            backend.release()
+            raise
+        backend.kill()
+        backend.release()
+        return None
+
+    def restart(self, effort: Effort, progress: int) -> Backend:
+        """Launch a replacement and build the env in it. Raises Gone, BuildFailed, BudgetSpent, Unrecoverable."""
+        remaining = self._admit(effort, progress)
         effort.attempts += 1
         self.restarts += not effort.planned
         backend = self._current = self.launch()
@@ -189,6 +231,7 @@ class Healer:
                 try:
                     reason, last = self._replay(backend, plan, effort)
                     if not reason and looks_the_same(backend, last):
+                        effort.rung = "journal"
                         return backend
                     reason = reason or "its last observation differs"
                 except Gone as gone:
@@ -207,8 +250,6 @@ class Healer:
 
     def _replay(self, backend: Backend, plan: Plan, effort: Effort) -> tuple[str, bytes]:
         """The first difference in words, and the last reply whole where its evidence is not."""
-        if not plan.frames:
-            return "", b""
         backend.arm(self._remaining(effort))
         backend.send(pack_message(1, Replay(plan.frames)))
         evidence, last = unpack_value(backend.complete(b"", 1))

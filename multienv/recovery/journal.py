@@ -158,6 +158,21 @@ class Journal:
             return [Plan(tuple(frames[::2]), tuple(frames[1::2]), True)]
         return [self._from(self._anchors[0])] if self._anchors else []
 
+    def since(self, seq: int) -> Plan | None:
+        """What came after the step of this number; ``None`` if it is not held any more."""
+        mark = seq.to_bytes(4, "little") + bytes([STEP])
+        place = self._entries.rfind(mark)
+        while place >= 4:
+            frames = split_frames(self._entries[place - 4 :])
+            requests, replies = frames[::2], frames[1::2]
+            # Or it is in the middle of a frame that looks like it.
+            if sum(map(len, frames)) == len(self._entries) - place + 4 and list(map(seq_of, requests)) == list(
+                map(seq_of, replies)
+            ):
+                return Plan(tuple(requests[1:]), tuple(replies[1:]), False)
+            place = self._entries.rfind(mark, 0, place)
+        return None
+
     def _from(self, anchor: Anchor) -> Plan:
         before = split_frames(self._lasting + _lasting_in(self._entries[: anchor.place]))
         frames = split_frames(self._entries[anchor.place :])

@@ -121,8 +121,7 @@ class Keeper:
         self._inline_limit = initialize.inline_limit
         self._recycling = Recycling(policy)
         self.due = ""  # why the process is to be replaced before the next request
-        recording = "replay" in (policy.on_crash, policy.on_timeout, policy.on_error)
-        self._journal = Journal(recording=recording, anchor_every=1 if self._recycling.wanted else ANCHOR_EVERY)
+        self._journal = Journal(recording=policy.replays, anchor_every=1 if self._recycling.wanted else ANCHOR_EVERY)
         self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
         self._transmit: Callable[[bytes], None] = _no_sender
         self._core: int | None = None
@@ -344,13 +343,15 @@ class Keeper:
 
     def statistics(self) -> Statistics:
         """Counters and state at this moment."""
-        pid = self._backend.pid if self._backend is not None else None
+        backend: Backend | None = self._backend
+        pid = None if backend is None else backend.pid
         return self.record.statistics(
             state=STATES[CLOSED if self.closed else self.phase],
             pid=pid,
             steps=self._steps,
             restarts=self._healer.restarts,
             journal_bytes=len(self._journal),
+            snapshots=backend.snapshots() if backend is not None else (0, ""),
         )
 
 

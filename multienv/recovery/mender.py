@@ -153,7 +153,9 @@ class Mender(Keeper):
             self._go_on_without(loss, effort, what_happened(loss), command)
             return
         try:
-            backend = self._healer.bring_back(self._journal.plans(), effort, self._steps, self._looks_the_same)
+            backend = self._wake(gone, effort) or self._healer.bring_back(
+                self._journal.plans(), effort, self._steps, self._looks_the_same
+            )
         except BudgetSpent as spent:
             raise self._give_up(loss, effort, spent) from None
         except Unrecoverable as reason:
@@ -166,6 +168,14 @@ class Mender(Keeper):
             self._refuse_poison(loss, effort, command)
         self.record.recovery(loss, "exact", "", effort)
         self._ask_again()
+
+    def _wake(self, gone: Gone, effort: Effort) -> Backend | None:
+        """The lost process's snapshot, if it has left one, brought to where that was lost."""
+        standby = gone.fate.standby
+        plan = None if standby is None or self._backend is None else self._journal.since(standby[1])
+        if plan is None:
+            return None
+        return self._healer.wake(self._backend, plan, effort, self._steps, self._looks_the_same)
 
     def _ask_again(self) -> None:
         self._arm_pending()

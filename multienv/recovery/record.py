@@ -61,7 +61,15 @@ class Record:
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> None:
         """What became of it."""
-        recovery = Recovery(loss, outcome, reason, effort.replayed, effort.attempts, time.monotonic() - effort.began)
+        recovery = Recovery(
+            loss,
+            outcome,
+            reason,
+            effort.replayed,
+            effort.attempts,
+            time.monotonic() - effort.began,
+            effort.rung if outcome == "exact" else "",
+        )
         self._last_recovery = recovery
         self._exact += outcome == "exact"
         self._truncated += outcome == "truncated"
@@ -86,7 +94,9 @@ class Record:
             except Exception:  # a hook must not break a recovery
                 logger.exception("A hook failed on %r", event)
 
-    def statistics(self, *, state: str, pid: int | None, steps: int, restarts: int, journal_bytes: int) -> Statistics:
+    def statistics(
+        self, *, state: str, pid: int | None, steps: int, restarts: int, journal_bytes: int, snapshots: tuple[int, str]
+    ) -> Statistics:
         """The record at this moment."""
         return Statistics(
             state=state,
@@ -102,6 +112,8 @@ class Record:
             recovery_seconds=tuple(self._times),
             step_seconds=self.step_seconds,
             journal_bytes=journal_bytes,
+            snapshots=snapshots[0],
+            no_snapshots=snapshots[1],
             rss=resident_bytes(pid),
             last_loss=self.last_loss,
             last_recovery=self._last_recovery,

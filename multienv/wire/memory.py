@@ -64,6 +64,8 @@ BUSY = 0  # u64: 1 + the number of the request being executed, 0 when there is n
 REPLAYING = 1  # u64: 1 + the index of the request inside a replay (worker)
 STEP_SECONDS = 4  # f64: how long the env takes for a step, smoothed; 0 while that is not known (worker)
 CORE = 3  # u64: 1 + the core to run on while steps are short, 0 for any (trainer)
+SNAPSHOTS = 5  # u64: how many it has taken (worker)
+NO_SNAPSHOTS = 6  # u64: why it takes none, see worker.snapshots (worker)
 DEADLINE = 2  # f64: when the pending request is overdue, CLOCK_MONOTONIC; 0 is never (trainer sets, worker clears)
 
 

@@ -74,6 +74,7 @@ class Initialize:
 
     ``seeds`` are for ``random`` and ``numpy.random``, so that a restarted worker begins as the first one did;
     ``None`` leaves them alone, in the trainer's own process.
+    ``snapshots`` says how often the worker forks itself: every so many steps, 0 as it thinks best, -1 never.
     ``setting`` is where the trainer stands (sys.path, sys.argv, working directory, environment); ``None`` under fork.
     """
 
@@ -81,6 +82,7 @@ class Initialize:
     seeds: tuple[int, int] | None
     setting: Setting | None
     inline_limit: int
+    snapshots: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,23 +57,25 @@ class Affinity:
         self._patience, self._rest = _PATIENCE, 0
         self._waited = 0.0
 
-    def timed(self, handle: Callable[[int, int, bytes], bytes], seq: int, kind: int, frame: bytes) -> bytes:
-        """Take the step; draw conclusions from how long it took."""
+    def timed(
+        self, handle: Callable[[int, int, bytes], bytes], seq: int, kind: int, frame: bytes, steps: int = SAMPLE + 1
+    ) -> bytes:
+        """Take the step, which stands for so many; draw conclusions from how long it took."""
         began = self._clock()
         reply = handle(seq, kind, frame)
         seconds = self._clock() - began
         before = self._times[STEP_SECONDS] or seconds
         self._times[STEP_SECONDS] = before + _SMOOTHING * (seconds - before)
         if self._scheduler is not None and self._words[CORE]:
-            self._consider(seconds, self._scheduler)
+            self._consider(seconds, steps, self._scheduler)
         return reply
 
-    def _consider(self, seconds: float, scheduler: Scheduler) -> None:
+    def _consider(self, seconds: float, steps: int, scheduler: Scheduler) -> None:
         before, self._waited = self._waited, scheduler.waited()
         if self._rest:
             self._rest -= 1
             return
-        waited = (self._waited - before) / (SAMPLE + 1)
+        waited = (self._waited - before) / steps
         telling = seconds + waited > _LONG if self._bound else seconds < _SHORT
         self._evidence = self._evidence + 1 if telling else max(0, self._evidence - 1)
         if self._evidence < _ENOUGH:
@@ -87,6 +89,13 @@ class Affinity:
             self._bound = scheduler.bind(self._words[CORE] - 1)
             if not self._bound:
                 self._scheduler = None
+
+    def end(self) -> None:
+        """In a copy of the process, which another one looks after from now on: undo what has been done."""
+        if self._scheduler is not None:
+            if self._bound:
+                self._scheduler.free()
+            self._scheduler.close()
 
 
 class Scheduler:
@@ -121,3 +130,7 @@ class Scheduler:
         """Undo it."""
         os.sched_setaffinity(0, self._cores)
         os.sched_setscheduler(0, self._policy, os.sched_param(0))
+
+    def close(self) -> None:
+        """Let go of the kernel's account."""
+        os.close(self._account)

@@ -86,6 +86,7 @@ class Host:
         self._on_initialize = on_initialize
         self._env: gymnasium.Env[Any, Any] | None = None
         self._pack: Pack | None = None
+        self._placement = Placement(None, inline=True)
         self._step: Callable[[Any], Any] | None = None
 
     def answer(self, frame: bytes) -> bytes:
@@ -140,6 +141,20 @@ class Host:
 
         return handle_any
 
+    def move(self, words: MutableSequence[int] | memoryview, allocate: Callable[[int], Block]) -> None:
+        """To other control words and other memory, with the observations that lie there."""
+        self._words, self._allocate = words, allocate
+        env, old = self._env, self.block
+        if env is None:
+            return
+        if old is not None:
+            self.block = allocate(old.size)
+            self.block.view[:] = old.view
+        self._pack = packer(env.observation_space, self._placement, self.block)
+        self.handle = self._compile(env, self._pack)
+        if old is not None:
+            old.close()
+
     # --- one method per message ---------------------------------------------------------------
 
     def _initialize(self, seq: int, message: Initialize) -> bytes:
@@ -162,7 +177,7 @@ class Host:
                 f"env_fn returned {env!r:.200}, which is not a gymnasium.Env. Return an env, already built."
             )
         self._env = env
-        placement = Placement.of(env.observation_space, message.inline_limit)
+        placement = self._placement = Placement.of(env.observation_space, message.inline_limit)
         self.block = self._allocate(placement.block_size) if placement.block_size else None
         self._pack = packer(env.observation_space, placement, self.block)
         self.handle = self._compile(env, self._pack)

@@ -13,65 +13,46 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
-from multienv.wire.memory import CONTROL_SIZE, DEADLINE, OBSERVATIONS, Block, Control
+from multienv.wire.memory import CONTROL_SIZE, DEADLINE, OBSERVATIONS, STEP_SECONDS, Block, Control
 from multienv.wire.messages import ARRIVED, MARK_SIZE, NOT_ARRIVED, REQUEST, STEP, Initialize
-from multienv.worker.affinity import SAMPLE, Affinity, Scheduler
+from multienv.worker.affinity import Affinity, Scheduler
+from multienv.worker.ends import WARD_VARIABLE, Ends
 from multienv.worker.host import Host
+from multienv.worker.snapshots import Snapshots
 
 # One read takes most requests, and CPython's small-object allocator serves it; the rest of a longer one is
 # fetched as its header says.
 _CHUNK = 476
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
-# In each worker's environment, so that the processes it starts can be told from others'.
-WARD_VARIABLE = "MULTIENV_WORKER"
-
-
-def ward_mark(trainer: int, number: int) -> str:
-    """Its value: worker numbers are one trainer's own."""
-    return f"{trainer}.{number}"
-
-
 # The exit code of a worker whose own loop failed, which is a defect of multienv.
 LOOP_FAILED = 70
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """The worker's descriptors."""
-
-    requests: int
-    replies: int
-    memory: int
-    stack: int  # where faulthandler writes
-
-    @classmethod
-    def parse(cls, text: str) -> Ends:
-        """From the command line of a spawned worker."""
-        return cls(*map(int, text.split(",")))
-
-    def __str__(self) -> str:
-        """For the command line of a spawned worker."""
-        return f"{self.requests},{self.replies},{self.memory},{self.stack}"
 
 
 def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
     """Serve requests until the end; never returns."""
     code = LOOP_FAILED
     try:
-        _settle(ends)
-        control = Control(Block(ends.memory, CONTROL_SIZE))
+        control = _settle(ends)
+        snapshots = Snapshots(control.words, ends.announcements)
         host = Host(
             env_fn=env_fn,
             words=control.words,
-            on_initialize=lambda message: _find_place(message),
-            allocate=lambda size: _allocate(ends.memory, size),
+            on_initialize=lambda message: _find_place(message, snapshots),
+            allocate=partial(_allocate, ends.memory),
         )
         with contextlib.suppress(BrokenPipeError, EOFError):  # the trainer let go in the middle of a request
-            _serve(ends, host, control)
+            copy = _serve(ends, host, control, snapshots)
+            while copy is not None:  # this is a snapshot, and has been woken
+                before, ends, control = control, copy, _settle(copy)
+                snapshots.move(control.words)
+                host.move(control.words, partial(_allocate, ends.memory))
+                before.close()
+                # First of all it leaves a copy in its place; the next loss wakes that.
+                copy = snapshots.take(snapshots.seq, ends) or _serve(ends, host, control, snapshots)
         if not host.closing:
             with contextlib.suppress(Exception):  # nobody is left to hear of it
                 host.close_env()
@@ -90,14 +71,21 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
         os._exit(code)
 
 
-def _serve(ends: Ends, host: Host, control: Control) -> None:
+def spawned(ends: str) -> NoReturn:
+    """As :func:`main`, in an interpreter of its own: the ends come by the command line."""
+    main(Ends.parse(ends))
+
+
+def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots) -> Ends | None:
+    """Answer requests until there are no more; or, in a snapshot taken here that is woken, return what it is handed."""
     read, write, times = os.read, os.write, control.times
     unpack, affinity = REQUEST.unpack_from, Affinity(control.words, times, Scheduler.of_this_process())
     last_seq, reply, ahead = -1, b"", b""
+    unseen = 0  # it is not known yet how long a step takes
     while True:
         frame = ahead or read(ends.requests, _CHUNK)
         if not frame:
-            break
+            return None
         if len(frame) < REQUEST.size:
             frame = _read_rest(ends.requests, frame, REQUEST.size)
         length, seq, kind, _ = unpack(frame)
@@ -109,17 +97,21 @@ def _serve(ends: Ends, host: Host, control: Control) -> None:
                 ahead = _answer_mark(ends, frame, reply if seq == last_seq else b"")
                 continue
             frame = frame[:length]
-        if seq & SAMPLE or kind != STEP:
-            reply = host.handle(seq, kind, frame)
-        else:
-            reply = affinity.timed(host.handle, seq, kind, frame)
+        sampled = kind == STEP and not seq & unseen
+        reply = affinity.timed(host.handle, seq, kind, frame, unseen + 1) if sampled else host.handle(seq, kind, frame)
         last_seq = seq
         times[DEADLINE] = 0.0
         written = write(ends.replies, reply)
         if written < len(reply):  # a signal came in between
             _write_rest(ends.replies, memoryview(reply)[written:])
-        if host.closing:
-            return
+        if sampled:
+            unseen = snapshots.unseen(times[STEP_SECONDS])
+            copy = snapshots.consider(seq, times[STEP_SECONDS], ends)
+            if copy is not None:
+                affinity.end()
+                return copy
+        elif host.closing:
+            return None
 
 
 def _answer_mark(ends: Ends, frame: bytes, reply: bytes) -> bytes:
@@ -148,8 +140,8 @@ def _write_rest(descriptor: int, rest: memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _settle(ends: Ends) -> None:
-    """Signals, as a worker wants them."""
+def _settle(ends: Ends) -> Control:
+    """Signals, as a worker wants them; and its control words."""
     for name in ("SIGTERM", "SIGCHLD", "SIGHUP", "SIGALRM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -157,10 +149,12 @@ def _settle(ends: Ends) -> None:
     faulthandler.enable(ends.stack, all_threads=True)
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True, chain=False)
+    return Control(Block(ends.memory, CONTROL_SIZE))
 
 
-def _find_place(message: Initialize) -> None:
+def _find_place(message: Initialize, snapshots: Snapshots) -> None:
     """See the world as the trainer does: modules, arguments, working directory, environment, registered envs."""
+    snapshots.begin(message.snapshots)
     setting = message.setting
     if setting is None:
         return

@@ -1,0 +1,204 @@
+"""Forked snapshots: now and then a worker forks itself, and the copy freezes.
+
+The copy is exact by construction, whatever the env is made of, and it is a hot standby: when the worker is lost it
+wakes, is handed new pipes and runs the few requests again that came since. It costs the worker a fork, and memory only
+where the two come to differ (copy-on-write).
+
+It holds none of the worker's pipes, which would hide a death, and leads a process group of its own. It waits for a
+message on a socket whose other end the warden alone holds: the message wakes it, the socket's end is its own. Once the
+worker is dead it is the warden's child, which reaps its exact exit status too.
+
+An env with threads, child processes, sockets or a GPU would not survive the fork whole; then none is taken, and
+`NO_SNAPSHOTS` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from multienv.wire.memory import NO_SNAPSHOTS, SNAPSHOTS
+from multienv.wire.messages import SEQ_MASK
+from multienv.worker.affinity import SAMPLE
+from multienv.worker.ends import WARD_VARIABLE, Ends, ward_mark
+
+ANNOUNCEMENT = struct.Struct("<QQ")  # process, number of the last request it has executed
+WAKING = struct.Struct("<QQQ")  # trainer, warden, number of the worker it is from now on
+# What comes with it: requests (read), replies (write), memory, stack (write), stderr (write), announcements.
+WAKING_DESCRIPTORS = 6
+
+# Why there are none; control word NO_SNAPSHOTS is an index.
+OBSTACLES = ("", "threads", "child processes", "sockets", "devices", "the fork failed")
+_THREADS, _CHILDREN, _SOCKETS, _DEVICES, _FAILED = range(1, 6)
+_DEVICE_PREFIXES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/infiniband")
+# Env time between two, in multiples of what the fork takes: it has to pay for the pages that are copied afterwards too,
+# and for the copy's own work, on another core or not.
+_MULTIPLE = 300
+# Env time between two at the least, seconds: shorter replays are not worth it.
+_SHORTEST = 0.05
+# Steps that take longer, in seconds, are looked at each.
+_SLOW = 1e-3
+# Times as long for each try that found an obstacle.
+_PATIENCE = 4
+_PR_SET_PDEATHSIG = 1
+
+
+class Snapshots:
+    """When a worker takes snapshots, and how.
+
+    Args:
+        words: The worker's control words.
+        announcements: The socket to the warden, or -1: then none are taken.
+        clock: Tells seconds.
+    """
+
+    def __init__(self, words: Any, announcements: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Take none until told how often."""
+        self.seq = 0  # of the last one; in a woken copy: of the last request it has executed
+        self._every = -1
+        self._words = words
+        self._announcements = announcements
+        self._clock = clock
+        self._interval = _SHORTEST
+        self._cost = 0.0
+        self._pids: set[int] = set()
+
+    def begin(self, every: int, seq: int = 0) -> None:
+        """Take one every so many steps; 0 finds out how often is good, -1 is never."""
+        possible = sys.platform == "linux" and self._announcements >= 0
+        self._every, self.seq = every if possible else -1, seq
+
+    def unseen(self, step_seconds: float) -> int:
+        """A mask: a step whose number has any of these bits need not be looked at."""
+        if step_seconds > _SLOW or 0 < self._every <= SAMPLE:
+            return 0
+        return SAMPLE
+
+    def consider(self, seq: int, step_seconds: float, ends: Ends) -> Ends | None:
+        """After a step: take one if it is time; see `take`."""
+        if self._every < 0:
+            return None
+        steps = (seq - self.seq) & SEQ_MASK
+        due = steps >= self._every if self._every else steps * step_seconds >= self._interval
+        return self.take(seq, ends) if due else None
+
+    def take(self, seq: int, ends: Ends) -> Ends | None:
+        """Fork. ``None`` here; in the copy, when it is woken, the ends it has been handed."""
+        self.seq = seq
+        self._reap()
+        obstacle = self._obstacle()
+        if obstacle:
+            self._give_up(obstacle)
+            return None
+        for stream in (sys.stdout, sys.stderr):  # or the copy would write it a second time
+            with contextlib.suppress(Exception):
+                stream.flush()
+        drawn = random.getstate()  # Python seeds it anew in a forked child
+        ours, theirs = socket.socketpair()
+        began = self._clock()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            self._give_up(_FAILED)
+            return None
+        if pid == 0:
+            ours.close()
+            random.setstate(drawn)
+            return self._freeze(theirs, ends)
+        theirs.close()
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # whoever comes first
+        self._announce(pid, seq, ours)
+        self._note(pid, self._clock() - began)
+        return None
+
+    # --- in the worker --------------------------------------------------------------------------
+
+    def _announce(self, pid: int, seq: int, channel: socket.socket) -> None:
+        """To the warden, who lets go of the one before. Without its ear the copy sees the socket end."""
+        with channel, contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._announcements)) as warden:
+            message = [ANNOUNCEMENT.pack(pid, seq)]
+            flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+            socket.send_fds(warden, message, [channel.fileno()], flags)
+
+    def _note(self, pid: int, seconds: float) -> None:
+        self._pids.add(pid)
+        self._words[SNAPSHOTS] += 1
+        self._words[NO_SNAPSHOTS] = 0
+        self._cost = max(seconds, 0.75 * self._cost)
+        self._interval = max(_SHORTEST, _MULTIPLE * self._cost)
+
+    def _give_up(self, obstacle: int) -> None:
+        """For a while: it may go away."""
+        self._words[NO_SNAPSHOTS] = obstacle
+        self._interval *= _PATIENCE
+
+    def _reap(self) -> None:
+        for pid in list(self._pids):
+            try:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    self._pids.discard(pid)
+            except ChildProcessError:  # the env reaps whichever child it finds
+                self._pids.discard(pid)
+
+    def _obstacle(self) -> int:
+        """What would not survive a fork, or 0."""
+        tasks = os.listdir("/proc/self/task")
+        if len(tasks) > 1:
+            return _THREADS
+        with contextlib.suppress(OSError):
+            if set(map(int, Path(f"/proc/self/task/{tasks[0]}/children").read_text().split())) - self._pids:
+                return _CHILDREN
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - a Path costs ten times as much
+                if target.startswith("socket:") and int(descriptor) != self._announcements:
+                    return _SOCKETS
+                if target.startswith(_DEVICE_PREFIXES):
+                    return _DEVICES
+        return 0
+
+    # --- in the copy ----------------------------------------------------------------------------
+
+    def _freeze(self, channel: socket.socket, ends: Ends) -> Ends:
+        """Let go of what is the worker's, and wait."""
+        try:
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            for descriptor in ends.descriptors():
+                os.close(descriptor)
+            self._pids.clear()
+            with channel:
+                message, descriptors, _, _ = socket.recv_fds(channel, WAKING.size, WAKING_DESCRIPTORS)
+            if len(message) < WAKING.size or len(descriptors) < WAKING_DESCRIPTORS:
+                os._exit(0)  # nobody needs it any more
+            return self._wake(message, descriptors)
+        except BaseException:
+            os._exit(0)
+
+    def _wake(self, message: bytes, descriptors: list[int]) -> Ends:
+        trainer, warden, number = WAKING.unpack(message)
+        requests, replies, memory, stack, stderr, announcements = descriptors
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(9), 0, 0, 0)
+        if os.getppid() != warden:  # nobody would hear of its end
+            os._exit(0)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.environ[WARD_VARIABLE] = ward_mark(trainer, number)
+        self._announcements = announcements
+        return Ends(requests, replies, memory, stack, announcements)
+
+    def move(self, words: Any) -> None:
+        """From now on these are the control words."""
+        self._words = words
