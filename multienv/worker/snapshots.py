@@ -39,6 +39,8 @@ WAKING_DESCRIPTORS = 6
 # Why there are none; control word NO_SNAPSHOTS is an index.
 OBSTACLES = ("", "threads", "child processes", "sockets", "devices", "the fork failed")
 _THREADS, _CHILDREN, _SOCKETS, _DEVICES, _FAILED = range(1, 6)
+# Pygame starts it, and needs it for callbacks by the clock alone, which no env asks for that is to be deterministic.
+_HARMLESS_THREADS = ("SDLTimer\n",)
 _DEVICE_PREFIXES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/infiniband")
 # Env time between two, in multiples of what the fork takes: it has to pay for the pages that are copied afterwards too,
 # and for the copy's own work, on another core or not.
@@ -154,12 +156,13 @@ class Snapshots:
 
     def _obstacle(self) -> int:
         """What would not survive a fork, or 0."""
-        tasks = os.listdir("/proc/self/task")
-        if len(tasks) > 1:
-            return _THREADS
-        with contextlib.suppress(OSError):
-            if set(map(int, Path(f"/proc/self/task/{tasks[0]}/children").read_text().split())) - self._pids:
-                return _CHILDREN
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):
+                if int(task) != os.getpid():
+                    if Path(f"/proc/self/task/{task}/comm").read_text() not in _HARMLESS_THREADS:
+                        return _THREADS
+                elif set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split())) - self._pids:
+                    return _CHILDREN
         for descriptor in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - a Path costs ten times as much

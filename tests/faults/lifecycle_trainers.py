@@ -17,7 +17,7 @@ import time
 from functools import partial
 from typing import Any
 
-from multienv import Deadlines, MultiEnv, SubprocessEnv, create_subprocess_envs
+from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
 from multienv.errors import MultienvError
 from multienv.testing import CounterEnv, Fault, FaultyEnv, ForkingEnv, PidEnv, is_alive
 
@@ -521,3 +521,19 @@ def use_in_exit_handlers(method: str) -> None:
         say("used")
 
     atexit.register(use)
+
+
+def hold_snapshots(method: str, moment: str) -> None:
+    """Workers with a snapshot each; with ``bereaved`` they have just died, and nobody has looked yet."""
+    policy = RestartPolicy(snapshot_every=3)
+    envs = [SubprocessEnv(CounterEnv, context=method, restart=policy).initialize() for _ in range(3)]
+    for env in envs:
+        env.reset(seed=0)
+        for _ in range(5):
+            env.step(1)
+        assert env.statistics().snapshots
+    if moment == "bereaved":
+        for env in envs:
+            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+    say("ready")
+    time.sleep(60)
