@@ -85,6 +85,7 @@ class RestartPolicy:
             brought back from its frozen copy, exactly whatever the env is made of. An env with threads, child
             processes, sockets or a GPU has none; ``statistics().no_snapshots`` says so.
         snapshot_every: Steps between two snapshots; ``None`` finds out what is good: 1 % of the env's time at most.
+        max_snapshots: How many that ``env.snapshot()`` has taken may be kept at a time; each is a frozen process.
         recycle_after_steps: A process that has taken so many steps is replaced by a new one, between two
             steps and without a trace in the trajectory: the same replay as after a loss. An env that cannot be
             replayed exactly keeps its process until the next reset. For simulators that leak.
@@ -106,6 +107,7 @@ class RestartPolicy:
     replay_limit: float = 10.0
     snapshots: bool = True
     snapshot_every: int | None = None
+    max_snapshots: int = 256
     recycle_after_steps: int | None = None
     recycle_after_episodes: int | None = None
     recycle_after: float | None = None
@@ -122,7 +124,7 @@ class RestartPolicy:
             if getattr(self, name) is None:
                 raise UsageError(f"RestartPolicy.{name} is None; give a number of seconds.")
         check_seconds("RestartPolicy.recycle_after", self.recycle_after)
-        for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0)):
+        for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0), ("max_snapshots", 0)):
             self._check_integer(name, least)
         if not isinstance(self.snapshots, bool):
             raise UsageError(f"RestartPolicy.snapshots is {self.snapshots!r}; give True or False.")

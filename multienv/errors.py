@@ -23,6 +23,7 @@
     │   ├── PoisonError                       the same request kills every process it is given to
     │   └── RestartBudgetExceeded             it was lost more often than the policy allows
     ├── NotRestoredError                    load_state_dict() could not have the env as it was
+    ├── NotForkableError                    snapshot() is not possible for this env
     └── EnvsFailedError                     several envs: failures by index, results of the others
 
 Each message says what happened, the likely cause, and what to do next.
@@ -240,6 +241,10 @@ class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the publ
 
 class NotRestoredError(MultienvError):
     """What ``state_dict()`` had saved could not be brought back exactly. The env is as it was before the call."""
+
+
+class NotForkableError(MultienvError):
+    """The env's process cannot be forked, so no snapshot can be taken; the message says why."""
 
 
 class EnvsFailedError(MultienvError):

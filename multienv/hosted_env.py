@@ -11,9 +11,10 @@ import gymnasium
 from multienv.errors import UsageError
 from multienv.events import Statistics
 from multienv.recovery.phases import HALF, WHOLE
+from multienv.recovery.restorer import Snapshot
 from multienv.recovery.supervisor import Supervisor, Transition
 from multienv.remote_generator import RemoteGenerator
-from multienv.wire.messages import Call, GetAttribute, HasAttribute, Render, Reset, SetAttribute
+from multienv.wire.messages import Branch, Call, GetAttribute, HasAttribute, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -173,6 +174,38 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def render(self) -> Any:
         """Draw the env where it is; returns what its ``render`` returns."""
         return self._ask("render", Render())
+
+    # --- branching ------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Keep the env as it is now, to come back to with :meth:`restore`, any number of times.
+
+        To be called between two steps. The env's process forks itself, which takes about a millisecond and works for
+        whatever can be forked: also what cannot be copied or pickled, an emulator or a physics engine for instance.
+
+        Returns:
+            To be given to :meth:`restore`. It is freed when nobody holds it any more.
+
+        Raises:
+            NotForkableError: The env has threads, child processes, sockets or a GPU; or it is not on Linux, was
+                started by ``fork``, or is a :class:`SerialEnv`. Nothing is lost.
+            UsageError: ``RestartPolicy.max_snapshots`` are kept already.
+        """
+        token = self._supervisor.prepare_snapshot()
+        return self._supervisor.keep_snapshot(token, self._ask("snapshot", Branch(token)))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Have the env as it was when this snapshot of it was taken: exactly, its random generators too.
+
+        What happened since is undone for the env; the next step continues the episode of the snapshot. Losses after
+        that are made good as ever.
+
+        Raises:
+            UsageError: The snapshot is another env's, or has been freed.
+            NotRestoredError: The frozen process has been killed, and the env could not be replayed to that state.
+        """
+        with _Interruptible(self._supervisor):
+            self._supervisor.restore(snapshot)
 
     # --- checkpoints ----------------------------------------------------------------------------
 

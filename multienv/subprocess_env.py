@@ -7,6 +7,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -18,9 +19,10 @@ from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvFnError, EnvsFailedError, UsageError
 from multienv.events import Hook
 from multienv.hosted_env import EnvFn, HostedEnv
+from multienv.processes.client import tell
 from multienv.processes.environment import module_path, worker_environment, working_directory
 from multienv.processes.launch import Launch, method_of
-from multienv.processes.protocol import FORK
+from multienv.processes.protocol import FORK, FREE, WAKE_TOKEN
 from multienv.processes.registrations import registrations
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import Pool, side_by_side
@@ -85,7 +87,7 @@ class SubprocessEnv(HostedEnv):
         )
         super().__init__(
             Supervisor(
-                lambda: ProcessBackend(launch, deadlines.start),
+                _Processes(launch, deadlines.start),
                 initialize,
                 policy=restart,
                 deadlines=deadlines,
@@ -129,7 +131,7 @@ class SerialEnv(HostedEnv):
         policy = RestartPolicy(on_crash="raise", on_timeout="raise")
         super().__init__(
             Supervisor(
-                lambda: SerialBackend(env_fn),
+                _Serially(env_fn),
                 initialize,
                 policy=policy,
                 deadlines=Deadlines(),
@@ -137,6 +139,37 @@ class SerialEnv(HostedEnv):
                 hooks=tuple(hooks),
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Processes:
+    """Where the processes of one env come from."""
+
+    launch: Launch
+    start_deadline: float | None
+
+    def __call__(self) -> ProcessBackend:
+        return ProcessBackend(self.launch, self.start_deadline)
+
+    def branch(self, token: int, deadline: float | None) -> ProcessBackend | None:
+        return ProcessBackend.woken(self.launch, deadline, (WAKE_TOKEN, token))
+
+    def free(self, token: int) -> None:
+        tell(FREE, pid=token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Serially:
+    env_fn: EnvFn
+
+    def __call__(self) -> SerialBackend:
+        return SerialBackend(self.env_fn)
+
+    def branch(self, token: int, deadline: float | None) -> None:
+        return None
+
+    def free(self, token: int) -> None:
+        pass
 
 
 def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[SubprocessEnv]:

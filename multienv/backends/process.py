@@ -8,18 +8,20 @@ import os
 import secrets
 import select
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 
 from multienv.backends.base import Backend, Gone
 from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
-from multienv.processes.protocol import UNKNOWN_FATE, Fate
+from multienv.processes.protocol import UNKNOWN_FATE, WAKE, Fate
 from multienv.wire.memory import (
     BUSY,
     CORE,
     DEADLINE,
     NO_SNAPSHOTS,
     OBSERVATIONS,
+    PID,
     REPLAYING,
     SNAPSHOTS,
     STEP_SECONDS,
@@ -63,6 +65,7 @@ class ProcessBackend(Backend):
     """
 
     __slots__ = (
+        "__weakref__",
         "_block",
         "_fill_directly",
         "_inbox",
@@ -78,11 +81,11 @@ class ProcessBackend(Backend):
         "_worker",
     )
 
-    def __init__(self, launch: Launch, start_deadline: float | None, lost: Worker | None = None) -> None:
-        """Launch the process, or wake the snapshot of one that is lost; does not wait for it."""
+    def __init__(self, launch: Launch, start_deadline: float | None, snapshot: tuple[int, int] | None = None) -> None:
+        """Launch the process, or wake a snapshot: the order and the number to give; does not wait for it."""
         super().__init__()
         self._launch = launch
-        self._worker = Worker(launch, start_deadline, lost)
+        self._worker = Worker(launch, start_deadline, snapshot)
         self._pid: int | None = self._worker.pid
         # A BufferedWriter, because it counts what is written where no signal handler can come in between.
         self._outbox: io.BufferedWriter[io.FileIO] | None = None
@@ -101,6 +104,8 @@ class ProcessBackend(Backend):
     @property
     def pid(self) -> int | None:
         """The worker's process, once it has said who it is."""
+        if self._pid is None and self._worker.ended >= 0 and self._worker.control.words[PID]:
+            self.pid = self._worker.control.words[PID]
         return self._pid
 
     @pid.setter
@@ -129,15 +134,18 @@ class ProcessBackend(Backend):
 
     def _sender(self) -> Callable[[bytes], None]:
         write, descriptor = os.write, self._worker.requests
+        # Weakly: whoever is interrupted before it could let go of its worker is to lose it at once, not when garbage is
+        # collected next.
+        send_long = weakref.WeakMethod(self._send_long)
 
         def send(frame: bytes) -> None:
             if len(frame) > ATOMIC:
-                self._send_long(frame)
+                send_long()(frame)  # type: ignore[misc]
                 return
             try:
                 write(descriptor, frame)  # the whole of it or nothing
             except BlockingIOError:
-                self._send_long(frame)
+                send_long()(frame)  # type: ignore[misc]
             except OSError:  # it is dead: the replies will end
                 return
 
@@ -356,12 +364,15 @@ class ProcessBackend(Backend):
         fate = self._worker.fate
         if fate is None or fate.standby is None:
             return None
+        return self.woken(self._launch, deadline, (WAKE, self._worker.number))
+
+    @classmethod
+    def woken(cls, launch: Launch, deadline: float | None, snapshot: tuple[int, int]) -> ProcessBackend | None:
+        """A snapshot, awake, if it can be reached."""
         try:
-            woken = ProcessBackend(self._launch, deadline, self._worker)
+            return cls(launch, deadline, snapshot)
         except OSError:  # the warden is gone, and the snapshot with it
             return None
-        woken.pid = fate.standby[0]
-        return woken
 
     def finish(self, timeout: float) -> None:
         """Wait for its end; kill it after ``timeout`` seconds, or at once if it waits for the rest of a request."""

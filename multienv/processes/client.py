@@ -102,6 +102,14 @@ def reap() -> None:
             client.reap()
 
 
+def tell(operation: int, *, number: int = 0, pid: int = 0) -> None:
+    """Give an order to the warden there is, if there is one; without a lock, so that finalizers may."""
+    client = _client
+    if client is not None and client.trainer == os.getpid():
+        with contextlib.suppress(OSError, ValueError):
+            client.order(operation, number=number, pid=pid)
+
+
 def warden() -> WardenClient:
     """This process's warden, launched when there is none, or none any more; ClosedError once the interpreter ends."""
     global _client

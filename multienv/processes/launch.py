@@ -25,7 +25,6 @@ from multienv.processes.protocol import (
     LAUNCH,
     SPAWN,
     UNKNOWN_FATE,
-    WAKE,
     WATCH,
     Fate,
 )
@@ -95,8 +94,8 @@ class Worker:
     # Until they are made: an interruption may come first.
     requests = replies = memory = ended = -1
 
-    def __init__(self, launch: Launch, start_deadline: float | None, lost: Worker | None = None) -> None:
-        """Launch the process, or wake the snapshot of one that is lost; does not wait for it."""
+    def __init__(self, launch: Launch, start_deadline: float | None, snapshot: tuple[int, int] | None = None) -> None:
+        """Launch the process, or wake a snapshot: the order and the number to give; does not wait for it."""
         self.number = next(_numbers)
         self.pid: int | None = None
         self.fate: Fate | None = None
@@ -109,7 +108,7 @@ class Worker:
             try:
                 self._make_ends()
                 self.control.times[DEADLINE] = time.monotonic() + start_deadline if start_deadline else 0.0
-                self._start(launch, lost)
+                self._start(launch, snapshot)
             except BaseException:
                 self._discard()
                 raise
@@ -130,11 +129,12 @@ class Worker:
         for name in _ENDS:
             self._tokens[name] = descriptors.own(getattr(self, name))
 
-    def _start(self, launch: Launch, lost: Worker | None) -> None:
+    def _start(self, launch: Launch, snapshot: tuple[int, int] | None) -> None:
         requests, replies, fate = self._theirs
-        if lost is not None:
+        if snapshot is not None:
+            order, which = snapshot
             ends = (requests, replies, self.memory, fate)
-            warden().order(WAKE, number=self.number, pid=lost.number, shortest=launch.shortest_deadline, fds=ends)
+            warden().order(order, number=self.number, pid=which, shortest=launch.shortest_deadline, fds=ends)
             return
         if launch.method == FORK:
             self._fork(launch, requests, replies, fate)

@@ -11,7 +11,9 @@ ORDER = struct.Struct("<BBxxxxxxQqd")
 LAUNCH = 1  # descriptors: requests (read), replies (write), memory, fate
 WATCH = 2  # descriptors: replies (write), memory, fate, stderr (read), stack (read)
 KILL = 3
-WAKE = 4  # the snapshot of the worker whose number is in the place of the pid; descriptors as for LAUNCH
+WAKE = 4  # what a dead worker has left behind; descriptors as for LAUNCH, its number in the place of the pid
+WAKE_TOKEN = 5  # the same for a snapshot that is kept under a token
+FREE = 6  # let such a snapshot go; the token in the place of the pid
 
 FORKSERVER = 1
 SPAWN = 2

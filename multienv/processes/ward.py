@@ -48,8 +48,8 @@ class Ward:
     pidfd: int = -1
     pipes: frozenset[str] = frozenset()  # its stderr's and stack's, as /proc names them
 
-    def hear(self) -> bool:
-        """Take note of a snapshot, if one is announced; false when none will be any more."""
+    def hear(self, tokens: dict[int, Standby]) -> bool:
+        """Take note of a snapshot, if one is announced, here or under its token; false when none will be any more."""
         assert self.announcements is not None
         try:
             data, descriptors, _, _ = socket.recv_fds(self.announcements, ANNOUNCEMENT.size, 1, socket.MSG_DONTWAIT)
@@ -61,9 +61,13 @@ class Ward:
             for descriptor in descriptors:
                 os.close(descriptor)
             return False
-        self.drop_standby()
-        pid, seq = ANNOUNCEMENT.unpack(data)
-        self.standby = Standby(pid, seq, socket.socket(fileno=descriptors[0]))
+        pid, seq, token = ANNOUNCEMENT.unpack(data)
+        snapshot = Standby(pid, seq, socket.socket(fileno=descriptors[0]))
+        if token:
+            tokens[token] = snapshot
+        else:
+            self.drop_standby()
+            self.standby = snapshot
         return True
 
     def drop_standby(self) -> None:
@@ -107,6 +111,13 @@ def tell_gone(replies: int) -> None:
     with contextlib.suppress(OSError):
         if takes_more(replies):
             os.write(replies, GONE_FRAME)
+
+
+def takes_in(descriptor: int) -> bool:
+    """Whether there is something to read."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def takes_more(descriptor: int, patience: float = 0.0) -> bool:

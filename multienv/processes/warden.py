@@ -25,12 +25,14 @@ from typing import NoReturn
 from multienv.processes import leftovers
 from multienv.processes.protocol import (
     FORKSERVER,
+    FREE,
     KILL,
     LAUNCH,
     ORDER,
     STACK_LIMIT,
     STDERR_TAIL,
     WAKE,
+    WAKE_TOKEN,
     WATCH,
     Fate,
 )
@@ -44,6 +46,7 @@ from multienv.processes.ward import (
     open_descriptors,
     pair,
     pipe,
+    takes_in,
     takes_more,
     tell_gone,
     text,
@@ -77,6 +80,7 @@ class Warden:
         self._wards: dict[int, Ward] = {}
         self._selector = selectors.DefaultSelector()
         self._bereaved: dict[int, Ward] = {}  # dead, with a snapshot that their trainer may want
+        self._tokens: dict[int, Standby] = {}  # snapshots that the trainer may come back to
         self._lifelines: list[int] = []
         self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
         self._ending_at = float("inf")
@@ -128,7 +132,14 @@ class Warden:
         elif operation == WATCH:
             self._watch(number, pid, shortest, descriptors)
         elif operation == WAKE:
-            self._wake(pid, number, shortest, descriptors)
+            ward = self._bereaved.get(pid)
+            self._wake(ward.standby if ward else None, number, shortest, descriptors)
+            if ward is not None:
+                self._forsake(ward)
+        elif operation == WAKE_TOKEN:
+            self._wake(self._tokens.pop(pid, None), number, shortest, descriptors)
+        elif operation == FREE and pid in self._tokens:
+            self._tokens.pop(pid).channel.close()
         elif operation == KILL and number in self._wards:
             self._begin_kill(self._wards[number], with_stack=False)
 
@@ -156,35 +167,40 @@ class Warden:
         except OSError:
             kill_group(pid, signal.SIGKILL)  # it cannot be watched over; its end will be heard of
 
-    def _wake(self, lost: int, number: int, shortest: float, descriptors: list[int]) -> None:
-        """Have the snapshot that a dead worker left behind go on as another one."""
-        ward = self._bereaved.pop(lost, None)
+    def _wake(self, snapshot: Standby | None, number: int, shortest: float, descriptors: list[int]) -> None:
+        """Have a snapshot, whose worker is dead, go on as another one."""
         try:
             requests, replies, memory, fate = descriptors
             stderr_read, stderr_write = pipe(descriptors)
             stack_read, stack_write = pipe(descriptors)
             heard, told = pair(descriptors)
             control = Control(Block(memory, CONTROL_SIZE))
-            if ward is None or ward.standby is None:
-                raise OSError("it has left no snapshot")
-            pid = ward.standby.pid
+            if snapshot is None:
+                raise OSError("there is no such snapshot")
             message = WAKING.pack(self._trainer, os.getpid(), number)
             handed = [requests, replies, memory, stack_write, stderr_write, told]
-            socket.send_fds(ward.standby.channel, [message], handed, getattr(socket, "MSG_NOSIGNAL", 0))
+            with snapshot.channel:
+                socket.send_fds(snapshot.channel, [message], handed, getattr(socket, "MSG_NOSIGNAL", 0))
         except (OSError, ValueError) as error:
             decline(descriptors, 1, 3, error)
             return
-        finally:
-            if ward is not None:
-                self._forsake(ward)
         for descriptor in (requests, stderr_write, stack_write, memory, told):
             os.close(descriptor)
-        woken = Ward(number, pid, True, replies, control, socket.socket(fileno=fate), stderr_read, stack_read, shortest)
-        woken.announcements = socket.socket(fileno=heard)
+        line, pid = socket.socket(fileno=fate), snapshot.pid
+        ward = Ward(number, pid, True, replies, control, line, stderr_read, stack_read, shortest)
+        ward.announcements = socket.socket(fileno=heard)
         try:
-            self._admit(woken)
+            self._admit(ward)
+            ward.pidfd = os.pidfd_open(pid)  # its parent may yet be another, who would be told of its end
+            self._on_readable(ward.pidfd, lambda: self._end_of_woken(ward))
+        except ProcessLookupError:
+            self._finish(ward, None)
         except OSError:
             kill_group(pid, signal.SIGKILL)
+
+    def _end_of_woken(self, ward: Ward) -> None:
+        self._reap_children()
+        self._finish(ward, None)  # if it was not among them
 
     def _forsake(self, ward: Ward) -> None:
         """Let go of a dead worker's snapshot, and of the line to whom it may concern."""
@@ -220,7 +236,7 @@ class Warden:
 
     def _hear(self, ward: Ward) -> None:
         assert ward.announcements is not None
-        if not ward.hear():
+        if not ward.hear(self._tokens):
             self._forget(ward.announcements.fileno())
 
     def _become_worker(self, method: int, number: int, ends: Ends, stderr: int, warden: int) -> NoReturn:
@@ -256,6 +272,9 @@ class Warden:
     def _reap(self, wake: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(wake, 4096)
+        self._reap_children()
+
+    def _reap_children(self) -> None:
         by_pid = {ward.pid: ward for ward in self._wards.values() if ward.is_child}
         while True:
             try:
@@ -309,9 +328,8 @@ class Warden:
         if ward.announcements is None:
             return None
         self._forget(ward.announcements.fileno())
-        before: Standby | None = None
-        while ward.hear() and ward.standby is not before:
-            before = ward.standby
+        while takes_in(ward.announcements.fileno()) and ward.hear(self._tokens):
+            pass
         ward.announcements.close()
         if self._ending_at < float("inf"):
             ward.drop_standby()
@@ -321,6 +339,7 @@ class Warden:
         """Kill processes that came to us when their parent, a worker, died."""
         known = [*self._wards.values(), *self._bereaved.values()]
         spared = {ward.pid for ward in known} | {ward.standby.pid for ward in known if ward.standby}
+        spared |= {snapshot.pid for snapshot in self._tokens.values()}
         for pid in children() - spared:
             if condemned(pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -429,6 +448,8 @@ class Warden:
         self._ending_at = time.monotonic() + ORPHAN_GRACE
         for ward in list(self._bereaved.values()):
             self._forsake(ward)
+        while self._tokens:
+            self._tokens.popitem()[1].channel.close()
         for descriptor in self._lifelines:
             self._forget(descriptor)
         self._control.setblocking(False)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from multienv.backends.base import Backend, Gone
 from multienv.config import Deadlines, RestartPolicy
@@ -59,6 +60,22 @@ class Effort:
     rung: Rung = ""
 
 
+class Launcher(Protocol):
+    """Where backends come from."""
+
+    def __call__(self) -> Backend:
+        """One whose process has been launched."""
+        ...
+
+    def branch(self, token: int, deadline: float | None) -> Backend | None:
+        """One whose process is the snapshot kept under this token, if it can be reached."""
+        ...
+
+    def free(self, token: int) -> None:
+        """Let that snapshot go."""
+        ...
+
+
 class Healer:
     """Starts processes for one env, the first and those that replace it.
 
@@ -70,7 +87,7 @@ class Healer:
 
     def __init__(
         self,
-        launch: Callable[[], Backend],
+        launch: Launcher,
         initialize: Initialize,
         policy: RestartPolicy,
         deadlines: Deadlines,
@@ -150,11 +167,26 @@ class Healer:
         """The snapshot of a lost process, after what came since; ``None`` if it cannot be had so."""
         remaining = self._admit(effort, progress)
         effort.admitted = True
-        backend = self._current = lost.wake(remaining)
+        backend = lost.wake(remaining)
         if backend is None:
             return None
         effort.attempts += 1
         self.restarts += 1
+        return self._follow(backend, plan, effort, looks_the_same)
+
+    def branch(self, token: int, effort: Effort, progress: int) -> Backend | None:
+        """The snapshot kept under this token; ``None`` if it is gone."""
+        backend = self.launch.branch(token, self._admit(effort, progress))
+        return backend and self._follow(backend, Plan((), (), False), effort, lambda backend, last: True)
+
+    def free(self, token: int) -> None:
+        """Let the snapshot go that is kept under this token."""
+        self.launch.free(token)
+
+    def _follow(
+        self, backend: Backend, plan: Plan, effort: Effort, looks_the_same: Callable[[Backend, bytes], bool]
+    ) -> Backend | None:
+        self._current = backend
         try:
             reason, last = self._replay(backend, plan, effort)
             if not reason and looks_the_same(backend, last):

@@ -185,6 +185,20 @@ class Journal:
         """What changed the env for longer than an episode: calls, and attributes set."""
         return split_frames(self._lasting + _lasting_in(self._entries))[::2]
 
+    def copy(self) -> Journal:
+        """What is held now."""
+        twin = Journal(recording=self.recording, anchor_every=self._anchor_every)
+        twin.become(self)
+        return twin
+
+    def become(self, other: Journal) -> None:
+        """Hold what the other one does."""
+        self._entries[:] = other._entries
+        self._anchors = list(other._anchors)
+        self._known, self._lasting, self._last_forgotten = other._known, other._lasting, other._last_forgotten
+        self._roomy, self._overgrown, self._steps_before = other._roomy, other._overgrown, other._steps_before
+        self.complete, self.usable = other.complete, other.usable
+
     def load(self, plan: Plan, steps: int) -> None:
         """Hold what another journal held: after this plan, ``steps`` steps of the env's life are done."""
         before = steps - sum(frame[KIND_OF_REQUEST_AT] == STEP for frame in plan.frames)

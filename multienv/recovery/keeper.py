@@ -23,7 +23,7 @@ from multienv.errors import (
     UsageError,
 )
 from multienv.events import Hook, Statistics
-from multienv.recovery.healer import Healer
+from multienv.recovery.healer import Healer, Launcher
 from multienv.recovery.journal import ANCHOR_EVERY, Journal
 from multienv.recovery.phases import CLOSED, ENDED, LOST, NEW, PENDING, RESUMED, STARTING, STATES, STEPPING, WHOLE
 from multienv.recovery.record import Record
@@ -92,12 +92,12 @@ class Keeper:
         __weakref__ _backend _block _buffer _closing _core _command _deadlines _deaths _decode _encode _ending _healer
         _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
         _phase_before _placement _plain_reply _plain_size _policy _recycling _sampled_at _seed _seeded _step_deadline
-        _steps _steps_before _transmit _views closed due inside interrupted phase record seq
+        _steps _steps_before _transmit _views closed due inside interrupted phase record seq snapshots
     """.split()  # noqa: SIM905 - one name a line would take a page
 
     def __init__(
         self,
-        launch: Callable[[], Backend],
+        launch: Launcher,
         initialize: Initialize,
         *,
         policy: RestartPolicy,
@@ -111,6 +111,7 @@ class Keeper:
         self.interrupted = 0
         self.inside = False  # some thread is in a call that uses the pipes
         self.record = Record(env_index, hooks)
+        self.snapshots: weakref.WeakSet[Any] = weakref.WeakSet()  # to come back to
         self._policy, self._deadlines = policy, deadlines
         self._owner = os.getpid()
         _kept.add(self)
@@ -283,6 +284,8 @@ class Keeper:
             self.abandon()
             return
         self._healer.stop()
+        for snapshot in list(self.snapshots):
+            snapshot.free()
         if backend is None:
             return
         if self.inside:

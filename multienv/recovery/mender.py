@@ -4,54 +4,41 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from multienv.backends.base import Backend, Gone
 from multienv.config import OnLoss, check_seconds
 from multienv.errors import (
     MultienvError,
-    NotRestoredError,
-    UsageError,
     WaitTimeout,
 )
 from multienv.events import Loss
 from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
-from multienv.recovery.journal import Plan
 from multienv.recovery.keeper import Keeper, entered
 from multienv.recovery.phases import (
     DUE,
-    ENDED,
     LOST,
     NEW,
     OWED,
-    PENDING,
     READY,
     RESUMED,
     RUNNING,
     STARTING,
-    STATES,
     STEPPING,
     WHOLE,
     EpisodeLost,
 )
 from multienv.recovery.record import resident_bytes
 from multienv.recovery.report import env_error, lost_error, what_happened
-from multienv.recovery.verification import same
 from multienv.wire.messages import (
-    IRREGULAR,
     REPLY,
     Description,
     Message,
     Reset,
     pack_message,
-    seq_of,
     unpack_message,
 )
-from multienv.wire.observations import irregular_parts
 
-# Of what state_dict() returns.
-_VERSION = 1
 _unpack = REPLY.unpack_from
 
 
@@ -287,77 +274,6 @@ class Mender(Keeper):
         self._refuse_if_closed(backend)
         self._adopt(backend)
         self.record.recycling(why, "exact", "", effort)
-
-    # --- checkpoints --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """All it takes to have the env again as it stands between two requests: plain data."""
-        if self.closed or self.phase not in (READY, RUNNING, DUE, ENDED):
-            self.refuse("state_dict")
-        plans = self._journal.plans()
-        if not plans:
-            raise UsageError(
-                "state_dict(): what drove the env is not all known: its RestartPolicy does not replay, or the episode "
-                "has outgrown its journal_limit or replay_limit."
-            )
-        plan, seen = plans[0], self._last_reply()
-        return {
-            "version": _VERSION,
-            "frames": plan.frames,
-            "evidence": plan.evidence,
-            "from_construction": plan.from_construction,
-            "memory": bytes(self._memory_of(seq_of(seen), self._block)) if seen and self._block else b"",
-            "last": seen,
-            "state": STATES[self.phase],
-            "process_seeds": self._healer.seeds,
-            "seed": self._seed,
-            "seeded": self._seeded,
-            "seq": self.seq,
-            "steps": self._steps,
-            "steps_before": self._steps_before,
-            "episodes": self.record.episodes,
-        }
-
-    @entered
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the env as it stood then, verified; in a new process."""
-        if self.closed or self.phase in PENDING:
-            self.refuse("load_state_dict")
-        if not isinstance(state, dict) or state.get("version") != _VERSION:
-            raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
-        if not self._journal.recording:
-            raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
-        plan = Plan(state["frames"], state["evidence"], state["from_construction"])
-        before, self._healer.seeds = self._healer.seeds, state["process_seeds"]
-        try:
-            backend = self._healer.bring_back(
-                [plan], self._healer.begin(planned=True), self._steps, partial(self._looks_as_saved, state)
-            )
-        except BaseException as error:
-            self._healer.seeds = before
-            if isinstance(error, Unrecoverable):
-                raise NotRestoredError(
-                    f"load_state_dict(): {error}. Is the env_fn the same, and the env deterministic? "
-                    "The env is as it was before."
-                ) from error
-            raise
-        self._refuse_if_closed(backend)
-        self._journal.load(plan, state["steps"])
-        self._last, self._owed, self._pending = state["last"], "", b""
-        self._seed, self._seeded, self.seq = state["seed"], state["seeded"], state["seq"]
-        self._steps, self._steps_before = state["steps"], state["steps_before"]
-        self.record.episodes = state["episodes"]
-        self._adopt(backend)
-        self.phase = {"ready": READY, "running": RUNNING, "ended": ENDED}[state["state"]]
-
-    def _looks_as_saved(self, state: dict[str, Any], backend: Backend, last: bytes) -> bool:
-        seen = state["last"]
-        if seen and last and _unpack(seen)[4] & IRREGULAR:
-            return same(irregular_parts(seen), irregular_parts(last))
-        size = self._placement.block_size
-        if not state["memory"] or not size:
-            return True  # inline: it was compared with the rest of the evidence
-        return bool(self._memory_of(seq_of(seen), backend.observations(size)) == state["memory"])
 
     # --- for a reset --------------------------------------------------------------------------------
 

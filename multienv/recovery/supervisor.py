@@ -22,7 +22,6 @@ from multienv.errors import (
     UsageError,
 )
 from multienv.recovery.keeper import entered
-from multienv.recovery.mender import Mender
 from multienv.recovery.phases import (
     ASKED,
     DUE,
@@ -42,6 +41,7 @@ from multienv.recovery.phases import (
     RecoveryDue,
 )
 from multienv.recovery.report import env_error
+from multienv.recovery.restorer import Restorer
 from multienv.wire.messages import (
     FAILED,
     IRREGULAR,
@@ -74,7 +74,7 @@ _JOURNALED = (Reset, Call, SetAttribute, Render)
 _unpack = REPLY.unpack_from
 
 
-class Supervisor(Mender):
+class Supervisor(Restorer):
     """Keeps one env alive: what is asked of it, and what it answers."""
 
     __slots__ = ()

@@ -66,6 +66,7 @@ STEP_SECONDS = 4  # f64: how long the env takes for a step, smoothed; 0 while th
 CORE = 3  # u64: 1 + the core to run on while steps are short, 0 for any (trainer)
 SNAPSHOTS = 5  # u64: how many it has taken (worker)
 NO_SNAPSHOTS = 6  # u64: why it takes none, see worker.snapshots (worker)
+PID = 7  # u64: of a snapshot that has been woken, else 0 (worker)
 DEADLINE = 2  # f64: when the pending request is overdue, CLOCK_MONOTONIC; 0 is never (trainer sets, worker clears)
 
 

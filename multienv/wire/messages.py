@@ -159,6 +159,13 @@ class Render:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """Take a snapshot to come back to, under this token. The answer is what is in the way, or nothing."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """Run these request frames again, in one go, and return their evidence."""
 
@@ -170,7 +177,7 @@ class Close:
     """Close the env and end the process."""
 
 
-Message = Initialize | Reset | Call | GetAttribute | HasAttribute | SetAttribute | Render | Replay | Close
+Message = Initialize | Reset | Call | GetAttribute | HasAttribute | SetAttribute | Render | Branch | Replay | Close
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from multienv.wire.memory import CORE, STEP_SECONDS
+from multienv.wire.memory import CORE, STEP_SECONDS, Control
 
 # One step in so many is looked at.
 SAMPLE = 63
@@ -57,6 +57,11 @@ class Affinity:
         self._patience, self._rest = _PATIENCE, 0
         self._waited = 0.0
 
+    @classmethod
+    def of_this_process(cls, control: Control) -> Affinity:
+        """With what the kernel offers."""
+        return cls(control.words, control.times, Scheduler.of_this_process())
+
     def timed(
         self, handle: Callable[[int, int, bytes], bytes], seq: int, kind: int, frame: bytes, steps: int = SAMPLE + 1
     ) -> bytes:
@@ -92,10 +97,11 @@ class Affinity:
 
     def end(self) -> None:
         """In a copy of the process, which another one looks after from now on: undo what has been done."""
-        if self._scheduler is not None:
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
             if self._bound:
-                self._scheduler.free()
-            self._scheduler.close()
+                scheduler.free()
+            scheduler.close()
 
 
 class Scheduler:

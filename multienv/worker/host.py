@@ -29,6 +29,7 @@ from multienv.wire.messages import (
     STEP,
     STEPPED,
     TAG_AT,
+    Branch,
     Call,
     Close,
     Description,
@@ -66,6 +67,8 @@ class Host:
         words: The control words, to mark what is being executed; a plain list in the serial twin.
         on_initialize: Called before the env is built, with the message: where a process finds its place.
         allocate: Gives the memory for observations, once the spaces are known.
+        on_branch: Has the process fork itself after the request of this number, to be kept under this token; says what
+            is in the way, or nothing.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Host:
         words: MutableSequence[int] | memoryview | None = None,
         on_initialize: Callable[[Initialize], None] = lambda message: None,
         allocate: Callable[[int], Block] = Block.private,
+        on_branch: Callable[[int, int], str] = lambda seq, token: "the trainer's own process",
     ) -> None:
         """Hold no env yet: it is built by the first request."""
         self.closing = False
@@ -84,6 +88,7 @@ class Host:
         self._env_fn = env_fn
         self._words: Any = [0, 0] if words is None else words
         self._on_initialize = on_initialize
+        self._on_branch = on_branch
         self._env: gymnasium.Env[Any, Any] | None = None
         self._pack: Pack | None = None
         self._placement = Placement(None, inline=True)
@@ -231,6 +236,9 @@ class Host:
     def _render(self, seq: int, message: Render) -> bytes:
         return self._value(seq, self._require().render(), "render")
 
+    def _branch(self, seq: int, message: Branch) -> bytes:
+        return pack_value(seq, self._on_branch(seq, message.token))
+
     def _replay(self, seq: int, message: Replay) -> bytes:
         words = self._words
         evidence, last = [], b""
@@ -296,6 +304,7 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], bytes]] = {
     HasAttribute: Host._has,
     SetAttribute: Host._set,
     Render: Host._render,
+    Branch: Host._branch,
     Replay: Host._replay,
     Close: Host._close,
 }

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 from multienv.wire.memory import CONTROL_SIZE, DEADLINE, OBSERVATIONS, STEP_SECONDS, Block, Control
 from multienv.wire.messages import ARRIVED, MARK_SIZE, NOT_ARRIVED, REQUEST, STEP, Initialize
-from multienv.worker.affinity import Affinity, Scheduler
+from multienv.worker.affinity import Affinity
 from multienv.worker.ends import WARD_VARIABLE, Ends
 from multienv.worker.host import Host
-from multienv.worker.snapshots import Snapshots
+from multienv.worker.snapshots import Snapshots, Woken
 
 # One read takes most requests, and CPython's small-object allocator serves it; the rest of a longer one is
 # fetched as its header says.
@@ -37,22 +37,16 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
     code = LOOP_FAILED
     try:
         control = _settle(ends)
-        snapshots = Snapshots(control.words, ends.announcements)
+        snapshots = Snapshots(control.words, ends)
         host = Host(
             env_fn=env_fn,
             words=control.words,
             on_initialize=lambda message: _find_place(message, snapshots),
             allocate=partial(_allocate, ends.memory),
+            on_branch=snapshots.branch,
         )
         with contextlib.suppress(BrokenPipeError, EOFError):  # the trainer let go in the middle of a request
-            copy = _serve(ends, host, control, snapshots)
-            while copy is not None:  # this is a snapshot, and has been woken
-                before, ends, control = control, copy, _settle(copy)
-                snapshots.move(control.words)
-                host.move(control.words, partial(_allocate, ends.memory))
-                before.close()
-                # First of all it leaves a copy in its place; the next loss wakes that.
-                copy = snapshots.take(snapshots.seq, ends) or _serve(ends, host, control, snapshots)
+            _live(ends, host, control, snapshots)
         if not host.closing:
             with contextlib.suppress(Exception):  # nobody is left to hear of it
                 host.close_env()
@@ -76,16 +70,33 @@ def spawned(ends: str) -> NoReturn:
     main(Ends.parse(ends))
 
 
-def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots) -> Ends | None:
-    """Answer requests until there are no more; or, in a snapshot taken here that is woken, return what it is handed."""
-    read, write, times = os.read, os.write, control.times
-    unpack, affinity = REQUEST.unpack_from, Affinity(control.words, times, Scheduler.of_this_process())
+def _live(ends: Ends, host: Host, control: Control, snapshots: Snapshots) -> None:
+    """Answer requests until there are no more; and whenever this is a snapshot that is woken, begin anew as that."""
+    affinity, woken = Affinity.of_this_process(control), False
+    while True:
+        try:
+            if woken:
+                before, control = control, _settle(ends)
+                host.move(control.words, partial(_allocate, ends.memory))
+                before.close()
+                affinity = Affinity.of_this_process(control)
+                snapshots.go_on(control.words, ends)
+            _serve(ends, host, control, snapshots, affinity)
+            return
+        except Woken as again:
+            ends, woken = again.ends, True
+            affinity.end()
+
+
+def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots, affinity: Affinity) -> None:
+    """Answer requests until there are no more."""
+    read, write, times, unpack = os.read, os.write, control.times, REQUEST.unpack_from
     last_seq, reply, ahead = -1, b"", b""
     unseen = 0  # it is not known yet how long a step takes
     while True:
         frame = ahead or read(ends.requests, _CHUNK)
         if not frame:
-            return None
+            return
         if len(frame) < REQUEST.size:
             frame = _read_rest(ends.requests, frame, REQUEST.size)
         length, seq, kind, _ = unpack(frame)
@@ -106,12 +117,9 @@ def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots) -> En
             _write_rest(ends.replies, memoryview(reply)[written:])
         if sampled:
             unseen = snapshots.unseen(times[STEP_SECONDS])
-            copy = snapshots.consider(seq, times[STEP_SECONDS], ends)
-            if copy is not None:
-                affinity.end()
-                return copy
+            snapshots.consider(seq, times[STEP_SECONDS])
         elif host.closing:
-            return None
+            return
 
 
 def _answer_mark(ends: Ends, frame: bytes, reply: bytes) -> bytes:

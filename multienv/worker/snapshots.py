@@ -24,14 +24,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from multienv.wire.memory import NO_SNAPSHOTS, SNAPSHOTS
+from multienv.wire.memory import NO_SNAPSHOTS, PID, SNAPSHOTS
 from multienv.wire.messages import SEQ_MASK
 from multienv.worker.affinity import SAMPLE
 from multienv.worker.ends import WARD_VARIABLE, Ends, ward_mark
 
-ANNOUNCEMENT = struct.Struct("<QQ")  # process, number of the last request it has executed
+# Process, number of the last request it has executed, and the token it is kept under; 0: it is the standby.
+ANNOUNCEMENT = struct.Struct("<QQQ")
 WAKING = struct.Struct("<QQQ")  # trainer, warden, number of the worker it is from now on
 # What comes with it: requests (read), replies (write), memory, stack (write), stderr (write), announcements.
 WAKING_DESCRIPTORS = 6
@@ -52,6 +53,17 @@ _SLOW = 1e-3
 # Times as long for each try that found an obstacle.
 _PATIENCE = 4
 _PR_SET_PDEATHSIG = 1
+# It is woken when its parent is dead, or about to be; seconds.
+_ORPHANED_WITHIN = 2.0
+
+
+class Woken(BaseException):
+    """Raised in a snapshot that has been woken, out of whatever the worker was doing when it was taken."""
+
+    def __init__(self, ends: Ends) -> None:
+        """Tell what it has been handed."""
+        super().__init__()
+        self.ends = ends
 
 
 class Snapshots:
@@ -59,25 +71,28 @@ class Snapshots:
 
     Args:
         words: The worker's control words.
-        announcements: The socket to the warden, or -1: then none are taken.
+        ends: Its descriptors. Without a socket to the warden among them none are taken.
         clock: Tells seconds.
     """
 
-    def __init__(self, words: Any, announcements: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Take none until told how often."""
-        self.seq = 0  # of the last one; in a woken copy: of the last request it has executed
+    def __init__(self, words: Any, ends: Ends, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Take none by itself until told how often."""
+        self._seq = 0  # of the last one; in a woken copy: of the last request it has executed
+        self._token = 0
         self._every = -1
         self._words = words
-        self._announcements = announcements
+        self._ends = ends
         self._clock = clock
         self._interval = _SHORTEST
         self._cost = 0.0
         self._pids: set[int] = set()
 
-    def begin(self, every: int, seq: int = 0) -> None:
+    def begin(self, every: int) -> None:
         """Take one every so many steps; 0 finds out how often is good, -1 is never."""
-        possible = sys.platform == "linux" and self._announcements >= 0
-        self._every, self.seq = every if possible else -1, seq
+        self._every = every if self._possible() else -1
+
+    def _possible(self) -> bool:
+        return sys.platform == "linux" and self._ends.announcements >= 0
 
     def unseen(self, step_seconds: float) -> int:
         """A mask: a step whose number has any of these bits need not be looked at."""
@@ -85,22 +100,29 @@ class Snapshots:
             return 0
         return SAMPLE
 
-    def consider(self, seq: int, step_seconds: float, ends: Ends) -> Ends | None:
-        """After a step: take one if it is time; see `take`."""
+    def consider(self, seq: int, step_seconds: float) -> None:
+        """After a step: take one if it is time. In the copy `Woken` is raised when it is woken."""
         if self._every < 0:
-            return None
-        steps = (seq - self.seq) & SEQ_MASK
-        due = steps >= self._every if self._every else steps * step_seconds >= self._interval
-        return self.take(seq, ends) if due else None
+            return
+        steps = (seq - self._seq) & SEQ_MASK
+        if steps >= self._every if self._every else steps * step_seconds >= self._interval:
+            obstacle = self._take(seq, 0)
+            self._words[NO_SNAPSHOTS] = obstacle
+            if obstacle:  # it may go away: try again later
+                self._interval *= _PATIENCE
 
-    def take(self, seq: int, ends: Ends) -> Ends | None:
-        """Fork. ``None`` here; in the copy, when it is woken, the ends it has been handed."""
-        self.seq = seq
+    def branch(self, seq: int, token: int) -> str:
+        """Take one to be kept under this token. What is in the way, or nothing. `Woken` as above."""
+        if not self._possible():
+            return "the start method"
+        return OBSTACLES[self._take(seq, token)]
+
+    def _take(self, seq: int, token: int) -> int:
+        self._seq = seq if not token else self._seq
         self._reap()
         obstacle = self._obstacle()
         if obstacle:
-            self._give_up(obstacle)
-            return None
+            return obstacle
         for stream in (sys.stdout, sys.stderr):  # or the copy would write it a second time
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -112,39 +134,32 @@ class Snapshots:
         except OSError:
             ours.close()
             theirs.close()
-            self._give_up(_FAILED)
-            return None
+            return _FAILED
         if pid == 0:
             ours.close()
             random.setstate(drawn)
-            return self._freeze(theirs, ends)
+            self._seq, self._token = seq, token
+            self._freeze(theirs)
         theirs.close()
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # whoever comes first
-        self._announce(pid, seq, ours)
+        self._announce(ANNOUNCEMENT.pack(pid, seq, token), ours)
         self._note(pid, self._clock() - began)
-        return None
+        return 0
 
     # --- in the worker --------------------------------------------------------------------------
 
-    def _announce(self, pid: int, seq: int, channel: socket.socket) -> None:
+    def _announce(self, message: bytes, channel: socket.socket) -> None:
         """To the warden, who lets go of the one before. Without its ear the copy sees the socket end."""
-        with channel, contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._announcements)) as warden:
-            message = [ANNOUNCEMENT.pack(pid, seq)]
+        with channel, contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._ends.announcements)) as warden:
             flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
-            socket.send_fds(warden, message, [channel.fileno()], flags)
+            socket.send_fds(warden, [message], [channel.fileno()], flags)
 
     def _note(self, pid: int, seconds: float) -> None:
         self._pids.add(pid)
         self._words[SNAPSHOTS] += 1
-        self._words[NO_SNAPSHOTS] = 0
         self._cost = max(seconds, 0.75 * self._cost)
         self._interval = max(_SHORTEST, _MULTIPLE * self._cost)
-
-    def _give_up(self, obstacle: int) -> None:
-        """For a while: it may go away."""
-        self._words[NO_SNAPSHOTS] = obstacle
-        self._interval *= _PATIENCE
 
     def _reap(self) -> None:
         for pid in list(self._pids):
@@ -166,7 +181,7 @@ class Snapshots:
         for descriptor in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - a Path costs ten times as much
-                if target.startswith("socket:") and int(descriptor) != self._announcements:
+                if target.startswith("socket:") and int(descriptor) != self._ends.announcements:
                     return _SOCKETS
                 if target.startswith(_DEVICE_PREFIXES):
                     return _DEVICES
@@ -174,34 +189,40 @@ class Snapshots:
 
     # --- in the copy ----------------------------------------------------------------------------
 
-    def _freeze(self, channel: socket.socket, ends: Ends) -> Ends:
+    def _freeze(self, channel: socket.socket) -> NoReturn:
         """Let go of what is the worker's, and wait."""
         try:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
-            for descriptor in ends.descriptors():
+            for descriptor in self._ends.descriptors():
                 os.close(descriptor)
             self._pids.clear()
             with channel:
                 message, descriptors, _, _ = socket.recv_fds(channel, WAKING.size, WAKING_DESCRIPTORS)
             if len(message) < WAKING.size or len(descriptors) < WAKING_DESCRIPTORS:
                 os._exit(0)  # nobody needs it any more
-            return self._wake(message, descriptors)
+            ends = self._get_up(message, descriptors)
         except BaseException:
             os._exit(0)
+        raise Woken(ends)
 
-    def _wake(self, message: bytes, descriptors: list[int]) -> Ends:
+    def _get_up(self, message: bytes, descriptors: list[int]) -> Ends:
         trainer, warden, number = WAKING.unpack(message)
         requests, replies, memory, stack, stderr, announcements = descriptors
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(9), 0, 0, 0)
-        if os.getppid() != warden:  # nobody would hear of its end
-            os._exit(0)
+        until = time.monotonic() + _ORPHANED_WITHIN
+        while os.getppid() != warden:
+            if time.monotonic() > until:
+                os._exit(0)
+            time.sleep(0.001)
         os.dup2(stderr, 2)
         os.close(stderr)
         os.environ[WARD_VARIABLE] = ward_mark(trainer, number)
-        self._announcements = announcements
         return Ends(requests, replies, memory, stack, announcements)
 
-    def move(self, words: Any) -> None:
-        """From now on these are the control words."""
-        self._words = words
+    def go_on(self, words: Any, ends: Ends) -> None:
+        """In a woken copy, with control words and ends of its own: leave another in its place, first of all."""
+        self._words, self._ends = words, ends
+        words[PID] = os.getpid()
+        self._take(self._seq, self._token)
+        self._token = 0

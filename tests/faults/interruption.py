@@ -17,9 +17,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 import multienv
+from multienv.processes.launch import Worker
 from multienv.testing import CounterEnv, first_difference
 
-_FINALIZE = weakref.finalize.__call__.__code__
+_UNTOUCHED = (weakref.finalize.__call__.__code__, Worker.__init__.__code__, Worker.release.__code__)
 PACKAGE = str(Path(multienv.__file__).parent)
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "CALL_FUNCTION_KW"}
 _JUMPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE"}
@@ -89,14 +90,21 @@ class Interruption:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether it is the library's, and not called by a finalizer: what is raised there the interpreter swallows."""
+    """Whether it is the library's, and nothing is known to come of an exception there.
+
+    What is raised in a finalizer the interpreter swallows; and between the making of a descriptor and its being noted
+    that one is lost (docs/design.md, Limits).
+    """
     name = frame.f_code.co_filename
     if not name.startswith(PACKAGE) or "/testing/" in name:
         return False
     above: FrameType | None = frame
-    while above is not None and above.f_code.co_name != "__del__" and above.f_code is not _FINALIZE:
+    while above is not None:
+        code = above.f_code
+        if code.co_name == "__del__" or code in _UNTOUCHED:
+            return False
         above = above.f_back
-    return above is None
+    return True
 
 
 @cache

@@ -1,0 +1,222 @@
+"""Coming back to an earlier state: from a checkpoint in another trainer, or from a snapshot to branch off."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+from multienv.backends.base import Backend
+from multienv.errors import NotForkableError, NotRestoredError, UsageError
+from multienv.recovery.healer import Unrecoverable
+from multienv.recovery.journal import Journal, Plan
+from multienv.recovery.keeper import entered
+from multienv.recovery.mender import Mender
+from multienv.recovery.phases import DUE, ENDED, LOST, NEW, PENDING, READY, RUNNING, STARTING, STATES
+from multienv.recovery.verification import same
+from multienv.wire.messages import IRREGULAR, REPLY, seq_of
+from multienv.wire.observations import irregular_parts
+
+# Of what state_dict() returns.
+_VERSION = 1
+_unpack = REPLY.unpack_from
+_tokens = count(1)
+
+
+class Snapshot:
+    """A state of an env to come back to, any number of times: a frozen process, and what led there.
+
+    It is freed with :meth:`free`, when nobody holds it any more, or when its env is closed.
+    """
+
+    __slots__ = ("__weakref__", "_finalizer", "state", "token")
+
+    def __init__(self, token: int, state: BranchState, free: Callable[[int], None]) -> None:
+        """Made by ``SubprocessEnv.snapshot``."""
+        self.token = token
+        self.state = state
+        self._finalizer = weakref.finalize(self, free, token)
+        self._finalizer.atexit = False
+
+    def free(self) -> None:
+        """Let the frozen process end; again does nothing."""
+        self._finalizer()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can be restored no more."""
+        return not self._finalizer.alive
+
+
+@dataclass(frozen=True, slots=True)
+class BranchState:
+    """Where a supervisor stood."""
+
+    journal: Journal = field(repr=False)
+    last: bytes = field(repr=False)
+    memory: bytes = field(repr=False)
+    phase: int
+    seed: int | None
+    seeded: bool
+    seq: int
+    steps: int
+    steps_before: int
+    episodes: int
+
+
+class Restorer(Mender):
+    """Brings the env to a state it was in before."""
+
+    __slots__ = ()
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All it takes to have the env again as it stands between two requests: plain data."""
+        if self.closed or self.phase not in (READY, RUNNING, DUE, ENDED):
+            self.refuse("state_dict")
+        plans = self._journal.plans()
+        if not plans:
+            raise UsageError(
+                "state_dict(): what drove the env is not all known: its RestartPolicy does not replay, or the episode "
+                "has outgrown its journal_limit or replay_limit."
+            )
+        plan, seen = plans[0], self._last_reply()
+        return {
+            "version": _VERSION,
+            "frames": plan.frames,
+            "evidence": plan.evidence,
+            "from_construction": plan.from_construction,
+            "memory": bytes(self._memory_of(seq_of(seen), self._block)) if seen and self._block else b"",
+            "last": seen,
+            "state": STATES[self.phase],
+            "process_seeds": self._healer.seeds,
+            "seed": self._seed,
+            "seeded": self._seeded,
+            "seq": self.seq,
+            "steps": self._steps,
+            "steps_before": self._steps_before,
+            "episodes": self.record.episodes,
+        }
+
+    @entered
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the env as it stood then, verified; in a new process."""
+        if self.closed or self.phase in PENDING:
+            self.refuse("load_state_dict")
+        if not isinstance(state, dict) or state.get("version") != _VERSION:
+            raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
+        if not self._journal.recording:
+            raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
+        plan = Plan(state["frames"], state["evidence"], state["from_construction"])
+        before, self._healer.seeds = self._healer.seeds, state["process_seeds"]
+        try:
+            backend = self._healer.bring_back(
+                [plan], self._healer.begin(planned=True), self._steps, partial(self._looks_as_saved, state)
+            )
+        except BaseException as error:
+            self._healer.seeds = before
+            if isinstance(error, Unrecoverable):
+                raise NotRestoredError(
+                    f"load_state_dict(): {error}. Is the env_fn the same, and the env deterministic? "
+                    "The env is as it was before."
+                ) from error
+            raise
+        self._refuse_if_closed(backend)
+        self._journal.load(plan, state["steps"])
+        self._last, self._owed, self._pending = state["last"], "", b""
+        self._seed, self._seeded, self.seq = state["seed"], state["seeded"], state["seq"]
+        self._steps, self._steps_before = state["steps"], state["steps_before"]
+        self.record.episodes = state["episodes"]
+        self._adopt(backend)
+        self.phase = {"ready": READY, "running": RUNNING, "ended": ENDED}[state["state"]]
+
+    def _looks_as_saved(self, state: dict[str, Any], backend: Backend, last: bytes) -> bool:
+        seen = state["last"]
+        if seen and last and _unpack(seen)[4] & IRREGULAR:
+            return same(irregular_parts(seen), irregular_parts(last))
+        size = self._placement.block_size
+        if not state["memory"] or not size:
+            return True  # inline: it was compared with the rest of the evidence
+        return bool(self._memory_of(seq_of(seen), backend.observations(size)) == state["memory"])
+
+    # --- branching ----------------------------------------------------------------------------------
+
+    def prepare_snapshot(self) -> int:
+        """Whether one can be taken now; a token for it."""
+        if self.closed or self.phase not in (READY, RUNNING, DUE, ENDED):
+            self.refuse("snapshot")
+        kept = sum(not one.is_free for one in self.snapshots)
+        if kept >= self._policy.max_snapshots:
+            raise UsageError(
+                f"snapshot(): {kept} are kept, as many as RestartPolicy.max_snapshots allows. "
+                "free() some, or let go of them."
+            )
+        return next(_tokens)
+
+    def keep_snapshot(self, token: int, obstacle: str) -> Snapshot:
+        """The env's process has been asked for one; this was in the way, or nothing."""
+        if obstacle:
+            raise NotForkableError(
+                f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets and devices do "
+                'not survive it; nor does the trainer take part in it (context="fork", SerialEnv). Nothing is lost.'
+            )
+        seen = self._last_reply()
+        state = BranchState(
+            journal=self._journal.copy(),
+            last=seen,
+            memory=bytes(self._memory_of(seq_of(seen), self._block)) if seen and self._block else b"",
+            phase=self.phase,
+            seed=self._seed,
+            seeded=self._seeded,
+            seq=self.seq,
+            steps=self._steps,
+            steps_before=self._steps_before,
+            episodes=self.record.episodes,
+        )
+        snapshot = Snapshot(token, state, self._healer.free)
+        self.snapshots.add(snapshot)
+        return snapshot
+
+    @entered
+    def restore(self, snapshot: Snapshot) -> None:
+        """Have the env as it stood then."""
+        if self.closed or self.phase in (NEW, STARTING, *PENDING):
+            self.refuse("restore")
+        if not isinstance(snapshot, Snapshot):
+            raise UsageError(f"restore({snapshot!r:.100}): give what snapshot() returned.")
+        if snapshot not in self.snapshots:
+            raise UsageError("restore(): this is another env's snapshot; each env comes back to its own.")
+        if snapshot.is_free:
+            raise UsageError("restore(): this snapshot has been freed.")
+        state, effort = snapshot.state, self._healer.begin(planned=True)
+        # Its process would be the parent of what is woken, and nobody would hear of the end of that.
+        if self._backend is not None:
+            self._backend.kill()  # it is ours until it is dead, whatever interrupts
+        self._drop_backend()
+        self.phase = LOST
+        try:
+            backend = self._healer.branch(snapshot.token, effort, self._steps)
+            if backend is None:  # the frozen process is gone; what led there is known
+                plans = state.journal.plans()
+                backend = self._healer.bring_back(plans, effort, self._steps, partial(self._looks_as_kept, state))
+        except Unrecoverable as reason:
+            raise NotRestoredError(
+                f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
+            ) from reason
+        self._refuse_if_closed(backend)
+        self._journal.become(state.journal)
+        self._last, self._owed, self._pending = state.last, "", b""
+        self._seed, self._seeded, self.seq = state.seed, state.seeded, state.seq
+        self._steps, self._steps_before = state.steps, state.steps_before
+        self.record.episodes = state.episodes
+        self._adopt(backend)
+        if state.memory and self._block:
+            self._memory_of(seq_of(state.last), self._block)[:] = state.memory
+        self.phase = state.phase
+
+    def _looks_as_kept(self, state: BranchState, backend: Backend, last: bytes) -> bool:
+        return self._looks_as_saved({"last": state.last, "memory": state.memory}, backend, last)

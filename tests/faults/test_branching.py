@@ -1,0 +1,195 @@
+"""Branching: any state of any forkable env can be come back to, any number of times."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+from functools import partial
+from typing import Any
+
+import ale_py
+import gymnasium
+import numpy as np
+import pytest
+from interruption import every_place
+from trainer_process import becomes_true
+
+from multienv import RestartPolicy, SerialEnv, SubprocessEnv
+from multienv.errors import ClosedError, NotForkableError, UsageError
+from multienv.processes import client
+from multienv.testing import CounterEnv, GlobalRandomEnv, StickyStateEnv, descendants, first_difference, is_alive
+
+gymnasium.register_envs(ale_py)
+ENDLESS = partial(CounterEnv, horizon=None)
+STICKY = {"repeat_action_probability": 0.25}
+
+
+@pytest.fixture(params=["forkserver", "spawn"])
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def play(env: Any, actions: list[Any]) -> list[Any]:
+    return [env.step(action)[:4] for action in actions]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "options"),
+    [("LunarLander-v3", {}), ("BipedalWalker-v3", {}), ("ALE/Breakout-v5", STICKY), ("HalfCheetah-v5", {})],
+)
+@pytest.mark.parametrize("killing", [False, True], ids=["", "killing"])
+def test_each_branch_is_the_trajectory_that_leads_there(env_id: str, options: Any, killing: bool) -> None:
+    """A tree of random depth, held against envs that take the same actions from the start."""
+    env_fn = partial(gymnasium.make, env_id, **options)
+    dice = random.Random(4)
+    plain = env_fn()
+    plain.action_space.seed(1)
+    sample = plain.action_space.sample
+    with SubprocessEnv(env_fn, restart=RestartPolicy(snapshot_every=10)) as env:
+        env.reset(seed=3)
+        tree = [(env.snapshot(), list[Any]())]
+        for _ in range(12):
+            token, path = dice.choice(tree)
+            env.restore(token)
+            branch = [sample() for _ in range(dice.randint(1, 6))]
+            for action in branch[:-1]:
+                env.step(action)
+                if killing and dice.random() < 0.3:
+                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            seen = env.step(branch[-1])
+            path = path + branch
+            plain.reset(seed=3)
+            plain = reborn(env_fn, plain)
+            plain.reset(seed=3)
+            assert first_difference(seen[:4], play(plain, path)[-1]) is None
+            tree.append((env.snapshot(), path))
+        if killing:
+            assert env.statistics().losses
+        assert env.statistics().truncated_recoveries == 0
+    plain.close()
+
+
+def reborn(env_fn: Any, old: Any) -> Any:
+    """Its state may outlive an episode."""
+    old.close()
+    return env_fn()
+
+
+def test_everything_is_as_it_was(method: str) -> None:
+    """What is drawn from global generators, set from outside, or kept across episodes."""
+    for env_fn in (partial(GlobalRandomEnv, horizon=None), partial(StickyStateEnv, horizon=5, visible_after=1)):
+        with SubprocessEnv(env_fn, context=method) as env:
+            env.reset(seed=1)
+            play(env, [np.int64(1)] * 3)
+            env.set_attr("offset", 2.5)
+            token = env.snapshot()
+            runs = []
+            for _ in range(3):
+                env.restore(token)
+                runs.append(play(env, [np.int64(1)] * 2))
+                if env_fn.func is StickyStateEnv:
+                    env.reset()
+                    runs[-1] += play(env, [np.int64(1)] * 3)
+                env.set_attr("offset", 0.0)
+            assert first_difference(runs[0], runs[1]) is None
+            assert first_difference(runs[0], runs[2]) is None
+
+
+def test_it_can_be_restored_after_any_loss(method: str) -> None:
+    """Of the worker, of the frozen process, of both."""
+    with SubprocessEnv(ENDLESS, context=method) as env:
+        env.reset(seed=1)
+        root = env.snapshot()
+        play(env, [np.int64(1)] * 3)
+        token = env.snapshot()
+        expected = play(env, [np.int64(2)] * 3)
+        for victims in (["worker"], ["frozen"], ["worker", "frozen"], ["frozen", "worker"], []):
+            worker = env.statistics().pid or 0
+            pids = {"worker": [worker], "frozen": alive() - {worker, warden_pid()}}
+            for victim in victims:
+                for pid in pids[victim]:
+                    os.kill(pid, signal.SIGKILL)
+            env.restore(token)
+            assert first_difference(play(env, [np.int64(2)] * 3), expected) is None, victims
+            token.free()
+            env.restore(root)
+            play(env, [np.int64(1)] * 3)
+            token = env.snapshot()
+
+
+def warden_pid() -> int:
+    assert client._client is not None
+    return client._client.process.pid
+
+
+def test_it_can_be_interrupted_anywhere() -> None:
+    with SubprocessEnv(ENDLESS) as env:
+        env.reset(seed=1)
+        play(env, [np.int64(1)] * 3)
+        token = env.snapshot()
+        for interruption in every_place(stride=7):
+            play(env, [np.int64(1)] * 2)
+            with interruption:
+                env.restore(token)
+            env.restore(token)
+            assert env.step(np.int64(1))[0][0] == 4, interruption.where
+
+
+def test_they_are_freed(method: str) -> None:
+    with SubprocessEnv(ENDLESS, context=method, restart=RestartPolicy(snapshots=False)) as env:
+        env.reset(seed=1)
+        before = alive()
+        tokens = [env.snapshot() for _ in range(4)]
+        assert becomes_true(lambda: len(alive() - before) == 4)
+        tokens.pop().free()
+        assert becomes_true(lambda: len(alive() - before) == 3)
+        tokens.pop()
+        gc.collect()
+        assert becomes_true(lambda: len(alive() - before) == 2)
+        with pytest.raises(UsageError, match="freed"):
+            tokens[0].free()
+            env.restore(tokens[0])
+        env.restore(tokens[1])
+        assert env.step(np.int64(1))[0][0] == 1
+    assert becomes_true(lambda: not alive() - before)
+    with pytest.raises(ClosedError):
+        env.restore(tokens[1])
+    with pytest.raises(ClosedError):
+        env.snapshot()
+
+
+def alive() -> set[int]:
+    return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
+
+
+def test_wrong_calls() -> None:
+    policy = RestartPolicy(max_snapshots=2)
+    with SubprocessEnv(ENDLESS, restart=policy) as env, SubprocessEnv(ENDLESS) as other:
+        token = env.snapshot()
+        with pytest.raises(UsageError, match="another env's"):
+            other.restore(token)
+        with pytest.raises(UsageError, match="what snapshot"):
+            env.restore("token")  # type: ignore[arg-type]
+        kept = env.snapshot()
+        with pytest.raises(UsageError, match="max_snapshots"):
+            env.snapshot()
+        kept.free()
+        env.snapshot()
+        env.reset(seed=0)
+        env.step_async(np.int64(1))
+        with pytest.raises(UsageError, match="pending"):
+            env.snapshot()
+        with pytest.raises(UsageError, match="pending"):
+            env.restore(token)
+        assert env.step_wait()[0][0] == 1
+
+
+@pytest.mark.parametrize("make", [SerialEnv, partial(SubprocessEnv, context="fork")], ids=["serial", "fork"])
+def test_where_there_is_no_forking_it_says_so(make: Any) -> None:
+    with make(ENDLESS) as env:
+        env.reset(seed=0)
+        with pytest.raises(NotForkableError):
+            env.snapshot()
+        assert env.step(np.int64(1))[0][0] == 1
