@@ -1,0 +1,95 @@
+"""The command line: ``multienv chaos``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ImportError as missing:
+    sys.exit(f"The multienv command needs {missing.name}: pip install 'multienv[cli]'")
+
+import gymnasium
+
+from multienv import Deadlines, RestartPolicy
+from multienv.testing.soak import Chaos, run_chaos
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@app.callback()
+def main() -> None:
+    """Gymnasium environments in processes that may die at any moment."""
+
+
+@app.command()
+def chaos(
+    env: Annotated[str, typer.Argument(help="The env's id, 'module:id' where a module registers it.")],
+    num_envs: Annotated[int, typer.Option(min=1, help="How many of it.")] = 4,
+    kills: Annotated[int, typer.Option(min=1, help="End after so many workers lost.")] = 100,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="End after this time.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides actions, victims, manners and pauses.")] = 0,
+    env_kwargs: Annotated[str, typer.Option(help="Arguments of the env, as JSON.")] = "{}",
+    step_deadline: Annotated[float, typer.Option(help="Seconds after which a stopped worker counts as hung.")] = 0.5,
+    pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two strikes, in seconds.")] = 0.05,
+    snapshot_every: Annotated[int | None, typer.Option(min=1, help="Steps between two snapshots.")] = None,
+    snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or by replay alone.")] = True,
+) -> None:
+    """Step an env while its workers are killed, and hold every transition against an undisturbed run.
+
+    Exit code 1 if any differs silently. An episode that could not be brought back exactly ends with a reason instead.
+    """
+    try:
+        arguments: dict[str, Any] = json.loads(env_kwargs)
+        env_fn = partial(gymnasium.make, env, **arguments)
+        env_fn().close()
+    except (ValueError, TypeError, gymnasium.error.Error, ImportError) as error:
+        raise typer.BadParameter(f"{env} cannot be made: {error}") from error
+    policy = RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000)
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("workers lost", total=kills)
+        result = run_chaos(
+            env_fn,
+            num_envs=num_envs,
+            kills=kills,
+            seconds=float("inf") if minutes is None else 60 * minutes,
+            seed=seed,
+            interval=(0.0, pause),
+            progress=lambda so_far: bar.update(task, completed=so_far.kills),
+            restart=policy,
+            deadlines=Deadlines(step=step_deadline),
+        )
+    console.print(_table(env, result))
+    for mismatch in result.mismatches:
+        console.print(f"[red]{mismatch}")
+    raise typer.Exit(1 if result.mismatches else 0)
+
+
+def _table(env: str, result: Chaos) -> Table:
+    title = f"{env}: {result.steps:,} steps held against an undisturbed run"
+    table = Table(title=title, show_header=False, min_width=len(title))
+    table.add_column("")
+    table.add_column("", justify="right")
+    for title, counts in (("struck", result.strikes), ("lost", result.losses), ("brought back by", result.rungs)):
+        for name, number in sorted(counts.items()):
+            table.add_row(f"{title}: {name}", f"{number:,}")
+    table.add_section()
+    table.add_row("time to recover, median", f"{1000 * result.quantile(0.5):.1f} ms")
+    table.add_row("time to recover, 99 of 100", f"{1000 * result.quantile(0.99):.1f} ms")
+    if result.growth is not None:
+        before, after = result.growth.before, result.growth.after
+        table.add_row("memory of the trainer", f"{before.rss / 2**20:.1f} → {after.rss / 2**20:.1f} MiB")
+        table.add_row("its descriptors", f"{before.descriptors} → {after.descriptors}")
+        table.add_row("its processes", f"{before.processes} → {after.processes}")
+    table.add_section()
+    table.add_row("episodes ended with a reason", f"{len(result.inexact):,}")
+    table.add_row("mismatches", f"{len(result.mismatches):,}", style="red" if result.mismatches else "green")
+    return table

@@ -1,0 +1,267 @@
+"""Kill workers at random moments for a long time, and hold what comes back against an undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+
+from multienv.testing.chaos import Killer, KillManner
+from multienv.testing.process_table import descendants
+from multienv.testing.trajectories import first_difference
+
+__all__ = ["Chaos", "Growth", "Usage", "run_chaos"]
+
+EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+
+ENOUGH_MISMATCHES = 5
+# What a strike is aimed at, and how often.
+_TARGETS = {"worker": 6, "worker and snapshot": 3, "snapshot": 1}
+# How long the first part of a run is whose use of resources the rest is held against: strikes.
+_WARM_UP = 20
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What this process uses, with its children.
+
+    Args:
+        rss: resident memory of this process, bytes.
+        descriptors: how many it has open.
+        processes: how many descend from it.
+    """
+
+    rss: int
+    descriptors: int
+    processes: int
+
+    @classmethod
+    def now(cls) -> Usage:
+        """As the kernel tells it."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), len(descendants(os.getpid())))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Use of resources after the first strikes, and at the end."""
+
+    before: Usage
+    after: Usage
+
+
+@dataclass
+class Chaos:
+    """What came of it.
+
+    Args:
+        steps: env steps held against the undisturbed run.
+        strikes: signals sent, by what they were aimed at.
+        losses: workers lost, by how: the cause, and the exit code in words.
+        rungs: how often each was used: ``"snapshot"``, ``"journal"``, or the outcome where it was not exact.
+        seconds: each recovery's, from the loss being noticed to the answer.
+        inexact: reasons given for episodes that were ended, or errors raised, because of a loss.
+        mismatches: what differed silently from the undisturbed run; must be empty.
+        growth: None if there were too few strikes to tell.
+    """
+
+    steps: int = 0
+    strikes: Counter[str] = field(default_factory=Counter)
+    losses: Counter[str] = field(default_factory=Counter)
+    rungs: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    inexact: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    growth: Growth | None = None
+
+    @property
+    def kills(self) -> int:
+        """Workers lost. A strike may come to one that is dead or stopped already."""
+        return sum(self.losses.values())
+
+    def quantile(self, share: float) -> float:
+        """Seconds within which this share of the recoveries was done; 0.0 if there were none."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def run_chaos(
+    env_fn: EnvFn,
+    *,
+    num_envs: int = 4,
+    kills: int = 100,
+    seconds: float = float("inf"),
+    seed: int = 0,
+    manners: Sequence[KillManner] = ("SIGKILL", "SIGSEGV", "SIGSTOP"),
+    interval: tuple[float, float] = (0.0, 0.05),
+    progress: Callable[[Chaos], object] = lambda chaos: None,
+    **options: Any,
+) -> Chaos:
+    """Step ``MultiEnv`` over *num_envs* envs while workers are struck, beside the same envs in this process.
+
+    Both get the same seed at the first reset, none later, and the same random actions. When an episode is ended by a
+    loss, or a difference is found, all envs are built anew and go on with another seed.
+
+    Args:
+        env_fn: the env, deterministic under its seed.
+        num_envs: how many.
+        kills: end when so many workers have been lost.
+        seconds: end after this time.
+        seed: decides seeds, actions, victims, manners and pauses; not what a victim is doing at that moment.
+        manners: the signals; a stopped worker hangs, and is killed at its deadline.
+        interval: the least and greatest pause between two strikes, seconds.
+        progress: called now and then.
+        options: for ``SubprocessEnv``; the deadline of a step is half a second unless it says otherwise.
+    """
+    chaos, until = Chaos(), time.monotonic() + seconds
+    dice = random.Random(seed)
+    attempt = 0
+    while chaos.kills < kills and time.monotonic() < until and len(chaos.mismatches) < ENOUGH_MISMATCHES:
+        with _Run(env_fn, num_envs, seed + 1000 * attempt, options, chaos) as run:
+            striker = _Striker(run.pids, chaos, dice, manners=manners, interval=interval, kills=kills)
+            with striker:
+                while chaos.kills < kills and time.monotonic() < until and run.step():
+                    progress(chaos)
+            if not run.parted:
+                run.step()  # what the last strike has done shows here
+        attempt += 1
+    progress(chaos)
+    return chaos
+
+
+class _Run:
+    """Two batches side by side until they part: the subjects, which are struck, and the undisturbed ones."""
+
+    def __init__(self, env_fn: EnvFn, num_envs: int, seed: int, options: dict[str, Any], chaos: Chaos) -> None:
+        # Imported late: the test kit is used by tests of layers below this one.
+        from multienv import Deadlines, MultiEnv, create_subprocess_envs
+
+        self.parted = False
+        self._chaos = chaos
+        self._seed = seed
+        options = {"deadlines": Deadlines(step=0.5), **options}
+        with contextlib.ExitStack() as stack:
+            self._calm = stack.enter_context(MultiEnv([env_fn() for _ in range(num_envs)]))
+            subjects = create_subprocess_envs([env_fn] * num_envs, hooks=[self._note], **options)
+            self._struck = stack.enter_context(MultiEnv(subjects))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> _Run:  # noqa: PYI034 - Self needs Python 3.11
+        self._action_space = copy.deepcopy(self._calm.action_space)
+        self._action_space.seed(self._seed)
+        seen, expected = self._struck.reset(seed=self._seed), self._calm.reset(seed=self._seed)
+        self._compare("reset", seen[0], expected[0])
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def pids(self) -> list[int]:
+        """Of the workers that live."""
+        return [pid for statistics in self._struck.statistics() if statistics and (pid := statistics.pid)]
+
+    def step(self) -> bool:
+        """Step both; false when they have parted, and this run is over."""
+        from multienv.errors import EnvsFailedError
+
+        actions = [self._action_space.sample() for _ in self._struck.envs]
+        try:
+            seen = self._struck.step(copy.deepcopy(actions))
+        except EnvsFailedError as failed:
+            self._part([str(error) for error in failed.failures.values()])
+            return False
+        reasons = [info["multienv"]["reason"] for info in seen[4] if info and "reason" in info.get("multienv", {})]
+        if reasons:
+            self._part(reasons)
+            return False
+        expected = self._calm.step(actions)
+        self._chaos.steps += len(actions)
+        for name, one, other in zip(
+            ("observations", "rewards", "terminated", "truncated"), seen, expected, strict=False
+        ):
+            self._compare(name, one, other)
+        return not self.parted
+
+    def _part(self, reasons: list[str]) -> None:
+        self.parted = True
+        self._chaos.inexact += reasons
+
+    def _compare(self, name: str, seen: Any, expected: Any) -> None:
+        difference = first_difference(list(seen), list(expected), name)
+        if difference is not None:
+            self.parted = True
+            self._chaos.mismatches.append(f"after {self._chaos.steps} steps (seed {self._seed}): {difference}")
+
+    def _note(self, event: Any) -> None:
+        from multienv.events import Loss, Recovery
+        from multienv.recovery.report import exit_text
+
+        if isinstance(event, Loss):
+            how = exit_text(event.exit_code).partition(" (")[0]
+            self._chaos.losses[f"{event.cause}: {how}"] += 1
+        elif isinstance(event, Recovery):
+            self._chaos.rungs[event.rung or event.outcome] += 1
+            self._chaos.seconds.append(event.seconds)
+
+
+class _Striker:
+    """Strikes from a thread of its own."""
+
+    def __init__(
+        self,
+        pids: Callable[[], list[int]],
+        chaos: Chaos,
+        dice: random.Random,
+        *,
+        manners: Sequence[KillManner],
+        interval: tuple[float, float],
+        kills: int,
+    ) -> None:
+        self._pids = pids
+        self._chaos = chaos
+        self._dice = dice
+        self._manners = tuple(manners)
+        self._interval = interval
+        self._kills = kills
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="multienv-chaos", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        dice, chaos = self._dice, self._chaos
+        while chaos.kills < self._kills and not self._stop.wait(dice.uniform(*self._interval)):
+            workers = self._pids()
+            if not workers:
+                continue
+            worker = dice.choice(workers)
+            (target,) = dice.choices(list(_TARGETS), list(_TARGETS.values()))
+            manner = dice.choice(self._manners)
+            snapshots = sorted(descendants(worker))[-1:] if target != "worker" else []
+            victims = [worker] * target.startswith("worker") + snapshots
+            # A snapshot that is stopped would be one that hangs while it is woken: nothing but a debugger does that.
+            manners = [manner if victim == worker else "SIGKILL" for victim in victims]
+            strikes = [Killer(partial(int, victim)).strike(how) for victim, how in zip(victims, manners, strict=True)]
+            chaos.strikes[target] += any(strike.delivered for strike in strikes)
+            total = sum(chaos.strikes.values())
+            if total == _WARM_UP:
+                usage = Usage.now()
+                chaos.growth = Growth(usage, usage)
+            elif chaos.growth is not None:
+                chaos.growth = replace(chaos.growth, after=Usage.now())
