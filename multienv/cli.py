@@ -37,6 +37,7 @@ def chaos(
     seed: Annotated[int, typer.Option(min=0, help="Decides actions, victims, manners and pauses.")] = 0,
     env_kwargs: Annotated[str, typer.Option(help="Arguments of the env, as JSON.")] = "{}",
     step_deadline: Annotated[float, typer.Option(help="Seconds after which a stopped worker counts as hung.")] = 0.5,
+    reset_deadline: Annotated[float, typer.Option(help="The same for a reset.")] = 5.0,
     pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two strikes, in seconds.")] = 0.05,
     snapshot_every: Annotated[int | None, typer.Option(min=1, help="Steps between two snapshots.")] = None,
     snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or by replay alone.")] = True,
@@ -65,7 +66,7 @@ def chaos(
             interval=(0.0, pause),
             progress=lambda so_far: bar.update(task, completed=so_far.kills),
             restart=policy,
-            deadlines=Deadlines(step=step_deadline),
+            deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
         )
     console.print(_table(env, result))
     for mismatch in result.mismatches:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,6 @@ EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 ENOUGH_MISMATCHES = 5
 # What a strike is aimed at, and how often.
 _TARGETS = {"worker": 6, "worker and snapshot": 3, "snapshot": 1}
-# How long the first part of a run is whose use of resources the rest is held against: strikes.
-_WARM_UP = 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Growth:
-    """Use of resources after the first strikes, and at the end."""
+    """Use of resources before the first strike, and after the last."""
 
     before: Usage
     after: Usage
@@ -73,7 +71,7 @@ class Chaos:
         seconds: each recovery's, from the loss being noticed to the answer.
         inexact: reasons given for episodes that were ended, or errors raised, because of a loss.
         mismatches: what differed silently from the undisturbed run; must be empty.
-        growth: None if there were too few strikes to tell.
+        growth: None until a run has ended.
     """
 
     steps: int = 0
@@ -122,7 +120,8 @@ def run_chaos(
         manners: the signals; a stopped worker hangs, and is killed at its deadline.
         interval: the least and greatest pause between two strikes, seconds.
         progress: called now and then.
-        options: for ``SubprocessEnv``; the deadline of a step is half a second unless it says otherwise.
+        options: for ``SubprocessEnv``; deadlines, without which a stopped worker would be
+            waited for, are half a second for a step and five for a reset unless they say otherwise.
     """
     chaos, until = Chaos(), time.monotonic() + seconds
     dice = random.Random(seed)
@@ -135,6 +134,7 @@ def run_chaos(
                     progress(chaos)
             if not run.parted:
                 run.step()  # what the last strike has done shows here
+            chaos.growth = Growth(chaos.growth.before if chaos.growth else run.usage, Usage.now())
         attempt += 1
     progress(chaos)
     return chaos
@@ -145,14 +145,15 @@ class _Run:
 
     def __init__(self, env_fn: EnvFn, num_envs: int, seed: int, options: dict[str, Any], chaos: Chaos) -> None:
         # Imported late: the test kit is used by tests of layers below this one.
-        from multienv import Deadlines, MultiEnv, create_subprocess_envs
+        from multienv import Deadlines, MultiEnv, SerialEnv, create_subprocess_envs
 
         self.parted = False
         self._chaos = chaos
         self._seed = seed
-        options = {"deadlines": Deadlines(step=0.5), **options}
+        options = {"deadlines": Deadlines(step=0.5, reset=5.0), **options}
         with contextlib.ExitStack() as stack:
-            self._calm = stack.enter_context(MultiEnv([env_fn() for _ in range(num_envs)]))
+            # One after the other: what envs share in one process (pygame, for one) may not bear threads.
+            self._calm = stack.enter_context(MultiEnv([SerialEnv(env_fn) for _ in range(num_envs)]))
             subjects = create_subprocess_envs([env_fn] * num_envs, hooks=[self._note], **options)
             self._struck = stack.enter_context(MultiEnv(subjects))
             self._stack = stack.pop_all()
@@ -162,6 +163,7 @@ class _Run:
         self._action_space.seed(self._seed)
         seen, expected = self._struck.reset(seed=self._seed), self._calm.reset(seed=self._seed)
         self._compare("reset", seen[0], expected[0])
+        self.usage = Usage.now()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -259,9 +261,3 @@ class _Striker:
             manners = [manner if victim == worker else "SIGKILL" for victim in victims]
             strikes = [Killer(partial(int, victim)).strike(how) for victim, how in zip(victims, manners, strict=True)]
             chaos.strikes[target] += any(strike.delivered for strike in strikes)
-            total = sum(chaos.strikes.values())
-            if total == _WARM_UP:
-                usage = Usage.now()
-                chaos.growth = Growth(usage, usage)
-            elif chaos.growth is not None:
-                chaos.growth = replace(chaos.growth, after=Usage.now())
