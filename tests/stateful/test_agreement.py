@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from hypothesis.stateful import (
 
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
 from multienv.subprocess_env import SerialEnv
-from multienv.testing import CounterEnv, SpaceEnv, first_difference
+from multienv.testing import CounterEnv, SpaceEnv, descendants, first_difference
 
 DEFAULT = settings(
     max_examples=8,
@@ -110,6 +111,7 @@ class Agreement(RuleBasedStateMachine):
     env_fn: Callable[[], Any] = CounterEnv
     num_actions = 4
     context = "forkserver"
+    policy = PATIENT
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +120,10 @@ class Agreement(RuleBasedStateMachine):
     def open(self) -> None:
         env_fn = type(self).env_fn
         self.subprocess = SubprocessEnv(
-            env_fn, restart=PATIENT, context=self.context, deadlines=Deadlines(step=STEP_DEADLINE, reset=30, call=30)
+            env_fn,
+            restart=self.policy,
+            context=self.context,
+            deadlines=Deadlines(step=STEP_DEADLINE, reset=30, call=30),
         ).initialize()
         self.serial = SerialEnv(env_fn).initialize()
         self.plain = env_fn()
@@ -250,6 +255,23 @@ class ForkedAgreement(CounterAgreement):
     context = "fork"
 
 
+class SnapshotAgreement(CounterAgreement):
+    """With a frozen copy nearly always at hand, which may be struck too."""
+
+    policy = replace(PATIENT, snapshot_every=2)
+
+    @rule(number=KILLS, first=st.booleans())
+    def kill_with_snapshot(self, number: int, first: bool) -> None:
+        snapshots = sorted(descendants(self.worker))[-1:]
+        if not first:
+            self.strike(number)
+        for pid in snapshots:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if first:
+            self.strike(number)
+
+
 class NestedAgreement(Agreement):
     env_fn = NestedEnv
 
@@ -362,7 +384,7 @@ class SeveralAgreement(RuleBasedStateMachine):
             self.multi.close()
 
 
-MACHINES = [CounterAgreement, ForkedAgreement, NestedAgreement, CartPoleAgreement, SeveralAgreement]
+MACHINES = [CounterAgreement, ForkedAgreement, SnapshotAgreement, NestedAgreement, CartPoleAgreement, SeveralAgreement]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
