@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
-from multienv import SubprocessEnv, create_subprocess_envs
+from multienv import RestartPolicy, SubprocessEnv, create_subprocess_envs
 from multienv.subprocess_env import close_all
 
 
@@ -21,11 +21,11 @@ def cartpole() -> gymnasium.Env:
     return gymnasium.make("CartPole-v1")
 
 
-def recovery_times(kills: int) -> list[float]:
+def recovery_times(kills: int, policy: RestartPolicy) -> list[float]:
     """Seconds from each kill to the return of the step that meets it."""
     times = []
     generator = np.random.default_rng(0)
-    with SubprocessEnv(cartpole) as env:
+    with SubprocessEnv(cartpole, restart=policy) as env:
         env.reset(seed=0)
         for _ in range(kills):
             for _ in range(int(generator.integers(1, 200))):
@@ -66,11 +66,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--num-envs", type=int, default=32)
     arguments = parser.parse_args()
-    times = sorted(recovery_times(arguments.kills))
-    print(
-        f"SIGKILL to the next step's return over {len(times)} kills: median {statistics.median(times) * 1e3:.1f} ms, "
-        f"p99 {times[int(len(times) * 0.99) - 1] * 1e3:.1f} ms"
-    )
+    print(f"SIGKILL to the next step's return over {arguments.kills} kills of a CartPole-v1")
+    policies = {
+        "as it comes": RestartPolicy(),
+        "by the journal alone": RestartPolicy(snapshots=False),
+        "with a snapshot every 64 steps": RestartPolicy(snapshot_every=64),
+    }
+    for name, policy in policies.items():
+        times = sorted(recovery_times(arguments.kills, policy))
+        p99 = times[int(len(times) * 0.99) - 1]
+        print(f"  {name:32} median {statistics.median(times) * 1e3:6.1f} ms, p99 {p99 * 1e3:6.1f} ms")
     ours, theirs = start_times(arguments.num_envs)
     print(f"{arguments.num_envs} envs ready: {ours:.2f} s, gymnasium {theirs:.2f} s, {ours / theirs:.2f} × its time")
 

@@ -109,9 +109,9 @@ class Healer:
         self._budget = budget or RestartBudget(policy)
         self.description: Description | None = None
 
-    def request_build(self, backend: Backend, *, again: bool = False) -> None:
+    def request_build(self, backend: Backend, *, again: bool = False, replacement: bool = False) -> None:
         """Ask a process to build the env, ``again`` if it may have been asked already; does not wait."""
-        frame = pack_message(0, self._initialize)
+        frame = pack_message(0, replace(self._initialize, replacement=replacement))
         if again:
             backend.ask_again(frame)
         else:
@@ -215,7 +215,7 @@ class Healer:
             if remaining is not None and not effort.planned:
                 start = self._deadlines.start
                 backend.arm(remaining if start is None else min(start, remaining))
-            self.request_build(backend)
+            self.request_build(backend, replacement=not effort.planned)
             self.collect_build(backend)
         except BaseException:
             backend.kill()

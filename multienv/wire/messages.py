@@ -75,6 +75,7 @@ class Initialize:
     ``seeds`` are for ``random`` and ``numpy.random``, so that a restarted worker begins as the first one did;
     ``None`` leaves them alone, in the trainer's own process.
     ``snapshots`` says how often the worker forks itself: every so many steps, 0 as it thinks best, -1 never.
+    A ``replacement`` takes its first at once: what was lost may well be lost again.
     ``setting`` is where the trainer stands (sys.path, sys.argv, working directory, environment); ``None`` under fork.
     """
 
@@ -83,6 +84,7 @@ class Initialize:
     setting: Setting | None
     inline_limit: int
     snapshots: int = -1
+    replacement: bool = False
 
 
 @dataclass(frozen=True, slots=True)

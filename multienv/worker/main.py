@@ -162,7 +162,7 @@ def _settle(ends: Ends) -> Control:
 
 def _find_place(message: Initialize, snapshots: Snapshots) -> None:
     """See the world as the trainer does: modules, arguments, working directory, environment, registered envs."""
-    snapshots.begin(message.snapshots)
+    snapshots.begin(message.snapshots, at_once=message.replacement)
     setting = message.setting
     if setting is None:
         return

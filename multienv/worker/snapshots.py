@@ -87,9 +87,10 @@ class Snapshots:
         self._cost = 0.0
         self._pids: set[int] = set()
 
-    def begin(self, every: int) -> None:
+    def begin(self, every: int, *, at_once: bool = False) -> None:
         """Take one every so many steps; 0 finds out how often is good, -1 is never."""
         self._every = every if self._possible() else -1
+        self._interval = 0.0 if at_once else _SHORTEST
 
     def _possible(self) -> bool:
         return sys.platform == "linux" and self._ends.announcements >= 0
@@ -109,7 +110,7 @@ class Snapshots:
             obstacle = self._take(seq, 0)
             self._words[NO_SNAPSHOTS] = obstacle
             if obstacle:  # it may go away: try again later
-                self._interval *= _PATIENCE
+                self._interval = _PATIENCE * max(_SHORTEST, self._interval)
 
     def branch(self, seq: int, token: int) -> str:
         """Take one to be kept under this token. What is in the way, or nothing. `Woken` as above."""
@@ -226,3 +227,4 @@ class Snapshots:
         words[PID] = os.getpid()
         self._take(self._seq, self._token)
         self._token = 0
+        self._interval = 0.0  # and a newer one soon: what was lost may well be lost again

@@ -1,0 +1,87 @@
+"""What forked snapshots cost: throughput with and without, interleaved in one run, and memory of the frozen copy."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+
+from multienv import MultiEnv, RestartPolicy, create_subprocess_envs
+from multienv.testing import descendants, is_alive
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that the process shares with nobody."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def batch(env_id: str, num_envs: int, policy: RestartPolicy) -> MultiEnv:
+    """Envs with this policy, ready to step."""
+    m = MultiEnv(create_subprocess_envs([lambda: gymnasium.make(env_id)] * num_envs, restart=policy))
+    m.reset(seed=0)
+    return m
+
+
+def rate(m: MultiEnv, actions: list[list[Any]], rounds: int) -> float:
+    """Env steps a second."""
+    begin = time.perf_counter()
+    for index in range(rounds):
+        m.step(actions[index % len(actions)])
+    return m.num_envs * rounds / (time.perf_counter() - begin)
+
+
+def measure(env_id: str, num_envs: int, rounds: int, repeats: int) -> None:
+    """Print one env's row."""
+    batches = [
+        batch(env_id, num_envs, policy)
+        for policy in (
+            RestartPolicy(),
+            RestartPolicy(snapshots=False),
+            RestartPolicy(on_crash="raise", on_timeout="raise"),
+        )
+    ]
+    batches[0].action_space.seed(0)
+    actions = [[batches[0].action_space.sample() for _ in range(num_envs)] for _ in range(64)]
+    rates: list[list[float]] = [[], [], []]
+    for repeat in range(repeats + 1):
+        for mine, m in zip(rates, batches, strict=True):
+            value = rate(m, actions, rounds)
+            if repeat:  # the first warms up
+                mine.append(value)
+    on, without, off = rates
+    snapshots = statistics.median(one / other for one, other in zip(on, without, strict=True))
+    recovery = statistics.median(one / other for one, other in zip(on, off, strict=True))
+    workers = [one.pid or 0 for one in batches[0].statistics() if one]
+    frozen = [pid for worker in workers for pid in descendants(worker) if is_alive(pid)]
+    taken = sum(one.snapshots for one in batches[0].statistics() if one)
+    print(
+        f"{num_envs} × {env_id:18} {statistics.median(on):9,.0f} steps/s   {snapshots:5.3f} × without snapshots   "
+        f"{recovery:5.3f} × recovery off   snapshots taken {taken}"
+    )
+    if frozen:
+        own = statistics.mean(map(private_bytes, frozen)) / 2**20
+        worker = statistics.mean(map(private_bytes, workers)) / 2**20
+        print(f"    memory of its own, MiB: a worker {worker:.1f}, its frozen copy {own:.1f}")
+    for m in batches:
+        m.close()
+
+
+def main() -> None:
+    """Print a row for each env."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("envs", nargs="*", default=["CartPole-v1", "LunarLander-v3", "HalfCheetah-v5"])
+    parser.add_argument("--num-envs", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    for env_id in arguments.envs:
+        measure(env_id, arguments.num_envs, arguments.rounds, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()
