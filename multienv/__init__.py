@@ -17,6 +17,7 @@ Layers, lowest first; none imports one above it::
 from multienv.autoreset import AutoResetWrapper
 from multienv.config import Deadlines, RestartPolicy
 from multienv.multi_env import MultiEnv
+from multienv.recovery.restorer import Snapshot
 from multienv.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "MultiEnv",
     "RestartPolicy",
     "SerialEnv",
+    "Snapshot",
     "SubprocessEnv",
     "create_subprocess_envs",
 ]

@@ -1,0 +1,98 @@
+"""Go-Explore's first phase on Montezuma's Revenge: return to a promising state, explore from there.
+
+The emulator cannot be copied by ``copy.deepcopy``, and its own state saving leaves out the wrappers. Here the archive
+holds forked snapshots: ``restore`` brings back emulator, wrappers and random generators alike, in a few milliseconds.
+
+    pip install -e ".[examples]" ale-py && python examples/go_explore.py
+
+Source of the idea: Ecoffet, Huizinga, Lehman, Stanley and Clune, "First return, then explore", Nature 590 (2021).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+
+import ale_py
+import gymnasium
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from multienv import RestartPolicy, Snapshot, SubprocessEnv
+
+gymnasium.register_envs(ale_py)
+
+# Where the game keeps them in its memory.
+ROOM, X, Y, LIVES = 3, 42, 43, 58
+Cell = tuple[int, int, int]
+
+
+@dataclass
+class Entry:
+    """A state worth returning to."""
+
+    snapshot: Snapshot
+    score: float
+    visits: int = 0
+
+
+def make() -> gymnasium.Env:
+    """Observations are the game's memory."""
+    return gymnasium.make("ALE/MontezumaRevenge-v5", obs_type="ram", repeat_action_probability=0.0)
+
+
+def cell_of(ram) -> Cell:
+    """States that look alike to the search."""
+    return int(ram[ROOM]), int(ram[X]) // 8, int(ram[Y]) // 8
+
+
+def explore(env: SubprocessEnv, archive: dict[Cell, Entry], dice: random.Random, steps: int, room_for: int) -> float:
+    """Return to a state, go on at random from there, and keep what is new or reached with a better score."""
+    entries = list(archive.values())
+    (entry,) = dice.choices(entries, [(1 + one.visits) ** -0.5 for one in entries])
+    del entries  # a snapshot is freed when nobody holds it any more
+    entry.visits += 1
+    env.restore(entry.snapshot)
+    score, best, action, lives = entry.score, entry.score, 0, None
+    for _ in range(steps):
+        if dice.random() < 0.1:
+            action = dice.randrange(env.action_space.n)
+        ram, reward, terminated, truncated, _ = env.step(action)
+        lives = ram[LIVES] if lives is None else lives
+        if terminated or truncated or ram[LIVES] != lives:
+            break
+        score += float(reward)
+        best = max(best, score)
+        cell = cell_of(ram)
+        known = archive.get(cell)
+        if (known is None and len(archive) < room_for) or (known is not None and score > known.score):
+            archive[cell] = Entry(env.snapshot(), score)
+    return best
+
+
+def main() -> None:
+    """Search, and say how far it came."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=100, help="explored from each state returned to")
+    parser.add_argument("--cells", type=int, default=300, help="kept at a time: a frozen process each")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    dice, best = random.Random(arguments.seed), 0.0
+    policy = RestartPolicy(max_snapshots=arguments.cells + 2)  # one is replaced while it is explored from
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with SubprocessEnv(make, restart=policy) as env, Progress(*columns) as bar:
+        ram, _ = env.reset(seed=arguments.seed)
+        archive = {cell_of(ram): Entry(env.snapshot(), 0.0)}
+        task = bar.add_task("exploring", total=arguments.iterations)
+        for _ in range(arguments.iterations):
+            best = max(best, explore(env, archive, dice, arguments.steps, arguments.cells))
+            bar.update(task, advance=1, description=f"{len(archive)} cells, best score {best:g}")
+        rooms = len({room for room, _, _ in archive})
+        print(
+            f"{len(archive)} cells in {rooms} rooms, best score {best:g}; {env.statistics().steps:,} steps on this path"
+        )
+
+
+if __name__ == "__main__":
+    main()
