@@ -300,7 +300,7 @@ def test_it_can_be_interrupted_anywhere() -> None:
     with SubprocessEnv(ENDLESS, restart=OFTEN) as env:
         env.reset(seed=0)
         done = 0
-        for interruption in every_place(stride=11):
+        for interruption in every_place(stride=29):
             env.step(np.int64(1))
             done += 1
             kill(pid_of(env))
