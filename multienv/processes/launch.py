@@ -101,6 +101,7 @@ class Worker:
         self.fate: Fate | None = None
         self._method = launch.method
         self._owner = os.getpid()
+        self._told: list[bytes] = []  # its end, as the warden tells it
         self._theirs: list[int] = []
         self._tokens: dict[str, object] = {}
         _reap_strays()
@@ -204,10 +205,12 @@ class Worker:
     def wait(self, timeout: float) -> Fate | None:
         """How the process ended, or ``None`` if it has not within ``timeout`` seconds."""
         if self.fate is None:
-            readable = self._wait_readable(self.ended, timeout)
-            if not readable:
-                return None
-            line = os.read(self.ended, 65_536)
+            if not self._told:
+                if not self._wait_readable(self.ended, timeout):
+                    return None
+                # At one stroke: what an interruption keeps from being noted is told only once.
+                self._told.extend(map(os.read, (self.ended,), (65_536,)))
+            line = self._told[0]
             # Without a line the warden is dead, and took the worker with it.
             self.fate = Fate.decode(line) if line else UNKNOWN_FATE
             if not line:

@@ -172,16 +172,19 @@ class Keeper:
         if self._encode is _no_encoder:
             self._placement = Placement.of(description.observation_space, self._inline_limit)
             self._encode = action_encoder(description.action_space)  # last: an interruption leaves all to do again
-        size = self._placement.block_size
-        self._block = backend.observations(size) if size else None
         space, placement = description.observation_space, self._placement
-        self._decode = reader(space, placement, self._block)
-        self._views = array_views(space, placement, self._block, backend.buffer)
-        self._buffer, self._plain_size = backend.buffer, placement.plain_size
-        self._plain_reply = memoryview(self._buffer)[: self._plain_size]
-        old, self._backend = self._backend, backend
+        block = backend.observations(placement.block_size) if placement.block_size else None
+        decode, views = reader(space, placement, block), array_views(space, placement, block, backend.buffer)
+        transmit, buffer, size = backend.send, backend.buffer, placement.plain_size
+        plain_reply = memoryview(buffer)[:size]
+        old, unused = self._backend, (self._block, self._decode, self._views, self._plain_reply, self._transmit)
+        # At one stroke, and nothing is destroyed in it: no interruption leaves the one's buffer with the other's pipe.
+        self._backend = backend
+        self._block, self._decode, self._views = block, decode, views
+        self._buffer, self._plain_size, self._plain_reply = buffer, size, plain_reply
+        self._transmit = transmit
+        del unused
         self._healer.hand_over()
-        self._transmit = backend.send
         self._recycling.begin(self._steps, self.record.episodes)
         self.due = ""
         if self._core is not None:
