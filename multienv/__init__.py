@@ -12,6 +12,7 @@ Layers, lowest first; none imports one above it::
     remote_generator             an env's generator, from afar
     hosted_env … multi_env       the faces
     testing                      faulty envs, leak checks, a conformance kit
+    chaos, cli                   kills for a long time, beside an undisturbed run; the command line
 """
 
 from multienv.autoreset import AutoResetWrapper

@@ -17,8 +17,8 @@ except ImportError as missing:
 
 import gymnasium
 
-from multienv import Deadlines, RestartPolicy
-from multienv.testing.soak import Chaos, run_chaos
+from multienv.chaos import Chaos, run_chaos
+from multienv.config import Deadlines, RestartPolicy
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 

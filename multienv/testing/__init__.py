@@ -2,7 +2,7 @@
 
 - `check_env_recovers`: does your env survive the death of its process, bit for bit?
 - `Fault`, `FaultyEnv` and the other misbehaving envs: fail in every manner, at every moment.
-- `Killer`: kill processes at random or scripted moments; `run_chaos`: for a long time, beside an undisturbed run.
+- `Killer`: kill processes at random or scripted moments.
 - `rollout`, `assert_same_trajectory`, `assert_no_splice`: record and compare what envs do.
 - `no_leaks`, `snapshot_resources`, `assert_nothing_left`: is anything left behind?
 
@@ -37,7 +37,6 @@ from multienv.testing.leaks import (
     what_is_left,
 )
 from multienv.testing.process_table import ProcessRecord, descendants, is_alive
-from multienv.testing.soak import Chaos, run_chaos
 from multienv.testing.space_env import SpaceEnv, TokenSpace, digest_value, example_spaces
 from multienv.testing.trajectories import (
     Transition,
@@ -50,7 +49,6 @@ from multienv.testing.trajectories import (
 )
 
 __all__ = [
-    "Chaos",
     "CounterEnv",
     "FailsNthTime",
     "Fault",
@@ -97,7 +95,6 @@ __all__ = [
     "no_leaks",
     "observations_equal",
     "rollout",
-    "run_chaos",
     "snapshot_resources",
     "what_is_left",
 ]

@@ -17,6 +17,12 @@ from typing import Any
 
 import gymnasium
 
+from multienv.config import Deadlines
+from multienv.errors import EnvsFailedError
+from multienv.events import Event, Loss, Recovery
+from multienv.multi_env import MultiEnv
+from multienv.recovery.report import exit_text
+from multienv.subprocess_env import SerialEnv, create_subprocess_envs
 from multienv.testing.chaos import Killer, KillManner
 from multienv.testing.process_table import descendants
 from multienv.testing.trajectories import first_difference
@@ -144,9 +150,6 @@ class _Run:
     """Two batches side by side until they part: the subjects, which are struck, and the undisturbed ones."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, seed: int, options: dict[str, Any], chaos: Chaos) -> None:
-        # Imported late: the test kit is used by tests of layers below this one.
-        from multienv import Deadlines, MultiEnv, SerialEnv, create_subprocess_envs
-
         self.parted = False
         self._chaos = chaos
         self._seed = seed
@@ -175,8 +178,6 @@ class _Run:
 
     def step(self) -> bool:
         """Step both; false when they have parted, and this run is over."""
-        from multienv.errors import EnvsFailedError
-
         actions = [self._action_space.sample() for _ in self._struck.envs]
         try:
             seen = self._struck.step(copy.deepcopy(actions))
@@ -205,10 +206,7 @@ class _Run:
             self.parted = True
             self._chaos.mismatches.append(f"after {self._chaos.steps} steps (seed {self._seed}): {difference}")
 
-    def _note(self, event: Any) -> None:
-        from multienv.events import Loss, Recovery
-        from multienv.recovery.report import exit_text
-
+    def _note(self, event: Event) -> None:
         if isinstance(event, Loss):
             how = exit_text(event.exit_code).partition(" (")[0]
             self._chaos.losses[f"{event.cause}: {how}"] += 1
