@@ -163,8 +163,13 @@ class Supervisor(Restorer):
         if self.phase == STEPPING:
             return None
         self.phase = STEPPING
-        observation, reward, terminated, truncated, info = self._receive_step_slowly(b"")
-        return observation, reward, terminated, truncated, {**info, "multienv": {"resumed": True}}
+        try:
+            observation, reward, terminated, truncated, info = self._receive_step_slowly(b"")
+            return observation, reward, terminated, truncated, {**info, "multienv": {"resumed": True}}
+        except BaseException as error:
+            if not isinstance(error, MultienvError) and self.phase != OWED:
+                self.phase, self.interrupted = RESUMED, WHOLE  # not delivered, once more
+            raise
 
     def _receive_step_slowly(self, start: bytes, *, defer: bool = False) -> Transition:
         try:
