@@ -9,7 +9,6 @@ worker that hangs in C code.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -17,14 +16,13 @@ import select
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
-from multienv.processes import leftovers
+from multienv.processes import killing, leftovers
+from multienv.processes.killing import KILL_GRACE, ORPHAN_GRACE
+from multienv.processes.lines import PR_SET_CHILD_SUBREAPER, Lines, become_worker, prctl
 from multienv.processes.protocol import (
-    FORKSERVER,
     FREE,
     KILL,
     LAUNCH,
@@ -43,30 +41,17 @@ from multienv.processes.ward import (
     decline,
     drain,
     kill_group,
-    open_descriptors,
-    pair,
-    pipe,
     takes_in,
     takes_more,
     tell_gone,
     text,
 )
-from multienv.wire.memory import CONTROL_SIZE, DEADLINE, Block, Control
-from multienv.worker import main as worker
-from multienv.worker.ends import WARD_VARIABLE, Ends, ward_mark
+from multienv.wire.memory import CONTROL_SIZE, Block, Control
+from multienv.worker.ends import ward_mark
 from multienv.worker.snapshots import WAKING
 
-# Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers without a trainer.
-STACK_GRACE = 0.3
-QUIET = 0.03
-TERM_GRACE = 0.2
-KILL_GRACE = 1.0
-ORPHAN_GRACE = 0.5
 # Seconds given to the reader of the trainer's stderr. No more: those who need watching over cannot wait either.
 PATIENCE = 0.1
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Warden:
@@ -82,10 +67,9 @@ class Warden:
         self._bereaved: dict[int, Ward] = {}  # dead, with a snapshot that their trainer may want
         self._tokens: dict[int, Standby] = {}  # snapshots that the trainer may come back to
         self._lifelines: list[int] = []
-        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
         self._ending_at = float("inf")
         self._patience = PATIENCE
-        self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
         """Serve until the trainer is gone and every worker with it."""
@@ -141,27 +125,21 @@ class Warden:
         elif operation == FREE and pid in self._tokens:
             self._tokens.pop(pid).channel.close()
         elif operation == KILL and number in self._wards:
-            self._begin_kill(self._wards[number], with_stack=False)
+            killing.begin(self._wards[number], with_stack=False)
 
     def _launch(self, method: int, number: int, shortest: float, descriptors: list[int]) -> None:
+        warden = os.getpid()
         try:
-            requests, replies, memory, fate = descriptors
-            stderr_read, stderr_write = pipe(descriptors)
-            stack_read, stack_write = pipe(descriptors)
-            heard, told = pair(descriptors)
-            control = Control(Block(memory, CONTROL_SIZE))
-            warden = os.getpid()
+            lines = Lines.make(descriptors)
             pid = os.fork()
-        except (OSError, ValueError) as error:  # ValueError: not all that was sent could be received
+        except (OSError, ValueError) as error:
             decline(descriptors, 1, 3, error)
             return
         if pid == 0:
-            ends = Ends(requests, replies, memory, stack_write, told)
-            self._become_worker(method, number, ends, stderr_write, warden)
-        for descriptor in (requests, stderr_write, stack_write, memory, told):
-            os.close(descriptor)
-        ward = Ward(number, pid, True, replies, control, socket.socket(fileno=fate), stderr_read, stack_read, shortest)
-        ward.announcements = socket.socket(fileno=heard)
+            become_worker(
+                lines, method, number, trainer=self._trainer, warden=warden, spawn_command=self._spawn_command
+            )
+        ward = lines.ward(number, pid, shortest)
         try:
             self._admit(ward)
         except OSError:
@@ -170,33 +148,25 @@ class Warden:
     def _wake(self, snapshot: Standby | None, number: int, shortest: float, descriptors: list[int]) -> None:
         """Have a snapshot, whose worker is dead, go on as another one."""
         try:
-            requests, replies, memory, fate = descriptors
-            stderr_read, stderr_write = pipe(descriptors)
-            stack_read, stack_write = pipe(descriptors)
-            heard, told = pair(descriptors)
-            control = Control(Block(memory, CONTROL_SIZE))
+            lines = Lines.make(descriptors)
             if snapshot is None:
                 raise OSError("there is no such snapshot")
-            message = WAKING.pack(self._trainer, os.getpid(), number)
-            handed = [requests, replies, memory, stack_write, stderr_write, told]
+            message, ends = WAKING.pack(self._trainer, os.getpid(), number), lines.ends
+            handed = [ends.requests, ends.replies, ends.memory, ends.stack, lines.stderr_write, ends.announcements]
             with snapshot.channel:
                 socket.send_fds(snapshot.channel, [message], handed, getattr(socket, "MSG_NOSIGNAL", 0))
         except (OSError, ValueError) as error:
             decline(descriptors, 1, 3, error)
             return
-        for descriptor in (requests, stderr_write, stack_write, memory, told):
-            os.close(descriptor)
-        line, pid = socket.socket(fileno=fate), snapshot.pid
-        ward = Ward(number, pid, True, replies, control, line, stderr_read, stack_read, shortest)
-        ward.announcements = socket.socket(fileno=heard)
+        ward = lines.ward(number, snapshot.pid, shortest)
         try:
             self._admit(ward)
-            ward.pidfd = os.pidfd_open(pid)  # its parent may yet be another, who would be told of its end
+            ward.pidfd = os.pidfd_open(ward.pid)  # its parent may yet be another, who would be told of its end
             self._on_readable(ward.pidfd, lambda: self._end_of_woken(ward))
         except ProcessLookupError:
             self._finish(ward, None)
         except OSError:
-            kill_group(pid, signal.SIGKILL)
+            kill_group(ward.pid, signal.SIGKILL)
 
     def _end_of_woken(self, ward: Ward) -> None:
         self._reap_children()
@@ -238,34 +208,6 @@ class Warden:
         assert ward.announcements is not None
         if not ward.hear(self._tokens):
             self._forget(ward.announcements.fileno())
-
-    def _become_worker(self, method: int, number: int, ends: Ends, stderr: int, warden: int) -> NoReturn:
-        """In the child: let go of everything of the warden's and turn into a worker."""
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            os.setpgid(0, 0)
-            self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != warden:
-                os._exit(worker.LOOP_FAILED)  # it died before the line above
-            os.dup2(stderr, 2)
-            kept = {0, 1, 2, *ends.descriptors()}
-            for descriptor in open_descriptors() - kept:
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
-            os.environ[WARD_VARIABLE] = ward_mark(self._trainer, number)
-            if method == FORKSERVER:
-                worker.main(ends)
-            for descriptor in ends.descriptors():
-                os.set_inheritable(descriptor, True)
-            os.execv(self._spawn_command[0], [*self._spawn_command, str(ends)])  # noqa: S606 - our own interpreter
-        finally:
-            os._exit(worker.LOOP_FAILED)
-
-    def _prctl(self, option: int, value: int) -> None:
-        if self._libc is not None:
-            self._libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
     # --- the end of a worker ------------------------------------------------------------------
 
@@ -374,8 +316,7 @@ class Warden:
             self._forget(ward.stack)
         ward.stack_text += data
         del ward.stack_text[STACK_LIMIT:]
-        if ward.stage == "stack":
-            ward.next_stage_at = time.monotonic() + QUIET
+        killing.stack_written(ward)
 
     def _forget(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError, ValueError):
@@ -392,54 +333,21 @@ class Warden:
                 if ward.stage == "kill":
                     self._finish(ward, None)  # not even SIGKILL ends it: an uninterruptible system call
                 else:
-                    self._enter(ward, "kill", now)
+                    killing.enter(ward, "kill", now)
         due = self._ending_at
         for ward in list(self._wards.values()):
-            due = min(due, self._advance_ward(ward, now))
+            look_again = killing.advance(ward, now)
+            if look_again is None:
+                self._finish(ward, None)
+            else:
+                due = min(due, look_again)
         # A day at most: the kernel counts in milliseconds, and not for ever.
         return None if due == float("inf") else min(max(0.0, due - time.monotonic()), 86_400.0)
 
-    def _advance_ward(self, ward: Ward, now: float) -> float:
-        if not ward.stage:
-            if not ward.shortest_deadline:
-                return float("inf")
-            deadline = ward.control.times[DEADLINE]
-            if not deadline or now < deadline:
-                # A request sent from now on, perhaps with a nearer deadline, is not overdue before this.
-                return min(deadline or float("inf"), now + ward.shortest_deadline)
-            ward.overdue = True
-            self._begin_kill(ward, with_stack=True)
-        elif now >= ward.next_stage_at:
-            if ward.stage == "kill":
-                self._finish(ward, None)
-                return float("inf")
-            self._enter(ward, "term" if ward.stage == "stack" else "kill", now)
-        return ward.next_stage_at
-
-    def _begin_kill(self, ward: Ward, *, with_stack: bool) -> None:
-        if not ward.stage:
-            self._enter(ward, "stack" if with_stack and worker.STACK_SIGNAL else "term", time.monotonic())
-
-    def _enter(self, ward: Ward, stage: str, now: float) -> None:
-        ward.stage = stage
-        if stage == "stack":
-            assert worker.STACK_SIGNAL is not None
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(ward.pid, worker.STACK_SIGNAL)
-            ward.next_stage_at = now + STACK_GRACE
-        elif stage == "term":
-            kill_group(ward.pid, signal.SIGTERM)
-            ward.next_stage_at = now + TERM_GRACE
-        else:
-            kill_group(ward.pid, signal.SIGKILL)
-            ward.next_stage_at = now + KILL_GRACE
-
     def _abandoned(self, ward: Ward) -> None:
-        """The trainer let go of this worker; its requests have ended too, so it should end by itself."""
+        """The trainer let go of this worker."""
         self._forget(ward.fate.fileno())
-        if not ward.stage:
-            ward.stage = "term"
-            ward.next_stage_at = time.monotonic() + ORPHAN_GRACE
+        killing.abandon(ward)
 
     def _trainer_gone(self) -> None:
         """Kill everything shortly; also workers forked by the trainer of which we have not read yet."""
