@@ -170,7 +170,7 @@ class Journal:
                 map(seq_of, replies)
             ):
                 return Plan(tuple(requests[1:]), tuple(replies[1:]), False)
-            place = self._entries.rfind(mark, 0, place)
+            place = self._entries.rfind(mark, 0, place + len(mark) - 1)  # they may overlap
         return None
 
     def _from(self, anchor: Anchor) -> Plan:

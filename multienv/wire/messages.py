@@ -230,11 +230,11 @@ def seq_of(frame: bytes) -> int:
 
 
 def split_frames(joined: bytes | bytearray) -> list[bytes]:
-    """The frames that lie end to end; one that is cut short is left out."""
+    """The frames that lie end to end, up to what is cut short, or is no frame."""
     frames, start, end = [], 0, len(joined)
     while start + 4 <= end:
         stop = start + int.from_bytes(joined[start : start + 4], "little")
-        if stop > end:
+        if not start < stop <= end:  # a length of 0 would be read for ever
             break
         frames.append(bytes(joined[start:stop]))
         start = stop

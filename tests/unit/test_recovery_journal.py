@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from gymnasium import spaces
 from hypothesis import given
@@ -315,3 +316,25 @@ def test_what_was_interrupted_is_sought_among_the_last_requests_alone(caller, mo
         caller.journal.forget_unanswered(request)
         caller.step()
     assert split == [len(request) + len(reply)] * 3
+
+
+@pytest.mark.parametrize("kind", [int, np.int64])
+def test_what_came_since_is_found_also_where_a_step_looks_like_the_number(kind: type) -> None:
+    """Kind, tag and action of a step, one behind the other, read as another step's number and kind."""
+    tag, seq = (1, 0x0102) if kind is int else (2, 0x0202)
+    caller = Caller()
+    assert caller.next_step(kind(2))[0][8:13] == bytes([2, tag, 0, 0, 2]) == seq.to_bytes(4, "little") + b"\2"
+    caller.seq = seq - 20
+    for _ in range(24):
+        caller.log(*caller.next_step(kind(2)))
+    plan = caller.journal.since(seq)
+    assert plan is not None
+    assert (list(map(seq_of, plan.frames)), plan.evidence) == (
+        [seq + n for n in (1, 2, 3, 4)],
+        tuple(caller.replies[-4:]),
+    )
+
+
+def test_bytes_that_are_no_frames_are_read_to_an_end() -> None:
+    frame = ENCODE(1, 0)
+    assert split_frames(frame + bytes(40)) == [frame]
