@@ -188,20 +188,12 @@ class Healer:
     ) -> Backend | None:
         self._current = backend
         try:
-            reason, last = self._replay(backend, plan, effort)
-            if not reason and looks_the_same(backend, last):
-                effort.admitted, effort.rung = False, "snapshot"
-                return backend
+            if self._difference(backend, plan, effort, looks_the_same):
+                return None
         except Gone:
-            backend.release()
             return None
-        except BaseException:
-            backend.kill()
-            backend.release()
-            raise
-        backend.kill()
-        backend.release()
-        return None
+        effort.admitted, effort.rung = False, "snapshot"
+        return backend
 
     def restart(self, effort: Effort, progress: int) -> Backend:
         """Launch a replacement and build the env in it. Raises Gone, BuildFailed, BudgetSpent, Unrecoverable."""
@@ -261,24 +253,33 @@ class Healer:
                         raise Unrecoverable(f"env_fn raised {failed.failure.type_name}: {failed}") from failed
                     continue
                 try:
-                    reason, last = self._replay(backend, plan, effort)
-                    if not reason and looks_the_same(backend, last):
-                        effort.rung = "journal"
-                        return backend
-                    reason = reason or "its last observation differs"
+                    reason = self._difference(backend, plan, effort, looks_the_same)
                 except Gone as gone:
-                    backend.release()
                     self._count_death(effort, gone.replaying, gone)
                     continue
-                except BaseException:
-                    backend.kill()
-                    backend.release()
-                    raise
-                backend.kill()
-                backend.release()
+                if not reason:
+                    effort.rung = "journal"
+                    return backend
                 break
             reason = f"the replay does not match what was seen: {reason}"
         raise Unrecoverable(reason)
+
+    def _difference(
+        self, backend: Backend, plan: Plan, effort: Effort, looks_the_same: Callable[[Backend, bytes], bool]
+    ) -> str:
+        """Replay, and tell the first difference in words; unless there is none, the process is let go of."""
+        try:
+            reason, last = self._replay(backend, plan, effort)
+            if not reason and looks_the_same(backend, last):
+                return ""
+        except BaseException as error:
+            if not isinstance(error, Gone):
+                backend.kill()
+            backend.release()
+            raise
+        backend.kill()
+        backend.release()
+        return reason or "its last observation differs"
 
     def _replay(self, backend: Backend, plan: Plan, effort: Effort) -> tuple[str, bytes]:
         """The first difference in words, and the last reply whole where its evidence is not."""
