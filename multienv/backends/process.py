@@ -376,25 +376,9 @@ class ProcessBackend(Backend):
 
     def finish(self, timeout: float) -> None:
         """Wait for its end; kill it after ``timeout`` seconds, or at once if it waits for the rest of a request."""
-        if self._outbox or not self._ends_within(timeout):
+        if self._outbox or not self._worker.ends_within(timeout):
             self.kill()
         self.release()
-
-    def _ends_within(self, timeout: float) -> bool:
-        """Read on meanwhile: it cannot end while it writes a reply that the pipe does not take."""
-        worker, until = self._worker, time.monotonic() + timeout
-        poller = select.poll()
-        poller.register(worker.ended, select.POLLIN)
-        poller.register(worker.replies, select.POLLIN)
-        while worker.fate is None:
-            ready = dict(poller.poll(milliseconds(until - time.monotonic())))
-            if worker.ended in ready:
-                worker.wait(0.0)
-            elif not ready:
-                return False
-            elif not os.read(worker.replies, _BIG_CHUNK):
-                poller.unregister(worker.replies)
-        return True
 
     def release(self) -> None:
         """Close the pipes and unmap the memory, unless somebody still looks into it."""

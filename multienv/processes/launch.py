@@ -37,6 +37,8 @@ METHODS = {"forkserver": FORKSERVER, "spawn": SPAWN, "fork": FORK}
 FATE_TIMEOUT = 5.0
 # How long a worker whose pipe has ended may take to be dead too; then it is killed.
 ENDED_PIPE_TIMEOUT = 1.0
+# Bytes of a reply that nobody waits for any more.
+_DROPPED_AT_ONCE = 2**20
 
 _numbers = count(1)
 # Forked workers that were let go of while they lived: our children, so ours to reap.
@@ -220,6 +222,22 @@ class Worker:
             if self._method == FORK and self.pid:
                 self._reap_own_child()
         return self.fate
+
+    def ends_within(self, timeout: float) -> bool:
+        """Whether it ends by itself. Its replies are read meanwhile: one may be more than the pipe takes."""
+        until = time.monotonic() + timeout
+        poller = select.poll()
+        poller.register(self.ended, select.POLLIN)
+        poller.register(self.replies, select.POLLIN)
+        while self.fate is None:
+            ready = dict(poller.poll(milliseconds(until - time.monotonic())))
+            if self.ended in ready:
+                self.wait(0.0)
+            elif not ready:
+                return False
+            elif not os.read(self.replies, _DROPPED_AT_ONCE):
+                poller.unregister(self.replies)
+        return True
 
     @staticmethod
     def _wait_readable(descriptor: int, timeout: float) -> bool:

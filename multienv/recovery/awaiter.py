@@ -1,0 +1,113 @@
+"""The answer to the pending request: from whichever process comes to give it, and after an interrupted call too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from multienv.backends.base import Gone
+from multienv.errors import MultienvError, ResultNotPicklableError
+from multienv.recovery.phases import HALF, PENDING, RESUMED, STEPPING, WHOLE, EpisodeLost, RecoveryDue
+from multienv.recovery.report import env_error
+from multienv.recovery.restorer import Restorer
+from multienv.wire.messages import FAILED, REPLY, STEPPED, VALUE, Reset, evidence_of, seq_of, unpack_value
+
+_unpack = REPLY.unpack_from
+
+
+class Awaiter(Restorer):
+    """Awaits what has been asked: replies, losses in between, and calls that were interrupted."""
+
+    __slots__ = ()
+
+    # --- the reply ----------------------------------------------------------------------------------
+
+    def _await(self, start: bytes, *, defer: bool = False) -> bytes:
+        """The reply to the pending request, from whichever process comes to answer it."""
+        self._deaths = 0
+        if self._owed and self._pending_command() == "step":
+            raise EpisodeLost(self._owed)  # an interruption kept the caller from hearing of it
+        while True:
+            try:
+                if self._backend is None:  # an interruption came in the middle of a recovery
+                    raise Gone("died", executing=False)
+                reply: bytes = self._backend.complete(start, self.seq)
+                self._check_kind(reply)
+            except Gone as gone:
+                if defer and not self.closed:
+                    raise RecoveryDue from None
+                self._heal(gone)
+            else:
+                command = self._pending_command()
+                if _unpack(reply)[3] != FAILED or self._policy.on_error != "replay" or command != "step":
+                    return reply
+                if self._deaths + 1 >= self._policy.poison_after:
+                    return reply  # it raises every time: the env means it
+                fate = self._backend.kill()
+                self._heal(Gone("error", fate, pid=self._backend.pid, detail=unpack_value(reply).text))
+            start = b""
+
+    def _check_kind(self, reply: bytes) -> None:
+        """A reply of another kind than the request asks for belongs to somebody else's request."""
+        observes = self.phase in (STEPPING, RESUMED) or isinstance(self._message, Reset)
+        if _unpack(reply)[3] not in ((STEPPED, FAILED) if observes else (VALUE, FAILED)):
+            fate = self._backend.kill()
+            raise Gone("broken", fate, pid=self._backend.pid, detail="a reply of the wrong kind")
+
+    def _decoded(self, decode: Callable[[bytes], Any], reply: bytes, command: str) -> Any:
+        """What the env returned, if it can be unpickled here; where not, the request has been done all the same."""
+        try:
+            return decode(reply)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                decode(reply)
+                reply = b""  # it is not to blame: a signal handler raised
+            if not reply:
+                raise
+            raise ResultNotPicklableError(
+                f"{command}(): what the env returned was pickled, but cannot be unpickled here: "
+                f"{type(error).__name__}: {error}. The {command} itself is done."
+            ) from error
+
+    def _env_error(self, reply: bytes, command: str) -> MultienvError:
+        step = None if command == "reset" else self._steps - self._steps_before
+        return env_error(unpack_value(reply), index=self.record.env_index, command=command, step=step, seed=self._seed)
+
+    def _log(self, reply: bytes) -> None:
+        if not self._journal.recording and _unpack(reply)[3] != STEPPED:
+            return  # the last observation alone is kept
+        self._log_request(self._pending)
+        self._log_reply(evidence_of(reply))
+
+    # --- a call that was interrupted ----------------------------------------------------------------
+
+    def note_interruption(self, error: object, extent: int = WHOLE) -> None:
+        """An exception came through a call. If it is not ours and the request is unanswered, that is settled later."""
+        if not isinstance(error, MultienvError):
+            self.interrupted = extent if self.phase in PENDING else 0
+
+    def note_interrupted_step(self, error: object, before: int | None) -> None:
+        """The same for a step whose outcome may have been logged, and was not delivered all the same.
+
+        ``before`` is the number of the last request before the step; ``None`` if the step was pending already.
+        """
+        if isinstance(error, MultienvError) or self.closed:
+            return
+        extent = HALF if before is None else WHOLE
+        self.note_interruption(error, extent)
+        if not self.interrupted and self._pending and self.seq != before and seq_of(self._pending) == self.seq:
+            self.interrupted, self.phase = extent, RESUMED
+
+    def has_asked_since(self, mark: int) -> bool:
+        """Whether a request has been made ready since ``seq`` was ``mark``; it may have been sent and answered."""
+        if self.phase in PENDING:
+            return True
+        return self.seq != mark and bool(self._pending) and seq_of(self._pending) == self.seq
+
+    def _settle(self) -> None:
+        """Ctrl-C may have landed between any two lines of a request: put it where it surely is pending."""
+        self._journal.forget_unanswered(self._pending)
+        if self._backend is not None:
+            self._arm_pending()
+            self._backend.ask_again(self._pending)
