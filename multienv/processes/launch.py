@@ -257,6 +257,8 @@ class Worker:
                     code = os.waitstatus_to_exitcode(status)
                     self.fate = Fate(code, self.fate.overdue, self.fate.stack, self.fate.stderr)
                 else:
+                    # Asked, for the moment that SIGKILL takes: whom the warden has told of is a zombie already. A pidfd
+                    # could be waited for, and be lost to an interruption.
                     time.sleep(0.001)
         except ChildProcessError:
             pid = self.pid  # the trainer reaps whichever child it finds

@@ -315,6 +315,7 @@ class Keeper:
                 return  # the call lets go of the pipes itself
             frame = frame.f_back
         until = time.monotonic() + self._deadlines.close
+        # Asked, because whoever would tell would be the hot path: to set an event costs each step a lock.
         while self.inside and time.monotonic() < until:
             time.sleep(0.001)
         if not self.inside:
