@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -21,6 +20,7 @@ from multienv.config import Deadlines
 from multienv.errors import EnvsFailedError
 from multienv.events import Event, Loss, Recovery
 from multienv.multi_env import MultiEnv
+from multienv.recovery.record import resident_bytes
 from multienv.recovery.report import exit_text
 from multienv.subprocess_env import SerialEnv, create_subprocess_envs
 from multienv.testing.chaos import Killer, KillManner
@@ -53,8 +53,7 @@ class Usage:
     @classmethod
     def now(cls) -> Usage:
         """As the kernel tells it."""
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return cls(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), len(descendants(os.getpid())))
+        return cls(resident_bytes(os.getpid()) or 0, len(os.listdir("/proc/self/fd")), len(descendants(os.getpid())))
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,7 @@ def _bind(pid: int, stack: contextlib.ExitStack) -> Callable[[int], None]:
         except ProcessLookupError:
             raise
         except OSError:
-            pass  # some sandboxes have no pidfd: then the pid has to do
-        else:
-            stack.callback(os.close, descriptor)
-            return lambda number: signal.pidfd_send_signal(descriptor, number)
+            return lambda number: os.kill(pid, number)  # some sandboxes have no pidfd: then the pid has to do
+        stack.callback(os.close, descriptor)
+        return lambda number: signal.pidfd_send_signal(descriptor, number)
     return lambda number: os.kill(pid, number)

@@ -52,10 +52,11 @@ def _integer_encoder(space: spaces.Discrete) -> EncodeStep:
         if kind is int64:
             return pack(size, seq, STEP, INT64, action)
         if kind is int:
+            # Beyond 64 bits the env shall say what it thinks of it. A suppress() would cost every step.
             try:
                 return pack(size, seq, STEP, INT, action)
-            except struct.error:  # beyond 64 bits: the env shall say what it thinks of it
-                pass
+            except struct.error:
+                return _pack_any(space, seq, action)
         return _pack_any(space, seq, action)
 
     return encode

@@ -119,7 +119,8 @@ class Snapshots:
         return OBSTACLES[self._take(seq, token)]
 
     def _take(self, seq: int, token: int) -> int:
-        self._seq = seq if not token else self._seq
+        if not token:
+            self._seq = seq
         self._reap()
         obstacle = self._obstacle()
         if obstacle:
@@ -211,6 +212,7 @@ class Snapshots:
         trainer, warden, number = WAKING.unpack(message)
         requests, replies, memory, stack, stderr, announcements = descriptors
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(9), 0, 0, 0)
+        # Asked: nothing tells a process that it has another parent. The old one is dead, or about to be.
         until = time.monotonic() + _ORPHANED_WITHIN
         while os.getppid() != warden:
             if time.monotonic() > until:

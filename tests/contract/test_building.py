@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -80,7 +81,9 @@ def test_a_multiprocessing_context_will_do():
     import multiprocessing
 
     with SubprocessEnv(CounterEnv, context=multiprocessing.get_context("spawn")) as env:
-        env.reset(seed=0)
+        # A child of the forkserver has the warden's command line.
+        arguments = Path(f"/proc/{env.statistics().pid}/cmdline").read_bytes().split(b"\0")
+        assert any(argument.endswith(b"spawned(sys.argv[1])") for argument in arguments)
 
 
 def test_what_cannot_be_pickled_is_refused_at_once_and_says_how_to_mend_it():

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
 
 import pytest
 
@@ -26,6 +27,14 @@ def closing() -> Iterator[list[SubprocessEnv]]:
     signal.signal(signal.SIGALRM, before)
 
 
+def step_until_closed(env: SubprocessEnv) -> None:
+    """From the first step of an episode on; each that returns is the one after the last."""
+    with pytest.raises(ClosedError):
+        for expected in count(1):
+            observation, _, _, truncated, _ = env.step(1)
+            assert (observation[0], truncated) == (expected, False)
+
+
 def test_in_the_middle_of_a_step(closing: list[SubprocessEnv]) -> None:
     moments = random.Random(2)
     for _ in range(60):
@@ -34,12 +43,7 @@ def test_in_the_middle_of_a_step(closing: list[SubprocessEnv]) -> None:
         env.reset(seed=0)
         pid = env.statistics().pid
         signal.setitimer(signal.ITIMER_REAL, moments.uniform(5e-4, 3e-3))
-        expected = 0
-        with pytest.raises(ClosedError):
-            while True:
-                expected += 1
-                observation, _, _, truncated, _ = env.step(1)
-                assert (observation[0], truncated) == (expected, False)
+        step_until_closed(env)
         assert env.statistics().state == "closed"
         with pytest.raises(ClosedError):
             env.reset()
@@ -56,12 +60,7 @@ def test_by_another_thread_in_the_middle_of_a_step() -> None:
         pid = env.statistics().pid
         closer = threading.Timer(moments.uniform(5e-4, 3e-3), env.close)
         closer.start()
-        expected = 0
-        with pytest.raises(ClosedError):
-            while True:
-                expected += 1
-                observation, _, _, truncated, _ = env.step(1)
-                assert (observation[0], truncated) == (expected, False)
+        step_until_closed(env)
         closer.join()
         assert env.statistics().state == "closed"
         assert pid is not None
