@@ -10,7 +10,8 @@ Layers, lowest first; none imports one above it::
     backends                     the seam: request and reply, from a process or from here
     recovery                     journal, replay, verification, budget: the supervisor
     remote_generator             an env's generator, from afar
-    hosted_env … multi_env       the faces
+    hosted_env … multi_env       the faces of one env and of lists of them
+    vector_arguments … vector_env  the faces of batches
     testing                      faulty envs, leak checks, a conformance kit
     chaos, cli                   kills for a long time, beside an undisturbed run; the command line
 """
@@ -20,6 +21,7 @@ from multienv.config import Deadlines, RestartPolicy
 from multienv.multi_env import MultiEnv
 from multienv.recovery.restorer import Snapshot
 from multienv.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
+from multienv.subprocess_vector_env import SerialVectorEnv, SubprocessVectorEnv
 
 __version__ = "0.1.0"
 
@@ -29,7 +31,9 @@ __all__ = [
     "MultiEnv",
     "RestartPolicy",
     "SerialEnv",
+    "SerialVectorEnv",
     "Snapshot",
     "SubprocessEnv",
+    "SubprocessVectorEnv",
     "create_subprocess_envs",
 ]

@@ -31,6 +31,7 @@ Each message says what happened, the likely cause, and what to do next.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ class SpaceMismatchError(UsageError):
     """The envs of one batch do not share one observation and one action space."""
 
 
-class WaitTimeout(MultienvError, TimeoutError):  # noqa: N818 - reads as what it is
+class WaitTimeout(MultienvError, TimeoutError, multiprocessing.TimeoutError):  # noqa: N818 - reads as what it is
     """The answer was not there within the caller's ``timeout``; the request is still pending."""
 
 

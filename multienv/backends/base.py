@@ -19,6 +19,8 @@ class Gone(Exception):  # noqa: N818 - internal: always turned into a recovery o
         cause: ``"died"``, ``"hung"`` or ``"broken"`` (it answered something undecodable).
         executing: It was lost while executing the pending request, not before or after.
         replaying: The place of the request inside a replay it was executing, or -1.
+        slot: The place in its group of the env that was being called, or -1.
+        resetting: That env was being reset.
     """
 
     def __init__(
@@ -29,6 +31,8 @@ class Gone(Exception):  # noqa: N818 - internal: always turned into a recovery o
         pid: int | None = None,
         executing: bool = True,
         replaying: int = -1,
+        slot: int = -1,
+        resetting: bool = False,
         detail: str = "",
     ) -> None:
         """Say how it was lost."""
@@ -38,6 +42,8 @@ class Gone(Exception):  # noqa: N818 - internal: always turned into a recovery o
         self.pid = pid
         self.executing = executing
         self.replaying = replaying
+        self.slot = slot
+        self.resetting = resetting
         self.detail = detail
 
 

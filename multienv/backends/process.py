@@ -23,6 +23,8 @@ from multienv.wire.memory import (
     OBSERVATIONS,
     PID,
     REPLAYING,
+    RESETTING,
+    SLOT,
     SNAPSHOTS,
     STEP_SECONDS,
     Block,
@@ -329,6 +331,7 @@ class ProcessBackend(Backend):
             return self._lost()
         words = self._worker.control.words
         executing, replaying = words[BUSY] == seq + 1, words[REPLAYING] - 1
+        resetting, slot = divmod(words[SLOT], RESETTING)
         if cause == "broken":
             self._worker.kill()
         fate = self._worker.wait(FATE_TIMEOUT if cause == "broken" else ENDED_PIPE_TIMEOUT)
@@ -342,6 +345,8 @@ class ProcessBackend(Backend):
             pid=self.pid,
             executing=executing,
             replaying=replaying,
+            slot=slot - 1,
+            resetting=bool(resetting),
             detail=detail,
         )
         return self._lost()

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium
-
 from multienv.backends.base import Backend, Gone
 from multienv.processes.protocol import UNKNOWN_FATE, Fate
 from multienv.wire.memory import Block
@@ -18,10 +16,10 @@ from multienv.worker.host import Host
 class SerialBackend(Backend):
     """Requests are answered when their reply is read, in the same thread."""
 
-    def __init__(self, env_fn: Callable[[], gymnasium.Env[Any, Any]]) -> None:
+    def __init__(self, env_fn: Any, arena: Callable[[int], Block] = Block.private) -> None:
         """Hold a host, which holds no env yet."""
         super().__init__()
-        self._host = Host(env_fn=env_fn)
+        self._host = Host(env_fn=env_fn, arena=arena)
         self._requests: list[bytes] = []
         self._last: tuple[bytes, bytes] | None = None
         self._gone: Gone | None = None

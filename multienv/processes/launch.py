@@ -77,6 +77,7 @@ class Launch:
     env_fn: Callable[[], Any]
     shortest_deadline: float
     native_threads: int | None = 1
+    arena: int = -1  # descriptor of the memory that several workers share
 
 
 _ENDS = ("requests", "replies", "memory", "ended")
@@ -149,7 +150,7 @@ class Worker:
                     number=self.number,
                     method=launch.method,
                     shortest=launch.shortest_deadline,
-                    fds=(requests, replies, self.memory, fate),
+                    fds=(requests, replies, self.memory, fate, *([launch.arena] if launch.arena >= 0 else [])),
                 )
                 return
             except OSError:
@@ -162,7 +163,7 @@ class Worker:
         guard = warden()
         stderr_read, stderr_write = os.pipe()
         stack_read, stack_write = os.pipe()
-        ends = Ends(requests, replies, self.memory, stack_write)
+        ends = Ends(requests, replies, self.memory, stack_write, arena=launch.arena)
         forked: list[int] = []
         try:
             forked.extend(starmap(os.fork, [()]))  # one stroke: no interruption comes between the child and its number
@@ -313,10 +314,10 @@ def _become_forked_worker(ends: Ends, launch: Launch, stderr: int, not_ours: set
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)
         os.dup2(stderr, 2)
-        descriptors.close_inherited({ends.memory})
+        descriptors.close_inherited({ends.memory, ends.arena})
         for descriptor in (*not_ours, stderr):
             os.close(descriptor)
-        if 0 not in (ends.requests, ends.replies, ends.memory, ends.stack):  # the trainer's own may be closed
+        if 0 not in ends.descriptors():  # the trainer's own may be closed
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, 0)
             if null:

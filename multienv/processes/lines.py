@@ -47,17 +47,17 @@ class Lines:
 
         Raises OSError, and ValueError when not all that was sent could be received.
         """
-        requests, replies, memory, fate = descriptors
+        requests, replies, memory, fate, *arena = descriptors
         stderr_read, stderr_write = pipe(descriptors)
         stack_read, stack_write = pipe(descriptors)
         heard, told = pair(descriptors)
-        ends = Ends(requests, replies, memory, stack_write, told)
+        ends = Ends(requests, replies, memory, stack_write, told, *arena)
         return cls(ends, stderr_write, stderr_read, stack_read, heard, fate, Control(Block(memory, CONTROL_SIZE)))
 
     def ward(self, number: int, pid: int, shortest_deadline: float) -> Ward:
         """The process ``pid`` has its ends: let go of them, and hold the others."""
         ends = self.ends
-        for descriptor in (ends.requests, ends.stack, ends.memory, ends.announcements, self.stderr_write):
+        for descriptor in {*ends.descriptors(), self.stderr_write} - {ends.replies}:
             os.close(descriptor)
         return Ward(
             number,

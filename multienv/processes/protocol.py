@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 # operation, method, number of the ward, pid (WATCH), shortest deadline in seconds (0 for none)
 ORDER = struct.Struct("<BBxxxxxxQqd")
-LAUNCH = 1  # descriptors: requests (read), replies (write), memory, fate
+LAUNCH = 1  # descriptors: requests (read), replies (write), memory, fate; and the arena, if there is one
 WATCH = 2  # descriptors: replies (write), memory, fate, stderr (read), stack (read)
 KILL = 3
 WAKE = 4  # what a dead worker has left behind; descriptors as for LAUNCH, its number in the place of the pid

@@ -39,14 +39,18 @@ class Awaiter(Restorer):
                     raise RecoveryDue from None
                 self._heal(gone)
             else:
-                command = self._pending_command()
-                if _unpack(reply)[3] != FAILED or self._policy.on_error != "replay" or command != "step":
+                if self._policy.on_error != "replay" or self._pending_command() != "step":
                     return reply
-                if self._deaths + 1 >= self._policy.poison_after:
-                    return reply  # it raises every time: the env means it
+                error = self._error_in(reply)
+                if not error or self._deaths + 1 >= self._policy.poison_after:
+                    return reply  # if it raises every time the env means it
                 fate = self._backend.kill()
-                self._heal(Gone("error", fate, pid=self._backend.pid, detail=unpack_value(reply).text))
+                self._heal(Gone("error", fate, pid=self._backend.pid, detail=error))
             start = b""
+
+    def _error_in(self, reply: bytes) -> str:
+        """What the env has raised in a step, or ``""``."""
+        return str(unpack_value(reply).text) if _unpack(reply)[3] == FAILED else ""
 
     def _check_kind(self, reply: bytes) -> None:
         """A reply of another kind than the request asks for belongs to somebody else's request."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -108,6 +108,7 @@ class Healer:
         self._clock = clock
         self._budget = budget or RestartBudget(policy)
         self.description: Description | None = None
+        self.compare: Callable[[Sequence[bytes], Sequence[bytes]], str] = first_difference
 
     def request_build(self, backend: Backend, *, again: bool = False, replacement: bool = False) -> None:
         """Ask a process to build the env, ``again`` if it may have been asked already; does not wait."""
@@ -287,7 +288,7 @@ class Healer:
         backend.send(pack_message(1, Replay(plan.frames)))
         evidence, last = unpack_value(backend.complete(b"", 1))
         effort.replayed += len(plan.frames)
-        return first_difference(plan.evidence, evidence), last
+        return self.compare(plan.evidence, evidence), last
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> None:
         """Raise when it has died too often at one place."""

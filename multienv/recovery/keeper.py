@@ -36,6 +36,7 @@ from multienv.wire.messages import (
     REPLY,
     SEQ_MASK,
     Close,
+    Description,
     Initialize,
     Message,
     pack_message,
@@ -85,6 +86,7 @@ class Keeper:
         deadlines: When a process counts as hung.
         env_index: The env's index in its batch, for messages.
         hooks: Called with each ``Loss`` and ``Recovery``.
+        recording: Whether to keep a journal; ``None``: if the policy has any loss made good.
     """
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
@@ -104,8 +106,10 @@ class Keeper:
         deadlines: Deadlines,
         env_index: int | None = None,
         hooks: tuple[Hook, ...] = (),
+        recording: bool | None = None,
     ) -> None:
         """Start nothing yet."""
+        recording = policy.replays if recording is None else recording
         self.seq = 0
         self.phase = NEW
         self.interrupted = 0
@@ -122,7 +126,7 @@ class Keeper:
         self._inline_limit = initialize.inline_limit
         self._recycling = Recycling(policy)
         self.due = ""  # why the process is to be replaced before the next request
-        self._journal = Journal(recording=policy.replays, anchor_every=1 if self._recycling.wanted else ANCHOR_EVERY)
+        self._journal = Journal(recording=recording, anchor_every=1 if self._recycling.wanted else ANCHOR_EVERY)
         self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
         self._transmit: Callable[[bytes], None] = _no_sender
         self._core: int | None = None
@@ -170,12 +174,12 @@ class Keeper:
         description = self._healer.description
         assert description is not None
         if self._encode is _no_encoder:
-            self._placement = Placement.of(description.observation_space, self._inline_limit)
+            self._lay_out(description)
             self._encode = action_encoder(description.action_space)  # last: an interruption leaves all to do again
         space, placement = description.observation_space, self._placement
         block = backend.observations(placement.block_size) if placement.block_size else None
         decode, views = reader(space, placement, block), array_views(space, placement, block, backend.buffer)
-        transmit, buffer, size = backend.send, backend.buffer, placement.plain_size
+        transmit, buffer, size = backend.send, backend.buffer, self._size_of_plain_replies()
         plain_reply = memoryview(buffer)[:size]
         old, unused = self._backend, (self._block, self._decode, self._views, self._plain_reply, self._transmit)
         # At one stroke, and nothing is destroyed in it: no interruption leaves the one's buffer with the other's pipe.
@@ -191,6 +195,13 @@ class Keeper:
             backend.prefer(self._core)
         if old is not None and old is not backend:
             old.release()
+
+    def _lay_out(self, description: Description) -> None:
+        """Decide how observations travel."""
+        self._placement = Placement.of(description.observation_space, self._inline_limit)
+
+    def _size_of_plain_replies(self) -> int:
+        return self._placement.plain_size
 
     def prefer(self, core: int) -> None:
         """Have the worker, and each that replaces it, run on this core while steps are short."""
@@ -273,8 +284,11 @@ class Keeper:
 
     # --- the end ------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the process, by asking and then by force; again does nothing. Never raises."""
+    def close(self, patience: float | None = None) -> None:
+        """End the process, by asking and then by force; again does nothing. Never raises.
+
+        It is asked for ``Deadlines.close`` seconds, or for ``patience`` if that is less.
+        """
         if self.closed:
             if not self.inside:  # a call that the first close() broke off has come to its end since
                 self._release_backend()
@@ -298,7 +312,8 @@ class Keeper:
         self._let_go()
         try:
             backend.send(pack_message((self.seq + 1) & SEQ_MASK, Close()))
-            backend.finish(self._deadlines.close)
+            limit = self._deadlines.close
+            backend.finish(limit if patience is None else min(limit, max(0.0, patience)))
         except BaseException:  # a signal handler raised: without asking any more
             backend.kill()
             backend.release()

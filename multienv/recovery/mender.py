@@ -281,9 +281,13 @@ class Mender(Keeper):
         """Draw and record a seed where none was ever given; ask for an anchor where one is due."""
         seed = message.seed
         if seed is None and not self._seeded:
-            seed = secrets.randbits(31)
+            seed = self._draw_seed()
         self._trim()
         return Reset(seed, message.options, self._journal.wants_anchor(self._steps))
+
+    @staticmethod
+    def _draw_seed() -> int:
+        return secrets.randbits(31)
 
     def _trim(self) -> None:
         # The env's own time, not that of the caller, who may think between asking and waiting.

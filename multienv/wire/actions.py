@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from multienv.errors import ActionError
-from multienv.wire.messages import REQUEST, STEP, STEP_INTEGER, TAG_AT, dumps
+from multienv.wire.messages import REQUEST, STEP, STEP_INTEGER, TAG_AT, LeftOut, dumps
 
 EncodeStep = Callable[[int, Any], bytes]  # number of the request, action → frame
 DecodeAction = Callable[[bytes], Any]  # frame → action
@@ -26,6 +26,7 @@ _PICKLED = 0
 INT = 1
 INT64 = 2
 _PICKLED_TWICE = 3  # by reference; and by value, for a process in which the references lead nowhere
+LEAVING_OUT = 4  # the frame of another step, and which envs of the group do not take part in it
 _ARRAY = 8  # + the place of its dtype in _DTYPES
 
 _DTYPES = tuple(
@@ -141,6 +142,21 @@ def action_decoder(space: spaces.Space[Any]) -> DecodeAction:
         return ndarray(shape, _DTYPES[tag - _ARRAY], frame, header).copy()
 
     return decode
+
+
+def leave_out(frame: bytes, who: Mapping[int, LeftOut]) -> bytes:
+    """The step in ``frame`` of a group of envs, without some of them."""
+    payload = dumps((frame, dict(who)))
+    _, seq, kind, _ = REQUEST.unpack_from(frame)
+    return REQUEST.pack(REQUEST.size + len(payload), seq, kind, LEAVING_OUT) + payload
+
+
+def left_out(frame: bytes) -> tuple[bytes, dict[int, LeftOut]]:
+    """The step in ``frame``, and who does not take part in it."""
+    if frame[TAG_AT] != LEAVING_OUT:
+        return frame, {}
+    parts: tuple[bytes, dict[int, LeftOut]] = pickle.loads(memoryview(frame)[REQUEST.size :])
+    return parts
 
 
 def misfit(space: spaces.Space[Any], action: Any) -> str:

@@ -29,9 +29,16 @@ class Block:
         return cls(-1, size)
 
     @classmethod
+    def sized(cls, descriptor: int, size: int) -> Block:
+        """A block of which every user knows the size; the first to come makes room."""
+        if os.fstat(descriptor).st_size < size:
+            os.ftruncate(descriptor, size)
+        return cls(descriptor, size)
+
+    @classmethod
     def create(cls, size: int) -> tuple[Block, int]:
         """A new block and the descriptor to hand over (and to close afterwards)."""
-        descriptor = _anonymous_file()
+        descriptor = anonymous_file()
         try:
             os.ftruncate(descriptor, size)
             return cls(descriptor, size), descriptor
@@ -46,7 +53,8 @@ class Block:
             self.memory.close()
 
 
-def _anonymous_file() -> int:
+def anonymous_file() -> int:
+    """A descriptor of memory, or of a file, that has no name."""
     if sys.platform == "linux":
         return os.memfd_create("multienv", os.MFD_CLOEXEC)
     descriptor, path = tempfile.mkstemp(prefix="multienv-")
@@ -67,6 +75,9 @@ CORE = 3  # u64: 1 + the core to run on while steps are short, 0 for any (traine
 SNAPSHOTS = 5  # u64: how many it has taken (worker)
 NO_SNAPSHOTS = 6  # u64: why it takes none, see worker.snapshots (worker)
 PID = 7  # u64: of a snapshot that has been woken, else 0 (worker)
+SLOT = 8  # u64: 1 + the place in its group of the env that is being called, 0 when there is none (worker)
+RESETTING = 2**32  # added to that while it is being reset
+WORDS = 9
 DEADLINE = 2  # f64: when the pending request is overdue, CLOCK_MONOTONIC; 0 is never (trainer sets, worker clears)
 
 

@@ -76,6 +76,7 @@ class Initialize:
     ``None`` leaves them alone, in the trainer's own process.
     ``snapshots`` says how often the worker forks itself: every so many steps, 0 as it thinks best, -1 never.
     A ``replacement`` takes its first at once: what was lost may well be lost again.
+    With ``group`` it is several envs, and ``env_fn`` is the list of what builds them.
     ``setting`` is where the trainer stands (sys.path, sys.argv, working directory, environment); ``None`` under fork.
     """
 
@@ -85,6 +86,28 @@ class Initialize:
     inline_limit: int
     snapshots: int = -1
     replacement: bool = False
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The envs that share a process, and their place in the batch.
+
+    Attributes:
+        first: The row of the first of them.
+        size: How many they are.
+        num_envs: How many there are in the whole batch.
+        autoreset: The name of a gymnasium ``AutoresetMode``.
+        space: The observation space whose arrays the batch has; ``None``: that of the first env.
+        truncates_errors: An exception of an env ends its episode and is not raised.
+    """
+
+    first: int
+    size: int
+    num_envs: int
+    autoreset: str
+    space: Any = None
+    truncates_errors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +124,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the trainer learns about the env once it is built."""
+    """What the trainer learns about the env once it is built.
+
+    Of a group the spaces are those of all together: a ``Tuple`` of observation spaces, a batched action space.
+    ``members`` are the observation and action spaces of each.
+    """
 
     observation_space: Any
     action_space: Any
@@ -109,19 +136,49 @@ class Description:
     spec: Any
     render_mode: str | None
     pid: int
+    members: tuple[tuple[Any, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
     """Begin an episode; with ``anchor`` also tell the random generators' state before it.
 
-    ``generators`` is such a state, put back first: how a replay begins at an episode.
+    ``generators`` is such a state, put back first: how a replay begins at an episode. For a group ``seed`` is a tuple
+    and ``options`` a :class:`GroupOptions`.
     """
 
-    seed: int | None
-    options: dict[str, Any] | None
+    seed: Any
+    options: Any
     anchor: bool
     generators: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """How the envs of a group are reset.
+
+    Attributes:
+        mask: Which of them; ``None``: all.
+        options: The envs' own.
+        left_out: Those whose reset has killed the process too often; they stay as they are.
+    """
+
+    mask: tuple[bool, ...] | None
+    options: Any
+    left_out: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Instead of the step of one env of a group.
+
+    Attributes:
+        observation: What the caller saw last.
+        reason: Why its episode ends here, or ``""``: it had ended, and its reset is not to be tried again.
+    """
+
+    observation: Any
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +248,7 @@ class Failure:
     traceback: str
     exception: bytes | None  # its type, arguments and attributes, pickled, if they can be
     result_not_picklable: bool = False
+    slot: int = -1  # of a group's env that could not be built
 
 
 class Unpicklable(Exception):  # noqa: N818 - internal

@@ -160,29 +160,35 @@ def _block_store(layout: Layout, block: Block | None) -> Callable[[Any, int], by
 
 
 def digester(block: Block, size: int) -> Callable[[int], int]:
-    """A function that sums up the observation in place 0 or 1.
+    """A function that sums up the observation in place 0 or 1."""
+    all_words = np.frombuffer(block.view, np.uint32, 2 * size // 4)
+    even, total = weighted_sum(all_words[: size // 4])
+    odd, _ = weighted_sum(all_words[size // 4 :])
+    places = even, odd
+    return lambda place: total(places[place])
 
-    A weighted sum of 32-bit words: cheap enough for every step, and, unlike a plain sum, it changes when
+
+def weighted_sum(words: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], Callable[[np.ndarray[Any, Any]], int]]:
+    """Those of the words that are looked at, and a function that sums them up, whatever they are by then.
+
+    A weighted sum of 32-bit words, or of bytes: cheap enough for every step, and, unlike a plain sum, it changes when
     equal words trade places, as the pixels of a moving sprite do.
     """
-    stride = max(1, size // 4 // _DIGEST_WORDS)
-    all_words = np.frombuffer(block.view, np.uint32, 2 * size // 4)
-    places = (all_words[: size // 4][::stride], all_words[size // 4 :][::stride])
+    seen = words[:: max(1, len(words) // _DIGEST_WORDS)]
     # The same in every process, and in no simple relation to each other.
-    weights = np.random.default_rng(0).integers(1, 2**32, len(places[0]), dtype=np.uint32)
+    weights = np.random.default_rng(0).integers(1, 2**32, len(seen), dtype=np.uint32)
     scratch, half = np.empty_like(weights), np.uint32(16)
-    shift, multiply, total = np.right_shift, np.multiply, np.add.reduce
+    shift, multiply, add = np.right_shift, np.multiply, np.add.reduce
 
-    def digest(place: int) -> int:
-        words = places[place]
-        multiply(words, weights, out=scratch)
-        low = int(total(scratch, dtype=np.uint32))
+    def total(seen: np.ndarray[Any, Any]) -> int:
+        multiply(seen, weights, out=scratch)
+        low = int(add(scratch, dtype=np.uint32))
         # The upper halves once more: a word like 1.0f, all zeros below, loses most of its weight modulo 2**32.
-        shift(words, half, out=scratch)
+        shift(seen, half, out=scratch)
         multiply(scratch, weights, out=scratch)
-        return low | int(total(scratch, dtype=np.uint32)) << 32
+        return low | int(add(scratch, dtype=np.uint32)) << 32
 
-    return digest
+    return seen, total
 
 
 def _pack_irregular(

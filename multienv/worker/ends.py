@@ -22,6 +22,7 @@ class Ends:
     memory: int
     stack: int  # where faulthandler writes
     announcements: int = -1  # a socket: the warden is told of snapshots there
+    arena: int = -1  # memory shared with other workers
 
     @classmethod
     def parse(cls, text: str) -> Ends:
@@ -30,9 +31,11 @@ class Ends:
 
     def __str__(self) -> str:
         """For the command line of a spawned worker."""
-        return f"{self.requests},{self.replies},{self.memory},{self.stack},{self.announcements}"
+        return ",".join(map(str, self._all()))
 
     def descriptors(self) -> list[int]:
         """All there are."""
-        every = (self.requests, self.replies, self.memory, self.stack, self.announcements)
-        return [descriptor for descriptor in every if descriptor >= 0]
+        return [descriptor for descriptor in self._all() if descriptor >= 0]
+
+    def _all(self) -> tuple[int, ...]:
+        return (self.requests, self.replies, self.memory, self.stack, self.announcements, self.arena)

@@ -37,12 +37,13 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
     code = LOOP_FAILED
     try:
         control = _settle(ends)
-        snapshots = Snapshots(control.words, ends)
+        snapshots = Snapshots(control.words, ends, lambda seq: host.remember(seq))
         host = Host(
             env_fn=env_fn,
             words=control.words,
             on_initialize=lambda message: _find_place(message, snapshots),
             allocate=partial(_allocate, ends.memory),
+            arena=partial(Block.sized, ends.arena),
             on_branch=snapshots.branch,
         )
         with contextlib.suppress(BrokenPipeError, EOFError):  # the trainer let go in the middle of a request

@@ -72,16 +72,25 @@ class Snapshots:
     Args:
         words: The worker's control words.
         ends: Its descriptors. Without a socket to the warden among them none are taken.
+        remember: Called before each fork with the number of the last request, to keep what the copy would not have for
+            itself.
         clock: Tells seconds.
     """
 
-    def __init__(self, words: Any, ends: Ends, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        words: Any,
+        ends: Ends,
+        remember: Callable[[int], None] = lambda seq: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Take none by itself until told how often."""
         self._seq = 0  # of the last one; in a woken copy: of the last request it has executed
         self._token = 0
         self._every = -1
         self._words = words
         self._ends = ends
+        self._remember = remember
         self._clock = clock
         self._interval = _SHORTEST
         self._cost = 0.0
@@ -129,6 +138,7 @@ class Snapshots:
             with contextlib.suppress(Exception):
                 stream.flush()
         drawn = random.getstate()  # Python seeds it anew in a forked child
+        self._remember(seq)
         ours, theirs = socket.socketpair()
         began = self._clock()
         try:

@@ -20,8 +20,10 @@ PUBLIC = [
     "MultiEnv",
     "RestartPolicy",
     "SerialEnv",
+    "SerialVectorEnv",
     "Snapshot",
     "SubprocessEnv",
+    "SubprocessVectorEnv",
     "create_subprocess_envs",
 ]
 PUBLIC_TESTING = [
@@ -45,6 +47,7 @@ LAYERS = [
     ["recovery"],
     ["remote_generator"],
     ["hosted_env", "autoreset", "subprocess_env", "rounds", "multi_env"],
+    ["vector_arguments", "vector_rounds", "vector_env", "subprocess_vector_env"],
     ["testing"],
     ["chaos", "cli"],
 ]

@@ -22,7 +22,7 @@ from multienv.events import Loss
 from multienv.recovery.report import env_error, exit_text, lost_error, what_happened, where
 from multienv.testing import FaultError, TwoArgumentError
 from multienv.wire.messages import Failure
-from multienv.worker.host import ResultNotPicklable, failure_of
+from multienv.worker.failures import ResultNotPicklable, failure_of
 
 LOSS = Loss(env_index=3, cause="died", command="step", step=17, seed=42, pid=1234, exit_code=-9)
 

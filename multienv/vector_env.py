@@ -1,0 +1,447 @@
+"""Batched envs: gymnasium's vector API over groups of envs, several in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array
+
+from multienv.backends.arena import Arena
+from multienv.errors import (
+    ActionError,
+    CallPendingError,
+    ClosedError,
+    EnvsFailedError,
+    NothingPendingError,
+    ResetNeededError,
+    SpaceMismatchError,
+    UsageError,
+)
+from multienv.events import Statistics
+from multienv.hosted_env import HostedEnv
+from multienv.recovery.group import GroupSupervisor
+from multienv.threads import Pool, side_by_side
+from multienv.vector_arguments import WrongTypeError, normal_batch, shown, sliced
+from multienv.vector_rounds import STEP, Round, VectorRounds
+from multienv.wire.batch import BatchLayout, Place, copied, row_of
+from multienv.wire.messages import GroupOptions, Message, Render, Reset, SetAttribute
+
+if TYPE_CHECKING:
+    from multienv.hosted_env import EnvFn
+
+Batch = tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], dict[str, Any]]
+
+
+class HostedVectorEnv(VectorEnv[Any, Any, Any]):
+    """What SubprocessVectorEnv and SerialVectorEnv share: groups of envs that answer from somewhere else.
+
+    Attributes:
+        num_envs: How many envs there are.
+        single_observation_space, single_action_space: Of each.
+        observation_space, action_space: Of all together.
+        metadata, render_mode, spec: As the first env has them.
+        autoreset_mode: What happens when an episode ends.
+        envs_per_worker: The sizes of the groups.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[EnvFn],
+        groups: Sequence[GroupSupervisor],
+        arena: Arena,
+        *,
+        copy: bool,
+        observation_mode: Any,
+        autoreset_mode: AutoresetMode,
+        max_concurrency: int | None,
+    ) -> None:
+        """Build all envs, and compare their spaces."""
+        self.num_envs = len(env_fns)
+        self.env_fns = list(env_fns)
+        self.copy = copy
+        self.observation_mode = observation_mode
+        self.autoreset_mode = autoreset_mode
+        self._groups, self._arena = list(groups), arena
+        self.envs_per_worker = [group.size for group in groups]
+        starts = np.cumsum([0, *self.envs_per_worker]).tolist()
+        self._slices = [slice(start, stop) for start, stop in pairwise(starts)]
+        self._rounds = VectorRounds(self._groups, max_concurrency or len(self._groups))
+        self._places: tuple[Place, Place] | None = None
+        self._begun = np.zeros(self.num_envs, np.bool_)  # has an episode, for DISABLED
+        self._fresh = False
+        try:
+            self._initialize()
+        except BaseException:
+            self.close()
+            raise
+
+    def _initialize(self) -> None:
+        for group in self._groups:
+            group.start()
+        with Pool(len(self._groups), "multienv-build") as pool:
+            tasks = side_by_side(pool, [group.initialize for group in self._groups])
+        failures = {}
+        for task, rows in zip(tasks, self._slices, strict=True):
+            if task.error is not None:
+                index = getattr(task.error, "env_index", None)
+                failures[rows.start if index is None else index] = task.error
+        if failures:
+            advice = "All have been closed; mend the env_fns named below."
+            raise EnvsFailedError.collect(type(self).__name__, failures, [None] * self.num_envs, advice)
+        descriptions = [task.result for task in tasks]
+        members = [member for description in descriptions for member in description.members]
+        first = descriptions[0]
+        self.single_action_space = members[0][1]
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._set_observation_spaces([observation_space for observation_space, _ in members])
+        self._check_spaces(members)
+        self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = first.render_mode
+        layout = BatchLayout.of(self.single_observation_space, self.num_envs)
+        self._places = self._arena.places(layout)
+        self._laid_out = layout.tree is not None
+        self._loose: list[Any] = [None] * self.num_envs
+
+    def _set_observation_spaces(self, found: list[spaces.Space[Any]]) -> None:
+        mode = self.observation_mode
+        if isinstance(mode, tuple):
+            self.observation_space, self.single_observation_space = mode
+            return
+        self.single_observation_space = found[0]
+        if mode == "different":
+            self.observation_space = batch_differing_spaces(found)
+        else:
+            self.observation_space = batch_space(found[0], self.num_envs)
+
+    def _check_spaces(self, members: list[tuple[Any, Any]]) -> None:
+        same = self.observation_mode == "same"
+        for index, (observation_space, action_space) in enumerate(members):
+            fits = observation_space == self.single_observation_space
+            if not same:
+                fits = is_space_dtype_shape_equiv(observation_space, self.single_observation_space)
+            if not fits:
+                advice = " Use observation_mode='different' if that is meant." if same else ""
+                raise SpaceMismatchError(
+                    f"Env {index} has the observation space {observation_space}, not {self.single_observation_space}."
+                    f"{advice}"
+                )
+            if action_space != self.single_action_space:
+                raise SpaceMismatchError(
+                    f"Env {index} has the action space {action_space}, not {self.single_action_space}."
+                )
+
+    # --- reset ------------------------------------------------------------------------------------
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in every env, or in those of ``options["reset_mask"]``.
+
+        Args:
+            seed: ``None``, one integer (env ``i`` gets ``seed + i``), or one for each env.
+            options: The envs' own; and ``reset_mask``, a bool array: the others stay as they are.
+
+        Returns:
+            The batch of observations, and infos as gymnasium merges them.
+
+        Raises:
+            EnvsFailedError: Some envs raised; the others are reset.
+        """
+        self._rounds.forget()
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None) -> None:
+        """Send the resets; collect them with :meth:`reset_wait`."""
+        self._refuse_pending("reset_async")
+        seeds = self._checked_seeds(seed)
+        options = None if options is None else dict(options)
+        mask = self._checked_mask(options)
+        self._mask = mask
+        self._rounds.begin(
+            "reset",
+            [
+                Reset(
+                    tuple(seeds[rows]),
+                    GroupOptions(None if mask is None else tuple(mask[rows].tolist()), options),
+                    anchor=False,
+                )
+                for rows in self._slices
+            ],
+        )
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Collect what the resets returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        current = self._collect("reset", timeout)
+        if self._mask is None:
+            self._begun[:] = True
+        else:
+            self._begun |= self._mask
+        infos = self._merged(current, "reset")
+        observations = self._observations(current)
+        self._rounds.end()
+        return observations, infos
+
+    def _checked_seeds(self, seed: Any) -> list[int | None]:
+        if seed is None or not hasattr(seed, "__len__"):
+            first = HostedEnv._checked_seed(seed)
+            return [None if first is None else first + index for index in range(self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise UsageError(f"reset(): {len(seed)} seeds for {self.num_envs} envs; give one for each.")
+        return [HostedEnv._checked_seed(one) for one in seed]
+
+    def _checked_mask(self, options: dict[str, Any] | None) -> np.ndarray[Any, Any] | None:
+        """Taken out of the options, as gymnasium wants it."""
+        if options is None or "reset_mask" not in options:
+            return None
+        mask: Any = options.pop("reset_mask")
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+            raise WrongTypeError(f"options['reset_mask'] is {mask!r:.100}; give a numpy array of bools.")
+        if mask.shape != (self.num_envs,) or not mask.any():
+            raise UsageError(
+                f"options['reset_mask'] is {mask!r:.100}; it wants shape ({self.num_envs},) and at least one True."
+            )
+        return np.array(mask)
+
+    # --- step -------------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> Batch:
+        """Take one step in every env.
+
+        A step interrupted by Ctrl-C is completed by the next call, whatever its actions; ``infos["multienv"]`` then
+        says ``resumed``.
+
+        Args:
+            actions: A batch of the action space.
+
+        Returns:
+            Observations, rewards (float64), terminations, truncations, infos. With ``copy=False`` the observations are
+            views that the next step but one overwrites. An episode that could not be brought back after a loss ends
+            with ``truncated``, and ``infos["multienv"]`` says why.
+
+        Raises:
+            ActionError: The actions do not fit; nothing was sent.
+            EnvsFailedError: Some envs failed; ``results`` has what the others returned, and their episodes go on.
+        """
+        if self._rounds.current is None or not self._rounds.current.disturbed:
+            self.step_async(actions)
+        elif self._rounds.current.command != STEP:
+            self._rounds.forget()
+            self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Send the steps; collect them with :meth:`step_wait`."""
+        if self._rounds.current is not None or self.closed:
+            self._refuse_pending("step_async")
+        parts = self._parts(actions)
+        if self.autoreset_mode is AutoresetMode.DISABLED and not self._begun.all():
+            ended = np.flatnonzero(~self._begun).tolist()
+            raise ResetNeededError(
+                f"step(): there is no episode in envs {ended}. reset(options={{'reset_mask': mask}}) begins one. "
+                "Nothing was sent."
+            )
+        if not self._fresh:
+            self._refuse_before_reset()
+        self._rounds.begin(STEP, parts)
+
+    def step_wait(self, timeout: float | None = None) -> Batch:
+        """Collect what the steps returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        current = self._collect(STEP, timeout)
+        place = self._place()
+        observations = self._observations(current)
+        rewards, terminations = place.rewards.copy(), place.terminations.copy()
+        truncations = place.truncations.copy()
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            self._begun &= ~(terminations | truncations)
+        infos: dict[str, Any] = {}
+        if current.failures or current.disturbed or any(answer[4] for answer in current.answers):
+            infos = self._merged(current, "step")
+        self._rounds.end()
+        return observations, rewards, terminations, truncations, infos
+
+    def _refuse_before_reset(self) -> None:
+        if not self._begun.all():
+            raise ResetNeededError("step(): there is no episode yet. Call reset() first.")
+        self._fresh = True
+
+    def _parts(self, actions: Any) -> list[Any]:
+        """The actions of each group."""
+        if type(actions) is np.ndarray and actions.shape == self.action_space.shape:
+            return [actions[rows] for rows in self._slices]
+        try:
+            whole = normal_batch(self.single_action_space, actions, self.num_envs)
+        except ActionError:
+            raise
+        except Exception as error:
+            raise ActionError(f"step(): {shown(actions)} is no batch of {self.action_space}: {error}") from error
+        return [sliced(self.single_action_space, whole, rows) for rows in self._slices]
+
+    # --- what came back ---------------------------------------------------------------------------
+
+    def _collect(self, command: str, timeout: float | None) -> Round:
+        current = self._rounds.current
+        if self.closed:
+            raise ClosedError(f"{command}_wait(): this vector env has been closed. Make a new one.")
+        if current is None or current.command != command:
+            pending = "" if current is None else f" What is pending is {current.command}."
+            raise NothingPendingError(f"{command}_wait(): call {command}_async() first.{pending}", command)
+        return self._rounds.collect(timeout)
+
+    def _place(self) -> Place:
+        """Where the rows of the last request lie; the groups count in step."""
+        assert self._places is not None
+        return self._places[self._groups[0].seq & 1]
+
+    def _observations(self, current: Round) -> Any:
+        if self._laid_out:
+            observations = self._place().observations
+            return copied(observations) if self.copy else observations
+        for rows, answer in zip(self._slices, current.answers, strict=True):
+            if answer is not None:
+                for index, observation in enumerate(answer[0]):
+                    if observation is not None or self._loose[rows.start + index] is None:
+                        self._loose[rows.start + index] = observation
+        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
+        return concatenate(self.single_observation_space, self._loose, empty)
+
+    def _merged(self, current: Round, command: str) -> dict[str, Any]:
+        """The infos as gymnasium merges them; or raise what has failed."""
+        infos: dict[str, Any] = {}
+        failures: dict[int, BaseException] = {}
+        for index, (rows, answer) in enumerate(zip(self._slices, current.answers, strict=True)):
+            if index in current.failures:
+                failures |= dict.fromkeys(range(rows.start, rows.stop), current.failures[index])
+                continue
+            extras = answer[-1]
+            for slot, info in extras.get("infos", ()):
+                self._add_one(infos, info, rows.start + slot)
+            failures |= {rows.start + slot: error for slot, error in extras.get("failures", {}).items()}
+        if failures:
+            self._raise(command, failures, infos)
+        if current.disturbed and command == STEP:
+            for index in range(self.num_envs):
+                self._add_info(infos, {"multienv": {"resumed": True}}, index)
+        return infos
+
+    def _add_one(self, infos: dict[str, Any], info: dict[str, Any], index: int) -> None:
+        if "final_obs" in info:  # in gymnasium's order: the old episode's first
+            final: dict[str, Any] = {key: info[key] for key in ("final_obs", "final_info") if key in info}
+            self._add_info(infos, final, index)
+            info = {key: value for key, value in info.items() if key not in final}
+        self._add_info(infos, info, index)
+
+    def _raise(self, command: str, failures: dict[int, BaseException], infos: dict[str, Any]) -> None:
+        self._rounds.end()
+        results: list[Any] = [None] * self.num_envs
+        if self._laid_out:
+            place = self._place()
+            for index in range(self.num_envs):
+                if index not in failures:
+                    observation = row_of(place.observations, index)
+                    flags = place.rewards[index], bool(place.terminations[index]), bool(place.truncations[index])
+                    results[index] = (observation, *flags) if command == STEP else observation
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            self._begun[list(failures)] = False
+            advice = "The episodes of the others go on; reset the failed ones by options['reset_mask']."
+        else:
+            advice = "The episodes of the others go on; the next step() begins new ones where they failed, or reset()."
+        error = EnvsFailedError.collect(f"{command}()", failures, results, advice)
+        raise error
+
+    # --- anything else ----------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of every env; an attribute that is not callable is returned."""
+        self._rounds.forget()
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Send the calls; collect them with :meth:`call_wait`."""
+        self._refuse_pending("call_async")
+        message: Message = Render() if name == "render" else HostedEnv._call_message(name, args, kwargs)
+        self._rounds.begin("call", [message] * len(self._groups))
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Collect what the calls returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        current = self._collect("call", timeout)
+        values: list[Any] = []
+        failures: dict[int, BaseException] = {}
+        for index, rows in enumerate(self._slices):
+            if index in current.failures:
+                failures |= dict.fromkeys(range(rows.start, rows.stop), current.failures[index])
+                values += [None] * (rows.stop - rows.start)
+                continue
+            some, failed = current.answers[index]
+            values += some
+            failures |= {rows.start + slot: error for slot, error in failed.items()}
+        self._rounds.end()
+        if failures:
+            raise EnvsFailedError.collect("call()", failures, values, "The others answered; all episodes go on.")
+        return tuple(values)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of every env; a method is called, as gymnasium does."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute on every env: a list or tuple has one value for each, anything else is for all."""
+        if not isinstance(values, list | tuple):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise UsageError(f"set_attr(): {len(values)} values for {self.num_envs} envs; give one for each.")
+        self._rounds.forget()
+        self._refuse_pending("set_attr")
+        self._rounds.begin("call", [SetAttribute(name, tuple(values[rows])) for rows in self._slices])
+        self.call_wait()
+
+    def render(self) -> tuple[Any, ...]:
+        """What every env renders."""
+        return self.call("render")
+
+    @property
+    def np_random(self) -> Any:
+        """Copies of the generators of all envs."""
+        return self.get_attr("np_random")
+
+    @np_random.setter
+    def np_random(self, value: Any) -> None:
+        self.set_attr("np_random", value)
+
+    @property
+    def np_random_seed(self) -> Any:
+        """The seeds of the generators of all envs; -1 where it is not known."""
+        return self.get_attr("np_random_seed")
+
+    def statistics(self) -> list[Statistics]:
+        """Of each worker, as a frozen record; its steps are those of all its envs together."""
+        return [group.statistics() for group in self._groups]
+
+    def _refuse_pending(self, command: str) -> None:
+        if self.closed:
+            raise ClosedError(f"{command}(): this vector env has been closed. Make a new one.")
+        current = self._rounds.current
+        if current is not None and not current.disturbed:
+            raise CallPendingError(
+                f"{command}(): {current.command} is pending. Call {current.command}_wait() first.", current.command
+            )
+        self._rounds.forget()
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
+        """End the workers: by asking, and after ``Deadlines.close`` seconds by force; again does nothing.
+
+        Args:
+            timeout: Seconds to wait for them, if that is less.
+            terminate: Do not ask.
+            **kwargs: Ignored, as gymnasium does.
+        """
+        with Pool(max(1, len(self._groups)), "multienv-close") as pool:
+            patience = 0.0 if terminate else timeout
+            side_by_side(pool, [lambda group=group: group.close(patience) for group in self._groups])  # type: ignore[misc]
+        self._rounds.close()
+        self._arena.close()

@@ -1,0 +1,71 @@
+"""What a reply of a group shows of its envs: all of it while that is little, else a digest of each observation."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from multienv.wire.batch import Array, BatchLayout, Place
+from multienv.wire.messages import EVIDENCE, REPLY
+from multienv.wire.observations import weighted_sum
+
+# So many bytes of observations, rewards and flags travel in a reply: that fits a pipe's page with a small info.
+INLINE_LIMIT = 3072
+_DIGEST = struct.Struct("<Q")
+
+
+class GroupEvidence:
+    """Makes the evidence of a group's step, and tells of whom two such differ.
+
+    Args:
+        layout: Of the batch.
+        size: How many envs the group has.
+    """
+
+    def __init__(self, layout: BatchLayout, size: int) -> None:
+        """Decide how much is shown."""
+        flags = [leaf.dtype.itemsize for leaf in (layout.rewards, layout.terminations, layout.truncations)]
+        widths = [math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in layout.leaves]
+        self._inline = size * sum((*widths, *flags)) <= INLINE_LIMIT
+        self._size = size
+        # Bytes an env in each part: of an array, or of its digest. The parts lie one behind the other.
+        self._widths = [*(widths if self._inline else [_DIGEST.size] * len(widths)), *flags]
+        self.length = size * sum(self._widths)
+
+    def maker(self, place: Place, start: int) -> Callable[[], bytes]:
+        """A function that shows what lies in the rows of the group, whenever it is called."""
+        rows = [array[start : start + self._size] for array in place.arrays]
+        leaves = rows[: len(place.leaves)]
+        if self._inline:
+            parts = [array.data.cast("B") for array in rows if array.nbytes]
+            return lambda: b"".join(parts)
+        flags = [array.data.cast("B") for array in rows[len(leaves) :]]
+        sums = [weighted_sum(words) for array in leaves for words in _words(array)]
+        pack = _DIGEST.pack
+        return lambda: b"".join([*[pack(total(seen)) for seen, total in sums], *flags])
+
+    def differing(self, before: bytes, after: bytes) -> set[int]:
+        """Which envs of the group two replies show differently; the numbering in front does not count."""
+        if before[EVIDENCE:] == after[EVIDENCE:]:
+            return set()
+        whole = REPLY.size + self.length
+        if not len(before) == len(after) == whole or before[EVIDENCE : REPLY.size] != after[EVIDENCE : REPLY.size]:
+            return set(range(self._size))
+        found, start = set(), REPLY.size
+        for width in self._widths:
+            for slot in range(self._size):
+                part = slice(start + slot * width, start + (slot + 1) * width)
+                if before[part] != after[part]:
+                    found.add(slot)
+            start += self._size * width
+        return found
+
+
+def _words(rows: Array) -> list[Array]:
+    """Each row in 32-bit words if it has so many bytes."""
+    flat: Any = rows.reshape(len(rows), -1).view(np.uint8)
+    return list(flat.view(np.uint32) if flat.shape[1] % 4 == 0 else flat)
