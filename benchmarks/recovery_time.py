@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import statistics
+import tempfile
 import time
 
 import gymnasium
@@ -13,6 +14,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
 from multienv import RestartPolicy, SubprocessEnv, create_subprocess_envs
+from multienv.reports.store import settle
 from multienv.subprocess_env import close_all
 
 
@@ -72,10 +74,13 @@ def main() -> None:
         "by the journal alone": RestartPolicy(snapshots=False),
         "with a snapshot every 64 steps": RestartPolicy(snapshot_every=64),
     }
-    for name, policy in policies.items():
-        times = sorted(recovery_times(arguments.kills, policy))
-        p99 = times[int(len(times) * 0.99) - 1]
-        print(f"  {name:32} median {statistics.median(times) * 1e3:6.1f} ms, p99 {p99 * 1e3:6.1f} ms")
+    # Reports are written as they come, and not among those of real losses.
+    with tempfile.TemporaryDirectory() as os.environ["MULTIENV_REPORTS"]:
+        for name, policy in policies.items():
+            times = sorted(recovery_times(arguments.kills, policy))
+            p99 = times[int(len(times) * 0.99) - 1]
+            print(f"  {name:32} median {statistics.median(times) * 1e3:6.1f} ms, p99 {p99 * 1e3:6.1f} ms")
+        settle()
     ours, theirs = start_times(arguments.num_envs)
     print(f"{arguments.num_envs} envs ready: {ours:.2f} s, gymnasium {theirs:.2f} s, {ours / theirs:.2f} × its time")
 

@@ -5,6 +5,7 @@ Layers, lowest first; none imports one above it::
     errors, config, events       what is said
     threads                      work for other threads
     wire                         frames, spaces in memory, shared memory
+    reports                      crash reports, written and read
     worker                       the dispatcher, and a process around it
     processes                    launching, watching over, ending
     backends                     the seam: request and reply, from a process or from here
@@ -13,7 +14,7 @@ Layers, lowest first; none imports one above it::
     hosted_env … multi_env       the faces of one env and of lists of them
     vector_arguments … vector_env  the faces of batches
     testing                      faulty envs, leak checks, a conformance kit
-    chaos, cli                   kills for a long time, beside an undisturbed run; the command line
+    chaos, replay, cli           kills for a long time, beside an undisturbed run; a report run again; the command line
 """
 
 from multienv.autoreset import AutoResetWrapper

@@ -152,7 +152,8 @@ class _Run:
         self.parted = False
         self._chaos = chaos
         self._seed = seed
-        options = {"deadlines": Deadlines(step=0.5, reset=5.0), **options}
+        # No reports: what is struck on purpose would push out those of real losses.
+        options = {"deadlines": Deadlines(step=0.5, reset=5.0), "reports": "", **options}
         with contextlib.ExitStack() as stack:
             # One after the other: what envs share in one process (pygame, for one) may not bear threads.
             self._calm = stack.enter_context(MultiEnv([SerialEnv(env_fn) for _ in range(num_envs)]))

@@ -1,10 +1,13 @@
-"""The command line: ``multienv chaos``."""
+"""The command line: ``multienv chaos``, ``multienv replay``."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
+from bdb import BdbQuit
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 try:
@@ -19,6 +22,9 @@ import gymnasium
 
 from multienv.chaos import Chaos, run_chaos
 from multienv.config import Deadlines, RestartPolicy
+from multienv.errors import ReportError
+from multienv.replay import Outcome, Replay, env_function
+from multienv.reports.read import load
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -72,6 +78,76 @@ def chaos(
     for mismatch in result.mismatches:
         console.print(f"[red]{mismatch}")
     raise typer.Exit(1 if result.mismatches else 0)
+
+
+@app.command()
+def replay(
+    report: Annotated[Path, typer.Argument(help="The .json that a loss has written; the log and the error name it.")],
+    env: Annotated[
+        str | None, typer.Option(help="What builds the env: its id, 'module:id', or 'module:function'.")
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Load what is pickled in it: whoever wrote it can run any code here.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger before the fatal request.")] = False,
+) -> None:
+    """Run a lost episode again in this very process, up to the request its process was lost in.
+
+    What comes back on the way is held against what was recorded. If the fault comes again it ends this process as it
+    did the worker; exit code 0 says that it did not, 1 that the env raised, 2 that the report cannot be replayed.
+    """
+    faulthandler.enable()
+    # What a report says is shown as it is.
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    try:
+        loaded = load(report, trust=trust)
+        console.print(loaded.document["what"])
+        run = Replay(loaded, env_function(loaded, env, trust=trust))
+    except ReportError as error:
+        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        raise typer.Exit(2) from error
+    if run.fatal is None:
+        console.print("It was being built: building the env ...")
+        sys.stdout.flush()
+    _or_exit(console, run.build())
+    if run.fatal is not None:
+        _replay_up_to_fault(console, run)
+        if debug:
+            try:
+                run.stop()
+            except BdbQuit:
+                raise typer.Abort from None
+        outcome = run.run_fatal()
+        _or_exit(console, outcome)
+        console.print(f"The fault did not come again: {outcome.text}.")
+    else:
+        console.print("The fault did not come again: the env was built.")
+    run.close()
+
+
+def _replay_up_to_fault(console: Console, run: Replay) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("requests", total=run.length)
+        for number in run.run():
+            if number % 64 == 0 or number == run.length:
+                bar.update(task, completed=number)
+    if run.differences:
+        console.print(f"{len(run.differences)} of {run.length} answers are not as they were recorded. The first:")
+        console.print(f"{run.differences[0]}. Is it the same env, and deterministic?")
+    else:
+        console.print(f"All {run.length} answers are as they were recorded.")
+    if run.unknown:
+        console.print(f"Of {run.unknown} only the flags could be compared: their observations are pickled (--trust).")
+    console.print(f"Now what was fatal: {run.request}")
+    sys.stdout.flush()  # it may be the last that is seen
+
+
+def _or_exit(console: Console, outcome: Outcome) -> None:
+    if outcome.failure is not None:
+        console.print(outcome.failure.traceback.rstrip())
+        console.print(f"The env raised: {outcome.text}.")
+        raise typer.Exit(1)
 
 
 def _table(env: str, result: Chaos) -> Table:

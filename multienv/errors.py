@@ -9,6 +9,7 @@
     │   ├── ResetNeededError                  step() before reset()
     │   ├── CallPendingError                  a second request before the first was collected
     │   ├── NothingPendingError               a wait without a request
+    │   ├── ReportError                       a crash report cannot be read or replayed so
     │   ├── ActionError                       an action that does not fit the action space
     │   ├── EnvFnError                        env_fn cannot be sent to a process
     │   └── SpaceMismatchError                envs with different spaces in one batch
@@ -97,6 +98,10 @@ class EnvFnError(UsageError, TypeError):
 
 class SpaceMismatchError(UsageError):
     """The envs of one batch do not share one observation and one action space."""
+
+
+class ReportError(UsageError):
+    """A crash report cannot be read, or wants more to be replayed than it may be given; the message says what."""
 
 
 class WaitTimeout(MultienvError, TimeoutError, multiprocessing.TimeoutError):  # noqa: N818 - reads as what it is
@@ -206,6 +211,7 @@ class WorkerLostError(MultienvError):
         exit_code: Its exit code; negative is the number of the signal; ``None`` if not known.
         stack: The Python and native stack at the moment of death or hang, where one was taken.
         stderr: The last lines it wrote on stderr.
+        report: The crash report, for ``multienv replay``; ``""`` if none is written.
     """
 
     env_index: int | None = None
@@ -215,6 +221,7 @@ class WorkerLostError(MultienvError):
     exit_code: int | None = None
     stack: str = ""
     stderr: str = ""
+    report: str = ""
 
 
 class WorkerDiedError(WorkerLostError):

@@ -54,6 +54,8 @@ class Recovery:
         seconds: From the loss being noticed to the answer.
         rung: What the env was brought back from: ``"snapshot"``, a forked copy of the lost process; ``"journal"``,
             a new process; or ``""`` when it was not.
+        report: The crash report, for ``multienv replay``; ``""`` if none is written. It is there when an error or a
+            truncation tells of it, and a moment later after an exact recovery.
     """
 
     loss: Loss
@@ -63,6 +65,7 @@ class Recovery:
     attempts: int
     seconds: float
     rung: Rung = ""
+    report: str = ""
 
 
 @dataclass(frozen=True, slots=True)

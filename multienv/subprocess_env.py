@@ -25,6 +25,7 @@ from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK, FREE, WAKE_TOKEN
 from multienv.processes.registrations import registrations
 from multienv.recovery.supervisor import Supervisor
+from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
 from multienv.wire.messages import Initialize, Setting
 from multienv.wire.observations import INLINE_LIMIT
@@ -55,6 +56,9 @@ class SubprocessEnv(HostedEnv):
             environment says otherwise; ``None`` leaves them alone.
         env_index: The env's index in its batch, for messages.
         hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
+        reports: The directory that each loss writes a crash report to, for ``multienv replay``; the newest 100 are
+            kept. ``None`` is ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+            An empty string, here or in the variable, for none. With them a journal is kept under every RestartPolicy.
 
     Raises:
         EnvFnError: ``env_fn`` is not callable or cannot be pickled.
@@ -71,6 +75,7 @@ class SubprocessEnv(HostedEnv):
         native_threads: int | None = 1,
         env_index: int | None = None,
         hooks: Sequence[Hook] = (),
+        reports: str | os.PathLike[str] | None = None,
     ) -> None:
         """Start nothing yet."""
         _check_env_fn(env_fn)
@@ -93,6 +98,7 @@ class SubprocessEnv(HostedEnv):
                 deadlines=deadlines,
                 env_index=env_index,
                 hooks=tuple(hooks),
+                reports=directory_for(reports),
             )
         )
         # Without close(): the process ends by itself once its pipe does.

@@ -21,6 +21,14 @@ def warden_itself() -> Ignored:
 
 
 @pytest.fixture(autouse=True)
+def reports(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the crash reports of this test lie, and those of the trainers it starts: not in the user's own directory."""
+    directory = tmp_path_factory.mktemp("reports")
+    monkeypatch.setenv("MULTIENV_REPORTS", str(directory))
+    return directory
+
+
+@pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Children, descriptors and shared memory are back where they were, unless marked ``leaves``."""
     before = snapshot_resources()

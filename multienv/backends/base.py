@@ -21,6 +21,7 @@ class Gone(Exception):  # noqa: N818 - internal: always turned into a recovery o
         replaying: The place of the request inside a replay it was executing, or -1.
         slot: The place in its group of the env that was being called, or -1.
         resetting: That env was being reset.
+        traceback: Of the exception it raised, where that is the cause.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Gone(Exception):  # noqa: N818 - internal: always turned into a recovery o
         slot: int = -1,
         resetting: bool = False,
         detail: str = "",
+        traceback: str = "",
     ) -> None:
         """Say how it was lost."""
         super().__init__(cause, detail)
@@ -45,6 +47,7 @@ class Gone(Exception):  # noqa: N818 - internal: always turned into a recovery o
         self.slot = slot
         self.resetting = resetting
         self.detail = detail
+        self.traceback = traceback
 
 
 class Backend(ABC):

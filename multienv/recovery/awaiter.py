@@ -11,7 +11,7 @@ from multienv.errors import MultienvError, ResultNotPicklableError
 from multienv.recovery.phases import HALF, PENDING, RESUMED, STEPPING, WHOLE, EpisodeLost, RecoveryDue
 from multienv.recovery.report import env_error
 from multienv.recovery.restorer import Restorer
-from multienv.wire.messages import FAILED, REPLY, STEPPED, VALUE, Reset, evidence_of, seq_of, unpack_value
+from multienv.wire.messages import FAILED, REPLY, STEPPED, VALUE, Failure, Reset, evidence_of, seq_of, unpack_value
 
 _unpack = REPLY.unpack_from
 
@@ -42,15 +42,15 @@ class Awaiter(Restorer):
                 if self._policy.on_error != "replay" or self._pending_command() != "step":
                     return reply
                 error = self._error_in(reply)
-                if not error or self._deaths + 1 >= self._policy.poison_after:
+                if error is None or self._deaths + 1 >= self._policy.poison_after:
                     return reply  # if it raises every time the env means it
                 fate = self._backend.kill()
-                self._heal(Gone("error", fate, pid=self._backend.pid, detail=error))
+                self._heal(Gone("error", fate, pid=self._backend.pid, detail=error.text, traceback=error.traceback))
             start = b""
 
-    def _error_in(self, reply: bytes) -> str:
-        """What the env has raised in a step, or ``""``."""
-        return str(unpack_value(reply).text) if _unpack(reply)[3] == FAILED else ""
+    def _error_in(self, reply: bytes) -> Failure | None:
+        """What the env has raised in a step."""
+        return unpack_value(reply) if _unpack(reply)[3] == FAILED else None
 
     def _check_kind(self, reply: bytes) -> None:
         """A reply of another kind than the request asks for belongs to somebody else's request."""

@@ -19,7 +19,7 @@ from multienv.errors import MultienvError
 from multienv.events import Loss
 from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
 from multienv.recovery.phases import LOST, RESUMED, RUNNING, STEPPING
-from multienv.recovery.report import env_error, lost_error, what_happened
+from multienv.recovery.report import env_error, what_happened
 from multienv.recovery.supervisor import Supervisor, Transition
 from multienv.recovery.verification import first_difference, same
 from multienv.wire.actions import leave_out, left_out
@@ -31,6 +31,7 @@ from multienv.wire.messages import (
     REPLY,
     STEPPED,
     Description,
+    Failure,
     GroupOptions,
     Initialize,
     LeftOut,
@@ -223,10 +224,10 @@ class GroupSupervisor(Supervisor):
         killed = f"The same {what} killed {deaths} processes; it was not tried again."
         if on_loss == "raise":
             self._absent[slot] = LeftOut(None, "")
-            self._raised[slot] = lost_error(loss, loss.cause, "Its episode is lost; the others go on.")
+            self._raised[slot] = self._lost_error(loss, loss.cause, "Its episode is lost; the others go on.")
         elif gone.resetting and poison:
             self._absent[slot] = LeftOut(None, "")
-            self._raised[slot] = lost_error(loss, "poison", killed)
+            self._raised[slot] = self._lost_error(loss, "poison", killed)
         elif not gone.resetting and (poison or on_loss == "truncate"):
             self._absent[slot] = LeftOut(None, f"{what_happened(loss)} {killed if poison else ''}".rstrip())
 
@@ -279,7 +280,7 @@ class GroupSupervisor(Supervisor):
             self._drop_backend()
             self.phase = LOST
             self.record.recovery(loss, "raised", reason, effort)
-            raise lost_error(loss, loss.cause, f"{reason} The next reset() starts a new process.")
+            raise self._lost_error(loss, loss.cause, f"{reason} The next reset() starts a new process.")
         running = self._last_reply() != b""
         observations = [self._observation_of(slot) for slot in range(self._group.size)]
         self._begin_anew(effort)
@@ -298,7 +299,7 @@ class GroupSupervisor(Supervisor):
         if command != "reset":
             self.phase = self._phase_before
             self.record.recovery(loss, "truncated", reason, effort)
-            raise lost_error(loss, loss.cause, f"{reason} The next step() ends the episodes.")
+            raise self._lost_error(loss, loss.cause, f"{reason} The next step() ends the episodes.")
         assert isinstance(self._message, Reset)
         self._message = self._complete_reset(self._message)
         self._pending = pack_message(self.seq, self._message)
@@ -392,8 +393,8 @@ class GroupSupervisor(Supervisor):
         self._absent, self._raised, self._deaths_of = {}, {}, {}
         return extras
 
-    def _error_in(self, reply: bytes) -> str:
+    def _error_in(self, reply: bytes) -> Failure | None:
         if _unpack(reply)[3] != STEPPED or not _unpack(reply)[2]:
             return super()._error_in(reply)
         failures = info_of(reply)[0].get("failures", {})
-        return next((failure.text for failure in failures.values()), "")
+        return next(iter(failures.values()), None)

@@ -101,7 +101,7 @@ class Healer:
         self.restarts = 0
         self._current: Backend | None = None  # being built or replayed, not yet anybody's
         self._stopped = False
-        self._initialize = initialize
+        self.initialize = initialize
         self._policy = policy
         self._deadlines = deadlines
         self._wait = wait
@@ -112,7 +112,7 @@ class Healer:
 
     def request_build(self, backend: Backend, *, again: bool = False, replacement: bool = False) -> None:
         """Ask a process to build the env, ``again`` if it may have been asked already; does not wait."""
-        frame = pack_message(0, replace(self._initialize, replacement=replacement))
+        frame = pack_message(0, replace(self.initialize, replacement=replacement))
         if again:
             backend.ask_again(frame)
         else:
@@ -131,11 +131,11 @@ class Healer:
     @property
     def seeds(self) -> tuple[int, int] | None:
         """Of the generators of each process, for ``random`` and ``numpy.random``."""
-        return self._initialize.seeds
+        return self.initialize.seeds
 
     @seeds.setter
     def seeds(self, seeds: tuple[int, int] | None) -> None:
-        self._initialize = replace(self._initialize, seeds=seeds)
+        self.initialize = replace(self.initialize, seeds=seeds)
 
     def begin(self, *, planned: bool = False) -> Effort:
         """A recovery begins now, or a recycling."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import setitem
 
 from multienv.wire.messages import (
@@ -68,9 +69,10 @@ class Journal:
         usable: It can bring the env back at all.
     """
 
-    def __init__(self, *, recording: bool, anchor_every: int = ANCHOR_EVERY) -> None:
-        """Begin with an env that has just been built."""
+    def __init__(self, *, recording: bool, replaying: bool = True, anchor_every: int = ANCHOR_EVERY) -> None:
+        """Begin with an env that has just been built; without ``replaying`` what is recorded is for reports alone."""
         self.recording = recording
+        self.replaying = replaying and recording
         self._anchor_every = anchor_every
         self._roomy = True  # far from the limit, as of the last trim
         self._entries = bytearray()
@@ -149,10 +151,13 @@ class Journal:
         last one, so that a whole episode is held against the evidence: that of an env which remembers more than
         its generators differs.
         """
+        return self._plans(short=short) if self.replaying else []
+
+    def _plans(self, *, short: bool = False) -> list[Plan]:
         if not self.usable or self._overgrown:
             return []
         if short and len(self._anchors) > 1:
-            return [self._from(self._anchors[-2]), *self.plans()]
+            return [self._from(self._anchors[-2]), *self._plans()]
         if self.complete:
             frames = split_frames(self._entries)
             return [Plan(tuple(frames[::2]), tuple(frames[1::2]), True)]
@@ -173,6 +178,14 @@ class Journal:
             place = self._entries.rfind(mark, 0, place + len(mark) - 1)  # they may overlap
         return None
 
+    def history(self) -> tuple[bytes, bool] | None:
+        """The most trustworthy replay as it lies here, requests and evidence in turns; is it from construction?"""
+        if self.complete:
+            return bytes(self._entries), True
+        for plan in self._plans():
+            return b"".join(chain.from_iterable(zip(plan.frames, plan.evidence, strict=True))), False
+        return None
+
     def _from(self, anchor: Anchor) -> Plan:
         before = split_frames(self._lasting + _lasting_in(self._entries[: anchor.place]))
         frames = split_frames(self._entries[anchor.place :])
@@ -183,11 +196,11 @@ class Journal:
 
     def lasting(self) -> list[bytes]:
         """What changed the env for longer than an episode: calls, and attributes set."""
-        return split_frames(self._lasting + _lasting_in(self._entries))[::2]
+        return split_frames(self._lasting + _lasting_in(self._entries))[::2] if self.replaying else []
 
     def copy(self) -> Journal:
         """What is held now."""
-        twin = Journal(recording=self.recording, anchor_every=self._anchor_every)
+        twin = Journal(recording=self.recording, replaying=self.replaying, anchor_every=self._anchor_every)
         twin.become(self)
         return twin
 

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -87,6 +88,7 @@ class Keeper:
         env_index: The env's index in its batch, for messages.
         hooks: Called with each ``Loss`` and ``Recovery``.
         recording: Whether to keep a journal; ``None``: if the policy has any loss made good.
+        reports: The directory for crash reports; ``None`` for none.
     """
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
@@ -107,14 +109,15 @@ class Keeper:
         env_index: int | None = None,
         hooks: tuple[Hook, ...] = (),
         recording: bool | None = None,
+        reports: Path | None = None,
     ) -> None:
         """Start nothing yet."""
-        recording = policy.replays if recording is None else recording
+        replaying = policy.replays if recording is None else recording
         self.seq = 0
         self.phase = NEW
         self.interrupted = 0
         self.inside = False  # some thread is in a call that uses the pipes
-        self.record = Record(env_index, hooks)
+        self.record = Record(env_index, hooks, reports)
         self.snapshots: weakref.WeakSet[Any] = weakref.WeakSet()  # to come back to
         self._policy, self._deadlines = policy, deadlines
         self._owner = os.getpid()
@@ -126,7 +129,10 @@ class Keeper:
         self._inline_limit = initialize.inline_limit
         self._recycling = Recycling(policy)
         self.due = ""  # why the process is to be replaced before the next request
-        self._journal = Journal(recording=recording, anchor_every=1 if self._recycling.wanted else ANCHOR_EVERY)
+        anchors = 1 if self._recycling.wanted else ANCHOR_EVERY
+        # A report is to be replayed whatever the policy does.
+        kept = replaying or reports is not None
+        self._journal = Journal(recording=kept, replaying=replaying, anchor_every=anchors)
         self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
         self._transmit: Callable[[bytes], None] = _no_sender
         self._core: int | None = None

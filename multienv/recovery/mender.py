@@ -11,6 +11,7 @@ from multienv.config import OnLoss, check_seconds
 from multienv.errors import (
     MultienvError,
     WaitTimeout,
+    WorkerLostError,
 )
 from multienv.events import Loss
 from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
@@ -30,6 +31,7 @@ from multienv.recovery.phases import (
 )
 from multienv.recovery.record import resident_bytes
 from multienv.recovery.report import env_error, lost_error, what_happened
+from multienv.reports.crash import Case
 from multienv.wire.messages import (
     REPLY,
     Description,
@@ -91,7 +93,7 @@ class Mender(Keeper):
                     self.record.recovery(loss, "raised", "", effort)
                     self.phase = LOST if self._healer.description else NEW
                     advice = "Run env_fn() in-process to see why; initialize() tries again."
-                    raise lost_error(loss, loss.cause, advice)
+                    raise self._lost_error(loss, loss.cause, advice)
             try:
                 backend = self._healer.restart(effort, self._steps)
             except BuildFailed as failed:
@@ -135,7 +137,7 @@ class Mender(Keeper):
             self._drop_backend()
             self.phase = LOST
             self.record.recovery(loss, "raised", "", effort)
-            raise lost_error(loss, loss.cause, "Its episode is lost; the next reset() starts a new process.")
+            raise self._lost_error(loss, loss.cause, "Its episode is lost; the next reset() starts a new process.")
         if on_loss == "truncate":
             self._go_on_without(loss, effort, what_happened(loss), command)
             return
@@ -169,9 +171,13 @@ class Mender(Keeper):
         self._backend.send(self._pending)
 
     def _arm_pending(self) -> None:
-        step = self.phase in (STEPPING, RESUMED)
-        assert step or self._message is not None
-        self._backend.arm(self._step_deadline if step else self._deadline(self._message))  # type: ignore[arg-type]
+        self._backend.arm(self._pending_deadline())
+
+    def _pending_deadline(self) -> float | None:
+        if self.phase in (STEPPING, RESUMED):
+            return self._step_deadline
+        assert self._message is not None
+        return self._deadline(self._message)
 
     def _go_on_without(self, loss: Loss, effort: Effort, reason: str, command: str) -> None:
         """The env cannot be brought back. A new episode can be begun; a running one must be ended."""
@@ -184,7 +190,7 @@ class Mender(Keeper):
             self._owed, self.phase = reason, OWED
             self._drop_backend()
             self.record.recovery(loss, "truncated", reason, effort)
-            raise lost_error(loss, loss.cause, f"{reason} The next step() ends the episode.")
+            raise self._lost_error(loss, loss.cause, f"{reason} The next step() ends the episode.")
         self._begin_anew()
         if command == "reset":
             message = unpack_message(self._pending)
@@ -203,7 +209,7 @@ class Mender(Keeper):
             raise EpisodeLost(reason)
         self.phase = READY if command == "reset" else self._phase_before
         self.record.recovery(loss, "raised", reason, effort)
-        raise lost_error(
+        raise self._lost_error(
             loss, "poison", f"The same {command}() killed {self._deaths} processes; it is not tried again."
         )
 
@@ -215,8 +221,8 @@ class Mender(Keeper):
         self.record.recovery(loss, "raised", str(why), effort)
         if isinstance(why, BudgetSpent):
             limit = f"{self._policy.max_restarts} restarts in {self._policy.window:g} s"
-            return lost_error(loss, "budget", f"Its RestartPolicy allows {limit}; they are spent.")
-        return lost_error(loss, loss.cause, f"It could not be started again: {why}.")
+            return self._lost_error(loss, "budget", f"Its RestartPolicy allows {limit}; they are spent.")
+        return self._lost_error(loss, loss.cause, f"It could not be started again: {why}.")
 
     def _revive(self, effort: Effort | None = None) -> None:
         """A new process after the last one was lost; a truncation that is owed stays so."""
@@ -246,7 +252,24 @@ class Mender(Keeper):
 
     def _note_loss(self, gone: Gone, command: str) -> Loss:
         step = None if command in ("initialize", "reset") else self._steps - self._steps_before
-        return self.record.loss(gone, command, step, self._seed)
+        return self.record.loss(gone, command, step, self._seed, self._case(command))
+
+    def _case(self, command: str) -> Case | None:
+        """For the report: what is known now, and will not be any more when the env is brought back."""
+        if not self.record.reports.wanted:
+            return None
+        built = command != "initialize"
+        return Case(
+            history=self._journal.copy().history,
+            size=len(self._journal),
+            pending=self._pending if built else b"",
+            initialize=self._healer.initialize,
+            description=self._healer.description,
+            deadline=self._pending_deadline() if built else self._deadlines.start,
+        )
+
+    def _lost_error(self, loss: Loss, kind: str, advice: str) -> WorkerLostError:
+        return lost_error(loss, kind, advice, self.record.reports.path or self.record.reports.last)
 
     # --- by plan ------------------------------------------------------------------------------------
 

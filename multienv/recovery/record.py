@@ -5,26 +5,77 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from multienv.backends.base import Gone
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
 from multienv.recovery.healer import Effort
-from multienv.recovery.report import what_happened
+from multienv.recovery.report import exit_text, replay_advice, what_happened
+from multienv.reports import store
+from multienv.reports.crash import Case, Told, compose
+from multienv.reports.store import Job, new_path
 
 logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
 # Weight of a new sample in the mean latency.
 _SMOOTHING = 0.05
+# Losses before the last that a report mentions.
+_BEFORE = 20
+
+
+class Reports:
+    """The crash reports of one env: opened by a loss, closed by what becomes of it.
+
+    Attributes:
+        wanted: Whether there are any.
+        path: Of the one that is open, or ``""``.
+        last: Of the one closed last, or ``""``.
+    """
+
+    def __init__(self, directory: Path | None, env_index: int | None) -> None:
+        """None is open."""
+        self.wanted = directory is not None
+        self.path = self.last = ""
+        self._directory, self._env_index = directory, env_index
+        self._open: tuple[Case, Told] | None = None
+        self._before: list[str] = []
+
+    def open(self, loss: Loss, case: Case | None, traceback: str) -> None:
+        """A loss; one before that nothing has become of yet is mentioned in its report."""
+        if self._directory is None or case is None:
+            return
+        if self._open is not None:
+            self._before = [*self._before, self._open[1].what][-_BEFORE:]
+        when = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        self._open = case, Told(what_happened(loss), exit_text(loss.exit_code), when, traceback)
+        self.path = str(new_path(self._directory, self._env_index))
+
+    def close(self, recovery: Recovery) -> None:
+        """Have it written: before anybody is told of an error or a truncation, else soon."""
+        self.last, opened, before = self.path, self._open, self._before
+        self.path, self._open, self._before = "", None, []
+        if opened is None:
+            return
+        case, told = opened
+        if store.writer.is_full(case.size):
+            case = replace(case, history=lambda: None, size=0)
+        job = Job(Path(self.last), partial(compose, case, told, recovery, before), case.size)
+        store.writer.submit(job)
+        if recovery.outcome in ("raised", "truncated"):
+            store.writer.finish(job)
 
 
 class Record:
     """Counters of one env, and the events behind them."""
 
-    def __init__(self, env_index: int | None, hooks: tuple[Hook, ...]) -> None:
-        """Nothing has happened yet."""
+    def __init__(self, env_index: int | None, hooks: tuple[Hook, ...], reports: Path | None = None) -> None:
+        """Nothing has happened yet; reports are to lie in that directory, if anywhere."""
         self.env_index = env_index
+        self.reports = Reports(reports, env_index)
         self.episodes = 0
         self.step_seconds: float | None = None
         self.last_loss: Loss | None = None
@@ -39,8 +90,8 @@ class Record:
         before = self.step_seconds
         self.step_seconds = seconds if before is None else before + _SMOOTHING * (seconds - before)
 
-    def loss(self, gone: Gone, command: str, step: int | None, seed: int | None) -> Loss:
-        """A worker was lost."""
+    def loss(self, gone: Gone, command: str, step: int | None, seed: int | None, case: Case | None = None) -> Loss:
+        """A worker was lost; the case is for the report."""
         fate = gone.fate
         detail = f"\n{gone.detail}" if gone.detail else ""
         loss = Loss(
@@ -56,6 +107,7 @@ class Record:
         )
         self._losses += 1
         self.last_loss = loss
+        self.reports.open(loss, case, gone.traceback)
         self._tell(loss)
         return loss
 
@@ -69,14 +121,17 @@ class Record:
             effort.attempts,
             time.monotonic() - effort.began,
             effort.rung if outcome == "exact" else "",
+            self.reports.path,
         )
+        self.reports.close(recovery)
         self._last_recovery = recovery
         self._exact += outcome == "exact"
         self._truncated += outcome == "truncated"
         self._replayed += effort.replayed
         self._times.append(recovery.seconds)
         level = logging.INFO if outcome == "exact" else logging.WARNING
-        logger.log(level, "%s Outcome: %s. %s", what_happened(loss), outcome, reason)
+        advice = replay_advice(recovery.report)
+        logger.log(level, "%s Outcome: %s. %s %s", what_happened(loss), outcome, reason, advice)
         self._tell(recovery)
 
     def recycling(self, why: str, outcome: Literal["exact", "fresh", "put off"], reason: str, effort: Effort) -> None:
@@ -86,6 +141,11 @@ class Record:
         self._recycled += outcome != "put off"
         logger.info("env %s recycled %s: %s. %s", self.env_index, why, outcome, reason)
         self._tell(event)
+
+    def report_of(self, reason: str) -> str:
+        """The report of the loss that was made good, or not, with this reason; ``""`` if there is none."""
+        last = self._last_recovery
+        return last.report if last is not None and last.reason == reason else ""
 
     def _tell(self, event: Event) -> None:
         for hook in self._hooks:

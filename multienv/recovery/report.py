@@ -22,6 +22,7 @@ from multienv.errors import (
     rebuilt,
 )
 from multienv.events import Loss
+from multienv.reports.crash import replay_command
 from multienv.wire.messages import Failure
 
 _CLASSES: dict[str, type[WorkerLostError]] = {
@@ -70,16 +71,24 @@ def where(command: str, step: int | None, seed: int | None) -> str:
     return text + (f" (last seed {seed})" if seed is not None else "")
 
 
-def lost_error(loss: Loss, kind: str, advice: str) -> WorkerLostError:
+def replay_advice(report: str) -> str:
+    """How to see it happen again, or nothing without a report."""
+    return f"To see it again: {replay_command(report)}" if report else ""
+
+
+def lost_error(loss: Loss, kind: str, advice: str, report: str = "") -> WorkerLostError:
     """The typed error for a loss, with all that is known of it."""
     parts = [f"{what_happened(loss)} {advice}".strip()]
     if loss.stack.strip():
         parts.append(f"Its stack:\n{_indented(loss.stack)}")
     if loss.stderr.strip():
         parts.append(f"Its last lines on stderr:\n{_indented(loss.stderr)}")
+    if report:
+        parts.append(replay_advice(report))
     error = _CLASSES[kind]("\n".join(parts))
     error.env_index, error.command, error.step, error.seed = loss.env_index, loss.command, loss.step, loss.seed
     error.exit_code, error.stack, error.stderr = loss.exit_code, loss.stack, loss.stderr
+    error.report = report
     return error
 
 

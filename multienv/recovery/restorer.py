@@ -109,7 +109,7 @@ class Restorer(Mender):
             self.refuse("load_state_dict")
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
-        if not self._journal.recording:
+        if not self._journal.replaying:
             raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
         plan = Plan(state["frames"], state["evidence"], state["from_construction"])
         before, self._healer.seeds = self._healer.seeds, state["process_seeds"]

@@ -204,8 +204,11 @@ class Supervisor(Awaiter):
         """The honest end of an episode that cannot go on."""
         self._owed = reason  # until the next reset
         self.phase = ENDED if self._backend is not None else LOST
-        info = {"multienv": {"reason": reason, "recovery": "truncated"}}
-        return self._lost_observation, 0.0, False, True, info
+        told = {"reason": reason, "recovery": "truncated"}
+        report = self.record.report_of(reason)
+        if report:
+            told["report"] = report
+        return self._lost_observation, 0.0, False, True, {"multienv": told}
 
     def _sample(self) -> None:
         self.record.step_latency(perf_counter() - self._sampled_at)

@@ -16,13 +16,16 @@ def first_difference(recorded: Sequence[bytes], replayed: Sequence[bytes]) -> st
     """Where the two lists of evidence first differ, in words; ``""`` when they agree to the bit."""
     for place, (before, after) in enumerate(zip(recorded, replayed, strict=True)):
         if before[EVIDENCE:] != after[EVIDENCE:]:
-            difference = _difference(before, after)
-            if difference:
-                return f"{difference} at request {place + 1} of {len(recorded)}"
+            told = difference(before, after)
+            if told:
+                return f"{told} at request {place + 1} of {len(recorded)}"
     return ""
 
 
-def _difference(before: bytes, after: bytes) -> str:
+def difference(before: bytes, after: bytes) -> str:
+    """What differs between two pieces of evidence, in words; ``""`` when they agree to the bit."""
+    if before[EVIDENCE:] == after[EVIDENCE:]:
+        return ""
     _, _, _, kind_before, flags_before, tag_before, reward_before = REPLY.unpack_from(before)
     _, _, _, kind_after, flags_after, tag_after, reward_after = REPLY.unpack_from(after)
     if kind_before != kind_after:

@@ -22,18 +22,18 @@ from multienv.wire.messages import REQUEST, STEP, STEP_INTEGER, TAG_AT, LeftOut,
 EncodeStep = Callable[[int, Any], bytes]  # number of the request, action → frame
 DecodeAction = Callable[[bytes], Any]  # frame → action
 
-_PICKLED = 0
+PICKLED = 0
 INT = 1
 INT64 = 2
 _PICKLED_TWICE = 3  # by reference; and by value, for a process in which the references lead nowhere
 LEAVING_OUT = 4  # the frame of another step, and which envs of the group do not take part in it
-_ARRAY = 8  # + the place of its dtype in _DTYPES
+ARRAY = 8  # + the place of its dtype in ARRAY_DTYPES
 
-_DTYPES = tuple(
+ARRAY_DTYPES = tuple(
     np.dtype(name)
     for name in ("f4", "f8", "i8", "i4", "i2", "i1", "u1", "u2", "u4", "u8", "?", "f2")  # native byte order
 )
-_DTYPE_TAG = {dtype: _ARRAY + place for place, dtype in enumerate(_DTYPES)}
+_DTYPE_TAG = {dtype: ARRAY + place for place, dtype in enumerate(ARRAY_DTYPES)}
 
 
 def action_encoder(space: spaces.Space[Any]) -> EncodeStep:
@@ -108,7 +108,7 @@ def _pickled(action: Any) -> tuple[int, bytes]:
     if b"__main__" in payload:
         with contextlib.suppress(Exception):
             return _PICKLED_TWICE, pickle.dumps((payload, cloudpickle.dumps(action)), protocol=5)
-    return _PICKLED, payload
+    return PICKLED, payload
 
 
 def _unpickled(tag: int, payload: memoryview) -> Any:
@@ -131,7 +131,7 @@ def action_decoder(space: spaces.Space[Any]) -> DecodeAction:
             return unpack_integer(frame)[4]
         if tag == INT64:
             return int64(unpack_integer(frame)[4])
-        if tag < _ARRAY:
+        if tag < ARRAY:
             try:
                 return _unpickled(tag, memoryview(frame)[header:])
             except Exception as error:
@@ -139,7 +139,7 @@ def action_decoder(space: spaces.Space[Any]) -> DecodeAction:
                     f"The action cannot be unpickled in the env's process; the env has not seen it: {_shown(error)}."
                 ) from error
         assert shape is not None
-        return ndarray(shape, _DTYPES[tag - _ARRAY], frame, header).copy()
+        return ndarray(shape, ARRAY_DTYPES[tag - ARRAY], frame, header).copy()
 
     return decode
 

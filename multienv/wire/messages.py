@@ -39,7 +39,7 @@ RESET = 3
 # Tag of a message that may have changed the env for longer than an episode.
 LASTING = 1
 # Tags of a plain reset.
-_SEEDED = 1
+SEEDED = 1
 _ANCHOR = 2
 _LARGEST_SEED = 2**63 - 1
 
@@ -262,7 +262,7 @@ def pack_message(seq: int, message: Message) -> bytes:
         if seed is None:
             return PLAIN_RESET.pack(PLAIN_RESET.size, seq, RESET, message.anchor and _ANCHOR, 0)
         if seed <= _LARGEST_SEED:
-            return PLAIN_RESET.pack(PLAIN_RESET.size, seq, RESET, _SEEDED | (message.anchor and _ANCHOR), seed)
+            return PLAIN_RESET.pack(PLAIN_RESET.size, seq, RESET, SEEDED | (message.anchor and _ANCHOR), seed)
     unpicklable = True
     try:
         payload: bytes = cloudpickle.dumps(message)
@@ -303,7 +303,7 @@ def unpack_message(frame: bytes) -> Message:
     """The message in a request frame."""
     if frame[KIND_OF_REQUEST_AT] == RESET:
         _, _, _, tag, seed = PLAIN_RESET.unpack_from(frame)
-        return Reset(seed if tag & _SEEDED else None, None, bool(tag & _ANCHOR))
+        return Reset(seed if tag & SEEDED else None, None, bool(tag & _ANCHOR))
     message: Message = pickle.loads(memoryview(frame)[REQUEST.size :])
     return message
 

@@ -41,6 +41,7 @@ LAYERS = [
     ["errors", "config", "events"],
     ["threads"],
     ["wire"],
+    ["reports"],
     ["worker"],
     ["processes"],
     ["backends"],
@@ -49,7 +50,7 @@ LAYERS = [
     ["hosted_env", "autoreset", "subprocess_env", "rounds", "multi_env"],
     ["vector_arguments", "vector_rounds", "vector_env", "subprocess_vector_env"],
     ["testing"],
-    ["chaos", "cli"],
+    ["chaos", "replay", "cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -1,0 +1,1 @@
+"""Crash reports: what is known of a loss, as plain data that is safe to open."""

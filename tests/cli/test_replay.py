@@ -1,0 +1,422 @@
+"""``multienv replay``: the fault comes again, or it is said that it does not; and nothing is unpickled unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ale_py
+import gymnasium
+import numpy as np
+import pytest
+
+from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from multienv.errors import ReportError, WorkerLostError
+from multienv.reports.read import load
+from multienv.reports.store import settle
+from multienv.testing import CounterEnv, Fault, FaultyEnv, SpaceEnv
+
+MULTIENV = [sys.executable, "-c", "from multienv.cli import app; app()"]
+RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
+
+
+def replay(report: Path, *options: str, stdin: str = "", path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the fault may end it."""
+    return subprocess.run(
+        [*MULTIENV, "replay", str(report), *options],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=path,
+        env={**os.environ, "COLUMNS": "120", "PYTHONPATH": os.getcwd()},
+    )
+
+
+def lost_by(fault: Fault, *, before: int = 0, action: Any = 1, **options: Any) -> Path:
+    """The report of an env that is lost by this fault."""
+    with SubprocessEnv(partial(FaultyEnv, fault=fault), restart=RAISE, **options) as env:
+        env.reset(seed=7)
+        for _ in range(before):
+            env.step(2)
+        with pytest.raises(WorkerLostError) as caught:
+            env.step(action)
+    return Path(caught.value.report)
+
+
+def killed(env_fn: Any, steps: int, reports: Path, *, seed: int = 3, **options: Any) -> Path:
+    """The report of an env that is killed from outside, and recovers."""
+    with SubprocessEnv(env_fn, reports=reports, **options) as env:
+        env.action_space.seed(seed)
+        env.reset(seed=seed)
+        for number in range(steps):
+            if number == steps - 1:
+                os.kill(env.statistics().pid, signal.SIGKILL)
+            _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+            if terminated or truncated:
+                env.reset()
+        recovery = env.statistics().last_recovery
+        assert recovery is not None
+        assert recovery.outcome == "exact"
+    settle()
+    return Path(recovery.report)
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Any:
+    """Writes a module that builds an env, into the directory that replays begin in."""
+
+    def write(source: str) -> Path:
+        (tmp_path / "mine.py").write_text(f"from multienv.testing import *\n{source}\n")
+        return tmp_path
+
+    return write
+
+
+# --- the fault comes again ------------------------------------------------------------------------
+
+
+def test_a_segfault_comes_again(module: Any) -> None:
+    report = lost_by(Fault("segv", "step", at=4), before=3, action=3)
+    where = module("def make(): return FaultyEnv(fault=Fault('segv', 'step', at=4))")
+    result = replay(report, "--env", "mine:make", path=where)
+    assert result.returncode == -signal.SIGSEGV, result.stderr
+    assert "All 4 answers are as they were recorded." in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert last == "Now what was fatal: step(3), after 3 steps of its episode, last seed 7"
+    assert "Segmentation fault" in result.stderr
+    assert "in string_at" in result.stderr
+
+
+@pytest.mark.parametrize(("manner", "code"), [("kill", -signal.SIGKILL), ("exit", 3), ("system_exit", 3)])
+def test_however_it_ended_it_ends_so_again(manner: Any, code: int) -> None:
+    report = lost_by(Fault(manner, "step"))
+    result = replay(report, "--trust")
+    assert result.returncode == code, result.stderr
+    assert "did not come again" not in result.stdout
+
+
+@pytest.mark.parametrize("manner", ["hang", "hang_c"])
+def test_what_hung_is_ended_with_its_stack(manner: Any) -> None:
+    report = lost_by(Fault(manner, "step"), deadlines=Deadlines(step=0.2))
+    result = replay(report, "--trust")
+    assert result.returncode == 1
+    assert "Timeout" in result.stderr
+    assert "faults.py" in result.stderr
+
+
+def test_an_env_that_died_while_it_was_built() -> None:
+    env = SubprocessEnv(partial(FaultyEnv, fault=Fault("abort", "construct")), restart=RAISE)
+    with pytest.raises(WorkerLostError) as caught:
+        env.initialize()
+    env.close()
+    result = replay(Path(caught.value.report), "--trust")
+    assert result.returncode == -signal.SIGABRT
+    assert "It was being built" in result.stdout
+
+
+def test_poison_in_the_fifth_episode_with_calls_and_attributes(reports: Path) -> None:
+    with SubprocessEnv(partial(FaultyEnv, fault=Fault("segv", "step", action=3))) as env:
+        for episode in range(5):
+            env.reset(seed=episode or None, options={"start": 2} if episode % 2 else None)
+            env.call("poke", 0.25)
+            env.np_random.integers(0, 10, size=3)
+            env.set_attr("offset", np.float32(episode))
+            for action in (0, 1, 2):
+                env.step(action)
+        *_, info = env.step(3)
+    report = Path(info["multienv"]["report"])
+    where = reports
+    (where / "mine.py").write_text(
+        "from multienv.testing import *\ndef make(): return FaultyEnv(fault=Fault('segv', 'step', action=3))"
+    )
+    result = replay(report, "--env", "mine:make", path=where)
+    assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
+    assert "All 35 answers are as they were recorded." in result.stdout
+
+
+# --- it does not ----------------------------------------------------------------------------------
+
+
+def test_what_was_killed_from_outside_runs_through(reports: Path) -> None:
+    report = killed(lambda: gymnasium.make("CartPole-v1"), 150, reports)
+    result = replay(report)  # from its spec alone
+    assert result.returncode == 0, result.stderr
+    assert "answers are as they were recorded" in result.stdout
+    assert "The fault did not come again: it returned, with reward 1.0." in result.stdout
+
+
+@pytest.mark.parametrize("name", ["HalfCheetah-v5", "LunarLander-v3"])
+def test_simulators_in_c(name: str, reports: Path) -> None:
+    report = killed(partial(gymnasium.make, name), 120, reports)
+    result = replay(report)
+    assert result.returncode == 0, result.stderr
+    assert "answers are as they were recorded" in result.stdout
+
+
+def test_observations_of_which_there_are_digests(reports: Path) -> None:
+    gymnasium.register_envs(ale_py)
+    report = killed(partial(gymnasium.make, "ALE/Pong-v5", frameskip=3), 60, reports)
+    with np.load(report.with_suffix(".npz"), allow_pickle=False) as file:
+        assert file["digests"].dtype == np.uint64
+    unknown = replay(report)
+    assert unknown.returncode == 2
+    assert "not registered here" in unknown.stderr
+    assert "--env module:ID" in unknown.stderr
+    result = replay(report, "--env", "ale_py:ALE/Pong-v5")  # with the arguments of the report
+    assert result.returncode == 0, result.stderr
+    assert "All 60 answers are as they were recorded." in result.stdout
+
+
+def test_another_env_is_found_out(reports: Path, module: Any) -> None:
+    report = killed(CounterEnv, 20, reports)
+    where = module("class Other(CounterEnv):\n  def _next_draw(self): return 0.5")
+    result = replay(report, "--env", "mine:Other", path=where)
+    assert result.returncode == 0, result.stderr
+    assert "21 of 21 answers are not as they were recorded." in result.stdout
+    assert "the observation differs at request 1 of 21 (step 0 of its episode)" in result.stdout
+
+
+def test_the_world_as_the_trainer_saw_it_with_trust(tmp_path: Path, reports: Path) -> None:
+    (tmp_path / "helper.py").write_text("from multienv.testing import CounterEnv as Env\n")
+    (tmp_path / "horizon").write_text("7")
+    (tmp_path / "trainer.py").write_text(
+        """if True:
+        import os, signal, sys
+        import gymnasium, helper
+        from multienv import SubprocessEnv
+        gymnasium.register("Mine-v0", entry_point=lambda **kw: helper.Env(**kw))
+        def make():
+            return gymnasium.make(sys.argv[1], horizon=int(open("horizon").read()))
+        with SubprocessEnv(make) as env:
+            env.reset(seed=0)
+            os.kill(env.statistics().pid, signal.SIGKILL)
+            env.step(0)
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "trainer.py", "Mine-v0"], check=True, cwd=tmp_path, env=environment, timeout=60)
+    (report,) = reports.glob("*.json")
+    assert "not say how to build" in replay(report).stderr
+    result = replay(report, "--trust")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "All 1 answers are as they were recorded." in result.stdout
+
+
+def test_a_journal_that_begins_in_the_middle_needs_no_trust_either(reports: Path) -> None:
+    policy = RestartPolicy(journal_limit=8192)
+    report = killed(partial(gymnasium.make, "CartPole-v1"), 2000, reports, restart=policy)
+    assert not json.loads(report.read_text())["journal"]["from_construction"]
+    result = replay(report)
+    assert result.returncode == 0, result.stderr
+    assert "answers are as they were recorded" in result.stdout
+
+
+# --- the debugger ---------------------------------------------------------------------------------
+
+
+def test_the_debugger_stops_one_step_before(module: Any) -> None:
+    report = lost_by(Fault("segv", "step", at=4), before=3, action=3)
+    where = module("def make(): return FaultyEnv(fault=Fault('segv', 'step', at=4))")
+    commands = "p 'counted', env.unwrapped.episode_step, action, observation.tolist()[0]\nq\n"
+    result = replay(report, "--env", "mine:make", "--pdb", stdin=commands, path=where)
+    assert "('counted', 3, 3, 3.0)" in result.stdout
+    assert result.returncode != -signal.SIGSEGV
+    result = replay(report, "--env", "mine:make", "--pdb", stdin="c\n", path=where)
+    assert result.returncode == -signal.SIGSEGV
+    result = replay(report, "--env", "mine:make", "--pdb", stdin="env.step(action)\n", path=where)
+    assert result.returncode == -signal.SIGSEGV
+
+
+# --- nothing is unpickled -------------------------------------------------------------------------
+
+
+class Bomb:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def with_arrays(report: Path, **changed: Any) -> None:
+    beside = report.with_suffix(".npz")
+    with np.load(beside, allow_pickle=False) as file:
+        arrays = dict(file)
+    np.savez(beside, **{**arrays, **changed})
+
+
+def test_a_malicious_pickle_is_not_loaded_without_trust(tmp_path: Path, reports: Path) -> None:
+    report, struck = killed(partial(gymnasium.make, "CartPole-v1"), 5, reports), tmp_path / "struck"
+    bomb = np.frombuffer(pickle.dumps(Bomb(struck)), np.uint8)
+    with_arrays(report, env_fn=bomb, registrations=bomb, overrides=bomb)
+    assert replay(report).returncode == 0
+    assert not struck.exists()
+    replay(report, "--trust")
+    assert struck.exists()  # or this test could not fail
+
+
+@pytest.mark.parametrize("what", ["pickles", "answer_pickles"])
+def test_nor_are_those_of_requests_and_answers(what: str, tmp_path: Path, reports: Path) -> None:
+    space = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(3))
+    env_fn = partial(SpaceEnv, observation_space=space, action_space=space)
+    report, struck = killed(env_fn, 3, reports), tmp_path / "struck"
+    with np.load(report.with_suffix(".npz")) as file:
+        ends = file[what[:-1] + "_ends"]
+    bomb = pickle.dumps(Bomb(struck))
+    data = np.frombuffer(bomb * len(ends), np.uint8)
+    with_arrays(report, **{what: data, what[:-1] + "_ends": len(bomb) * np.arange(1, len(ends) + 1)})
+    (tmp_path / "mine.py").write_text(
+        "import gymnasium\nfrom multienv.testing import SpaceEnv\n"
+        "space = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(3))\n"
+        "def make(): return SpaceEnv(observation_space=space, action_space=space)\n"
+    )
+    result = replay(report, "--env", "mine:make", path=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "answers are as they were recorded" in result.stdout
+    assert not struck.exists()
+    replay(report, "--env", "mine:make", "--trust", path=tmp_path)
+    assert struck.exists()
+
+
+def test_arrays_of_objects_are_refused(tmp_path: Path, reports: Path) -> None:
+    report, struck = killed(partial(gymnasium.make, "CartPole-v1"), 5, reports), tmp_path / "struck"
+    with_arrays(report, reward=np.array([Bomb(struck)], object))
+    struck.unlink(missing_ok=True)
+    for options in ([], ["--trust"]):
+        result = replay(report, *options)
+        assert result.returncode == 2
+        assert "damaged" in result.stderr
+    assert not struck.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": "Evil-v0", "entry_point": "os:system"},
+        {"entry_point": "os:system", "kwargs": {"command": "touch struck"}},
+        {"additional_wrappers": [{"name": "x", "entry_point": "os:system", "kwargs": {"command": "touch struck"}}]},
+    ],
+)
+def test_a_spec_calls_nothing_that_is_not_registered(change: dict[str, Any], tmp_path: Path, reports: Path) -> None:
+    report = killed(partial(gymnasium.make, "CartPole-v1"), 5, reports)
+    document = json.loads(report.read_text())
+    document["env"]["spec"] |= change
+    report.write_text(json.dumps(document))
+    result = replay(report, path=tmp_path)
+    assert result.returncode in (1, 2)
+    assert "os:system" not in result.stdout
+    assert not (tmp_path / "struck").exists()
+
+
+def test_what_has_no_plain_form_wants_trust_and_is_named(reports: Path) -> None:
+    with SubprocessEnv(partial(FaultyEnv, fault=Fault("kill", "step")), restart=RAISE) as env:
+        env.reset(seed=0)
+        env.set_attr("offset", np.ma.masked_array([1.0]))
+        env.set_attr("offset", 0.0)
+        with pytest.raises(WorkerLostError) as caught:
+            env.step(0)
+    result = replay(Path(caught.value.report), "--env", "multienv.testing:CounterEnv")
+    assert result.returncode == 2
+    assert "request 2" in result.stderr
+    assert "--trust" in result.stderr
+
+
+# --- what is no report ----------------------------------------------------------------------------
+
+
+def test_without_a_way_to_the_env_it_says_what_to_give(reports: Path) -> None:
+    report = killed(CounterEnv, 3, reports)
+    result = replay(report)
+    assert result.returncode == 2
+    for word in ("no spec", "--env ID", "module:function", "--trust"):
+        assert word in result.stderr
+    for name, said in (("no.such:make", "cannot be imported"), ("json:nothing", "no such function"), ("Nix-v0", "id")):
+        result = replay(report, "--env", name)
+        assert result.returncode == 2
+        assert said in result.stderr
+
+
+def test_an_episode_that_outgrew_its_journal_cannot_be_replayed(reports: Path) -> None:
+    with SubprocessEnv(
+        partial(FaultyEnv, fault=Fault("kill", "step", at=1500), horizon=None),
+        restart=RestartPolicy(on_crash="raise", journal_limit=1000),
+    ) as env:
+        env.reset(seed=0)
+        with pytest.raises(WorkerLostError) as caught:
+            for _ in range(2000):
+                env.step(1)
+    report = Path(caught.value.report)
+    assert json.loads(report.read_text())["request"]["action"] == 1
+    result = replay(report, "--trust")
+    assert result.returncode == 2
+    assert "holds no journal" in result.stderr
+
+
+def damaged(report: Path, how: str) -> None:
+    beside, text = report.with_suffix(".npz"), report.read_text()
+    if how == "no json":
+        report.unlink()
+    elif how == "no npz":
+        beside.unlink()
+    elif how == "half json":
+        report.write_text(text[: len(text) // 2])
+    elif how == "half npz":
+        beside.write_bytes(beside.read_bytes()[: beside.stat().st_size // 2])
+    elif how == "noise":
+        beside.write_bytes(os.urandom(1000))
+    elif how == "bits":
+        data = bytearray(beside.read_bytes())
+        data[200:260] = os.urandom(60)
+        beside.write_bytes(data)
+    elif how == "another npz":
+        np.savez(beside, kind=np.zeros(3))
+    elif how == "fewer answers":
+        with_arrays(report, flags=np.zeros(1, np.uint8))
+    elif how == "fewer actions":
+        with_arrays(report, actions_numpy_int64=np.zeros(1, np.int64))
+    else:
+        document = {**json.loads(text), **DOCUMENTS[how]}
+        report.write_text(json.dumps(document))
+
+
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "foreign": {"format": "something else"},
+    "newer": {"version": 2},
+    "no list": {"process_seeds": "abc"},
+    "no dict": {"journal": [1]},
+    "nothing": {"loss": None},
+}
+DAMAGE = [
+    "no json", "no npz", "half json", "half npz", "noise", "bits", "another npz", "fewer answers", "fewer actions", *DOCUMENTS,
+]  # fmt: skip
+
+
+def test_what_is_broken_or_foreign_is_said_to_be_so(reports: Path, tmp_path: Path) -> None:
+    original = killed(partial(gymnasium.make, "CartPole-v1"), 5, reports)
+    for how in DAMAGE:
+        copy = tmp_path / f"{how}.json"
+        for suffix in (".json", ".npz"):
+            copy.with_suffix(suffix).write_bytes(original.with_suffix(suffix).read_bytes())
+        damaged(copy, how)
+        with pytest.raises(ReportError, match=re.escape(str(copy.with_suffix("")))):
+            load(copy)
+    result = replay(tmp_path / "foreign.json")
+    assert result.returncode == 2
+    assert (
+        result.stderr.strip()
+        == f'{tmp_path}/foreign.json is not a report of multienv: it does not say "format": "multienv-report".'
+    )
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ReportError):
+        load(tmp_path / "list.json")

@@ -1,0 +1,389 @@
+"""Each loss leaves a report with all that is known of it, whatever is in the way of writing it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
+from multienv.errors import PoisonError, RestartBudgetExceeded, WorkerDiedError, WorkerHungError
+from multienv.events import Recovery
+from multienv.reports import store
+from multienv.testing import CounterEnv, Fault, FaultyEnv, GlobalRandomEnv
+
+DEADLINES = Deadlines(start=20, reset=1.0, step=0.5, call=1.0, close=2.0, recovery=30)
+REPLAY = RestartPolicy()
+RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
+
+
+def faulty(manner: str, moment: str = "step", *, restart: RestartPolicy = REPLAY, **fault: Any) -> SubprocessEnv:
+    return SubprocessEnv(partial(FaultyEnv, fault=Fault(manner, moment, **fault)), deadlines=DEADLINES, restart=restart)
+
+
+def all_in(directory: Path) -> list[dict[str, Any]]:
+    store.settle()
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+
+
+def only(directory: Path) -> dict[str, Any]:
+    (report,) = all_in(directory)
+    return report
+
+
+def arrays(directory: Path) -> dict[str, np.ndarray]:
+    store.settle()
+    (path,) = sorted(directory.glob("*.npz"))
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def test_a_kill_that_is_healed(reports: Path) -> None:
+    events: list[Any] = []
+    with SubprocessEnv(lambda: gymnasium.make("CartPole-v1"), env_index=3, hooks=[events.append]) as env:
+        first, _ = env.reset(seed=5)
+        seen = [env.step(action)[0] for action in (0, 1, 1)]
+        pid = env.statistics().pid
+        os.kill(pid, signal.SIGKILL)
+        env.step(np.int64(1))
+    (recovery,) = [event for event in events if isinstance(event, Recovery)]
+    report, journal = only(reports), arrays(reports)
+    assert Path(recovery.report) == next(reports.glob("*.json"))
+    assert report["replay"] == f"multienv replay {recovery.report}"
+    assert "env 3 was killed by SIGKILL" in report["what"]
+    assert "out-of-memory" in report["what"]
+    loss = report["loss"]
+    assert (loss["signal"], loss["exit_code"], loss["cause"]) == ("SIGKILL", -9, "died")
+    assert (loss["command"], loss["step"], loss["seed"], loss["env_index"], loss["pid"]) == ("step", 3, 5, 3, pid)
+    assert report["request"]["action"] == {"$scalar": ["int64", 1]}
+    assert report["recovery"]["outcome"] == "exact"
+    assert report["recovery"]["attempts"] == 1
+    assert report["env"]["spec"]["id"] == "CartPole-v1"
+    assert report["journal"] == {"requests": 5, "steps": 4, "from_construction": True}
+    assert (journal["actions_python_int"] == [0, 1, 1]).all()
+    assert (journal["actions_numpy_int64"] == [1]).all()
+    assert (journal["observations"] == np.stack([first, *seen])).all()
+    assert journal["observations"].dtype == first.dtype
+    assert (journal["reward"] == [0, 1, 1, 1]).all()
+    assert set(report["made_with"]) == {"multienv", "python", "gymnasium", "numpy", "platform"}
+
+
+def test_a_segfault_has_its_native_stack(reports: Path) -> None:
+    with faulty("segv", at=4, restart=RAISE) as env:
+        env.reset(seed=9)
+        for _ in range(3):
+            env.step(2)
+        with pytest.raises(WorkerDiedError) as caught:
+            env.step(1)
+    report = only(reports)  # there when the error is seen
+    assert report["loss"]["signal"] == "SIGSEGV"
+    stack = report["loss"]["stack"]
+    assert stack[0] == "Fatal Python error: Segmentation fault"
+    assert any("ctypes" in line and "in string_at" in line for line in stack)
+    assert any("faults.py" in line and "in step" in line for line in stack) or any(
+        "in strike" in line for line in stack
+    )
+    assert (report["loss"]["step"], report["loss"]["seed"], report["request"]["action"]) == (3, 9, 1)
+    assert report["recovery"]["outcome"] == "raised"
+    assert caught.value.report
+    assert f"multienv replay {caught.value.report}" in str(caught.value)
+    assert Path(caught.value.report).parent == reports
+
+
+@pytest.mark.parametrize("manner", ["hang", "hang_c"])
+def test_a_hang_has_the_stack_it_hung_in(reports: Path, manner: str) -> None:
+    with faulty(manner, at=2, restart=RAISE) as env:
+        env.reset(seed=1)
+        env.step(0)
+        with pytest.raises(WorkerHungError):
+            env.step(3)
+    report = only(reports)
+    assert report["loss"]["cause"] == "hung"
+    assert "deadline" in report["what"]
+    assert report["request"]["deadline"] == 0.5
+    assert any("faults.py" in line for line in report["loss"]["stack"])
+
+
+def test_poison_tells_its_action_and_how_to_see_it_again(reports: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "multienv"), faulty("exit", action=3, exit_code=7) as env:
+        env.reset(seed=2)
+        env.step(1)
+        *_, truncated, info = env.step(3)
+        assert truncated
+        told = info["multienv"]["report"]
+        report = json.loads(Path(told).read_text())  # there when it is told
+    healed, poison = all_in(reports)
+    assert poison == report
+    assert healed["recovery"]["outcome"] == "exact"
+    assert poison["recovery"]["outcome"] == "truncated"
+    assert poison["request"]["action"] == 3
+    assert (poison["loss"]["exit_code"], poison["loss"]["signal"]) == (7, None)
+    assert "killed 2 processes" in poison["recovery"]["reason"]
+    assert f"multienv replay {told}" in caplog.text
+
+
+def test_poison_elsewhere_is_in_the_error(reports: Path) -> None:
+    with faulty("kill", "call") as env:
+        env.reset(seed=2)
+        with pytest.raises(PoisonError) as caught:
+            env.call("poke", 0.5)
+        report = json.loads(Path(caught.value.report).read_text())
+        env.step(1)
+    assert report["request"]["message"] == {"call": {"name": "poke", "args": [0.5], "kwargs": {}}}
+
+
+def test_an_exception_taken_for_a_loss_has_its_traceback_and_stderr(reports: Path, marker: str) -> None:
+    with faulty("raise", at=3, once=marker, restart=RestartPolicy(on_error="replay")) as env:
+        env.reset(seed=2)
+        for _ in range(4):
+            env.step(1)
+    report = only(reports)
+    assert report["loss"]["cause"] == "error"
+    assert report["loss"]["traceback"][0].startswith("Traceback")
+    assert report["loss"]["traceback"][-1] == "multienv.testing.faults.FaultError: fault at step 3"
+    assert report["recovery"]["outcome"] == "exact"
+
+
+def test_last_words_on_stderr(reports: Path) -> None:
+    with faulty("noise", restart=RAISE) as env:
+        env.reset()
+        with pytest.raises(WorkerDiedError):
+            env.step(0)
+    assert only(reports)["loss"]["stderr"][-1] == "noise: last words"
+
+
+def test_a_budget_that_is_spent(reports: Path) -> None:
+    with faulty("kill", "step", restart=RestartPolicy(max_restarts=0)) as env:
+        env.reset(seed=4)
+        with pytest.raises(RestartBudgetExceeded) as caught:
+            env.step(1)
+    report = only(reports)
+    assert Path(caught.value.report).parent == reports
+    assert report["recovery"]["outcome"] == "raised"
+    assert report["recovery"]["attempts"] == 0
+
+
+def test_an_env_that_dies_while_it_is_built(reports: Path) -> None:
+    env = faulty("segv", "construct")
+    with pytest.raises(WorkerDiedError):
+        env.initialize()
+    env.close()
+    report = only(reports)
+    assert report["loss"]["command"] == "initialize"
+    assert report["journal"] == {"requests": 0, "steps": 0, "from_construction": True}
+    assert len(report["before"]) == 1  # it had been tried once before
+    assert "SIGSEGV" in report["before"][0]
+
+
+def test_a_journal_that_begins_at_a_reset_has_the_generators_in_plain(reports: Path) -> None:
+    policy = RestartPolicy(journal_limit=4096, snapshots=False)
+    with SubprocessEnv(partial(GlobalRandomEnv, horizon=None, count_episodes=False), restart=policy) as env:
+        env.reset(seed=1)
+        for _ in range(40):
+            for _ in range(50):
+                env.step(0)
+            env.reset()
+        env.step(0)
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        env.step(1)
+        assert env.statistics().exact_recoveries == 1
+    report, journal = only(reports), arrays(reports)
+    assert not report["journal"]["from_construction"]
+    line = json.loads(journal["plain"].tobytes().decode().splitlines()[0])
+    assert line["reset"]["generators"]["$dict"]
+    assert "$opaque" not in json.dumps(line)
+
+
+def test_several_at_once_have_one_each(reports: Path) -> None:
+    envs = create_subprocess_envs([CounterEnv] * 4)
+    with MultiEnv(envs) as batch:
+        batch.reset(seed=0)
+        for one in batch.statistics():
+            os.kill(one.pid, signal.SIGKILL)
+        batch.step([1] * 4)
+    assert sorted(report["loss"]["env_index"] for report in all_in(reports)) == [0, 1, 2, 3]
+
+
+# --- where they lie -------------------------------------------------------------------------------
+
+
+def lose_one(**options: Any) -> Recovery:
+    with SubprocessEnv(CounterEnv, restart=RAISE, **options) as env:
+        env.reset(seed=0)
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            env.step(0)
+        recovery = env.statistics().last_recovery
+    assert recovery is not None
+    return recovery
+
+
+def test_the_directory_can_be_chosen_and_is_private(tmp_path: Path, reports: Path) -> None:
+    chosen = tmp_path / "deep" / "down"
+    path = Path(lose_one(reports=chosen).report)
+    assert path.parent == chosen
+    assert chosen.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.with_suffix(".npz").stat().st_mode & 0o777 == 0o600
+    assert sorted(file.name for file in chosen.iterdir()) == sorted([path.name, path.with_suffix(".npz").name])
+    assert not list(reports.iterdir())
+
+
+def test_without_a_word_it_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MULTIENV_REPORTS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store.directory_for(None) == tmp_path / "multienv" / "reports"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store.directory_for(None) == tmp_path / ".cache" / "multienv" / "reports"
+    with pytest.raises(ValueError, match="give a directory"):
+        SubprocessEnv(CounterEnv, reports=3)  # type: ignore[arg-type]
+
+
+def test_an_empty_string_switches_them_off(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lose_one(reports="").report == ""
+    monkeypatch.setenv("MULTIENV_REPORTS", "")
+    assert lose_one().report == ""
+    assert not all_in(reports)
+
+
+def test_the_newest_hundred_are_kept_and_nothing_else_is_touched(reports: Path) -> None:
+    for number in range(120):
+        for suffix in ("json", "npz"):
+            (reports / f"20200101-000000-{number:06}-1-1-env0.{suffix}").write_bytes(b"x")
+    others = [reports / name for name in ("notes.txt", "20200101.json", "20200101-000000-000000-1-1.txt")]
+    for other in others:
+        other.write_text("mine")
+    stale = reports / ".20200101-000000-000500-1-1.npz"
+    stale.write_bytes(b"half")
+    os.utime(stale, (1, 1))
+    path = Path(lose_one().report)
+    store.settle()
+    store.prune(reports)
+    kept = sorted(file.name for file in reports.glob("*-*-*-*-*.json"))
+    assert len(kept) == 100
+    assert kept[-1] == path.name
+    assert kept[0] == "20200101-000000-000021-1-1-env0.json"
+    assert len(list(reports.glob("*.npz"))) == 100
+    assert all(other.read_text() == "mine" for other in others)
+    assert not stale.exists()
+
+
+def test_too_many_bytes_are_too_many_reports(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "KEPT_BYTES", 2500)
+    for number in range(5):
+        (reports / f"20200101-000000-{number:06}-1-1.json").write_bytes(bytes(1000))
+    store.prune(reports)
+    assert sorted(file.name[16:22] for file in reports.iterdir()) == ["000003", "000004"]
+
+
+# --- what is in the way ---------------------------------------------------------------------------
+
+
+def test_a_directory_that_cannot_be_is_said_once_and_breaks_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with SubprocessEnv(CounterEnv, reports=tmp_path / "file" / "reports") as env:
+        env.reset(seed=0)
+        for _ in range(3):
+            env.step(0)
+            os.kill(env.statistics().pid, signal.SIGKILL)
+            env.step(0)
+            store.settle()
+        assert env.statistics().exact_recoveries == 3
+    warnings = [record for record in caplog.records if "cannot be written" in record.message]
+    assert len(warnings) == 1
+    assert "MULTIENV_REPORTS" in warnings[0].message
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file may grow: the kernel says EFBIG, as it says ENOSPC of a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_nothing_half(tmp_path: Path, full_disk: None, caplog: pytest.LogCaptureFixture) -> None:
+    with SubprocessEnv(CounterEnv, restart=RAISE, reports=tmp_path) as env:
+        env.reset(seed=0)
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        with pytest.raises(WorkerDiedError):
+            env.step(0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert "cannot be written" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_waits_takes_no_more_memory_than_it_may(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_WAITING_BYTES", 0)
+    monkeypatch.setattr(store, "_DELAY", 60.0)
+    envs = create_subprocess_envs([CounterEnv] * 3)
+    with MultiEnv(envs) as batch:
+        batch.reset(seed=0)
+        for one in batch.statistics():
+            os.kill(one.pid, signal.SIGKILL)
+        batch.step([1] * 3)
+    store.writer._hurry.release()
+    journals = [report["journal"] for report in all_in(reports)]
+    assert len(journals) == 3
+    assert journals.count(None) == 2
+
+
+def test_at_the_end_of_the_interpreter_all_are_written(reports: Path) -> None:
+    script = """if True:
+        import os, signal
+        from multienv import SubprocessEnv
+        from multienv.testing import CounterEnv
+        env = SubprocessEnv(CounterEnv).initialize()
+        env.reset(seed=0)
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        env.step(0)
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert only(reports)["recovery"]["outcome"] == "exact"
+
+
+def write_all_there_is() -> None:
+    store.writer.write_all()
+
+
+def test_a_forked_child_writes_none_of_the_trainers(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_DELAY", 60.0)
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        env.step(0)  # the report waits in the trainer
+        child = multiprocessing.get_context("fork").Process(target=write_all_there_is)
+        child.start()
+        child.join()
+        child.close()
+        assert not list(reports.iterdir())
+    store.writer._hurry.release()
+    only(reports)
+
+
+def test_the_thread_ends_when_there_is_nothing_to_write(reports: Path) -> None:
+    lose_one()
+    store.settle()
+    assert not [thread for thread in threading.enumerate() if thread.name == "multienv-reports"]
+    lose_one()
+    assert len(all_in(reports)) == 2
