@@ -16,13 +16,15 @@ from typing import Any
 import cloudpickle
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
+from gymnasium.vector.utils import batch_space
 
 from multienv.errors import ReportError
 from multienv.processes.environment import worker_environment
 from multienv.recovery.verification import difference
 from multienv.reports.read import Report
 from multienv.reports.table import Row
-from multienv.wire.actions import action_decoder
+from multienv.wire.actions import action_decoder, left_out
+from multienv.wire.batch import BatchLayout, places, row_of
 from multienv.wire.messages import (
     FAILED,
     IRREGULAR,
@@ -53,7 +55,7 @@ _HOW_TO_BUILD = (
 # --- what builds the env ------------------------------------------------------------------------
 
 
-def env_function(report: Report, env: str | None = None, *, trust: bool = False) -> EnvFn:
+def env_function(report: Report, env: str | None = None, *, trust: bool = False) -> EnvFn | list[EnvFn]:
     """What builds the env of a report.
 
     Args:
@@ -94,7 +96,7 @@ def _named(name: str, spec: Any, *, trust: bool) -> EnvFn:
     return function  # type: ignore[no-any-return]
 
 
-def _trusted(report: Report) -> EnvFn:
+def _trusted(report: Report) -> EnvFn | list[EnvFn]:
     """As in the worker, the world is as the trainer saw it."""
     document = report.document
     sys.path += [entry for entry in document["path"] if entry not in sys.path]
@@ -104,7 +106,7 @@ def _trusted(report: Report) -> EnvFn:
     try:
         for registrations in report.registrations:
             register(registrations)
-        function: EnvFn = cloudpickle.loads(report.env_fn)
+        function: EnvFn | list[EnvFn] = cloudpickle.loads(report.env_fn)
     except Exception as error:  # unpickling runs foreign code
         raise ReportError(
             f"The env_fn in {report.path} cannot be loaded: {type(error).__name__}: {error}. {_HOW_TO_BUILD}"
@@ -168,7 +170,7 @@ class Replay:
     """Runs a report's requests.
 
     Attributes:
-        env: Once it is built.
+        env: Once it is built; the list of them, if there are several in the process.
         fatal: The request the process was lost in; ``None`` if the env was being built.
         length: How many come before that.
         differences: Where the answers were others than recorded, in words.
@@ -176,14 +178,15 @@ class Replay:
         observation: The last one.
     """
 
-    def __init__(self, report: Report, env_fn: EnvFn) -> None:
-        """Build nothing yet."""
+    def __init__(self, report: Report, env_fn: EnvFn | list[EnvFn]) -> None:
+        """Build nothing yet; ``env_fn`` is a list where there is one for each."""
         if report.rows is None:
             raise ReportError(
                 f"{report.path} holds no journal to be replayed: the episode had outgrown the RestartPolicy's "
                 "journal_limit or replay_limit, or too many envs were lost at once."
             )
         self.env: Any = None
+        self._action_space: Any = None
         self.observation: Any = None
         self.differences: list[str] = []
         self.unknown = 0
@@ -191,25 +194,38 @@ class Replay:
         self._before = report.rows[:-1]
         self.length = len(self._before)
         self._document = report.document
-        self._env_fn = env_fn
-        self._host = Host(env_fn=self._built)
+        self._group = report.group
+        size = 1 if report.group is None else report.group.size
+        env_fns = env_fn if isinstance(env_fn, list) else [env_fn] * size
+        self.envs: list[Any] = []
+        building = [partial(self._built, one) for one in env_fns]
+        self._host = Host(env_fn=building[0] if report.group is None else building)
         self._read: Callable[[bytes, int], Any] = lambda reply, seq: None
 
-    def _built(self) -> Any:
-        self.env = self._env_fn()
-        return self.env
+    def _built(self, env_fn: EnvFn) -> Any:
+        self.envs.append(env_fn())
+        return self.envs[-1]
 
     def build(self) -> Outcome:
         """Build the env, as a worker does; with a failure it has not been."""
         seeds, inline_limit = self._document["process_seeds"], self._document["inline_limit"]
         os.environ.update(worker_environment())
-        message = Initialize(None, seeds and tuple(seeds), None, inline_limit)
+        message = Initialize(None, seeds and tuple(seeds), None, inline_limit, group=self._group)
         reply = self._host.answer(pack_message(0, message))
         if _kind(reply) == FAILED:
             failure = unpack_value(reply)
             return Outcome(f"env_fn raised {failure.type_name}: {failure.text}", failure)
-        space = self.env.observation_space
-        self._read = reader(space, Placement.of(space, inline_limit), self._host.block)
+        space = self.envs[0].observation_space
+        if self._group is None:
+            self.env, self._action_space = self.envs[0], self.envs[0].action_space
+            self._read = reader(space, Placement.of(space, inline_limit), self._host.block)
+            return Outcome("The env was built")
+        self.env, self._action_space = self.envs, batch_space(self.envs[0].action_space, self._group.size)
+        layout = BatchLayout.of(space if self._group.space is None else self._group.space, self._group.num_envs)
+        assert self._host.block is not None
+        sides, first = places(layout, self._host.block.view), self._group.first
+        rows = range(first, first + self._group.size)
+        self._read = lambda reply, seq: [row_of(sides[seq & 1].observations, row) for row in rows]
         return Outcome("The env was built")
 
     def run(self) -> Iterator[int]:
@@ -246,7 +262,7 @@ class Replay:
         """That of the fatal request; ``None`` if it is not a step."""
         if self.fatal is None or self.fatal.frame[KIND_OF_REQUEST_AT] != STEP:
             return None
-        return action_decoder(self.env.action_space)(self.fatal.frame)
+        return action_decoder(self._action_space)(left_out(self.fatal.frame)[0])
 
     @property
     def request(self) -> str:

@@ -22,6 +22,7 @@ from multienv.hosted_env import EnvFn
 from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK
 from multienv.recovery.group import GroupSupervisor
+from multienv.reports.store import directory_for
 from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting
 from multienv.vector_arguments import check_arguments, deal
 from multienv.vector_env import HostedVectorEnv
@@ -50,6 +51,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         native_threads: int | None = 1,
         bind_cores: bool = True,
         hooks: Sequence[Hook] = (),
+        reports: str | os.PathLike[str] | None = None,
     ) -> None:
         """Launch the workers, and build all envs."""
         env_fns = list(env_fns)
@@ -62,6 +64,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         shortest = min((limit for limit in limits if limit), default=0.0)
         cores = _cores()
         sizes = deal(len(env_fns), envs_per_worker, len(cores))
+        directory = directory_for(reports)
         arena = Arena(shared=True)
         groups, first = [], 0
         for place, size in enumerate(sizes):
@@ -83,6 +86,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
                     policy=restart,
                     deadlines=deadlines,
                     hooks=tuple(hooks),
+                    reports=directory,
                 )
             )
             if bind_cores and 1 < len(cores) <= len(sizes):

@@ -236,7 +236,7 @@ class GroupSupervisor(Supervisor):
         if command == "step":
             self._absent.setdefault(slot, LeftOut(None, reason))
         elif not self._is_reset(slot):
-            self._owe(slot, LeftOut(self._observation_of(slot), reason))
+            self._owe(slot, LeftOut(self._observation_of(slot), reason, self.record.reports.path))
 
     def _is_reset(self, slot: int) -> bool:
         message = self._message
@@ -264,7 +264,8 @@ class GroupSupervisor(Supervisor):
             if self.phase in (STEPPING, RESUMED):
                 frame, before = left_out(self._pending)
                 absent = before | {
-                    slot: replace(one, observation=self._observation_of(slot)) for slot, one in self._absent.items()
+                    slot: replace(one, observation=self._observation_of(slot), report=self.record.reports.last)
+                    for slot, one in self._absent.items()
                 }
                 self._pending = leave_out(frame, absent)
             elif isinstance(self._message, Reset):
@@ -283,10 +284,11 @@ class GroupSupervisor(Supervisor):
             raise self._lost_error(loss, loss.cause, f"{reason} The next reset() starts a new process.")
         running = self._last_reply() != b""
         observations = [self._observation_of(slot) for slot in range(self._group.size)]
+        report = self.record.reports.path
         self._begin_anew(effort)
         everyone = range(self._group.size)
         if command == "step":
-            absent = {slot: LeftOut(observations[slot], reason) for slot in everyone}
+            absent = {slot: LeftOut(observations[slot], reason, report) for slot in everyone}
             absent |= {slot: replace(self._absent[slot], observation=observations[slot]) for slot in self._raised}
             self._pending = leave_out(left_out(self._pending)[0], absent)
             self._absent = {}
@@ -295,7 +297,7 @@ class GroupSupervisor(Supervisor):
             return
         for slot in everyone:
             if running and not self._is_reset(slot):
-                self._owe(slot, LeftOut(observations[slot], reason))
+                self._owe(slot, LeftOut(observations[slot], reason, report))
         if command != "reset":
             self.phase = self._phase_before
             self.record.recovery(loss, "truncated", reason, effort)

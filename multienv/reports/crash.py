@@ -20,7 +20,7 @@ from gymnasium import spaces
 from multienv.events import Loss, Recovery
 from multienv.reports.plain import encode
 from multienv.reports.table import Arrays, Shape, to_arrays
-from multienv.wire.messages import RESET, SEEDED, STEP, Description, Initialize
+from multienv.wire.messages import RESET, SEEDED, STEP, Description, Group, Initialize, dumps
 from multienv.wire.observations import Placement
 
 FORMAT = "multienv-report"
@@ -85,6 +85,7 @@ def compose(case: Case, told: Told, recovery: Recovery, before: list[str]) -> tu
         },
         "before": before,
         "env": _env(case.description),
+        "group": _group(initialize.group),
         "process_seeds": initialize.seeds and list(initialize.seeds),
         "inline_limit": initialize.inline_limit,
         "path": list(initialize.setting.path) if initialize.setting else [],
@@ -93,6 +94,8 @@ def compose(case: Case, told: Told, recovery: Recovery, before: list[str]) -> tu
         "journal": journal,
         "made_with": _versions(),
     }
+    if initialize.group is not None and initialize.group.space is not None:
+        arrays["group_space"] = np.frombuffer(dumps(initialize.group.space), np.uint8)
     if initialize.env_fn is not None:
         arrays["env_fn"] = np.frombuffer(initialize.env_fn, np.uint8)
     if initialize.setting is not None:
@@ -139,6 +142,8 @@ def _journal(case: Case) -> tuple[Arrays, dict[str, Any] | None]:
 
 def _shape(description: Description, initialize: Initialize) -> Shape:
     space = description.observation_space
+    if initialize.group is not None:  # what is shown of all its envs together has a form of its own
+        return Shape(description.action_space.shape)
     of_an_array = type(space) in (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
     digests = Placement.of(space, initialize.inline_limit).block_size > 0
     return Shape(description.action_space.shape, (space.dtype, space.shape) if of_an_array else None, digests)
@@ -172,6 +177,13 @@ def _env(description: Description | None) -> dict[str, Any] | None:
         "action_space": _shown(description.action_space),
         "render_mode": description.render_mode,
     }
+
+
+def _group(group: Group | None) -> dict[str, Any] | None:
+    """Of which envs of a batch that process was."""
+    if group is None:
+        return None
+    return {name: getattr(group, name) for name in ("first", "size", "num_envs", "autoreset", "truncates_errors")}
 
 
 def _shown(space: Any) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from gymnasium.spaces import GraphInstance
 
 from multienv.errors import MultienvError
-from multienv.wire.messages import Branch, Call, GetAttribute, HasAttribute, Render, Reset, SetAttribute
+from multienv.wire.messages import Branch, Call, GetAttribute, GroupOptions, HasAttribute, Render, Reset, SetAttribute
 
 _BIT_GENERATORS = {
     kind.__name__: kind
@@ -127,12 +127,13 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     GraphInstance: lambda value: {"$graph": [encode(item) for item in value]},
     Reset: lambda value: {
         "reset": {
-            "seed": value.seed,
+            "seed": encode(value.seed),
             "options": encode(value.options),
             "anchor": bool(value.anchor),
             "generators": None if value.generators is None else glimpse(value.generators),
         }
     },
+    GroupOptions: lambda value: {"$group": encode([value.mask, value.options, value.left_out])},
     Call: lambda value: {
         "call": {"name": value.name, "args": encode(list(value.args)), "kwargs": _encode_dict(value.kwargs)}
     },
@@ -177,6 +178,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$bit_generator": _decode_bit_generator,
     "$generator": lambda form: np.random.Generator(decode(form)),
     "$graph": lambda form: GraphInstance(*map(decode, form)),
+    "$group": lambda form: GroupOptions(*decode(form)),
 }
 
 
@@ -204,7 +206,7 @@ _HARMLESS = {
     ("numpy.random._bit_generator", "SeedSequence"),
     ("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence"),
     ("numpy.random._bit_generator", "__pyx_unpickle_SeedSequence"),
-    *(("multienv.wire.messages", kind.__name__) for kind in _MESSAGES),
+    *(("multienv.wire.messages", kind.__name__) for kind in (*_MESSAGES, GroupOptions)),
 }
 
 

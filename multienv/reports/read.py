@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from multienv.errors import ReportError
 from multienv.reports.crash import FORMAT, VERSION
 from multienv.reports.plain import NeedsTrust
 from multienv.reports.table import Arrays, Row, to_rows
+from multienv.wire.messages import Group
 
 # What data that is not a report, or only half of one, brings about.
 _DAMAGE = (
@@ -33,12 +35,14 @@ class Report:
         document: As it is in there.
         rows: The requests to run again, the fatal one last; ``None`` if it holds no journal.
         env_fn: The function that built the env, pickled; only if the report is trusted.
+        group: Which envs it holds, if there are several in the process.
         registrations: Envs that the trainer had registered, pickled; as ``env_fn``.
     """
 
     path: Path
     document: dict[str, Any]
     rows: list[Row] | None
+    group: Group | None = None
     env_fn: bytes | None = None
     registrations: tuple[bytes, ...] = ()
 
@@ -63,6 +67,7 @@ def load(path: str | Path, *, trust: bool = False) -> Report:
         rows = None if document["journal"] is None else to_rows(arrays, trust=trust) if "kind" in arrays else []
         if rows is not None and len(rows) != document["journal"]["requests"]:
             raise ValueError(f"it holds {len(rows)} requests of {document['journal']['requests']}")
+        group = _group(document.get("group"), arrays, trust=trust)
         pickled = {name: arrays[name].tobytes() for name in ("env_fn", "registrations", "overrides") if name in arrays}
     except NeedsTrust as needs:
         raise ReportError(
@@ -72,9 +77,22 @@ def load(path: str | Path, *, trust: bool = False) -> Report:
     except _DAMAGE as error:
         raise ReportError(f"{beside} is damaged: {type(error).__name__}: {error}.") from error
     if not trust:
-        return Report(path, document, rows)
+        return Report(path, document, rows, group)
     registrations = tuple(pickled[name] for name in ("registrations", "overrides") if pickled.get(name))
-    return Report(path, document, rows, pickled.get("env_fn"), registrations)
+    return Report(path, document, rows, group, pickled.get("env_fn"), registrations)
+
+
+def _group(fields: Any, arrays: Arrays, *, trust: bool) -> Group | None:
+    if fields is None:
+        return None
+    group = Group(**fields)
+    if not 0 <= group.first < group.first + group.size <= group.num_envs:
+        raise ValueError(f"no envs {group.first} to {group.first + group.size} of {group.num_envs}")
+    if "group_space" not in arrays:
+        return group
+    if not trust:
+        raise NeedsTrust("the observation space of the batch")
+    return replace(group, space=pickle.loads(arrays["group_space"].tobytes()))
 
 
 def _document(path: Path) -> dict[str, Any]:

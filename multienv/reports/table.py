@@ -255,7 +255,7 @@ def message_of(form: Any) -> Message:
 def _reset(parts: Any) -> Reset:
     states = parts["generators"]
     generators = None if states is None else pickle.dumps(decode(states), protocol=5)
-    return Reset(parts["seed"], decode(parts["options"]), parts["anchor"], generators)
+    return Reset(decode(parts["seed"]), decode(parts["options"]), parts["anchor"], generators)
 
 
 def _call(parts: Any) -> Call:

@@ -175,10 +175,12 @@ class LeftOut:
     Attributes:
         observation: What the caller saw last.
         reason: Why its episode ends here, or ``""``: it had ended, and its reset is not to be tried again.
+        report: The crash report of that, or ``""``.
     """
 
     observation: Any
     reason: str
+    report: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,7 +242,8 @@ class EnvGroup(GroupCalls):
         self._end(slot)
         if not one.reason:
             return {}
-        info: dict[str, Any] = {"multienv": {"reason": one.reason, "recovery": "truncated"}}
+        told = {"reason": one.reason, "recovery": "truncated"} | ({"report": one.report} if one.report else {})
+        info: dict[str, Any] = {"multienv": told}
         if self._same_step:
             observation, info = self._begin_at_once(slot, one.observation, info)
             self._rows.put(seq, slot, observation, truncated=True)

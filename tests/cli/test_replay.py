@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ReportError, WorkerLostError
 from multienv.reports.read import load
 from multienv.reports.store import settle
@@ -420,3 +421,43 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(reports: Path, tmp_path: Pat
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ReportError):
         load(tmp_path / "list.json")
+
+
+# --- several envs in a process ----------------------------------------------------------------------
+
+
+def test_the_envs_of_a_process_are_replayed_together(reports: Path) -> None:
+    fns = [partial(gymnasium.make, "CartPole-v1")] * 6
+    with contextlib.closing(SubprocessVectorEnv(fns, envs_per_worker=3)) as envs:
+        envs.action_space.seed(0)
+        envs.reset(seed=1)
+        for _ in range(60):
+            envs.step(envs.action_space.sample())
+        os.kill(envs.statistics()[1].pid, signal.SIGKILL)
+        envs.step(envs.action_space.sample())
+        settle()
+    (report,) = reports.glob("*.json")
+    assert json.loads(report.read_text())["group"]["first"] == 3
+    result = replay(report)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "All 61 answers are as they were recorded." in result.stdout
+
+
+def test_the_culprit_among_several_is_named_and_its_fault_comes_again(reports: Path) -> None:
+    fns: list[Any] = [CounterEnv] * 3
+    fns[1] = partial(FaultyEnv, fault=Fault("segv", "step", action=3))
+    with contextlib.closing(SubprocessVectorEnv(fns, envs_per_worker=3)) as envs:
+        envs.reset(seed=1)
+        for _ in range(5):
+            envs.step(np.array([1, 2, 1]))
+        *_, truncations, infos = envs.step(np.array([1, 3, 2]))
+    assert truncations.tolist() == [False, True, False]
+    path = Path(infos["multienv"]["report"][1])
+    document = json.loads(path.read_text())
+    assert document["loss"]["env_index"] == 1
+    assert document["loss"]["signal"] == "SIGSEGV"
+    assert document["request"]["action"] == {"$array": ["int64", [3], [1, 3, 2]]}
+    result = replay(path, "--trust", "--pdb", stdin="p len(env), action.tolist(), observation[1].tolist()[0]\nc\n")
+    assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
+    assert "(3, [1, 3, 2], 5.0)" in result.stdout
+    assert "All 6 answers are as they were recorded." in result.stdout
