@@ -207,6 +207,28 @@ def test_an_episode_that_does_not_fit_alone_makes_it_unusable_until_the_next_res
     assert isinstance(unpack_message(plan.frames[0]), Reset)
 
 
+def test_what_came_since_a_snapshot_outlives_a_trim_without_an_anchor(caller):
+    caller.log(*caller.next_message(Reset(3, None, False)))
+    for _ in range(200):
+        caller.log(*caller.next_step())
+        caller.steps += 1
+    snapshot = caller.seq - 20
+    caller.journal.trim(len(caller.journal) // 2, UNLIMITED, caller.steps)
+    assert not caller.journal.usable
+    assert caller.journal.plans() == []
+    plan = caller.journal.since(snapshot)
+    assert plan is not None
+    assert list(plan.frames) == caller.requests[-20:]
+    assert list(plan.evidence) == caller.replies[-20:]
+    assert caller.journal.since(snapshot - 150) is None
+    kept = len(caller.journal)
+    caller.journal.trim(2 * kept, UNLIMITED, caller.steps)  # once in a while, not each time
+    assert len(caller.journal) == kept
+    caller.journal.trim(UNLIMITED, 10, caller.steps)
+    assert len(caller.journal.since(caller.seq - 4).frames) == 4
+    assert caller.journal.since(caller.seq - 6) is None
+
+
 def test_nothing_may_be_kept_with_a_limit_of_zero(caller):
     caller.reset(seed=1)
     caller.step()
