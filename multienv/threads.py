@@ -44,13 +44,14 @@ class Task:
         error: What it raised.
     """
 
-    __slots__ = ("_begun", "_call", "_finished", "error", "result")
+    __slots__ = ("_begun", "_call", "_done", "_finished", "error", "result")
 
     def __init__(self, call: Callable[[], Any]) -> None:
         """Nobody makes it yet."""
         self._call = call
         self._begun, self._finished = threading.Lock(), threading.Lock()
         self._finished.acquire()
+        self._done = False
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -65,12 +66,15 @@ class Task:
                 self.result = self._call()
             except BaseException as error:
                 self.error = error
+            self._done = True
             self._finished.release()
 
-    def wait(self) -> None:
-        """Wait for its end, without raising what it raised."""
-        with self._finished:
-            pass
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for its end, without raising what it raised; whether it has come within ``timeout`` seconds."""
+        # An interruption may leave the lock held; by then it is done, and nobody asks for the lock any more.
+        if not self._done and self._finished.acquire(timeout=-1 if timeout is None else timeout):
+            self._finished.release()
+        return self._done
 
     def drop(self) -> None:
         """Wait for its end if it has begun; otherwise it never will."""

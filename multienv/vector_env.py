@@ -151,13 +151,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         Raises:
             EnvsFailedError: Some envs raised; the others are reset.
         """
-        self._rounds.forget()
-        self.reset_async(seed=seed, options=options)
+        self._begin_reset(seed, options, whole=True)
         return self.reset_wait()
 
     def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None) -> None:
         """Send the resets; collect them with :meth:`reset_wait`."""
-        self._refuse_pending("reset_async")
+        self._begin_reset(seed, options, whole=False)
+
+    def _begin_reset(self, seed: Any, options: dict[str, Any] | None, *, whole: bool) -> None:
+        self._refuse_pending("reset" if whole else "reset_async")
         seeds = self._checked_seeds(seed)
         options = None if options is None else dict(options)
         mask = self._checked_mask(options)
@@ -172,19 +174,36 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 )
                 for rows in self._slices
             ],
+            whole=whole,
         )
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Collect what the resets returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
         current = self._collect("reset", timeout)
-        if self._mask is None:
-            self._begun[:] = True
-        else:
-            self._begun |= self._mask
+        self._note_episodes(current)
         infos = self._merged(current, "reset")
         observations = self._observations(current)
         self._rounds.end()
         return observations, infos
+
+    def _note_episodes(self, current: Round) -> None:
+        """Which envs have an episode after this round."""
+        if current.command == "reset":
+            self._begun |= True if self._mask is None else self._mask
+        elif current.command == STEP and self.autoreset_mode is AutoresetMode.DISABLED:
+            place = self._place()
+            self._begun &= ~(place.terminations | place.truncations)
+        if current.command != "call" and self.autoreset_mode is AutoresetMode.DISABLED:
+            self._begun[list(self._failures_of(current))] = False
+
+    def _failures_of(self, current: Round) -> dict[int, BaseException]:
+        failures: dict[int, BaseException] = {}
+        for index, (rows, answer) in enumerate(zip(self._slices, current.answers, strict=True)):
+            if index in current.failures:
+                failures |= dict.fromkeys(range(rows.start, rows.stop), current.failures[index])
+            else:
+                failures |= {rows.start + slot: error for slot, error in answer[-1].get("failures", {}).items()}
+        return failures
 
     def _checked_seeds(self, seed: Any) -> list[int | None]:
         if seed is None or not hasattr(seed, "__len__"):
@@ -227,17 +246,20 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             ActionError: The actions do not fit; nothing was sent.
             EnvsFailedError: Some envs failed; ``results`` has what the others returned, and their episodes go on.
         """
-        if self._rounds.current is None or not self._rounds.current.disturbed:
-            self.step_async(actions)
-        elif self._rounds.current.command != STEP:
-            self._rounds.forget()
-            self.step_async(actions)
+        unfinished = self._rounds.current
+        if unfinished is not None and unfinished.command == STEP and unfinished.interrupted:
+            unfinished.disturbed = True  # to be completed, whichever line it has come to
+        else:
+            self._begin_step(actions, whole=True)
         return self.step_wait()
 
     def step_async(self, actions: Any) -> None:
         """Send the steps; collect them with :meth:`step_wait`."""
+        self._begin_step(actions, whole=False)
+
+    def _begin_step(self, actions: Any, *, whole: bool) -> None:
         if self._rounds.current is not None or self.closed:
-            self._refuse_pending("step_async")
+            self._refuse_pending("step" if whole else "step_async")
         parts = self._parts(actions)
         if self.autoreset_mode is AutoresetMode.DISABLED and not self._begun.all():
             ended = np.flatnonzero(~self._begun).tolist()
@@ -247,7 +269,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             )
         if not self._fresh:
             self._refuse_before_reset()
-        self._rounds.begin(STEP, parts)
+        self._rounds.begin(STEP, parts, whole=whole)
 
     def step_wait(self, timeout: float | None = None) -> Batch:
         """Collect what the steps returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
@@ -257,7 +279,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         rewards, terminations = place.rewards.copy(), place.terminations.copy()
         truncations = place.truncations.copy()
         if self.autoreset_mode is AutoresetMode.DISABLED:
-            self._begun &= ~(terminations | truncations)
+            self._note_episodes(current)
         infos: dict[str, Any] = {}
         if current.failures or current.disturbed or any(answer[4] for answer in current.answers):
             infos = self._merged(current, "step")
@@ -290,7 +312,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if current is None or current.command != command:
             pending = "" if current is None else f" What is pending is {current.command}."
             raise NothingPendingError(f"{command}_wait(): call {command}_async() first.{pending}", command)
-        return self._rounds.collect(timeout)
+        self._rounds.collect(timeout)
+        if any(isinstance(failure, ClosedError) for failure in current.failures.values()):
+            raise ClosedError(f"{command}(): this vector env was closed meanwhile. Make a new one.")
+        return current
 
     def _place(self) -> Place:
         """Where the rows of the last request lie; the groups count in step."""
@@ -312,17 +337,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _merged(self, current: Round, command: str) -> dict[str, Any]:
         """The infos as gymnasium merges them; or raise what has failed."""
         infos: dict[str, Any] = {}
-        failures: dict[int, BaseException] = {}
-        for index, (rows, answer) in enumerate(zip(self._slices, current.answers, strict=True)):
-            if index in current.failures:
-                failures |= dict.fromkeys(range(rows.start, rows.stop), current.failures[index])
-                continue
-            extras = answer[-1]
-            for slot, info in extras.get("infos", ()):
-                self._add_one(infos, info, rows.start + slot)
-            failures |= {rows.start + slot: error for slot, error in extras.get("failures", {}).items()}
+        failures = self._failures_of(current)
         if failures:
             self._raise(command, failures, infos)
+        for rows, answer in zip(self._slices, current.answers, strict=True):
+            for slot, info in answer[-1].get("infos", ()):
+                self._add_one(infos, info, rows.start + slot)
         if current.disturbed and command == STEP:
             for index in range(self.num_envs):
                 self._add_info(infos, {"multienv": {"resumed": True}}, index)
@@ -346,7 +366,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     flags = place.rewards[index], bool(place.terminations[index]), bool(place.truncations[index])
                     results[index] = (observation, *flags) if command == STEP else observation
         if self.autoreset_mode is AutoresetMode.DISABLED:
-            self._begun[list(failures)] = False
             advice = "The episodes of the others go on; reset the failed ones by options['reset_mask']."
         else:
             advice = "The episodes of the others go on; the next step() begins new ones where they failed, or reset()."
@@ -357,15 +376,20 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every env; an attribute that is not callable is returned."""
-        self._rounds.forget()
-        self.call_async(name, *args, **kwargs)
+        self._begin_call("call", self._message_of(name, args, kwargs), whole=True)
         return self.call_wait()
+
+    @staticmethod
+    def _message_of(name: str, args: Any, kwargs: Any) -> Message:
+        return Render() if name == "render" else HostedEnv._call_message(name, args, kwargs)
+
+    def _begin_call(self, what: str, message: Message, *, whole: bool) -> None:
+        self._refuse_pending(what)
+        self._rounds.begin("call", [message] * len(self._groups), whole=whole)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Send the calls; collect them with :meth:`call_wait`."""
-        self._refuse_pending("call_async")
-        message: Message = Render() if name == "render" else HostedEnv._call_message(name, args, kwargs)
-        self._rounds.begin("call", [message] * len(self._groups))
+        self._begin_call("call_async", self._message_of(name, args, kwargs), whole=False)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Collect what the calls returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
@@ -395,9 +419,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
             raise UsageError(f"set_attr(): {len(values)} values for {self.num_envs} envs; give one for each.")
-        self._rounds.forget()
         self._refuse_pending("set_attr")
-        self._rounds.begin("call", [SetAttribute(name, tuple(values[rows])) for rows in self._slices])
+        self._rounds.begin("call", [SetAttribute(name, tuple(values[rows])) for rows in self._slices], whole=True)
         self.call_wait()
 
     def render(self) -> tuple[Any, ...]:
@@ -426,11 +449,22 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if self.closed:
             raise ClosedError(f"{command}(): this vector env has been closed. Make a new one.")
         current = self._rounds.current
-        if current is not None and not current.disturbed:
+        if current is None:
+            return
+        if not current.interrupted:
             raise CallPendingError(
                 f"{command}(): {current.command} is pending. Call {current.command}_wait() first.", current.command
             )
-        self._rounds.forget()
+        if current.command == STEP and not command.startswith("reset"):
+            raise CallPendingError(
+                f"{command}(): a step was interrupted. Call step() to complete it, or reset() to drop it.", STEP
+            )
+        completed = self._rounds.completed()
+        if completed is not None:  # nobody asks for its outcome; what it has changed stays so
+            self._note_episodes(completed)
+            if not self._laid_out and completed.command != "call":
+                self._observations(completed)
+            self._rounds.end()
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """End the workers: by asking, and after ``Deadlines.close`` seconds by force; again does nothing.
@@ -440,8 +474,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             terminate: Do not ask.
             **kwargs: Ignored, as gymnasium does.
         """
+        patience = 0.0 if terminate else timeout
+        for group in self._groups:
+            if group.inside:  # perhaps by this very thread, below a signal handler: another could wait for it in vain
+                group.close(patience)
         with Pool(max(1, len(self._groups)), "multienv-close") as pool:
-            patience = 0.0 if terminate else timeout
             side_by_side(pool, [lambda group=group: group.close(patience) for group in self._groups])  # type: ignore[misc]
         self._rounds.close()
         self._arena.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,21 +22,37 @@ class Round:
     Attributes:
         command: What is asked.
         arguments: A batch of actions for each group if it is a step, else a message.
+        whole: It is asked and collected in one call: who finds it here later knows that this was interrupted.
         failures: What the groups have raised, as a whole.
         disturbed: An exception from outside came through; nothing is known of how far it got.
     """
 
-    __slots__ = ("answers", "arguments", "command", "disturbed", "failures", "marks", "tasks")
+    __slots__ = ("answers", "arguments", "command", "disturbed", "failures", "marks", "tasks", "whole")
 
-    def __init__(self, command: str, arguments: Sequence[Any], marks: list[int]) -> None:
+    def __init__(self, command: str, arguments: Sequence[Any], marks: list[int], *, whole: bool) -> None:
         """Nothing has been sent."""
         self.command = command
         self.arguments = arguments
+        self.whole = whole
         self.marks = marks
         self.answers: list[Any] = [None] * len(arguments)
         self.failures: dict[int, BaseException] = {}
         self.tasks: dict[int, Task] = {}
         self.disturbed = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Its caller has not had its outcome, and asks for something else, or again."""
+        return self.whole or self.disturbed
+
+    def is_open(self, index: int) -> bool:
+        """Whether nothing is known yet of this group's answer, and nobody is after it."""
+        return self.answers[index] is None and index not in self.failures and index not in self.tasks
+
+    def disturb(self) -> None:
+        """To be called when an exception comes through. The caller may reuse its arrays before all is sent."""
+        self.disturbed = True
+        self.arguments = copy.deepcopy(self.arguments) if self.command == STEP else self.arguments
 
 
 class VectorRounds:
@@ -56,9 +73,11 @@ class VectorRounds:
         self._at_once = min(at_once, len(groups))
         self._pool: Pool | None = None
 
-    def begin(self, command: str, arguments: Sequence[Any]) -> None:
+    def begin(self, command: str, arguments: Sequence[Any], *, whole: bool = False) -> None:
         """Send to as many groups as may be busy."""
-        current = self.current = Round(command, arguments, [group.seq for group in self._groups])
+        if self._at_once < len(arguments) and not whole:
+            arguments = copy.deepcopy(arguments)  # some are sent later, when the caller may have reused its arrays
+        current = self.current = Round(command, arguments, [group.seq for group in self._groups], whole=whole)
         try:
             if command == STEP:
                 for group, actions in zip(self._groups[: self._at_once], arguments, strict=False):
@@ -69,17 +88,28 @@ class VectorRounds:
         except MultienvError as error:
             self._note_refusal(current, error)
         except BaseException:
-            current.disturbed = True
+            current.disturb()
             raise
 
     def _note_refusal(self, current: Round, error: MultienvError) -> None:
         """One of the groups could not be asked; the others are."""
-        for index in range(self._at_once):
-            if not self._groups[index].has_asked_since(current.marks[index]):
-                try:
-                    self._send(current, index)
-                except MultienvError as refusal:
-                    current.failures[index] = refusal
+        if self._groups[0].is_foreign:
+            self.current = None
+            raise error
+        try:
+            for index in range(self._at_once):
+                self._send_if_open(current, index)
+        except BaseException:
+            current.disturb()
+            raise
+
+    def _send_if_open(self, current: Round, index: int) -> None:
+        # It may have been sent before an earlier wait ran into its timeout.
+        if current.is_open(index) and not self._groups[index].has_asked_since(current.marks[index]):
+            try:
+                self._send(current, index)
+            except MultienvError as refusal:
+                current.failures[index] = refusal
 
     def _send(self, current: Round, index: int) -> None:
         if current.command == STEP:
@@ -91,84 +121,84 @@ class VectorRounds:
         """Wait for all of them. The round stays the current one until :meth:`end`."""
         current = self.current
         assert current is not None
-        if current.disturbed:
-            self._complete(current)
-            return current
         until = None if timeout is None else time.monotonic() + timeout
+        if current.disturbed:
+            self._complete(current, until)
+            return current
         answers, command, waiting = current.answers, current.command, self._at_once
         try:
             for index, group in enumerate(self._groups):
-                if answers[index] is not None or index in current.failures or index in current.tasks:
-                    continue
-                try:
-                    left = None if until is None else max(0.0, until - time.monotonic())
-                    if command == STEP:
-                        answers[index] = group.receive_step(left, True)
-                    else:
-                        answers[index] = group.receive(command, left, defer=True)
-                except WaitTimeout:
-                    raise
-                except RecoveryDue:
-                    self._in_background(current, index, partial(self._receive, current, index))
-                except MultienvError as error:
-                    current.failures[index] = error
+                if answers[index] is None and current.is_open(index):
+                    try:
+                        left = None if until is None else max(0.0, until - time.monotonic())
+                        if command == STEP:
+                            answers[index] = group.receive_step(left, True)
+                        else:
+                            answers[index] = group.receive(command, left, defer=True)
+                    except WaitTimeout:
+                        raise
+                    except RecoveryDue:
+                        self._in_background(current, index, partial(self._receive, current, index))
+                    except MultienvError as error:
+                        current.failures[index] = error
                 if waiting < len(self._groups):
-                    self._send_next(current, waiting)
+                    self._send_if_open(current, waiting)
                     waiting += 1
-            if current.tasks:
-                self._gather(current)
+            if current.tasks or current.failures:
+                self._gather(current, until)
         except WaitTimeout:
             raise
         except BaseException:
-            current.disturbed = True
+            current.disturb()
             raise
         return current
-
-    def _send_next(self, current: Round, index: int) -> None:
-        if self._groups[index].has_asked_since(current.marks[index]):
-            return  # it was sent before an earlier wait ran into its timeout
-        try:
-            self._send(current, index)
-        except MultienvError as refusal:
-            current.failures[index] = refusal
 
     def _receive(self, current: Round, index: int) -> Any:
         if current.command == STEP:
             return self._groups[index].receive_step()
         return self._groups[index].receive(current.command)
 
-    def _complete(self, current: Round) -> None:
+    def _complete(self, current: Round, until: float | None = None) -> None:
         """Bring a disturbed round to its end, whichever line it was disturbed at."""
         for task in current.tasks.values():
             task.start(self._threads())
-        self._gather(current)
         for index in range(len(self._groups)):
-            if current.answers[index] is None and index not in current.failures and index not in current.tasks:
+            if current.is_open(index):
                 self._in_background(current, index, partial(self._complete_one, current, index))
-        self._gather(current)
+        self._gather(current, until)
 
     def _complete_one(self, current: Round, index: int) -> Any:
         group = self._groups[index]
-        if not group.has_asked_since(current.marks[index]):
-            self._send(current, index)
-            return self._receive(current, index)
-        try:
+        if group.has_asked_since(current.marks[index]):
             return group.resume()
-        except Exception as error:
-            group.note_interruption(error)
-            raise
+        self._send(current, index)
+        return self._receive(current, index)
 
     def _in_background(self, current: Round, index: int, call: Any) -> None:
         task = current.tasks[index] = Task(call)  # noted first: an interruption does not lose it
         task.start(self._threads())
 
-    def _gather(self, current: Round) -> None:
+    def _gather(self, current: Round, until: float | None = None) -> None:
         for index, task in current.tasks.items():
-            task.wait()
+            if not task.wait(None if until is None else max(0.0, until - time.monotonic())):
+                raise WaitTimeout(
+                    f"{current.command}() has not been answered in time: a lost worker is being brought back. "
+                    "Wait again, or close()."
+                )
             if task.error is None:
                 current.answers[index] = task.result
             else:
                 current.failures[index] = task.error
+        if current.failures:
+            self._keep_in_step(current)
+
+    def _keep_in_step(self, current: Round) -> None:
+        """Who could not be asked counts on all the same: the places in the arena alternate for all together."""
+        moves = any(
+            (group.seq ^ mark) & 1 for group, mark in zip(self._groups, current.marks, strict=True)
+        )  # a step or a reset has been sent to some
+        for group, mark in zip(self._groups, current.marks, strict=True):
+            group.keep_in_step(mark + moves)
 
     def _threads(self) -> Pool:
         if self._pool is None:
@@ -179,11 +209,13 @@ class VectorRounds:
         """What has been collected is handed over."""
         self.current = None
 
-    def forget(self) -> None:
-        """Bring what was disturbed to its end; nobody asks for its outcome."""
-        if self.current is not None and self.current.disturbed:
-            self._complete(self.current)
-            self.current = None
+    def completed(self) -> Round | None:
+        """The round that was interrupted, brought to its end; it stays the current one until :meth:`end`."""
+        current = self.current
+        if current is None or not current.interrupted:
+            return None
+        self._complete(current)
+        return current
 
     def close(self) -> None:
         """End the threads."""

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from multienv.backends.base import Backend, Gone
 from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
@@ -54,11 +53,6 @@ def _send_nothing(frame: bytes) -> None:
     """A frame is half sent: another one, which can only be Close, would land in the middle of it."""
 
 
-def _as_gone(busy: int, seq: int, **what: Any) -> Gone:
-    """As whoever awaits the reply to ``seq`` is to see it, which need not be what it was executing."""
-    return Gone(executing=busy == seq + 1, **what)
-
-
 def _nothing() -> int:
     """What is next does not come from the pipe: complete() has it."""
     return 0
@@ -98,7 +92,7 @@ class ProcessBackend(Backend):
         # A BufferedWriter, because it counts what is written where no signal handler can come in between.
         self._outbox: io.BufferedWriter[io.FileIO] | None = None
         self._inbox = b""
-        self._lost: Callable[[int], Gone] | None = None  # not the exception itself: its traceback would hold everything
+        self._lost: Callable[[], Gone] | None = None  # not the exception itself: its traceback would hold everything
         self._unsettled = b""  # a request of which an interruption left unknown how far it got
         self._mark: tuple[bytes, bool, bytes] | None = None  # where settling that goes on
         self._block: Block | None = None
@@ -295,7 +289,7 @@ class ProcessBackend(Backend):
         False if there is no answer by then: the worker is busy. The next call goes on.
         """
         if self._lost is not None:
-            raise self._lost(seq)
+            raise self._lost()
         worker = self._worker
         mark, asked, data = self._mark or (secrets.token_bytes(MARK_SIZE), False, b"")
         self._mark = None  # if this is interrupted too, nothing is known of that mark
@@ -334,9 +328,9 @@ class ProcessBackend(Backend):
         """Make sure it is dead, and learn how it died. From now on reading finds this same end at once."""
         self.fill = _nothing
         if self._lost is not None:
-            return self._lost(seq)
+            return self._lost()
         words = self._worker.control.words
-        busy, replaying = words[BUSY], words[REPLAYING] - 1
+        executing, replaying = words[BUSY] == seq + 1, words[REPLAYING] - 1
         resetting, slot = divmod(words[SLOT], RESETTING)
         if cause == "broken":
             self._worker.kill()
@@ -345,17 +339,17 @@ class ProcessBackend(Backend):
             fate = self.kill()
             cause = "broken"
         self._lost = partial(
-            _as_gone,
-            busy,
-            cause="hung" if fate.overdue else "broken" if cause == "broken" else "died",
-            fate=fate,
+            Gone,
+            "hung" if fate.overdue else "broken" if cause == "broken" else "died",
+            fate,
             pid=self.pid,
+            executing=executing,
             replaying=replaying,
             slot=slot - 1,
             resetting=bool(resetting),
             detail=detail,
         )
-        return self._lost(seq)
+        return self._lost()
 
     # --- memory and the end ---------------------------------------------------------------------
 

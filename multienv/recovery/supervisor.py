@@ -19,6 +19,7 @@ from multienv.errors import (
     ResultNotPicklableError,
     UsageError,
 )
+from multienv.recovery.awaiter import Awaiter
 from multienv.recovery.keeper import entered
 from multienv.recovery.phases import (
     ASKED,
@@ -36,7 +37,6 @@ from multienv.recovery.phases import (
     WHOLE,
     EpisodeLost,
 )
-from multienv.recovery.preserver import Preserver
 from multienv.wire.messages import (
     FAILED,
     IRREGULAR,
@@ -68,7 +68,7 @@ _JOURNALED = (Reset, Call, SetAttribute, Render)
 _unpack = REPLY.unpack_from
 
 
-class Supervisor(Preserver):
+class Supervisor(Awaiter):
     """Keeps one env alive: what is asked of it, and what it answers."""
 
     __slots__ = ()
@@ -138,10 +138,7 @@ class Supervisor(Preserver):
             if self.phase == RUNNING:
                 return False
         if self.phase == DUE:
-            if self.due:
-                self._recycle(resetting=False)
-            else:
-                self._preserve()
+            self._recycle(resetting=False)
             self.phase = RUNNING
             return False
         if self.phase != OWED:
@@ -184,13 +181,12 @@ class Supervisor(Preserver):
                 self._keep_last_observation()
                 return self._truncation(str(error))
             raise error
-        sampled = not self.seq & _SAMPLE
-        if sampled:
+        if not self.seq & _SAMPLE:
             self._sample()
         self._log(reply)
         self._last = reply
         self._steps += 1
-        due = (self._recycling.wanted and self._is_due()) or (sampled and self._state_is_due())
+        due = self._recycling.wanted and self._is_due()
         ended = _unpack(reply)[4] & (TERMINATED | TRUNCATED)
         self.phase = ENDED if ended else DUE if due else RUNNING
         return self._transition(reply)
@@ -228,8 +224,6 @@ class Supervisor(Preserver):
             self._drain(step=isinstance(message, Reset))
         if self.closed or self.phase in (NEW, STARTING, *PENDING) or os.getpid() != self._owner:
             self.refuse(command)
-        if self._asked_state is not None:
-            self._preserve()
         if self._backend is None:
             self._revive()
         observes = isinstance(message, Reset)

@@ -77,7 +77,6 @@ class Initialize:
     ``snapshots`` says how often the worker forks itself: every so many steps, 0 as it thinks best, -1 never.
     A ``replacement`` takes its first at once: what was lost may well be lost again.
     With ``group`` it is several envs, and ``env_fn`` is the list of what builds them.
-    ``state_hooks`` are those registered in the trainer.
     ``setting`` is where the trainer stands (sys.path, sys.argv, working directory, environment); ``None`` under fork.
     """
 
@@ -88,7 +87,6 @@ class Initialize:
     snapshots: int = -1
     replacement: bool = False
     group: Group | None = None
-    state_hooks: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +100,7 @@ class Group:
         autoreset: The name of a gymnasium ``AutoresetMode``.
         space: The observation space whose arrays the batch has; ``None``: that of the first env.
         truncates_errors: An exception of an env ends its episode and is not raised.
+        salt: Goes into the seeds of envs that begin episodes before anybody has given them one.
     """
 
     first: int
@@ -110,6 +109,7 @@ class Group:
     autoreset: str
     space: Any = None
     truncates_errors: bool = False
+    salt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +163,13 @@ class GroupOptions:
         mask: Which of them; ``None``: all.
         options: The envs' own.
         left_out: Those whose reset has killed the process too often; they stay as they are.
+        careful: The process was lost by what some env has returned: find out whose it is.
     """
 
     mask: tuple[bool, ...] | None
     options: Any
     left_out: tuple[int, ...] = ()
+    careful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,27 +224,18 @@ class Render:
 
 
 @dataclass(frozen=True, slots=True)
+class Sparing:
+    """Ask this of the envs of a group, but not of those in ``slots``: they have killed the process with it."""
+
+    message: Message
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """Take a snapshot to come back to, under this token. The answer is what is in the way, or nothing."""
 
     token: int
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureState:
-    """Tell the env's state, to go on from in a new process, and how long that took the processor.
-
-    ``step`` is the request before, if it was a step.
-    """
-
-    step: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreState:
-    """Put such a state into a newly built env: how a replay begins in the middle of an episode."""
-
-    state: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,18 +251,7 @@ class Close:
 
 
 Message = (
-    Initialize
-    | Reset
-    | Call
-    | GetAttribute
-    | HasAttribute
-    | SetAttribute
-    | Render
-    | Branch
-    | CaptureState
-    | RestoreState
-    | Replay
-    | Close
+    Initialize | Reset | Call | GetAttribute | HasAttribute | SetAttribute | Render | Sparing | Branch | Replay | Close
 )
 
 
@@ -307,7 +289,8 @@ def pack_message(seq: int, message: Message) -> bytes:
         if unpicklable:
             raise Unpicklable from error
         raise
-    tag = LASTING if isinstance(message, SetAttribute | Call) else 0
+    asked = message.message if isinstance(message, Sparing) else message
+    tag = LASTING if isinstance(asked, SetAttribute | Call) else 0
     return REQUEST.pack(REQUEST.size + len(payload), seq, MESSAGE, tag) + payload
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, iterate
 
@@ -36,7 +37,7 @@ from multienv.wire.messages import (
 )
 from multienv.worker import generators
 from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result
-from multienv.worker.group_states import GroupStates
+from multienv.worker.group_calls import GroupCalls
 from multienv.worker.rows import Rows
 from multienv.worker.tenant import Handle
 
@@ -46,7 +47,7 @@ _Failures = dict[int, Failure]
 _STEP_RESULT = "observation, reward, terminated, truncated, info"
 
 
-class EnvGroup(GroupStates):
+class EnvGroup(GroupCalls):
     """Holds several envs.
 
     Args:
@@ -64,11 +65,12 @@ class EnvGroup(GroupStates):
         self._rows = Rows(space, group, arena)
         self.block = self._rows.block
         self._same_step = group.autoreset == "SAME_STEP"
-        self._begun = [None] * group.size
         self._ended = [True] * group.size
+        self._known = [False] * group.size  # it has been reset in this process, so that its generator is known
         self._steps: list[Callable[[Any], Any]] = []
         self._calls: list[Callable[[Any], Any]] = []  # what a step calls: an env's step, or what begins its episode
         self._words: Any = None
+        self._careful = False  # a request is done again: whose answer it is that ends the process is to be known
 
     def describe(self) -> Description:
         """What the first env tells of itself, and the spaces of all."""
@@ -123,6 +125,7 @@ class EnvGroup(GroupStates):
             words[BUSY] = seq + 1
             try:
                 infos, failures = (step_without if frame[TAG_AT] == LEAVING_OUT else step)(seq, frame)
+                words[SLOT] = 0
                 if infos or failures or not laid_out:
                     reply = self._packed(seq, infos, failures, None)
                 else:
@@ -130,8 +133,8 @@ class EnvGroup(GroupStates):
                     reply = pack(size + len(data), seq, 0, STEPPED, 0, 0, 0.0) + data
             except Exception as error:
                 self._rows.keep(seq)
+                words[SLOT] = 0
                 reply = pack_value(seq, failure_of(error), FAILED)
-            words[SLOT] = 0
             words[BUSY] = 0
             return reply
 
@@ -207,9 +210,17 @@ class EnvGroup(GroupStates):
 
     def _reset(self, slot: int, **arguments: Any) -> tuple[Any, Any]:
         self._words[SLOT] = slot + 1 + RESETTING
+        if not self._known[slot] and arguments.get("seed") is None:
+            arguments["seed"] = self._drawn_seed(slot)
+        self._known[slot] = True
         result = of_reset(self._envs[slot].reset(**arguments))
         self._go_on(slot)
         return result
+
+    def _drawn_seed(self, slot: int) -> int:
+        """For an env that was never reset in this process, whose generator would be seeded as no replay could tell."""
+        words = self._words[BUSY], self._group.first + slot, self._group.salt
+        return int(np.random.SeedSequence(words).generate_state(1)[0] >> 1)
 
     def _begin_at_once(self, slot: int, observation: Any, info: Any) -> tuple[Any, dict[str, Any]]:
         """The episode has ended with this: what the caller gets, with autoreset in the same step."""
@@ -226,27 +237,37 @@ class EnvGroup(GroupStates):
     def _step_without(self, seq: int, frame: bytes) -> tuple[_Infos, _Failures]:
         """A step in which some envs do not take part: they have killed the process, or are not what they were."""
         frame, absent = left_out(frame)
+        self._careful = True
+        self._rows.stale[:] = True, True  # the trainer may have written there, to put back what was seen
         for slot in absent:
             self._calls[slot] = _nothing_happens
-        stepped, failures = self._stepper(self._words)(seq, frame)
+        try:
+            stepped, failures = self._stepper(self._words)(seq, frame)
+        finally:
+            for slot in absent:
+                self._end(slot)
         infos = [(slot, info) for slot, info in stepped if slot not in absent]
         for slot, one in absent.items():
             failures.pop(slot, None)
-            info = self._stand_in(seq, slot, one)
+            try:
+                info = self._stand_in(seq, slot, one)
+            except Exception as error:  # it begins its next episode in there
+                failures[slot] = self._failed(seq, slot, error)
+                continue
             if info:
                 infos.append((slot, info))
         return infos, failures
 
     def _stand_in(self, seq: int, slot: int, one: LeftOut) -> dict[str, Any]:
         """Write what the caller gets for an env that was left out; its info."""
-        self._rows.put(seq, slot, one.observation, truncated=bool(one.reason))
-        self._end(slot)
+        seen = self._rows.seen(seq, slot) if one.observation is None else one.observation
+        self._rows.put(seq, slot, seen, truncated=bool(one.reason))
         if not one.reason:
             return {}
         told = {"reason": one.reason, "recovery": "truncated"} | ({"report": one.report} if one.report else {})
         info: dict[str, Any] = {"multienv": told}
         if self._same_step:
-            observation, info = self._begin_at_once(slot, one.observation, info)
+            observation, info = self._begin_at_once(slot, seen, info)
             self._rows.put(seq, slot, observation, truncated=True)
         return info
 
@@ -254,6 +275,9 @@ class EnvGroup(GroupStates):
 
     def _packed(self, seq: int, infos: _Infos, failures: _Failures, state: bytes | None) -> bytes:
         """The reply, with all that is not in the rows."""
+        if self._careful:
+            self._careful = False
+            self._try_out([*infos, *enumerate(self._rows.loose)])
         extras: dict[str, Any] = {}
         if infos:
             extras["infos"] = infos
@@ -297,16 +321,18 @@ class EnvGroup(GroupStates):
         if message.generators is not None:
             for env, state in zip(self._envs, pickle.loads(message.generators), strict=True):
                 generators.restore(env, state)
+            self._known = [True] * self._group.size
         state = dumps([generators.capture(env) for env in self._envs]) if message.anchor else None
         infos: _Infos = []
         failures: _Failures = {}
+        self._careful = options.careful
+        self._rows.stale[:] = True, True
         for slot in range(self._group.size):
             if slot in options.left_out:
                 self._end(slot)
             if slot in options.left_out or (options.mask is not None and not options.mask[slot]):
                 self._rows.keep(seq, slot)
                 continue
-            self._begun[slot] = message.seed[slot], options.options
             try:
                 observation, info = self._reset(slot, seed=message.seed[slot], options=options.options)
                 self._rows.put(seq, slot, observation)
@@ -314,6 +340,7 @@ class EnvGroup(GroupStates):
                     infos.append((slot, as_info(info)))
             except Exception as error:
                 failures[slot] = self._failed(seq, slot, error)
+        self._words[SLOT] = 0
         return self._packed(seq, infos, failures, state)
 
 

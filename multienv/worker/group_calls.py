@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from multienv.wire.messages import (
     HasAttribute,
     Render,
     SetAttribute,
+    Sparing,
     dumps,
     pack_value,
 )
@@ -27,6 +29,15 @@ class GroupCalls(Tenant):
 
     _envs: list[gymnasium.Env[Any, Any]]
     _words: Any  # the control words
+    _spared: tuple[int, ...] | None = None
+
+    def spare(self, seq: int, message: Sparing, ask: Callable[[Any], bytes]) -> bytes:
+        """Ask all but some, and see who ends the process by what it answers."""
+        self._spared = message.slots
+        try:
+            return ask(message.message)
+        finally:
+            self._spared = None
 
     def call(self, seq: int, message: Call) -> bytes:
         """Call a method of each."""
@@ -56,10 +67,14 @@ class GroupCalls(Tenant):
             self._words[SLOT] = slot + 1
             value = None
             try:
-                value = ask(slot, env)
+                if self._spared is None or slot not in self._spared:
+                    value = ask(slot, env)
             except Exception as error:
                 failures[slot] = failure_of(error)
             values.append(value)
+        self._words[SLOT] = 0
+        if self._spared is not None:
+            self._try_out(list(enumerate(values)))
         try:
             return pack_value(seq, (values, failures))
         except Exception:
@@ -70,3 +85,11 @@ class GroupCalls(Tenant):
                     values[slot] = None
                     failures[slot] = failure_of(not_picklable(name, error))
             return pack_value(seq, (values, failures))
+
+    def _try_out(self, values: list[tuple[int, Any]]) -> None:
+        """Pickle them one by one: who does not survive that is known by the mark."""
+        for slot, value in values:
+            self._words[SLOT] = slot + 1
+            with contextlib.suppress(Exception):  # told of when all are pickled together
+                dumps(value)
+        self._words[SLOT] = 0

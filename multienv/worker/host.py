@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import cloudpickle
 import gymnasium
 
-from multienv.wire.memory import BUSY, REPLAYING, WORDS, Block
+from multienv.wire.memory import BUSY, REPLAYING, SLOT, WORDS, Block
 from multienv.wire.messages import (
     FAILED,
     KIND_AT,
@@ -26,7 +25,6 @@ from multienv.wire.messages import (
     STEPPED,
     Branch,
     Call,
-    CaptureState,
     Close,
     GetAttribute,
     HasAttribute,
@@ -34,8 +32,8 @@ from multienv.wire.messages import (
     Render,
     Replay,
     Reset,
-    RestoreState,
     SetAttribute,
+    Sparing,
     evidence_of,
     pack_value,
     unpack_message,
@@ -44,7 +42,6 @@ from multienv.worker import generators
 from multienv.worker.failures import failure_of
 from multienv.worker.group import EnvGroup
 from multienv.worker.single import SingleEnv
-from multienv.worker.state_hooks import register_all
 from multienv.worker.tenant import Handle, Tenant, Words, packed
 
 _unpack = REQUEST.unpack_from
@@ -143,7 +140,6 @@ class Host:
         assert env_fn is not None
         if message.setting is not None:
             gymnasium.registry.update({spec.id: spec for spec in cloudpickle.loads(message.setting.overrides)})
-        register_all(message.state_hooks)
         registrations = None if message.setting is None else message.setting.registrations
         if message.group is None:
             self._tenant = SingleEnv(
@@ -152,13 +148,20 @@ class Host:
         else:
             envs: list[gymnasium.Env[Any, Any]] = []
             for one in env_fn:
+                self._words[SLOT] = len(envs) + 1
                 try:
                     envs.append(built(one, registrations))
                 except Exception as error:
                     return pack_value(seq, replace(failure_of(error), slot=len(envs)), FAILED)
+            self._words[SLOT] = 0
             self._tenant = EnvGroup(envs, message.group, self._arena)
         self.handle = self._tenant.compile(self._words, self._handle)
         return packed(seq, self._tenant.describe(), "its constructor (spaces, metadata, spec)")
+
+    def _spare(self, seq: int, message: Sparing) -> bytes:
+        tenant = self._require()
+        assert isinstance(tenant, EnvGroup)
+        return tenant.spare(seq, message, lambda asked: _OF_TENANT[type(asked)](tenant, seq, asked))
 
     def _branch(self, seq: int, message: Branch) -> bytes:
         return pack_value(seq, self._on_branch(seq, message.token))
@@ -228,15 +231,9 @@ def _named(spec: gymnasium.envs.registration.EnvSpec) -> bool:
     return isinstance(spec.entry_point, str)
 
 
-def _timed(call: Callable[[], bytes]) -> tuple[float, bytes]:
-    """The seconds it has taken the processor, and what it returned."""
-    began = time.thread_time()
-    value = call()
-    return time.thread_time() - began, value
-
-
 _OF_HOST: dict[type, Callable[[Host, int, Any], bytes]] = {
     Initialize: Host._initialize,
+    Sparing: Host._spare,
     Branch: Host._branch,
     Replay: Host._replay,
     Close: Host._close,
@@ -248,6 +245,4 @@ _OF_TENANT: dict[type, Callable[[Tenant, int, Any], bytes]] = {
     HasAttribute: lambda tenant, seq, message: tenant.has(seq, message),
     SetAttribute: lambda tenant, seq, message: tenant.set(seq, message),
     Render: lambda tenant, seq, message: tenant.render(seq, message),
-    CaptureState: lambda tenant, seq, message: pack_value(seq, _timed(lambda: tenant.capture_state(seq, message))),
-    RestoreState: lambda tenant, seq, message: pack_value(seq, tenant.restore_state(message)),
 }

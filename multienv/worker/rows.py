@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -81,8 +79,8 @@ class Rows:
         place.rewards[row], place.terminations[row], place.truncations[row] = 0.0, False, truncated
 
     def seen(self, seq: int, slot: int) -> Any:
-        """What the caller saw of this env before this request."""
-        return row_of(self._places[~seq & 1].observations, self._first + slot) if self.laid_out else self.loose[slot]
+        """What the caller saw of this env before this request; ``None`` where it alone has kept that."""
+        return row_of(self._places[~seq & 1].observations, self._first + slot) if self.laid_out else None
 
     def keep(self, seq: int, slot: int | None = None) -> None:
         """Have the caller see once more what it saw before this request: of one env, or of all."""
@@ -100,18 +98,6 @@ class Rows:
         """Keep them as they are after this request."""
         rows = [array[self._mine] for array in self._places[seq & 1].arrays]
         self._remembered = [(one, one.copy()) for one in rows]
-
-    def kept(self, seq: int) -> bytes:
-        """What they are after this request, for another process."""
-        rows = [array[self._mine] for array in self._places[seq & 1].arrays]
-        return zlib.compress(pickle.dumps((seq & 1, self.loose, rows), protocol=5), 1)  # a screen is large
-
-    def put_there(self, kept: bytes) -> None:
-        """Have them as they were in another one."""
-        side, self.loose[:], rows = pickle.loads(zlib.decompress(kept))
-        for array, before in zip(self._places[side].arrays, rows, strict=True):
-            array[self._mine] = before
-        self.stale[:] = [True, True]
 
     def put_back(self) -> None:
         """Have them as they were when :meth:`remember` was called."""

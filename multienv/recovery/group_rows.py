@@ -1,0 +1,151 @@
+"""What the trainer has of a group: its rows in the arena, and what tells two lives of an env apart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from multienv.backends.arena import Arena
+from multienv.backends.base import Backend
+from multienv.recovery.supervisor import Supervisor
+from multienv.recovery.verification import first_difference, same
+from multienv.wire.batch import BatchLayout, Place, row_of
+from multienv.wire.evidence import GroupEvidence
+from multienv.wire.messages import IRREGULAR, REPLY, SEQ_MASK, STEPPED, Description, Initialize, seq_of
+from multienv.wire.observations import Placement, irregular_parts
+
+_unpack = REPLY.unpack_from
+_Rows = list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+
+
+class GroupKeeper(Supervisor):
+    """Keeps the rows of one group as the caller saw them, whatever a replay writes there.
+
+    Args:
+        arena: Where the rows lie.
+    """
+
+    __slots__ = ("_arena", "_evidence", "_group", "_kept", "_places", "_size", "_strays", "_strict")
+
+    def __init__(self, launch: Any, initialize: Initialize, arena: Arena, **options: Any) -> None:
+        """Start nothing yet."""
+        group, policy = initialize.group, options["policy"]
+        assert group is not None
+        # Whatever becomes of the one that is to blame, the others are to go on.
+        recording = policy.replays or (group.size > 1 and policy.journal_limit > 0)
+        super().__init__(launch, initialize, recording=recording, **options)
+        self._group, self._arena = group, arena
+        self._places: tuple[Place, Place] | None = None
+        self._evidence: GroupEvidence | None = None
+        self._healer.compare = self._compare
+        self._strays: set[int] = set()  # whose replay shows something else than was seen
+        self._strict = False  # none may
+        self._kept: tuple[bytes, _Rows] | None = None  # the last reply, and the rows as they were with it
+        self._size = -1
+
+    @property
+    def size(self) -> int:
+        """How many envs there are."""
+        return self._group.size
+
+    @property
+    def is_foreign(self) -> bool:
+        """It belongs to another process, from which this one was forked."""
+        return os.getpid() != self._owner
+
+    def _lay_out(self, description: Description) -> None:
+        group = self._group
+        layout = BatchLayout.of(description.members[0][0] if group.space is None else group.space, group.num_envs)
+        self._places = self._arena.places(layout)
+        self._evidence = GroupEvidence(layout, group.size)
+        self._placement = Placement(None, inline=True)
+        self._size = -1 if layout.tree is None else REPLY.size + self._evidence.length
+
+    def _size_of_plain_replies(self) -> int:
+        return self._size
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _rows(self) -> list[np.ndarray[Any, Any]]:
+        """The group's rows as the caller saw them last."""
+        seen = self._last_reply()
+        if not seen or self._places is None:
+            return []
+        first, place = self._group.first, self._places[seq_of(seen) & 1]
+        return [array[first : first + self._group.size] for array in place.arrays]
+
+    def _keep(self) -> None:
+        """Keep what those rows hold: a replay writes them anew."""
+        self._put_back()  # an interruption may have kept the last replay's from being put back
+        self._kept = self._last_reply(), [(rows, rows.copy()) for rows in self._rows()]
+
+    def _put_back(self) -> None:
+        """Have the rows as they were kept; again does nothing."""
+        kept = self._kept
+        if kept is not None and kept[0] == self._last_reply():
+            for rows, before in kept[1]:
+                rows[...] = before
+        self._kept = None
+
+    def _observation_of(self, slot: int) -> Any:
+        """What the caller saw of this env last; ``None`` where nobody has kept it."""
+        seen = self._last_reply()
+        if not seen or self._places is None:
+            return None
+        if _unpack(seen)[4] & IRREGULAR:
+            return irregular_parts(seen)[0][slot] if len(seen) > REPLY.size else None
+        return row_of(self._places[seq_of(seen) & 1].observations, self._group.first + slot)
+
+    def keep_in_step(self, seq: int) -> None:
+        """The other groups stand at ``seq``, and this one could not be asked: the places alternate for all together."""
+        if not (self.seq ^ seq) & 1 or self.closed or self._places is None or self.is_foreign:
+            return
+        mine = slice(self._group.first, self._group.first + self._group.size)
+        before, after = self._places[self.seq & 1], self._places[seq & 1]
+        for one, other in zip(before.leaves, after.leaves, strict=True):
+            other[mine] = one[mine]
+        for array in (after.rewards, after.terminations, after.truncations):
+            array[mine] = 0
+        self.seq = (self.seq + 1) & SEQ_MASK
+
+    # --- is it the same? --------------------------------------------------------------------------
+
+    def _compare(self, recorded: Sequence[bytes], replayed: Sequence[bytes]) -> str:
+        """As :func:`first_difference`, if it is that of all; else those that differ are noted."""
+        self._strays = set()
+        for before, after in zip(recorded, replayed, strict=True):
+            self._strays |= self._differing(before, after)
+        return first_difference(recorded, replayed) or "the rows differ" if self._hopeless() else ""
+
+    def _hopeless(self) -> bool:
+        return len(self._strays) >= (1 if self._strict else self._group.size)
+
+    def _differing(self, before: bytes, after: bytes) -> set[int]:
+        assert self._evidence is not None
+        kinds = before[12], after[12]
+        if kinds[0] != kinds[1]:
+            return set(range(self._group.size))
+        if kinds[0] != STEPPED:
+            return set()
+        if not _unpack(before)[4] & _unpack(after)[4] & IRREGULAR or REPLY.size in (len(before), len(after)):
+            return self._evidence.differing(before, after)
+        return self._differing_parts(before, after)
+
+    def _differing_parts(self, before: bytes, after: bytes) -> set[int]:
+        parts = zip(irregular_parts(before), irregular_parts(after), strict=True)
+        return {slot for one, other in parts for slot in range(self._group.size) if not same(one[slot], other[slot])}
+
+    def _looks_the_same(self, backend: Backend, last: bytes) -> bool:
+        """The last observations the caller saw, whole, against those of the replay."""
+        assert self._kept is not None
+        seen, kept = self._kept
+        for rows, before in kept:
+            for slot in range(self._group.size):
+                if rows[slot].tobytes() != before[slot].tobytes():
+                    self._strays.add(slot)
+        if last and len(seen) > REPLY.size and _unpack(seen)[4] & IRREGULAR:
+            self._strays |= self._differing_parts(seen, last)
+        return not self._hopeless()
