@@ -23,6 +23,7 @@ from multienv.multi_env import MultiEnv
 from multienv.recovery.restorer import Snapshot
 from multienv.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.subprocess_vector_env import SerialVectorEnv, SubprocessVectorEnv
+from multienv.worker.state_hooks import register_state_hook
 
 __version__ = "0.1.0"
 
@@ -37,4 +38,5 @@ __all__ = [
     "SubprocessEnv",
     "SubprocessVectorEnv",
     "create_subprocess_envs",
+    "register_state_hook",
 ]

@@ -78,9 +78,17 @@ class RestartPolicy:
             each further one, with jitter. The first restart is immediate.
         max_backoff: The longest such wait, seconds.
         poison_after: The number of processes the same request may kill before it is taken for poison.
-        journal_limit: Bytes of memory an env's journal may take. Past it the oldest episodes are
-            forgotten; an episode that does not fit alone cannot be replayed.
+        journal_limit: Bytes of memory an env's journal may take. While all that drove the env fits it, a replay begins
+            with the construction of the env. Past it the oldest part is forgotten, half of it is kept, and a replay
+            begins there: at a reset, with the random generators put back, or at a state of the env, whichever lies
+            further back. Without either the env cannot be replayed until there is one of them, and a lost episode is
+            truncated.
         replay_limit: Seconds of env time a replay may take; the journal is shortened likewise.
+        state_anchors: The env is asked for its state whenever a quarter of these limits has come since the last one,
+            if that takes 1 % of its time at most: pickled, or as its ``get_state()``, ALE, MuJoCo or
+            :func:`~multienv.register_state_hook` say. A replay that begins at a state is verified as any other is, on
+            64 steps at the least. An env whose state cannot be had has none; ``statistics().no_state_anchors`` says
+            why. Without effect unless ``on_crash`` and ``on_timeout`` are ``"replay"``.
         snapshots: Workers fork themselves now and then, on Linux and unless started by ``fork``: a lost one is
             brought back from its frozen copy, exactly whatever the env is made of. An env with threads, child
             processes, sockets or a GPU has none; ``statistics().no_snapshots`` says so.
@@ -105,6 +113,7 @@ class RestartPolicy:
     poison_after: int = 2
     journal_limit: int = 16 * 2**20
     replay_limit: float = 10.0
+    state_anchors: bool = True
     snapshots: bool = True
     snapshot_every: int | None = None
     max_snapshots: int = 256
@@ -126,8 +135,9 @@ class RestartPolicy:
         check_seconds("RestartPolicy.recycle_after", self.recycle_after)
         for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0), ("max_snapshots", 0)):
             self._check_integer(name, least)
-        if not isinstance(self.snapshots, bool):
-            raise UsageError(f"RestartPolicy.snapshots is {self.snapshots!r}; give True or False.")
+        for name in ("snapshots", "state_anchors"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; give True or False.")
         for name in ("snapshot_every", "recycle_after_steps", "recycle_after_episodes", "max_rss"):
             if getattr(self, name) is not None:
                 self._check_integer(name, 1)

@@ -8,7 +8,7 @@ from typing import Literal
 
 Cause = Literal["died", "hung", "broken", "error"]
 Outcome = Literal["exact", "truncated", "fresh", "raised"]
-Rung = Literal["snapshot", "journal", ""]
+Rung = Literal["snapshot", "journal", "state", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Recovery:
         attempts: Processes it took.
         seconds: From the loss being noticed to the answer.
         rung: What the env was brought back from: ``"snapshot"``, a forked copy of the lost process; ``"journal"``,
-            a new process; or ``""`` when it was not.
+            a new process; ``"state"``, a new process that was given the env's state; or ``""`` when it was not.
         report: The crash report, for ``multienv replay``; ``""`` if none is written. It is there when an error or a
             truncation tells of it, and a moment later after an exact recovery.
     """
@@ -112,6 +112,8 @@ class Statistics:
         snapshots: Forked snapshots the present process has taken of itself; the newest is kept.
         no_snapshots: Why it takes none at present: ``"threads"``, ``"child processes"``, ``"sockets"``, ``"devices"``,
             ``"the fork failed"``; or ``""``.
+        state_anchors: States of the env that have been kept for a replay to begin at.
+        no_state_anchors: Why the last one that was asked for is not, or ``""``.
         rss: Resident memory of the worker in bytes, ``None`` where it cannot be read.
         last_loss: The last loss.
         last_recovery: What became of it.
@@ -132,6 +134,8 @@ class Statistics:
     journal_bytes: int
     snapshots: int
     no_snapshots: str
+    state_anchors: int
+    no_state_anchors: str
     rss: int | None
     last_loss: Loss | None
     last_recovery: Recovery | None

@@ -24,11 +24,13 @@ from multienv.processes.environment import module_path, worker_environment, work
 from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK, FREE, WAKE_TOKEN
 from multienv.processes.registrations import registrations
+from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
 from multienv.wire.messages import Initialize, Setting
 from multienv.wire.observations import INLINE_LIMIT
+from multienv.worker.state_hooks import registered_hooks
 
 
 class SubprocessEnv(HostedEnv):
@@ -82,12 +84,14 @@ class SubprocessEnv(HostedEnv):
         _check_options(restart, deadlines, native_threads)
         method = method_of(context)
         limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
+        limits.append(CAPTURE_DEADLINE if restart.state_anchors else None)
         launch = Launch(method, env_fn, min((limit for limit in limits if limit), default=0.0), native_threads)
         initialize = Initialize(
             env_fn=None if method == FORK else _pickled(env_fn),
             seeds=(secrets.randbits(64), secrets.randbits(32)),
             setting=None if method == FORK else _setting(native_threads),
             inline_limit=INLINE_LIMIT if shared_memory else -1,
+            state_hooks=b"" if method == FORK else registered_hooks(),
             snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,
         )
         super().__init__(

@@ -22,12 +22,14 @@ from multienv.hosted_env import EnvFn
 from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK
 from multienv.recovery.group import GroupSupervisor
+from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.reports.store import directory_for
 from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting
 from multienv.vector_arguments import check_arguments, deal
 from multienv.vector_env import HostedVectorEnv
 from multienv.wire.messages import Group, Initialize
 from multienv.wire.observations import INLINE_LIMIT
+from multienv.worker.state_hooks import registered_hooks
 
 
 class SubprocessVectorEnv(HostedVectorEnv):
@@ -61,6 +63,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         _check_options(restart, deadlines, native_threads)
         mode, method = mode_of(autoreset_mode), method_of(context)
         limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
+        limits.append(CAPTURE_DEADLINE if restart.state_anchors else None)
         shortest = min((limit for limit in limits if limit), default=0.0)
         cores = _cores()
         sizes = deal(len(env_fns), envs_per_worker, len(cores))
@@ -77,6 +80,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
                 inline_limit=INLINE_LIMIT,
                 snapshots=(restart.snapshot_every or 0) if restart.snapshots else -1,
                 group=_group(first, size, len(env_fns), mode, observation_mode, restart),
+                state_hooks=b"" if method == FORK else registered_hooks(),
             )
             groups.append(
                 GroupSupervisor(

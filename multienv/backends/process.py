@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from multienv.backends.base import Backend, Gone
 from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
@@ -53,6 +54,11 @@ def _send_nothing(frame: bytes) -> None:
     """A frame is half sent: another one, which can only be Close, would land in the middle of it."""
 
 
+def _as_gone(busy: int, seq: int, **what: Any) -> Gone:
+    """As whoever awaits the reply to ``seq`` is to see it, which need not be what it was executing."""
+    return Gone(executing=busy == seq + 1, **what)
+
+
 def _nothing() -> int:
     """What is next does not come from the pipe: complete() has it."""
     return 0
@@ -92,7 +98,7 @@ class ProcessBackend(Backend):
         # A BufferedWriter, because it counts what is written where no signal handler can come in between.
         self._outbox: io.BufferedWriter[io.FileIO] | None = None
         self._inbox = b""
-        self._lost: Callable[[], Gone] | None = None  # not the exception itself: its traceback would hold everything
+        self._lost: Callable[[int], Gone] | None = None  # not the exception itself: its traceback would hold everything
         self._unsettled = b""  # a request of which an interruption left unknown how far it got
         self._mark: tuple[bytes, bool, bytes] | None = None  # where settling that goes on
         self._block: Block | None = None
@@ -289,7 +295,7 @@ class ProcessBackend(Backend):
         False if there is no answer by then: the worker is busy. The next call goes on.
         """
         if self._lost is not None:
-            raise self._lost()
+            raise self._lost(seq)
         worker = self._worker
         mark, asked, data = self._mark or (secrets.token_bytes(MARK_SIZE), False, b"")
         self._mark = None  # if this is interrupted too, nothing is known of that mark
@@ -328,9 +334,9 @@ class ProcessBackend(Backend):
         """Make sure it is dead, and learn how it died. From now on reading finds this same end at once."""
         self.fill = _nothing
         if self._lost is not None:
-            return self._lost()
+            return self._lost(seq)
         words = self._worker.control.words
-        executing, replaying = words[BUSY] == seq + 1, words[REPLAYING] - 1
+        busy, replaying = words[BUSY], words[REPLAYING] - 1
         resetting, slot = divmod(words[SLOT], RESETTING)
         if cause == "broken":
             self._worker.kill()
@@ -339,17 +345,17 @@ class ProcessBackend(Backend):
             fate = self.kill()
             cause = "broken"
         self._lost = partial(
-            Gone,
-            "hung" if fate.overdue else "broken" if cause == "broken" else "died",
-            fate,
+            _as_gone,
+            busy,
+            cause="hung" if fate.overdue else "broken" if cause == "broken" else "died",
+            fate=fate,
             pid=self.pid,
-            executing=executing,
             replaying=replaying,
             slot=slot - 1,
             resetting=bool(resetting),
             detail=detail,
         )
-        return self._lost()
+        return self._lost(seq)
 
     # --- memory and the end ---------------------------------------------------------------------
 

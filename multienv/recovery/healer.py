@@ -58,6 +58,8 @@ class Effort:
     planned: bool = False  # not a restart in place of a lost process
     admitted: bool = False  # by the budget, and not made use of
     rung: Rung = ""
+    plan: Plan | None = None  # the one that was held to
+    refuted: list[Plan] = field(default_factory=list)  # those that did not show what had been seen
 
 
 class Launcher(Protocol):
@@ -259,10 +261,12 @@ class Healer:
                     self._count_death(effort, gone.replaying, gone)
                     continue
                 if not reason:
-                    effort.rung = "journal"
+                    effort.rung, effort.plan = "state" if plan.from_state else "journal", plan
                     return backend
+                effort.refuted.append(plan)
                 break
-            reason = f"the replay does not match what was seen: {reason}"
+            begun = " from a state of the env" if plan.from_state else ""
+            reason = f"the replay{begun} does not match what was seen: {reason}"
         raise Unrecoverable(reason)
 
     def _difference(

@@ -6,8 +6,10 @@ new memory is what a journal costs, and so is each place in memory that a step h
 
 A replay begins at the construction of the env as long as the journal reaches back that far: that is exact
 for every deterministic env, also for one whose state outlives an episode. When the journal outgrows its
-limit the oldest episodes are forgotten; a replay then begins at a reset, with the random generators put
-back as they were before it, and only its verification can tell whether the env remembers more than that.
+limit the oldest part is forgotten; a replay then begins at an anchor. That is a reset, with the random
+generators put back as they were before it; or the state of the env as it was between two requests, put into a
+new one. Only its verification can tell whether the env remembers more than that. So no replay begins at a
+state unless enough has been seen since to hold against it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from multienv.wire.messages import (
     KIND_OF_REQUEST_AT,
     LASTING,
     MESSAGE,
+    REPLY,
     STEP,
     STEPPED,
     TAG_AT,
+    VALUE,
     Reset,
+    RestoreState,
     pack_message,
     seq_of,
     split_frames,
@@ -37,17 +42,24 @@ from multienv.wire.messages import (
 # state takes as long as ten steps of CartPole.
 ANCHOR_EVERY = 2048
 
+# Steps that must have been seen since a state for a replay to begin there.
+PROOF = 64
+# A state is wanted whenever this part of what may be held has come since the last one.
+_PART = 4
+_RESTORED = REPLY.pack(REPLY.size, 0, 0, VALUE, 0, 0, 0.0)
+
 # The cheapest callable there is that does nothing with a bytes object.
 _ignore: Callable[[bytes], object] = id
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A reset that a replay can begin with, and where it lies."""
+    """Where a replay can begin: at a reset, with these generators; or else with this state of the env."""
 
     place: int
     steps: int
-    generators: bytes
+    generators: bytes = b""
+    state: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,7 @@ class Plan:
     frames: tuple[bytes, ...]
     evidence: tuple[bytes, ...]
     from_construction: bool
+    from_state: bool = False
 
 
 class Journal:
@@ -78,6 +91,7 @@ class Journal:
         self._entries = bytearray()
         self._known = 0  # a frame begins there, one of the last
         self._last_forgotten = b""
+        self._remembers = False  # more than a reset and the generators
         # Always this one object's methods: the hot path holds them.
         append: Callable[[bytes | memoryview], object] = self._entries.extend
         self.log_request: Callable[[bytes], object] = append if recording else _ignore
@@ -112,7 +126,7 @@ class Journal:
 
     def __len__(self) -> int:
         """Bytes held."""
-        return len(self._entries)
+        return len(self._entries) + self._state_bytes(0)
 
     def forget_unanswered(self, pending: bytes) -> None:
         """Leave the request ``pending`` out, wherever between sending and logging its caller was interrupted."""
@@ -128,9 +142,10 @@ class Journal:
         """Whether the coming reset should tell the state of the random generators."""
         if not self.recording:
             return False
-        if not self._anchors or not self.usable:
+        resets = self._resets()
+        if not resets or not self.usable:
             return True
-        return steps - self._anchors[-1].steps >= self._anchor_every or not self._roomy
+        return steps - resets[-1].steps >= self._anchor_every or not self._roomy
 
     def anchor(self, frame: bytes, evidence: bytes, generators: bytes, steps: int) -> None:
         """What has just been logged was this reset, and the generators stood so before it."""
@@ -144,24 +159,59 @@ class Journal:
         self._known = len(self._entries) - len(frame) - len(evidence)
         self._anchors.append(Anchor(self._known, steps, generators))
 
-    def plans(self, *, short: bool = False) -> list[Plan]:
-        """The replays to try, the most trustworthy first.
+    def wants_state(self, limit: int, step_limit: float, steps: int) -> bool:
+        """Whether the env's state should be asked for: its last one, or its construction, is getting far."""
+        if not self.replaying or not limit:
+            return False
+        states = self._states()
+        place, before = (states[-1].place, states[-1].steps) if states else (0, self._steps_before)
+        far = len(self._entries) - place > limit / _PART or steps - before > step_limit / _PART
+        return far or not self.usable
 
-        With ``short`` one is tried before that does not grow with the env's life. It begins at the anchor before the
-        last one, so that a whole episode is held against the evidence: that of an env which remembers more than
-        its generators differs.
+    def keep_state(self, state: bytes, steps: int) -> None:
+        """The env stands so after all that has been logged."""
+        if not self.usable:  # what came since a snapshot is still of use
+            self._anchors.clear()
+            self.usable = True
+        place = len(self._entries)
+        if self._anchors and self._anchors[-1].place == place and self._anchors[-1].state:
+            self._anchors.pop()  # an interruption has it told twice
+        self._anchors.append(Anchor(place, steps, state=state))
+
+    def plans(self, *, short: bool = False) -> list[Plan]:
+        """The replays to try, the most trustworthy first: that which begins earliest, for it is held against the most.
+
+        With ``short`` one is tried before that does not grow with the env's life. It begins at the reset before the
+        last one that is an anchor, so that a whole episode is held against the evidence: that of an env which
+        remembers more than its generators differs. In a long episode it is the state before the last one.
         """
         return self._plans(short=short) if self.replaying else []
 
     def _plans(self, *, short: bool = False) -> list[Plan]:
-        if not self.usable or self._overgrown:
+        if not self.usable:
             return []
-        if short and len(self._anchors) > 1:
-            return [self._from(self._anchors[-2]), *self._plans()]
-        if self.complete:
+        resets, states = self._resets(), self._states()
+        plans = []
+        if short:
+            plans += next((self._from(anchors[-2]) for anchors in (resets, states) if len(anchors) > 1), [])
+        if self.complete and not self._overgrown:
             frames = split_frames(self._entries)
-            return [Plan(tuple(frames[::2]), tuple(frames[1::2]), True)]
-        return [self._from(self._anchors[0])] if self._anchors else []
+            return [*plans, Plan(tuple(frames[::2]), tuple(frames[1::2]), True)]
+        anchors = sorted((*resets[:1], *states[:1]), key=lambda one: one.place)
+        if self._remembers:  # a reset would be in vain
+            anchors.sort(key=lambda one: not one.state)
+        return [*plans, *(plan for anchor in anchors for plan in self._from(anchor))]
+
+    def learn(self, refuted: list[Plan], held: Plan | None) -> None:
+        """From a recovery: that the env remembers more than its generators, and its state tells that."""
+        if held is not None and held.from_state and any(not plan.from_state for plan in refuted):
+            self._remembers = True
+
+    def _resets(self) -> list[Anchor]:
+        return [anchor for anchor in self._anchors if not anchor.state]
+
+    def _states(self) -> list[Anchor]:
+        return [anchor for anchor in self._anchors if anchor.state]
 
     def since(self, seq: int) -> Plan | None:
         """What came after the step of this number; ``None`` if it is not held any more."""
@@ -186,13 +236,25 @@ class Journal:
             return b"".join(chain.from_iterable(zip(plan.frames, plan.evidence, strict=True))), False
         return None
 
-    def _from(self, anchor: Anchor) -> Plan:
-        before = split_frames(self._lasting + _lasting_in(self._entries[: anchor.place]))
+    def _from(self, anchor: Anchor) -> list[Plan]:
         frames = split_frames(self._entries[anchor.place :])
+        before = []
+        if not self._overgrown:
+            before = split_frames(self._lasting + _lasting_in(self._entries[: anchor.place]))
+        if anchor.state:
+            if sum(frame[KIND_OF_REQUEST_AT] == STEP for frame in frames[::2]) < PROOF:
+                return []
+            first = pack_message(0, RestoreState(anchor.state))
+            requests, replies = (first, *frames[::2]), (_RESTORED, *frames[1::2])
+            with_lasting = Plan((*before[::2], *requests), (*before[1::2], *replies), False, True)
+            # What was called is in the state too, as far as it changed the env alone; and there it came at its time.
+            return [with_lasting, Plan(requests, replies, False, True)] if before else [with_lasting]
+        if self._overgrown:
+            return []
         reset = unpack_message(frames[0])
         assert isinstance(reset, Reset)
         first = pack_message(seq_of(frames[0]), replace(reset, generators=anchor.generators, anchor=True))
-        return Plan((*before[::2], first, *frames[2::2]), (*before[1::2], *frames[1::2]), False)
+        return [Plan((*before[::2], first, *frames[2::2]), (*before[1::2], *frames[1::2]), False)]
 
     def lasting(self) -> list[bytes]:
         """What changed the env for longer than an episode: calls, and attributes set."""
@@ -216,34 +278,37 @@ class Journal:
         """Hold what another journal held: after this plan, ``steps`` steps of the env's life are done."""
         before = steps - sum(frame[KIND_OF_REQUEST_AT] == STEP for frame in plan.frames)
         self.clear(before)
-        self.complete = plan.from_construction
+        self.complete = anchored = plan.from_construction
         for frame, evidence in zip(plan.frames, plan.evidence, strict=True):
+            if not anchored and (frame[TAG_AT] != LASTING or frame[KIND_OF_REQUEST_AT] != MESSAGE):
+                anchored = True
+                message = unpack_message(frame)
+                if isinstance(message, RestoreState):
+                    self._anchors = [Anchor(len(self._entries), before, state=message.state)]
+                    continue
+                assert isinstance(message, Reset)
+                assert message.generators is not None
+                self._anchors = [Anchor(len(self._entries), before, message.generators)]
             self._entries += frame + evidence
-        if not plan.from_construction:
-            place = 0
-            for frame, evidence in zip(plan.frames, plan.evidence, strict=True):
-                if frame[TAG_AT] != LASTING or frame[KIND_OF_REQUEST_AT] != MESSAGE:
-                    reset = unpack_message(frame)
-                    assert isinstance(reset, Reset)
-                    assert reset.generators is not None
-                    self._anchors = [Anchor(place, before, reset.generators)]
-                    break
-                place += len(frame) + len(evidence)
+
+    def _state_bytes(self, place: int) -> int:
+        return sum(len(anchor.state) for anchor in self._anchors if anchor.place >= place)
 
     def _bytes_since(self, anchor: Anchor) -> int:
-        return len(self) - anchor.place
+        return len(self._entries) - anchor.place + self._state_bytes(anchor.place)
 
     def trim(self, limit: int, step_limit: float, steps: int) -> None:
-        """Forget the oldest episodes when more than ``limit`` bytes or ``step_limit`` steps are held.
+        """Forget the oldest part when more than ``limit`` bytes or ``step_limit`` steps are held.
 
-        Half of it is kept, so that this is rare. An episode that does not fit alone makes the journal
-        unusable until the next reset, but for what came since a snapshot. To be called before a request is
-        logged, so that :meth:`forget_unanswered` finds it behind the place noted here.
+        Half of it is kept, from an anchor on, so that this is rare. Where no anchor lies in what fits, the journal is
+        unusable until the next one, but for what came since a snapshot. To be called before a request is logged, so
+        that :meth:`forget_unanswered` finds it behind the place noted here.
         """
         if self.recording:
             self._known = len(self._entries)
         # Few steps with large requests: anchors every so many steps would lie too far apart.
-        last = self._anchors[-1] if self._anchors else None
+        resets = self._resets()
+        last = resets[-1] if resets else None
         self._roomy = last is None or (self._bytes_since(last) <= limit / 8 and steps - last.steps <= step_limit / 8)
         if not self.recording or (len(self) <= limit and steps - self._steps_before <= step_limit):
             return
@@ -265,6 +330,7 @@ class Journal:
         kept = self._anchors[self._anchors.index(start) :]
         kept = [replace(one, place=one.place - start.place) for one in kept]
         known = self._known - start.place
+        self._last_forgotten = self.last_observed()  # behind a state there may be none
         # At one stroke: no interruption comes in between.
         self._lasting, self._entries[: start.place], self._anchors = lasting, b"", kept
         self._steps_before, self._known = start.steps, known

@@ -24,6 +24,7 @@ from multienv.errors import (
     UsageError,
 )
 from multienv.events import Hook, Statistics
+from multienv.recovery.anchoring import Anchoring
 from multienv.recovery.healer import Healer, Launcher
 from multienv.recovery.journal import ANCHOR_EVERY, Journal
 from multienv.recovery.phases import CLOSED, ENDED, LOST, NEW, PENDING, RESUMED, STARTING, STATES, STEPPING, WHOLE
@@ -93,10 +94,11 @@ class Keeper:
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
     __slots__ = """
-        __weakref__ _backend _block _buffer _closing _core _command _deadlines _deaths _decode _encode _ending _healer
-        _inline_limit _journal _last _log_reply _log_request _lost_observation _message _owed _owner _pending
-        _phase_before _placement _plain_reply _plain_size _policy _recycling _sampled_at _seed _seeded _step_deadline
-        _steps _steps_before _transmit _views closed due inside interrupted phase record seq snapshots
+        __weakref__ _anchoring _asked_state _backend _block _buffer _closing _core _command _deadlines _deaths
+        _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _lost_observation
+        _message _owed _owner _pending _phase_before _placement _plain_reply _plain_size _policy _recycling
+        _sampled_at _seed _seeded _step_deadline _steps _steps_before _transmit _views closed due inside
+        interrupted phase record seq snapshots
     """.split()  # noqa: SIM905 - one name a line would take a page
 
     def __init__(
@@ -128,6 +130,8 @@ class Keeper:
         self._healer = Healer(launch, initialize, policy, deadlines, wait=self._closing.wait)
         self._inline_limit = initialize.inline_limit
         self._recycling = Recycling(policy)
+        self._anchoring = Anchoring(policy)
+        self._asked_state: tuple[weakref.ref[Any], bytes] | None = None  # whom, and how: not known to be answered
         self.due = ""  # why the process is to be replaced before the next request
         anchors = 1 if self._recycling.wanted else ANCHOR_EVERY
         # A report is to be replayed whatever the policy does.
@@ -380,6 +384,7 @@ class Keeper:
             restarts=self._healer.restarts,
             journal_bytes=len(self._journal),
             snapshots=backend.snapshots() if backend is not None else (0, ""),
+            state_anchors=(self._anchoring.taken, self._anchoring.obstacle),
         )
 
 

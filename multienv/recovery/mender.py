@@ -153,6 +153,7 @@ class Mender(Keeper):
             return
         self._refuse_if_closed(backend)
         self._adopt(backend)
+        self._journal.learn(effort.refuted, effort.plan)
         if self._deaths >= self._policy.poison_after:
             self._refuse_poison(loss, effort, command)
         self.record.recovery(loss, "exact", "", effort)
@@ -313,9 +314,11 @@ class Mender(Keeper):
         return secrets.randbits(31)
 
     def _trim(self) -> None:
-        # The env's own time, not that of the caller, who may think between asking and waiting.
-        seconds = (self._backend and self._backend.step_seconds()) or 1e-5
-        self._journal.trim(self._policy.journal_limit, self._policy.replay_limit / seconds, self._steps)
+        self._journal.trim(self._policy.journal_limit, self._policy.replay_limit / self._env_seconds(), self._steps)
+
+    def _env_seconds(self) -> float:
+        """For a step: the env's own time, not that of the caller, who may think between asking and waiting."""
+        return (self._backend and self._backend.step_seconds()) or 1e-5
 
     def _deadline(self, message: Message) -> float | None:
         return self._deadlines.reset if isinstance(message, Reset) else self._deadlines.call

@@ -155,7 +155,15 @@ class Record:
                 logger.exception("A hook failed on %r", event)
 
     def statistics(
-        self, *, state: str, pid: int | None, steps: int, restarts: int, journal_bytes: int, snapshots: tuple[int, str]
+        self,
+        *,
+        state: str,
+        pid: int | None,
+        steps: int,
+        restarts: int,
+        journal_bytes: int,
+        snapshots: tuple[int, str],
+        state_anchors: tuple[int, str],
     ) -> Statistics:
         """The record at this moment."""
         return Statistics(
@@ -174,6 +182,8 @@ class Record:
             journal_bytes=journal_bytes,
             snapshots=snapshots[0],
             no_snapshots=snapshots[1],
+            state_anchors=state_anchors[0],
+            no_state_anchors=state_anchors[1],
             rss=resident_bytes(pid),
             last_loss=self.last_loss,
             last_recovery=self._last_recovery,

@@ -82,14 +82,17 @@ class Restorer(Mender):
         if not plans:
             raise UsageError(
                 "state_dict(): what drove the env is not all known: its RestartPolicy does not replay, or the episode "
-                "has outgrown its journal_limit or replay_limit."
+                "has outgrown its journal_limit or replay_limit and no state of the env is kept "
+                "(statistics().no_state_anchors says why)."
             )
-        plan, seen = plans[0], self._last_reply()
+        (plan, *others), seen = plans, self._last_reply()
         return {
             "version": _VERSION,
             "frames": plan.frames,
             "evidence": plan.evidence,
             "from_construction": plan.from_construction,
+            "from_state": plan.from_state,
+            "others": tuple((one.frames, one.evidence, one.from_state) for one in others),
             "memory": bytes(self._memory_of(seq_of(seen), self._block)) if seen and self._block else b"",
             "last": seen,
             "state": STATES[self.phase],
@@ -111,12 +114,13 @@ class Restorer(Mender):
             raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
         if not self._journal.replaying:
             raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
-        plan = Plan(state["frames"], state["evidence"], state["from_construction"])
+        plans = [Plan(state["frames"], state["evidence"], state["from_construction"], state.get("from_state", False))]
+        plans += [Plan(frames, evidence, False, kept) for frames, evidence, kept in state.get("others", ())]
+        effort = self._healer.begin(planned=True)
         before, self._healer.seeds = self._healer.seeds, state["process_seeds"]
         try:
-            backend = self._healer.bring_back(
-                [plan], self._healer.begin(planned=True), self._steps, partial(self._looks_as_saved, state)
-            )
+            looks_the_same = partial(self._looks_as_saved, state)
+            backend = self._healer.bring_back(plans, effort, self._steps, looks_the_same)
         except BaseException as error:
             self._healer.seeds = before
             if isinstance(error, Unrecoverable):
@@ -126,7 +130,8 @@ class Restorer(Mender):
                 ) from error
             raise
         self._refuse_if_closed(backend)
-        self._journal.load(plan, state["steps"])
+        assert effort.plan is not None
+        self._journal.load(effort.plan, state["steps"])
         self._last, self._owed, self._pending = state["last"], "", b""
         self._seed, self._seeded, self.seq = state["seed"], state["seeded"], state["seq"]
         self._steps, self._steps_before = state["steps"], state["steps_before"]

@@ -19,7 +19,6 @@ from multienv.errors import (
     ResultNotPicklableError,
     UsageError,
 )
-from multienv.recovery.awaiter import Awaiter
 from multienv.recovery.keeper import entered
 from multienv.recovery.phases import (
     ASKED,
@@ -37,6 +36,7 @@ from multienv.recovery.phases import (
     WHOLE,
     EpisodeLost,
 )
+from multienv.recovery.preserver import Preserver
 from multienv.wire.messages import (
     FAILED,
     IRREGULAR,
@@ -68,7 +68,7 @@ _JOURNALED = (Reset, Call, SetAttribute, Render)
 _unpack = REPLY.unpack_from
 
 
-class Supervisor(Awaiter):
+class Supervisor(Preserver):
     """Keeps one env alive: what is asked of it, and what it answers."""
 
     __slots__ = ()
@@ -138,7 +138,10 @@ class Supervisor(Awaiter):
             if self.phase == RUNNING:
                 return False
         if self.phase == DUE:
-            self._recycle(resetting=False)
+            if self.due:
+                self._recycle(resetting=False)
+            else:
+                self._preserve()
             self.phase = RUNNING
             return False
         if self.phase != OWED:
@@ -181,12 +184,13 @@ class Supervisor(Awaiter):
                 self._keep_last_observation()
                 return self._truncation(str(error))
             raise error
-        if not self.seq & _SAMPLE:
+        sampled = not self.seq & _SAMPLE
+        if sampled:
             self._sample()
         self._log(reply)
         self._last = reply
         self._steps += 1
-        due = self._recycling.wanted and self._is_due()
+        due = (self._recycling.wanted and self._is_due()) or (sampled and self._state_is_due())
         ended = _unpack(reply)[4] & (TERMINATED | TRUNCATED)
         self.phase = ENDED if ended else DUE if due else RUNNING
         return self._transition(reply)
@@ -224,6 +228,8 @@ class Supervisor(Awaiter):
             self._drain(step=isinstance(message, Reset))
         if self.closed or self.phase in (NEW, STARTING, *PENDING) or os.getpid() != self._owner:
             self.refuse(command)
+        if self._asked_state is not None:
+            self._preserve()
         if self._backend is None:
             self._revive()
         observes = isinstance(message, Reset)

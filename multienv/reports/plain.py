@@ -19,7 +19,17 @@ import numpy as np
 from gymnasium.spaces import GraphInstance
 
 from multienv.errors import MultienvError
-from multienv.wire.messages import Branch, Call, GetAttribute, GroupOptions, HasAttribute, Render, Reset, SetAttribute
+from multienv.wire.messages import (
+    Branch,
+    Call,
+    GetAttribute,
+    GroupOptions,
+    HasAttribute,
+    Render,
+    Reset,
+    RestoreState,
+    SetAttribute,
+)
 
 _BIT_GENERATORS = {
     kind.__name__: kind
@@ -27,7 +37,7 @@ _BIT_GENERATORS = {
 }
 
 
-_MESSAGES = (Reset, Call, GetAttribute, HasAttribute, SetAttribute, Branch, Render)
+_MESSAGES = (Reset, Call, GetAttribute, HasAttribute, SetAttribute, Branch, RestoreState, Render)
 
 
 class NeedsTrust(MultienvError):  # noqa: N818 - internal
@@ -142,6 +152,7 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     HasAttribute: lambda value: {"has_attr": {"name": value.name}},
     Branch: lambda value: {"snapshot": {"token": value.token}},
     Render: lambda value: {"render": {}},
+    RestoreState: lambda value: {"$opaque": "the env's own state"},
 }
 
 

@@ -77,6 +77,7 @@ class Initialize:
     ``snapshots`` says how often the worker forks itself: every so many steps, 0 as it thinks best, -1 never.
     A ``replacement`` takes its first at once: what was lost may well be lost again.
     With ``group`` it is several envs, and ``env_fn`` is the list of what builds them.
+    ``state_hooks`` are those registered in the trainer.
     ``setting`` is where the trainer stands (sys.path, sys.argv, working directory, environment); ``None`` under fork.
     """
 
@@ -87,6 +88,7 @@ class Initialize:
     snapshots: int = -1
     replacement: bool = False
     group: Group | None = None
+    state_hooks: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,23 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class CaptureState:
+    """Tell the env's state, to go on from in a new process, and how long that took the processor.
+
+    ``step`` is the request before, if it was a step.
+    """
+
+    step: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreState:
+    """Put such a state into a newly built env: how a replay begins in the middle of an episode."""
+
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """Run these request frames again, in one go, and return their evidence."""
 
@@ -251,7 +270,19 @@ class Close:
 
 
 Message = (
-    Initialize | Reset | Call | GetAttribute | HasAttribute | SetAttribute | Render | Sparing | Branch | Replay | Close
+    Initialize
+    | Reset
+    | Call
+    | GetAttribute
+    | HasAttribute
+    | SetAttribute
+    | Render
+    | Sparing
+    | Branch
+    | CaptureState
+    | RestoreState
+    | Replay
+    | Close
 )
 
 

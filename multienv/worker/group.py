@@ -37,7 +37,7 @@ from multienv.wire.messages import (
 )
 from multienv.worker import generators
 from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result
-from multienv.worker.group_calls import GroupCalls
+from multienv.worker.group_states import GroupStates
 from multienv.worker.rows import Rows
 from multienv.worker.tenant import Handle
 
@@ -47,7 +47,7 @@ _Failures = dict[int, Failure]
 _STEP_RESULT = "observation, reward, terminated, truncated, info"
 
 
-class EnvGroup(GroupCalls):
+class EnvGroup(GroupStates):
     """Holds several envs.
 
     Args:
@@ -65,6 +65,7 @@ class EnvGroup(GroupCalls):
         self._rows = Rows(space, group, arena)
         self.block = self._rows.block
         self._same_step = group.autoreset == "SAME_STEP"
+        self._begun = [None] * group.size
         self._ended = [True] * group.size
         self._known = [False] * group.size  # it has been reset in this process, so that its generator is known
         self._steps: list[Callable[[Any], Any]] = []
@@ -333,6 +334,7 @@ class EnvGroup(GroupCalls):
             if slot in options.left_out or (options.mask is not None and not options.mask[slot]):
                 self._rows.keep(seq, slot)
                 continue
+            self._begun[slot] = message.seed[slot], options.options
             try:
                 observation, info = self._reset(slot, seed=message.seed[slot], options=options.options)
                 self._rows.put(seq, slot, observation)

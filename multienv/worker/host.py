@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from multienv.wire.messages import (
     STEPPED,
     Branch,
     Call,
+    CaptureState,
     Close,
     GetAttribute,
     HasAttribute,
@@ -32,6 +34,7 @@ from multienv.wire.messages import (
     Render,
     Replay,
     Reset,
+    RestoreState,
     SetAttribute,
     Sparing,
     evidence_of,
@@ -42,6 +45,7 @@ from multienv.worker import generators
 from multienv.worker.failures import failure_of
 from multienv.worker.group import EnvGroup
 from multienv.worker.single import SingleEnv
+from multienv.worker.state_hooks import register_all
 from multienv.worker.tenant import Handle, Tenant, Words, packed
 
 _unpack = REQUEST.unpack_from
@@ -140,6 +144,7 @@ class Host:
         assert env_fn is not None
         if message.setting is not None:
             gymnasium.registry.update({spec.id: spec for spec in cloudpickle.loads(message.setting.overrides)})
+        register_all(message.state_hooks)
         registrations = None if message.setting is None else message.setting.registrations
         if message.group is None:
             self._tenant = SingleEnv(
@@ -231,6 +236,13 @@ def _named(spec: gymnasium.envs.registration.EnvSpec) -> bool:
     return isinstance(spec.entry_point, str)
 
 
+def _timed(call: Callable[[], bytes]) -> tuple[float, bytes]:
+    """The seconds it has taken the processor, and what it returned."""
+    began = time.thread_time()
+    value = call()
+    return time.thread_time() - began, value
+
+
 _OF_HOST: dict[type, Callable[[Host, int, Any], bytes]] = {
     Initialize: Host._initialize,
     Sparing: Host._spare,
@@ -245,4 +257,6 @@ _OF_TENANT: dict[type, Callable[[Tenant, int, Any], bytes]] = {
     HasAttribute: lambda tenant, seq, message: tenant.has(seq, message),
     SetAttribute: lambda tenant, seq, message: tenant.set(seq, message),
     Render: lambda tenant, seq, message: tenant.render(seq, message),
+    CaptureState: lambda tenant, seq, message: pack_value(seq, _timed(lambda: tenant.capture_state(seq, message))),
+    RestoreState: lambda tenant, seq, message: pack_value(seq, tenant.restore_state(message)),
 }

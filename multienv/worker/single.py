@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import gymnasium
 
 from multienv.wire.actions import INT, action_decoder
@@ -19,17 +21,20 @@ from multienv.wire.messages import (
     STEP,
     TAG_AT,
     Call,
+    CaptureState,
     Description,
     GetAttribute,
     HasAttribute,
     Render,
     Reset,
+    RestoreState,
     SetAttribute,
     pack_value,
 )
 from multienv.wire.observations import Placement, packer
-from multienv.worker import generators
+from multienv.worker import generators, states
 from multienv.worker.failures import failure_of, not_sent, wrong_result
+from multienv.worker.states import Beginning
 from multienv.worker.tenant import Handle, Tenant, call_by_name, packed
 
 
@@ -49,6 +54,7 @@ class SingleEnv(Tenant):
         self.block = allocate(placement.block_size) if placement.block_size else None
         self._pack = packer(env.observation_space, placement, self.block)
         self._step: Callable[[Any], Any] | None = None
+        self._begun: Beginning | None = None  # the last reset
 
     def describe(self) -> Description:
         """The env's spaces and what else a gymnasium.Env tells of itself."""
@@ -111,6 +117,7 @@ class SingleEnv(Tenant):
     def reset(self, seq: int, message: Reset) -> bytes:
         """Begin an episode."""
         env = self._env
+        self._begun = message.seed, message.options
         if message.generators is not None:
             generators.restore(env, message.generators)
         state = generators.capture(env) if message.anchor else None
@@ -126,6 +133,23 @@ class SingleEnv(Tenant):
             return self._pack(seq, observation, 0.0, False, False, info, 0)
         except Exception as error:
             raise not_sent("reset", error, info=info) from error
+
+    def capture_state(self, seq: int, message: CaptureState) -> bytes:
+        """What a new process needs to go on from here."""
+        # Options have come through a pickle, of the kind that takes anything.
+        data: bytes = cloudpickle.dumps((self._begun, message.step, states.capture(self._env)))
+        return data
+
+    def restore_state(self, message: RestoreState) -> None:
+        """Go on from there."""
+        self._begun, step, state = pickle.loads(message.state)
+        if step:
+            step = (INTEGER.unpack_from(step, REQUEST.size)[0] if step[TAG_AT] == INT else self._decode(step),)
+        states.warm_up(self._env, self._begun, step)
+        states.restore(self._env, state)
+
+    def _decode(self, step: bytes) -> Any:
+        return action_decoder(self._env.action_space)(step)
 
     def call(self, seq: int, message: Call) -> bytes:
         """Call a method, or read an attribute that is not callable."""

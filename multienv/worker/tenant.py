@@ -9,11 +9,13 @@ from typing import Any
 from multienv.wire.memory import Block
 from multienv.wire.messages import (
     Call,
+    CaptureState,
     Description,
     GetAttribute,
     HasAttribute,
     Render,
     Reset,
+    RestoreState,
     SetAttribute,
     pack_value,
 )
@@ -62,6 +64,14 @@ class Tenant(ABC):
     @abstractmethod
     def reset(self, seq: int, message: Reset) -> bytes:
         """Begin an episode."""
+
+    @abstractmethod
+    def capture_state(self, seq: int, message: CaptureState) -> bytes:
+        """What a new process needs to go on from here."""
+
+    @abstractmethod
+    def restore_state(self, message: RestoreState) -> None:
+        """Go on from there."""
 
     @abstractmethod
     def call(self, seq: int, message: Call) -> bytes:

@@ -25,6 +25,7 @@ PUBLIC = [
     "SubprocessEnv",
     "SubprocessVectorEnv",
     "create_subprocess_envs",
+    "register_state_hook",
 ]
 PUBLIC_TESTING = [
     "CounterEnv", "FailsNthTime", "Fault", "FaultError", "FaultyEnv", "ForkingEnv", "GlobalRandomEnv", "Ignored", "KillManner",

@@ -1,0 +1,186 @@
+"""How the state of what cannot be pickled, or is better not, is had as plain data and put back.
+
+Known from the start are ALE's emulator and MuJoCo's model and data; :func:`register_state_hook` adds others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pickle
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from multienv.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class StateHook:
+    """A pair of functions: the state of an object, and back into another one."""
+
+    get_state: Callable[[Any], Any]
+    set_state: Callable[[Any, Any], object]
+
+
+_registered: dict[type, StateHook] = {}
+
+
+def register_state_hook(kind: type, get_state: Callable[[Any], Any], set_state: Callable[[Any, Any], object]) -> None:
+    """Say how the state of a type's objects is taken and put back: for what holds its state in C, say.
+
+    multienv keeps the state of an env in a long episode, so that a new process can go on from it when the worker is
+    lost (see ``RestartPolicy.state_anchors``). What lies in the attributes of the env and its wrappers is pickled.
+    Objects of this type, and of types derived from it, are not: the object that a newly built env holds in the same
+    place, once it has been reset, is given the state. A type of an env or of a wrapper may be registered too; its hook
+    then answers for all that it wraps, as the methods ``get_state()`` and ``set_state(state)`` of an env do that has
+    them.
+
+    To be called before the env is made: what is registered then is known in its worker. It may also be called in the
+    worker, in ``env_fn``. Registering a type again replaces its hook.
+
+    Args:
+        kind: The type.
+        get_state: Called with the object; returns what can be pickled. It must not change the object.
+        set_state: Called with an object of a newly built env and such a state.
+
+    Raises:
+        UsageError: ``kind`` is not a type, or the functions cannot be called.
+    """
+    if not isinstance(kind, type):
+        raise UsageError(f"register_state_hook({kind!r:.100}, …): give a type.")
+    for name, function in (("get_state", get_state), ("set_state", set_state)):
+        if not callable(function):
+            raise UsageError(f"register_state_hook({kind.__name__}, …): {name} is {function!r:.100}; give a function.")
+    _registered[kind] = StateHook(get_state, set_state)
+    hook_of.cache_clear()
+
+
+def registered_hooks() -> bytes:
+    """What has been registered in this process, to be told to another one; ``b""`` when nothing has.
+
+    Raises:
+        UsageError: It cannot be pickled.
+    """
+    if not _registered:
+        return b""
+    try:
+        data: bytes = cloudpickle.dumps(list(_registered.items()))
+    except Exception as error:  # pickling runs foreign code
+        raise UsageError(
+            f"What register_state_hook() was given cannot be sent to a process: {type(error).__name__}: {error}. "
+            "Register it in env_fn."
+        ) from error
+    return data
+
+
+def register_all(hooks: bytes) -> None:
+    """Know what another process has registered; what has been registered here takes precedence."""
+    if hooks:
+        _registered.update({kind: hook for kind, hook in cloudpickle.loads(hooks) if kind not in _registered})
+        hook_of.cache_clear()
+
+
+@cache
+def hook_of(kind: type) -> StateHook | None:
+    """The hook for objects of this type: registered, or known from the start."""
+    for base in kind.__mro__:
+        if base in _registered:
+            return _registered[base]
+    for base in kind.__mro__:
+        built_in = _BUILT_IN.get((str(getattr(base, "__module__", "")).partition(".")[0], base.__name__))
+        if built_in is not None:
+            return built_in
+    return None
+
+
+@cache
+def own_hook(kind: type) -> StateHook | None:
+    """That of an env or wrapper with methods ``get_state()`` and ``set_state(state)`` of its own."""
+    get_state, set_state = getattr(kind, "get_state", None), getattr(kind, "set_state", None)
+    if not callable(get_state) or not callable(set_state):
+        return None
+    try:
+        inspect.signature(get_state).bind(None)
+        inspect.signature(set_state).bind(None, None)
+    except (TypeError, ValueError):  # something else by that name, such as MuJoCo's set_state(qpos, qvel)
+        return None
+    return StateHook(get_state, set_state)
+
+
+# --- ALE: the emulator, its generator, lives and frame numbers ---------------------------------------
+
+
+def _clone_ale(ale: Any) -> Any:
+    return ale.cloneState(include_rng=True)
+
+
+def _restore_ale(ale: Any, state: Any) -> None:
+    ale.restoreState(state)
+
+
+# --- MuJoCo -------------------------------------------------------------------------------------------
+
+
+def _mujoco() -> Any:
+    return sys.modules["mujoco"]  # whoever holds one of its objects has imported it
+
+
+def _saved_model(model: Any) -> bytes:
+    buffer = np.empty(_mujoco().mj_sizeModel(model), np.uint8)
+    _mujoco().mj_saveModel(model, None, buffer)
+    return buffer.tobytes()
+
+
+def _clone_model(model: Any) -> bytes:
+    return zlib.compress(_saved_model(model), 1)
+
+
+def _restore_model(model: Any, state: bytes) -> None:
+    """Into the model of the new env, which is the same unless the env changes it as it goes."""
+    wanted = zlib.decompress(state)
+    if _saved_model(model) == wanted:
+        return
+    other = _mujoco().MjModel.from_binary_path("state.mjb", {"state.mjb": wanted})
+    for mine, theirs in ((model, other), (model.opt, other.opt), (model.stat, other.stat), (model.vis, other.vis)):
+        _copy_numbers(mine, theirs)
+    if _saved_model(model) != wanted:
+        raise ValueError("the env has changed its MjModel in ways that cannot be put back")
+
+
+def _copy_numbers(mine: Any, theirs: Any) -> None:
+    for name in dir(mine):
+        value = None if name.startswith("_") else getattr(theirs, name)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            getattr(mine, name)[...] = value
+        elif isinstance(value, int | float) and value != getattr(mine, name):
+            with contextlib.suppress(AttributeError):  # a size, and the same if the model is
+                setattr(mine, name, value)
+        elif type(value).__module__.startswith("mujoco") and name in _PARTS_OF_VISUAL:
+            _copy_numbers(getattr(mine, name), value)
+
+
+_PARTS_OF_VISUAL = ("global_", "quality", "headlight", "map", "scale", "rgba")
+
+
+def _clone_data(data: Any) -> bytes:
+    """All of it: what was computed in a step is read in the next, before it is computed again."""
+    return zlib.compress(pickle.dumps(data, protocol=5), 1)
+
+
+def _restore_data(data: Any, state: bytes) -> None:
+    copy = pickle.loads(zlib.decompress(state))
+    _mujoco().mj_copyData(data, copy.model, copy)
+
+
+_BUILT_IN = {
+    ("ale_py", "ALEInterface"): StateHook(_clone_ale, _restore_ale),
+    ("mujoco", "MjModel"): StateHook(_clone_model, _restore_model),
+    ("mujoco", "MjData"): StateHook(_clone_data, _restore_data),
+}
