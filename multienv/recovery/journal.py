@@ -46,6 +46,8 @@ ANCHOR_EVERY = 2048
 PROOF = 64
 # A state is wanted whenever this part of what may be held has come since the last one.
 _PART = 4
+# ALE has something about it that no state tells: now and then one does not hold, and the next does.
+_STATES_TRIED = 2
 _RESTORED = REPLY.pack(REPLY.size, 0, 0, VALUE, 0, 0, 0.0)
 
 # The cheapest callable there is that does nothing with a bytes object.
@@ -197,7 +199,7 @@ class Journal:
         if self.complete and not self._overgrown:
             frames = split_frames(self._entries)
             return [*plans, Plan(tuple(frames[::2]), tuple(frames[1::2]), True)]
-        anchors = sorted((*resets[:1], *states[:1]), key=lambda one: one.place)
+        anchors = sorted((*resets[:1], *states[:_STATES_TRIED]), key=lambda one: one.place)
         if self._remembers:  # a reset would be in vain
             anchors.sort(key=lambda one: not one.state)
         return [*plans, *(plan for anchor in anchors for plan in self._from(anchor))]
@@ -323,6 +325,10 @@ class Journal:
         start = next((one for one in self._anchors if fits(one, 0.5)), None)
         if start is None and self._anchors and fits(self._anchors[-1], 1.0):
             start = self._anchors[-1]
+        # A reset does not lead to where every env stands: a state that a replay may begin at is kept with it.
+        proven = [one for one in self._states() if steps - one.steps >= PROOF and fits(one, 1.0)]
+        if proven and (start is None or proven[-1].place < start.place):
+            start = proven[-1]
         if start is None:
             self._keep_tail(limit // 2, step_limit / 2, steps)
             return

@@ -141,6 +141,22 @@ def test_a_short_replay_has_an_episode_or_an_interval_to_hold_against(caller: Ke
     assert len(first.frames) > ANCHOR_EVERY, "not what came since the last reset alone"
 
 
+def test_a_state_that_a_replay_may_begin_at_is_kept(caller: Keeper) -> None:
+    """Though what lies in the half to keep begins with a reset, and a state too new to be of use."""
+    caller.reset()
+    caller.steps_(ANCHOR_EVERY)
+    caller.keep(b"one")
+    caller.steps_(ANCHOR_EVERY)
+    assert caller.reset()
+    caller.steps_(10)
+    caller.keep(b"two")
+    caller.steps_(PROOF - 1)
+    caller.trim(step_limit=2 * ANCHOR_EVERY)
+    state, reset = caller.journal.plans()
+    assert begins_with(state) == RestoreState(b"one")
+    assert isinstance(begins_with(reset), Reset)
+
+
 def test_states_count(caller: Keeper) -> None:
     caller.reset(seed=1)
     caller.steps_(10)
