@@ -407,7 +407,8 @@ def test_there_is_one_at_a_time(method: str) -> None:
         for _ in range(10):
             steps(env, 10)
             settle(env)
-            assert len(descendants(pid_of(env))) <= 4, "and those that wait to be reaped"
+            # Ten steps take four at most, and the first of these reaps what has ended before, all but one.
+            assert len(descendants(pid_of(env))) <= 5, "it, and those that wait to be reaped"
         settle(env)
         pid, snapshot = pid_of(env), snapshot_of(env)
     assert becomes_true(lambda: not is_alive(pid) and not is_alive(snapshot))
