@@ -26,6 +26,7 @@ from multienv.wire.messages import (
     LASTING,
     MESSAGE,
     REPLY,
+    RESET,
     STEP,
     STEPPED,
     TAG_AT,
@@ -44,6 +45,9 @@ ANCHOR_EVERY = 2048
 
 # Steps that must have been seen since a state for a replay to begin there.
 PROOF = 64
+# The same since a reset, unless another one has come since: an env that remembers more than its generators shows that
+# over a whole episode, or a long part of one. It may well take it some time: a walker has to touch the ground.
+PROOF_OF_RESET = 512
 # A state is wanted whenever this part of what may be held has come since the last one.
 _PART = 4
 # ALE has something about it that no state tells: now and then one does not hold, and the next does.
@@ -251,7 +255,7 @@ class Journal:
             with_lasting = Plan((*before[::2], *requests), (*before[1::2], *replies), False, True)
             # What was called is in the state too, as far as it changed the env alone; and there it came at its time.
             return [with_lasting, Plan(requests, replies, False, True)] if before else [with_lasting]
-        if self._overgrown:
+        if self._overgrown or not _has_proof(frames[2::2]):
             return []
         reset = unpack_message(frames[0])
         assert isinstance(reset, Reset)
@@ -354,6 +358,18 @@ class Journal:
         # At one stroke, as below.
         self._lasting, self._entries[:cut], self._anchors = lasting, b"", []
         self._last_forgotten, self._known, self._steps_before, self.usable = last, size, steps - kept, False
+
+
+def _has_proof(requests: list[bytes]) -> bool:
+    """Whether what came since a reset tells if a replay from there is the same env."""
+    if sum(frame[KIND_OF_REQUEST_AT] == STEP for frame in requests) >= PROOF_OF_RESET:
+        return True
+    return any(isinstance(unpack_message(frame), Reset) for frame in requests if _may_be_reset(frame))
+
+
+def _may_be_reset(frame: bytes) -> bool:
+    kind = frame[KIND_OF_REQUEST_AT]
+    return kind == RESET or (kind == MESSAGE and frame[TAG_AT] != LASTING)
 
 
 def _lasting_in(entries: bytes | bytearray) -> bytes:

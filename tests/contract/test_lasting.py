@@ -67,12 +67,12 @@ def test_what_was_set_outlives_a_trim_and_a_new_life(how: str, policy: RestartPo
 
 def test_options_are_those_of_the_reset_whatever_the_caller_does_with_them() -> None:
     options = {"bonus": 1.0}
-    with SubprocessEnv(GRADED, restart=RestartPolicy(journal_limit=20_000)) as env:
-        for seed in range(3):
+    with SubprocessEnv(GRADED, restart=RestartPolicy(journal_limit=60_000)) as env:
+        for seed in range(9):
             env.reset(seed=seed, options=options)
-            for _ in range(1100):
+            for _ in range(300):
                 env.step(1)
-        env.reset(seed=3, options=options)
+        env.reset(seed=9, options=options)
         options["bonus"] = 7.0
         env.step(1)
         kill(env)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multienv.recovery import journal
-from multienv.recovery.journal import ANCHOR_EVERY, Journal
+from multienv.recovery.journal import ANCHOR_EVERY, PROOF_OF_RESET, Journal
 from multienv.wire.actions import action_encoder
 from multienv.wire.messages import (
     KIND_OF_REQUEST_AT,
@@ -201,10 +201,25 @@ def test_an_episode_that_does_not_fit_alone_makes_it_unusable_until_the_next_res
     assert caller.journal.plans() == [], "the middle of an episode cannot be replayed"
     assert caller.reset()
     caller.step()
+    assert caller.journal.plans() == [], "one step tells nothing of what the env remembers"
+    caller.reset()
     (plan,) = caller.journal.plans()
     assert not plan.from_construction
-    assert len(plan.frames) == len(plan.evidence) == 2
+    assert len(plan.frames) == len(plan.evidence) == 3
     assert isinstance(unpack_message(plan.frames[0]), Reset)
+
+
+def test_a_long_part_of_an_episode_is_proof_too(caller):
+    caller.reset(seed=1)
+    for _ in range(50):
+        caller.step()
+    caller.trim(step_limit=20)
+    caller.reset()
+    for _ in range(PROOF_OF_RESET - 1):
+        caller.step()
+    assert caller.journal.plans() == []
+    caller.step()
+    assert len(caller.journal.plans()) == 1
 
 
 def test_what_came_since_a_snapshot_outlives_a_trim_without_an_anchor(caller):

@@ -152,6 +152,9 @@ def test_a_state_that_a_replay_may_begin_at_is_kept(caller: Keeper) -> None:
     caller.keep(b"two")
     caller.steps_(PROOF - 1)
     caller.trim(step_limit=2 * ANCHOR_EVERY)
+    (state,) = caller.journal.plans()
+    assert begins_with(state) == RestoreState(b"one")
+    caller.reset()  # and now a whole episode tells whether a replay from the one before is the same
     state, reset = caller.journal.plans()
     assert begins_with(state) == RestoreState(b"one")
     assert isinstance(begins_with(reset), Reset)
