@@ -106,6 +106,10 @@ class Backend(ABC):
     def kill(self) -> Fate:
         """End it now, whatever it is doing."""
 
+    def strike(self) -> None:
+        """As :meth:`kill`, from a thread that does not hold it: nothing is touched that may be let go of meanwhile."""
+        self.kill()
+
     def wake(self, deadline: float | None) -> Backend | None:
         """After its end: its snapshot, awake, if it has left one; to be asked before this is released.
 

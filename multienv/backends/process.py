@@ -370,6 +370,10 @@ class ProcessBackend(Backend):
         self._worker.kill()
         return self._worker.wait(FATE_TIMEOUT) or UNKNOWN_FATE
 
+    def strike(self) -> None:
+        """Have it killed, by its number alone."""
+        self._worker.kill()
+
     def wake(self, deadline: float | None) -> ProcessBackend | None:
         """Its snapshot, once it is dead and if it has left one."""
         fate = self._worker.fate

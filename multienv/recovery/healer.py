@@ -235,7 +235,7 @@ class Healer:
         """The env is being closed: end a recovery that is under way in another thread."""
         self._stopped, current = True, self._current
         if current is not None:
-            current.kill()
+            current.strike()
 
     def bring_back(
         self, plans: list[Plan], effort: Effort, progress: int, looks_the_same: Callable[[Backend, bytes], bool]
