@@ -12,7 +12,7 @@ Layers, lowest first; none imports one above it::
     recovery                     journal, replay, verification, budget: the supervisor
     remote_generator             an env's generator, from afar
     hosted_env … multi_env       the faces of one env and of lists of them
-    vector_arguments … vector_env  the faces of batches
+    rendering … vector_making    the faces of batches
     testing                      faulty envs, leak checks, a conformance kit
     chaos, replay, cli           kills for a long time, beside an undisturbed run; a report run again; the command line
 """
@@ -23,6 +23,7 @@ from multienv.multi_env import MultiEnv
 from multienv.recovery.restorer import Snapshot
 from multienv.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.subprocess_vector_env import SerialVectorEnv, SubprocessVectorEnv
+from multienv.vector_making import make_vec
 from multienv.worker.state_hooks import register_state_hook
 
 __version__ = "0.1.0"
@@ -38,5 +39,6 @@ __all__ = [
     "SubprocessEnv",
     "SubprocessVectorEnv",
     "create_subprocess_envs",
+    "make_vec",
     "register_state_hook",
 ]

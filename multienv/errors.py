@@ -12,7 +12,8 @@
     │   ├── ReportError                       a crash report cannot be read or replayed so
     │   ├── ActionError                       an action that does not fit the action space
     │   ├── EnvFnError                        env_fn cannot be sent to a process
-    │   └── SpaceMismatchError                envs with different spaces in one batch
+    │   ├── SpaceMismatchError                envs with different spaces in one batch (also a RuntimeError)
+    │   └── NotShareableError                 observations that shared memory cannot hold
     ├── WaitTimeout (also a TimeoutError)   the answer is not there yet; wait again
     ├── EnvError                            the env's: it raised, its process lives
     │   ├── EnvRaisedError                    also an instance of the type the env raised
@@ -96,12 +97,16 @@ class EnvFnError(UsageError, TypeError):
     """``env_fn`` is not callable, cannot be pickled, or does not return an env."""
 
 
-class SpaceMismatchError(UsageError):
+class SpaceMismatchError(UsageError, RuntimeError):
     """The envs of one batch do not share one observation and one action space."""
 
 
 class ReportError(UsageError):
     """A crash report cannot be read, or wants more to be replayed than it may be given; the message says what."""
+
+
+class NotShareableError(UsageError, gymnasium.error.CustomSpaceError):
+    """``shared_memory=True`` was given, and the observations have no fixed layout in memory."""
 
 
 class WaitTimeout(MultienvError, TimeoutError, multiprocessing.TimeoutError):  # noqa: N818 - reads as what it is
@@ -274,14 +279,14 @@ class EnvsFailedError(MultienvError):
         results: Sequence[Any],
         advice: str = "Reset the failed envs; the episodes of the others go on.",
     ) -> MultienvError:
-        """One error for all ``failures``; catchable by the cause's own type where there is one cause."""
+        """One error for all ``failures``; catchable by the cause's own type where there is one cause, or one type."""
         lines = [f"{len(failures)} of {len(results)} envs failed in {what}. {advice}"]
         lines += [f"  env {index}: {type(error).__name__}: {error}" for index, error in failures.items()]
         message = "\n".join(lines)
-        causes = {id(error): error for error in failures.values()}
+        kinds = {type(error.__cause__) if isinstance(error, EnvRaisedError) else error for error in failures.values()}
         first = next(iter(failures.values()))
         build: Callable[[], MultienvError] = lambda: cls(message)  # noqa: E731 - one of two ways to build
-        if len(causes) == 1:
+        if len(kinds) == 1:
             build = lambda: catchable_as(cls, first, message)  # noqa: E731
         error = build()
         assert isinstance(error, cls)

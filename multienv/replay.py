@@ -221,7 +221,8 @@ class Replay:
             self._read = reader(space, Placement.of(space, inline_limit), self._host.block)
             return Outcome("The env was built")
         self.env, self._action_space = self.envs, batch_space(self.envs[0].action_space, self._group.size)
-        layout = BatchLayout.of(space if self._group.space is None else self._group.space, self._group.num_envs)
+        space = space if self._group.space is None else self._group.space
+        layout = BatchLayout.of(space, self._group.num_envs, with_observations=self._group.with_observations)
         assert self._host.block is not None
         sides, first = places(layout, self._host.block.view), self._group.first
         rows = range(first, first + self._group.size)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv.autoreset import mode_of
@@ -33,14 +32,65 @@ from multienv.worker.state_hooks import registered_hooks
 
 
 class SubprocessVectorEnv(HostedVectorEnv):
-    """A ``gymnasium.vector.VectorEnv`` whose envs live in processes, several in each, and survive them."""
+    """A ``gymnasium.vector.VectorEnv`` whose envs live in processes, several in each, and survive them.
+
+    ::
+
+        envs = SubprocessVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 32)
+        observations, infos = envs.reset(seed=0)
+        observations, rewards, terminations, truncations, infos = envs.step(envs.action_space.sample())
+
+    It takes the place of ``gymnasium.vector.AsyncVectorEnv``, and equals ``SyncVectorEnv`` to the bit. When a process
+    dies, by whatever cause, its envs are brought back as :class:`SubprocessEnv` brings back one, and the step returns
+    what it would have returned. An env that is itself to blame and cannot be brought back ends its episode with
+    ``truncated`` and the reason in ``infos["multienv"]``; the others of its process go on exactly.
+
+    A step returns observations, batched as ``observation_space`` says, rewards (float64, ``(num_envs,)``), terminations
+    and truncations (bool, ``(num_envs,)``), and the envs' infos merged: a key has a value for each env, and ``_key``
+    says of which env it is. What happens at the end of an episode is ``autoreset_mode``'s to say:
+
+    - ``NEXT_STEP``: the step that ends it returns its last observation; the next one ignores the env's action and
+      returns the first observation of the new episode, reward 0.0 and both flags False.
+    - ``SAME_STEP``: the step that ends it returns the first observation of the new one, with the old one's last in
+      ``infos["final_obs"]`` and its info in ``infos["final_info"]``.
+    - ``DISABLED``: the caller resets the envs that have ended, ``reset(options={"reset_mask": mask})``.
+
+    Args:
+        env_fns: Each builds one env, in its process; they travel by cloudpickle. All envs have the same action space.
+        envs_per_worker: How many envs share a process; the last one has what is left. ``"auto"``: as many processes as
+            there are cores, with the envs dealt out evenly.
+        shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
+            not (``None``); must be shareable (``True``); or travel pickled (``False``).
+        copy: Give out copies of the observations. If False, they are views into the shared memory: the step or
+            reset after the next one overwrites them; they outlive :meth:`close`.
+        context: ``"forkserver"`` (the default on Linux), ``"spawn"`` (elsewhere) or ``"fork"``.
+        daemon: Ignored: the processes end with the trainer, whatever it is, and may start processes of their own.
+        worker: Refused: the envs are hosted by multienv's own worker.
+        observation_mode: ``"same"``: all envs have the same observation space. ``"different"``: they share shape and
+            dtype. Or a pair, the batched and the single space.
+        autoreset_mode: A mode of gymnasium's, or its name or value.
+        max_concurrency: How many processes may step or reset at a time.
+        restart: What happens when a process is lost. ``on_crash`` and its likes concern the env that is to blame.
+        deadlines: When a process counts as hung; those of a step and a reset are for all its envs together.
+        native_threads: Threads that BLAS, OpenMP and the like may use in each process, unless the environment says
+            otherwise; ``None`` leaves them alone.
+        bind_cores: A process whose steps are short keeps to a core, and yields it to others.
+        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
+
+    Raises:
+        EnvsFailedError: Some envs could not be built; all have been closed.
+        SpaceMismatchError: Their spaces differ; also a RuntimeError, as gymnasium has it.
+        NotShareableError: ``shared_memory=True``, and the observations cannot lie in shared memory.
+        EnvFnError: An ``env_fn`` is not callable or cannot be pickled.
+        UsageError: Another argument makes no sense.
+    """
 
     def __init__(
         self,
         env_fns: Sequence[EnvFn],
         *,
         envs_per_worker: int | str = "auto",
-        shared_memory: bool = True,
+        shared_memory: bool | None = None,
         copy: bool = True,
         context: Any = None,
         daemon: bool = True,
@@ -79,7 +129,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
                 setting=None if method == FORK else _setting(native_threads),
                 inline_limit=INLINE_LIMIT,
                 snapshots=(restart.snapshot_every or 0) if restart.snapshots else -1,
-                group=_group(first, size, len(env_fns), mode, observation_mode, restart),
+                group=_group(first, size, len(env_fns), mode, observation_mode, shared_memory, restart),
                 state_hooks=b"" if method == FORK else registered_hooks(),
             )
             groups.append(
@@ -99,10 +149,12 @@ class SubprocessVectorEnv(HostedVectorEnv):
         # Without close(): the processes end by themselves once their pipes do.
         for group in groups:
             weakref.finalize(self, _abandon, group, os.getpid()).atexit = False
+        weakref.finalize(self, arena.close).atexit = False
         super().__init__(
             env_fns,
             groups,
             arena,
+            shared_memory=shared_memory,
             copy=copy,
             observation_mode=observation_mode,
             autoreset_mode=mode,
@@ -111,12 +163,26 @@ class SubprocessVectorEnv(HostedVectorEnv):
 
 
 class SerialVectorEnv(HostedVectorEnv):
-    """The same host, wire and supervisor with all envs in this very process: for debugging."""
+    """The same host, wire and supervisor with all envs in this very process: for debugging.
+
+    What a :class:`SubprocessVectorEnv` must be equal to, to the bit, infos and errors included. A breakpoint in an env
+    stops here. Deadlines are not enforced, and a crash of an env is a crash of this process.
+
+    Args:
+        env_fns: Each builds one env.
+        shared_memory, copy, observation_mode, autoreset_mode, hooks: As for :class:`SubprocessVectorEnv`.
+
+    Raises:
+        EnvsFailedError: Some envs could not be built; all have been closed.
+        SpaceMismatchError: Their spaces differ.
+        UsageError: An argument makes no sense.
+    """
 
     def __init__(
         self,
         env_fns: Sequence[EnvFn],
         *,
+        shared_memory: bool | None = None,
         copy: bool = True,
         observation_mode: Any = "same",
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
@@ -129,7 +195,7 @@ class SerialVectorEnv(HostedVectorEnv):
             _check_env_fn(env_fn)
         mode, policy = mode_of(autoreset_mode), RestartPolicy(on_crash="raise", on_timeout="raise", journal_limit=0)
         arena = Arena(shared=False)
-        group = _group(0, len(env_fns), len(env_fns), mode, observation_mode, policy)
+        group = _group(0, len(env_fns), len(env_fns), mode, observation_mode, shared_memory, policy)
         supervisor = GroupSupervisor(
             _Serially(env_fns, arena),
             Initialize(None, None, None, INLINE_LIMIT, group=group),
@@ -142,6 +208,7 @@ class SerialVectorEnv(HostedVectorEnv):
             env_fns,
             [supervisor],
             arena,
+            shared_memory=shared_memory,
             copy=copy,
             observation_mode=observation_mode,
             autoreset_mode=mode,
@@ -180,7 +247,13 @@ class _Serially:
 
 
 def _group(
-    first: int, size: int, num_envs: int, mode: AutoresetMode, observation_mode: Any, policy: RestartPolicy
+    first: int,
+    size: int,
+    num_envs: int,
+    mode: AutoresetMode,
+    observation_mode: Any,
+    shared_memory: bool | None,
+    policy: RestartPolicy,
 ) -> Group:
     return Group(
         first=first,
@@ -189,6 +262,7 @@ def _group(
         autoreset=mode.name,
         space=observation_mode[1] if isinstance(observation_mode, tuple) else None,
         truncates_errors=policy.on_error == "truncate",
+        with_observations=shared_memory is not False,
         salt=secrets.randbits(32),
     )
 
@@ -197,16 +271,3 @@ def _cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
-
-
-def make_vec(
-    env: str | Callable[[], gymnasium.Env[Any, Any]],
-    num_envs: int = 1,
-    *,
-    vectorization: str = "subprocess",
-    wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
-    vector_options: dict[str, Any] | None = None,
-    **make_kwargs: Any,
-) -> HostedVectorEnv:
-    """Not yet."""
-    raise NotImplementedError

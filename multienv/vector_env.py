@@ -7,30 +7,22 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gymnasium import spaces
-from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array
+from gymnasium import logger
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from multienv.backends.arena import Arena
-from multienv.errors import (
-    ActionError,
-    CallPendingError,
-    ClosedError,
-    EnvsFailedError,
-    NothingPendingError,
-    ResetNeededError,
-    SpaceMismatchError,
-    UsageError,
-)
+from multienv.errors import ActionError, EnvsFailedError, ResetNeededError, UsageError
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.group import GroupSupervisor
 from multienv.threads import Pool, side_by_side
 from multienv.vector_arguments import WrongTypeError, normal_batch, shown, sliced
-from multienv.vector_rounds import STEP, Round, VectorRounds
+from multienv.vector_calls import VectorCalls
+from multienv.vector_rounds import STEP, Refused, Round, VectorRounds
+from multienv.vector_spaces import check_shareable, check_spaces, observation_spaces
 from multienv.wire.batch import BatchLayout, Place, copied, row_of
-from multienv.wire.messages import GroupOptions, Message, Render, Reset, SetAttribute
+from multienv.wire.messages import GroupOptions, Reset
 
 if TYPE_CHECKING:
     from multienv.hosted_env import EnvFn
@@ -38,14 +30,15 @@ if TYPE_CHECKING:
 Batch = tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], dict[str, Any]]
 
 
-class HostedVectorEnv(VectorEnv[Any, Any, Any]):
+class HostedVectorEnv(VectorCalls):
     """What SubprocessVectorEnv and SerialVectorEnv share: groups of envs that answer from somewhere else.
 
     Attributes:
         num_envs: How many envs there are.
         single_observation_space, single_action_space: Of each.
         observation_space, action_space: Of all together.
-        metadata, render_mode, spec: As the first env has them.
+        metadata, render_mode: As the first env has them.
+        spec: What :func:`make_vec` makes the same again from; else ``None``, as in gymnasium.
         autoreset_mode: What happens when an episode ends.
         envs_per_worker: The sizes of the groups.
     """
@@ -56,6 +49,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         groups: Sequence[GroupSupervisor],
         arena: Arena,
         *,
+        shared_memory: bool | None,
         copy: bool,
         observation_mode: Any,
         autoreset_mode: AutoresetMode,
@@ -64,7 +58,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Build all envs, and compare their spaces."""
         self.num_envs = len(env_fns)
         self.env_fns = list(env_fns)
-        self.copy = copy
+        self.shared_memory, self.copy = shared_memory, copy
         self.observation_mode = observation_mode
         self.autoreset_mode = autoreset_mode
         self._groups, self._arena = list(groups), arena
@@ -99,42 +93,19 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         first = descriptions[0]
         self.single_action_space = members[0][1]
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self._set_observation_spaces([observation_space for observation_space, _ in members])
-        self._check_spaces(members)
+        found = [observation_space for observation_space, _ in members]
+        check_spaces(type(self).__name__, self.observation_mode, members)
+        self.observation_space, self.single_observation_space = observation_spaces(self.observation_mode, found)
+        if self.shared_memory:
+            check_shareable(self.single_observation_space)
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
-        layout = BatchLayout.of(self.single_observation_space, self.num_envs)
+        layout = BatchLayout.of(
+            self.single_observation_space, self.num_envs, with_observations=self.shared_memory is not False
+        )
         self._places = self._arena.places(layout)
         self._laid_out = layout.tree is not None
         self._loose: list[Any] = [None] * self.num_envs
-
-    def _set_observation_spaces(self, found: list[spaces.Space[Any]]) -> None:
-        mode = self.observation_mode
-        if isinstance(mode, tuple):
-            self.observation_space, self.single_observation_space = mode
-            return
-        self.single_observation_space = found[0]
-        if mode == "different":
-            self.observation_space = batch_differing_spaces(found)
-        else:
-            self.observation_space = batch_space(found[0], self.num_envs)
-
-    def _check_spaces(self, members: list[tuple[Any, Any]]) -> None:
-        same = self.observation_mode == "same"
-        for index, (observation_space, action_space) in enumerate(members):
-            fits = observation_space == self.single_observation_space
-            if not same:
-                fits = is_space_dtype_shape_equiv(observation_space, self.single_observation_space)
-            if not fits:
-                advice = " Use observation_mode='different' if that is meant." if same else ""
-                raise SpaceMismatchError(
-                    f"Env {index} has the observation space {observation_space}, not {self.single_observation_space}."
-                    f"{advice}"
-                )
-            if action_space != self.single_action_space:
-                raise SpaceMismatchError(
-                    f"Env {index} has the action space {action_space}, not {self.single_action_space}."
-                )
 
     # --- reset ------------------------------------------------------------------------------------
 
@@ -196,6 +167,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if current.command != "call" and self.autoreset_mode is AutoresetMode.DISABLED:
             self._begun[list(self._failures_of(current))] = False
 
+    def _note_completed(self, completed: Round) -> None:
+        self._note_episodes(completed)
+        if not self._laid_out and completed.command != "call":
+            self._keep_loose(completed)
+
     def _failures_of(self, current: Round) -> dict[int, BaseException]:
         failures: dict[int, BaseException] = {}
         for index, (rows, answer) in enumerate(zip(self._slices, current.answers, strict=True)):
@@ -219,10 +195,22 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             return None
         mask: Any = options.pop("reset_mask")
         if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-            raise WrongTypeError(f"options['reset_mask'] is {mask!r:.100}; give a numpy array of bools.")
-        if mask.shape != (self.num_envs,) or not mask.any():
+            raise WrongTypeError(
+                f"`options['reset_mask']` must be a numpy array with `dtype=np.bool_`, got {type(mask)} {mask!r:.100}"
+            )
+        if mask.shape != (self.num_envs,):
             raise UsageError(
-                f"options['reset_mask'] is {mask!r:.100}; it wants shape ({self.num_envs},) and at least one True."
+                f"`options['reset_mask']` must have shape `({self.num_envs},)`, one bool for each env, got {mask.shape}"
+            )
+        if not mask.any():
+            raise UsageError(
+                "`options['reset_mask']` must contain a boolean array with at least one True value, got "
+                f"reset_mask={mask!r:.100}"
+            )
+        if not self._laid_out and not (mask | self._begun).all():
+            unseen = np.flatnonzero(~(mask | self._begun)).tolist()
+            raise ResetNeededError(
+                f"reset(): envs {unseen} have no observation yet; reset all envs once, without reset_mask."
             )
         return np.array(mask)
 
@@ -267,29 +255,31 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 f"step(): there is no episode in envs {ended}. reset(options={{'reset_mask': mask}}) begins one. "
                 "Nothing was sent."
             )
-        if not self._fresh:
-            self._refuse_before_reset()
+        if not self._fresh and not self._all_begun():
+            # As gymnasium has it: the step is pending, and what is wrong with it is told when it is collected.
+            self._rounds.refuse(STEP, ResetNeededError("step(): there is no episode yet. Call reset() first."))
+            return
         self._rounds.begin(STEP, parts, whole=whole)
 
     def step_wait(self, timeout: float | None = None) -> Batch:
         """Collect what the steps returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
         current = self._collect(STEP, timeout)
-        place = self._place()
-        observations = self._observations(current)
-        rewards, terminations = place.rewards.copy(), place.terminations.copy()
-        truncations = place.truncations.copy()
         if self.autoreset_mode is AutoresetMode.DISABLED:
             self._note_episodes(current)
         infos: dict[str, Any] = {}
         if current.failures or current.disturbed or any(answer[4] for answer in current.answers):
             infos = self._merged(current, "step")
+        # Not before: the traceback of what that raises would keep the memory mapped.
+        place = self._place()
+        rewards, terminations = place.rewards.copy(), place.terminations.copy()
+        truncations = place.truncations.copy()
+        observations = self._observations(current)
         self._rounds.end()
         return observations, rewards, terminations, truncations, infos
 
-    def _refuse_before_reset(self) -> None:
-        if not self._begun.all():
-            raise ResetNeededError("step(): there is no episode yet. Call reset() first.")
-        self._fresh = True
+    def _all_begun(self) -> bool:
+        self._fresh = bool(self._begun.all())
+        return self._fresh
 
     def _parts(self, actions: Any) -> list[Any]:
         """The actions of each group."""
@@ -305,20 +295,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     # --- what came back ---------------------------------------------------------------------------
 
-    def _collect(self, command: str, timeout: float | None) -> Round:
-        current = self._rounds.current
-        if self.closed:
-            raise ClosedError(f"{command}_wait(): this vector env has been closed. Make a new one.")
-        if current is None or current.command != command:
-            pending = "" if current is None else f" What is pending is {current.command}."
-            raise NothingPendingError(f"{command}_wait(): call {command}_async() first.{pending}", command)
-        self._rounds.collect(timeout)
-        if any(isinstance(failure, ClosedError) for failure in current.failures.values()):
-            raise ClosedError(f"{command}(): this vector env was closed meanwhile. Make a new one.")
-        return current
-
     def _place(self) -> Place:
         """Where the rows of the last request lie; the groups count in step."""
+        if self._places is None:  # closed meanwhile, by a signal handler or another thread
+            self._refuse_closed("wait")
         assert self._places is not None
         return self._places[self._groups[0].seq & 1]
 
@@ -326,20 +306,27 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if self._laid_out:
             observations = self._place().observations
             return copied(observations) if self.copy else observations
+        self._keep_loose(current)
+        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
+        return concatenate(self.single_observation_space, self._loose, empty)
+
+    def _keep_loose(self, current: Round) -> None:
+        """The observations that came in the replies."""
         for rows, answer in zip(self._slices, current.answers, strict=True):
             if answer is not None:
                 for index, observation in enumerate(answer[0]):
                     if observation is not None or self._loose[rows.start + index] is None:
                         self._loose[rows.start + index] = observation
-        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        return concatenate(self.single_observation_space, self._loose, empty)
 
     def _merged(self, current: Round, command: str) -> dict[str, Any]:
         """The infos as gymnasium merges them; or raise what has failed."""
+        if isinstance(current, Refused):
+            self._rounds.end()
+            raise current.error
         infos: dict[str, Any] = {}
         failures = self._failures_of(current)
         if failures:
-            self._raise(command, failures, infos)
+            self._raise(command, failures, current)
         for rows, answer in zip(self._slices, current.answers, strict=True):
             for slot, info in answer[-1].get("infos", ()):
                 self._add_one(infos, info, rows.start + slot)
@@ -355,116 +342,32 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             info = {key: value for key, value in info.items() if key not in final}
         self._add_info(infos, info, index)
 
-    def _raise(self, command: str, failures: dict[int, BaseException], infos: dict[str, Any]) -> None:
+    def _raise(self, command: str, failures: dict[int, BaseException], current: Round) -> None:
+        results = self._results_but(failures, command, current)
         self._rounds.end()
-        results: list[Any] = [None] * self.num_envs
-        if self._laid_out:
-            place = self._place()
-            for index in range(self.num_envs):
-                if index not in failures:
-                    observation = row_of(place.observations, index)
-                    flags = place.rewards[index], bool(place.terminations[index]), bool(place.truncations[index])
-                    results[index] = (observation, *flags) if command == STEP else observation
         if self.autoreset_mode is AutoresetMode.DISABLED:
             advice = "The episodes of the others go on; reset the failed ones by options['reset_mask']."
         else:
             advice = "The episodes of the others go on; the next step() begins new ones where they failed, or reset()."
-        error = EnvsFailedError.collect(f"{command}()", failures, results, advice)
-        raise error
+        raise EnvsFailedError.collect(f"{command}()", failures, results, advice)
+
+    def _results_but(self, failures: dict[int, BaseException], command: str, current: Round) -> list[Any]:
+        """What the envs returned that have not failed."""
+        place = self._place()
+        results: list[Any] = [None] * self.num_envs
+        if not self._laid_out:
+            self._keep_loose(current)
+        for index in set(range(self.num_envs)).difference(failures):
+            observation = row_of(place.observations, index) if self._laid_out else self._loose[index]
+            flags = place.rewards[index], bool(place.terminations[index]), bool(place.truncations[index])
+            results[index] = (observation, *flags) if command == STEP else observation
+        return results
 
     # --- anything else ----------------------------------------------------------------------------
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of every env; an attribute that is not callable is returned."""
-        self._begin_call("call", self._message_of(name, args, kwargs), whole=True)
-        return self.call_wait()
-
-    @staticmethod
-    def _message_of(name: str, args: Any, kwargs: Any) -> Message:
-        return Render() if name == "render" else HostedEnv._call_message(name, args, kwargs)
-
-    def _begin_call(self, what: str, message: Message, *, whole: bool) -> None:
-        self._refuse_pending(what)
-        self._rounds.begin("call", [message] * len(self._groups), whole=whole)
-
-    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Send the calls; collect them with :meth:`call_wait`."""
-        self._begin_call("call_async", self._message_of(name, args, kwargs), whole=False)
-
-    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Collect what the calls returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
-        current = self._collect("call", timeout)
-        values: list[Any] = []
-        failures: dict[int, BaseException] = {}
-        for index, rows in enumerate(self._slices):
-            if index in current.failures:
-                failures |= dict.fromkeys(range(rows.start, rows.stop), current.failures[index])
-                values += [None] * (rows.stop - rows.start)
-                continue
-            some, failed = current.answers[index]
-            values += some
-            failures |= {rows.start + slot: error for slot, error in failed.items()}
-        self._rounds.end()
-        if failures:
-            raise EnvsFailedError.collect("call()", failures, values, "The others answered; all episodes go on.")
-        return tuple(values)
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of every env; a method is called, as gymnasium does."""
-        return self.call(name)
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute on every env: a list or tuple has one value for each, anything else is for all."""
-        if not isinstance(values, list | tuple):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise UsageError(f"set_attr(): {len(values)} values for {self.num_envs} envs; give one for each.")
-        self._refuse_pending("set_attr")
-        self._rounds.begin("call", [SetAttribute(name, tuple(values[rows])) for rows in self._slices], whole=True)
-        self.call_wait()
-
-    def render(self) -> tuple[Any, ...]:
-        """What every env renders."""
-        return self.call("render")
-
-    @property
-    def np_random(self) -> Any:
-        """Copies of the generators of all envs."""
-        return self.get_attr("np_random")
-
-    @np_random.setter
-    def np_random(self, value: Any) -> None:
-        self.set_attr("np_random", value)
-
-    @property
-    def np_random_seed(self) -> Any:
-        """The seeds of the generators of all envs; -1 where it is not known."""
-        return self.get_attr("np_random_seed")
 
     def statistics(self) -> list[Statistics]:
         """Of each worker, as a frozen record; its steps are those of all its envs together."""
         return [group.statistics() for group in self._groups]
-
-    def _refuse_pending(self, command: str) -> None:
-        if self.closed:
-            raise ClosedError(f"{command}(): this vector env has been closed. Make a new one.")
-        current = self._rounds.current
-        if current is None:
-            return
-        if not current.interrupted:
-            raise CallPendingError(
-                f"{command}(): {current.command} is pending. Call {current.command}_wait() first.", current.command
-            )
-        if current.command == STEP and not command.startswith("reset"):
-            raise CallPendingError(
-                f"{command}(): a step was interrupted. Call step() to complete it, or reset() to drop it.", STEP
-            )
-        completed = self._rounds.completed()
-        if completed is not None:  # nobody asks for its outcome; what it has changed stays so
-            self._note_episodes(completed)
-            if not self._laid_out and completed.command != "call":
-                self._observations(completed)
-            self._rounds.end()
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """End the workers: by asking, and after ``Deadlines.close`` seconds by force; again does nothing.
@@ -473,6 +376,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             timeout: Seconds to wait for them, if that is less.
             terminate: Do not ask.
             **kwargs: Ignored, as gymnasium does.
+
+        Warns:
+            UserWarning: An answer is pending that nobody has collected. All is closed nevertheless.
         """
         patience = 0.0 if terminate else timeout
         for group in self._groups:
@@ -481,4 +387,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         with Pool(max(1, len(self._groups)), "multienv-close") as pool:
             side_by_side(pool, [lambda group=group: group.close(patience) for group in self._groups])  # type: ignore[misc]
         self._rounds.close()
+        self._places = None
         self._arena.close()
+        current = self._rounds.current
+        if current is not None and not current.interrupted:
+            self.closed = True  # the warning may be made an error
+            logger.warn(f"Calling `close` while waiting for a pending call to `{current.command}` to complete.")

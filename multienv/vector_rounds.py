@@ -55,6 +55,18 @@ class Round:
         self.arguments = copy.deepcopy(self.arguments) if self.command == STEP else self.arguments
 
 
+class Refused(Round):
+    """A round of which nothing has been sent; whoever collects it gets the error."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, command: str, groups: int, error: Exception) -> None:
+        """All have failed."""
+        super().__init__(command, [None] * groups, [0] * groups, whole=False)
+        self.error = error
+        self.failures = dict.fromkeys(range(groups), error)
+
+
 class VectorRounds:
     """Makes one call to all groups at a time.
 
@@ -90,6 +102,10 @@ class VectorRounds:
         except BaseException:
             current.disturb()
             raise
+
+    def refuse(self, command: str, error: Exception) -> None:
+        """Send nothing; the error is raised when the round is collected."""
+        self.current = Refused(command, len(self._groups), error)
 
     def _note_refusal(self, current: Round, error: MultienvError) -> None:
         """One of the groups could not be asked; the others are."""

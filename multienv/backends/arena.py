@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from multienv.errors import ClosedError
 from multienv.processes import descriptors
 from multienv.wire.batch import BatchLayout, Place, places
 from multienv.wire.memory import Block, anonymous_file
@@ -28,11 +29,13 @@ class Arena:
                 self._token = descriptors.own(self.descriptor)
         self._block: Block | None = None
         self._places: tuple[Place, Place] | None = None
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
 
     def block(self, size: int) -> Block:
         """The memory itself, mapped once."""
         with self._lock:
+            if self._closed:
+                raise ClosedError("This vector env has been closed.")
             if self._block is None:
                 self._block = Block.private(size) if self.descriptor < 0 else Block.sized(self.descriptor, size)
             return self._block
@@ -47,6 +50,7 @@ class Arena:
     def close(self) -> None:
         """Let go of the descriptor; what is mapped stays so as long as arrays look into it."""
         descriptors.close(self._token)
-        self._places = None
-        if self._block is not None:
-            self._block.close()
+        self._closed = True
+        block, self._block, self._places = self._block, None, None
+        if block is not None:
+            block.close()

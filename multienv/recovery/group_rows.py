@@ -58,11 +58,18 @@ class GroupKeeper(Supervisor):
 
     def _lay_out(self, description: Description) -> None:
         group = self._group
-        layout = BatchLayout.of(description.members[0][0] if group.space is None else group.space, group.num_envs)
+        space = description.members[0][0] if group.space is None else group.space
+        layout = BatchLayout.of(space, group.num_envs, with_observations=group.with_observations)
         self._places = self._arena.places(layout)
         self._evidence = GroupEvidence(layout, group.size)
         self._placement = Placement(None, inline=True)
         self._size = -1 if layout.tree is None else REPLY.size + self._evidence.length
+
+    def _let_go(self) -> None:
+        """Once closed, of the rows too: their memory is unmapped with the last of its arrays."""
+        super()._let_go()
+        if self.closed:
+            self._places = self._kept = None
 
     def _size_of_plain_replies(self) -> int:
         return self._size

@@ -183,7 +183,8 @@ def _group(group: Group | None) -> dict[str, Any] | None:
     """Of which envs of a batch that process was."""
     if group is None:
         return None
-    return {name: getattr(group, name) for name in ("first", "size", "num_envs", "autoreset", "truncates_errors")}
+    names = ("first", "size", "num_envs", "autoreset", "truncates_errors", "with_observations")
+    return {name: getattr(group, name) for name in names}
 
 
 def _shown(space: Any) -> str:

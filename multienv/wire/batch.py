@@ -54,8 +54,8 @@ class BatchLayout:
         return [] if self.tree is None else _leaves(self.tree)
 
     @classmethod
-    def of(cls, space: spaces.Space[Any], num_envs: int) -> BatchLayout:
-        """The layout for so many envs with this observation space."""
+    def of(cls, space: spaces.Space[Any], num_envs: int, *, with_observations: bool = True) -> BatchLayout:
+        """The layout for so many envs with this observation space; or without arrays for observations."""
         end = 0
 
         def place(shape: tuple[int, ...], dtype: Any) -> Leaf:
@@ -64,7 +64,7 @@ class BatchLayout:
             end += math.ceil(math.prod(leaf.shape) * leaf.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
             return leaf
 
-        tree = _tree(space, place) if is_laid_out(space) else None
+        tree = _tree(space, place) if with_observations and is_laid_out(space) else None
         return cls(num_envs, tree, place((), np.float64), place((), np.bool_), place((), np.bool_), end)
 
 
@@ -103,8 +103,10 @@ class Place:
         """Lay the arrays over ``view``, from ``offset`` on."""
 
         def array(leaf: Leaf) -> Array:
-            laid: Array = np.ndarray(leaf.shape, leaf.dtype, view, offset + leaf.offset)
-            return laid
+            # Unlike np.ndarray(buffer=), this keeps the memory mapped for as long as somebody has the array.
+            count = math.prod(leaf.shape)
+            laid: Array = np.frombuffer(view, leaf.dtype, count, offset + leaf.offset)
+            return laid.reshape(leaf.shape)
 
         self.observations = None if layout.tree is None else _mapped(array, layout.tree)
         self.rewards, self.terminations = array(layout.rewards), array(layout.terminations)

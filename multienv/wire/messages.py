@@ -102,6 +102,7 @@ class Group:
         autoreset: The name of a gymnasium ``AutoresetMode``.
         space: The observation space whose arrays the batch has; ``None``: that of the first env.
         truncates_errors: An exception of an env ends its episode and is not raised.
+        with_observations: The batch has arrays for observations, if their space can be laid out.
         salt: Goes into the seeds of envs that begin episodes before anybody has given them one.
     """
 
@@ -111,6 +112,7 @@ class Group:
     autoreset: str
     space: Any = None
     truncates_errors: bool = False
+    with_observations: bool = True
     salt: int = 0
 
 

@@ -30,7 +30,7 @@ class Rows:
 
     def __init__(self, space: spaces.Space[Any], group: Group, arena: Callable[[int], Block]) -> None:
         """Find them in the arena."""
-        layout = BatchLayout.of(space, group.num_envs)
+        layout = BatchLayout.of(space, group.num_envs, with_observations=group.with_observations)
         self.block = arena(2 * layout.size)
         self.laid_out = layout.tree is not None
         self.loose: list[Any] = [None] * group.size

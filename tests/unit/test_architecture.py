@@ -25,6 +25,7 @@ PUBLIC = [
     "SubprocessEnv",
     "SubprocessVectorEnv",
     "create_subprocess_envs",
+    "make_vec",
     "register_state_hook",
 ]
 PUBLIC_TESTING = [
@@ -49,7 +50,16 @@ LAYERS = [
     ["recovery"],
     ["remote_generator"],
     ["hosted_env", "autoreset", "subprocess_env", "rounds", "multi_env"],
-    ["vector_arguments", "vector_rounds", "vector_env", "subprocess_vector_env"],
+    [
+        "rendering",
+        "vector_arguments",
+        "vector_spaces",
+        "vector_rounds",
+        "vector_calls",
+        "vector_env",
+        "subprocess_vector_env",
+        "vector_making",
+    ],
     ["testing"],
     ["chaos", "replay", "cli"],
 ]

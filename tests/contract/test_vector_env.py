@@ -1,0 +1,195 @@
+"""SubprocessVectorEnv and SerialVectorEnv against gymnasium's SyncVectorEnv, over every env that gymnasium registers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
+
+from multienv import SerialVectorEnv, SubprocessVectorEnv
+from multienv.testing import CounterEnv, NoisyEnv, SameArrayEnv, StickyStateEnv
+
+FAMILIES = ("classic_control", "toy_text", "box2d", "mujoco")
+IDS = sorted(
+    name
+    for name, spec in gymnasium.registry.items()
+    if str(spec.entry_point).startswith(tuple(f"gymnasium.envs.{family}." for family in FAMILIES))
+)
+SLOW = {"CarRacing-v3"}
+FACES = [SubprocessVectorEnv, SerialVectorEnv]
+both_faces = pytest.mark.parametrize("face", FACES)
+all_modes = pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
+
+
+def env_fns_of(name: str, count: int) -> list[partial[gymnasium.Env]]:
+    """Their episodes end after 5, 6, 7, … steps, each at another time."""
+    try:
+        gymnasium.make(name).close()
+    except (ImportError, gymnasium.error.DependencyNotInstalled) as error:  # Pusher-v4 wants an old MuJoCo
+        pytest.skip(f"{name}: {error}")
+    return [partial(gymnasium.make, name, max_episode_steps=5 + index) for index in range(count)]
+
+
+@all_modes
+@pytest.mark.parametrize("name", IDS)
+def test_every_registered_env_equals_gymnasiums(name, mode):
+    steps = 8 if name in SLOW else 20
+    with beside_gymnasium(
+        SubprocessVectorEnv, env_fns_of(name, 3), {"envs_per_worker": 2}, autoreset_mode=mode
+    ) as pair:
+        assert run_side_by_side(*pair, steps) >= 3
+
+
+@pytest.mark.soak
+@all_modes
+@both_faces
+@pytest.mark.parametrize("name", IDS)
+def test_every_registered_env_for_long(face, name, mode):
+    make = env_fns_of(name, 1)[0].func
+    with beside_gymnasium(face, [partial(make, name)] * 5, autoreset_mode=mode) as pair:
+        run_side_by_side(*pair, 1000)
+
+
+@both_faces
+@all_modes
+@pytest.mark.parametrize("name", ["CartPole-v1", "Blackjack-v1", "Pendulum-v1"])
+def test_both_faces_in_uneven_groups(face, name, mode):
+    own = {"envs_per_worker": 3} if face is SubprocessVectorEnv else {}
+    with beside_gymnasium(face, env_fns_of(name, 7), own, autoreset_mode=mode) as pair:
+        assert run_side_by_side(*pair, 40) >= 7
+
+
+@both_faces
+@all_modes
+@pytest.mark.parametrize("kind", [CounterEnv, SameArrayEnv, StickyStateEnv, NoisyEnv])
+def test_envs_with_infos_of_their_own(face, kind, mode):
+    env_fns = [partial(kind, horizon=4 + index) for index in range(5)]
+    if kind is SameArrayEnv and mode is AutoresetMode.SAME_STEP:
+        pytest.skip("SyncVectorEnv is wrong there; see the next test")
+    with beside_gymnasium(face, env_fns, autoreset_mode=mode) as pair:
+        assert run_side_by_side(*pair, 30) >= 5
+
+
+@both_faces
+def test_the_final_observation_is_the_final_one_although_the_env_writes_over_it(face):
+    """SyncVectorEnv shows the first of the next episode there, if the env returns the same array each time."""
+    envs = face([partial(SameArrayEnv, horizon=2)] * 2, autoreset_mode="SameStep")
+    envs.reset(seed=0)
+    envs.step(np.zeros(2, int))
+    observations, _, terminations, _, infos = envs.step(np.zeros(2, int))
+    assert terminations.all()
+    assert [final[0] for final in infos["final_obs"]] == [2, 2]
+    assert observations[:, 0].tolist() == [0, 0]
+    envs.close()
+
+
+@pytest.mark.parametrize("envs_per_worker", [1, 2, 3, 5, 100, "auto"])
+def test_whatever_share_a_process_changes_nothing(envs_per_worker):
+    with beside_gymnasium(
+        SubprocessVectorEnv, env_fns_of("CartPole-v1", 5), {"envs_per_worker": envs_per_worker}
+    ) as pair:
+        assert sum(pair[0].envs_per_worker) == 5
+        run_side_by_side(*pair, 30)
+
+
+@pytest.mark.parametrize("context", ["spawn", "fork", "forkserver"])
+def test_whatever_started_the_processes(context):
+    with beside_gymnasium(SubprocessVectorEnv, env_fns_of("CartPole-v1", 3), {"context": context}) as pair:
+        run_side_by_side(*pair, 20)
+
+
+@pytest.mark.parametrize("max_concurrency", [1, 2, np.int64(3)])
+def test_fewer_at_a_time(max_concurrency):
+    own = {"envs_per_worker": 1, "max_concurrency": max_concurrency, "daemon": False}
+    with beside_gymnasium(SubprocessVectorEnv, env_fns_of("CartPole-v1", 5), own) as pair:
+        run_side_by_side(*pair, 30)
+
+
+@both_faces
+def test_seeds(face):
+    with beside_gymnasium(face, env_fns_of("CartPole-v1", 3)) as (ours, theirs):
+        for seed in (3, [5, None, 9], None, [1, 2, 3], (4, 5, 6)):
+            mine, other = ours.reset(seed=seed), theirs.reset(seed=seed)
+            if seed is not None and None not in np.atleast_1d(np.array(seed, object)):
+                expect_same(mine, other, seed)
+                expect_same(ours.np_random_seed, theirs.np_random_seed, seed)
+        assert ours.np_random_seed == (4, 5, 6)
+        assert [one.random() for one in ours.np_random] == [one.random() for one in theirs.np_random]
+
+
+@both_faces
+def test_generators_are_known_before_any_reset_and_can_be_set(face):
+    envs = face(env_fns_of("CartPole-v1", 3))
+    try:
+        assert len(set(envs.np_random_seed)) == 3
+        envs.np_random = [np.random.default_rng(seed) for seed in range(3)]
+        assert envs.np_random_seed == (-1, -1, -1)
+        assert [one.random() for one in envs.np_random] == [np.random.default_rng(seed).random() for seed in range(3)]
+    finally:
+        envs.close()
+
+
+@both_faces
+@all_modes
+def test_some_are_reset_in_the_middle_of_their_episodes(face, mode):
+    """What the others return then is what they returned last; their episodes go on."""
+    with beside_gymnasium(
+        face, [partial(CounterEnv, horizon=4 + index) for index in range(5)], autoreset_mode=mode
+    ) as pair:
+        ours, theirs = pair
+        expect_same(ours.reset(seed=1), theirs.reset(seed=1))
+        for step in range(40):
+            actions = np.full(5, step % 3)
+            mine, other = ours.step(actions), theirs.step(actions)
+            expect_same(mine, other, step)
+            mask = np.arange(5) == step % 5
+            if mode is AutoresetMode.DISABLED:
+                mask |= other[2] | other[3]
+            if step % 3 == 0 or mode is AutoresetMode.DISABLED:
+                ours.call("get_wrapper_attr", "horizon")  # in between, and not to be seen
+                seed = step if step % 2 else None
+                options = {"reset_mask": mask, "more": step}
+                expect_same(
+                    ours.reset(seed=seed, options=dict(options)), theirs.reset(seed=seed, options=options), step
+                )
+
+
+def test_ours_leaves_the_callers_options_as_they_are():
+    envs = SerialVectorEnv(env_fns_of("CartPole-v1", 2))
+    envs.reset()
+    options = {"reset_mask": np.array([True, False])}
+    envs.reset(options=options)
+    assert list(options) == ["reset_mask"]
+    envs.close()
+
+
+@both_faces
+def test_halves(face):
+    with beside_gymnasium(face, env_fns_of("CartPole-v1", 4)) as (ours, theirs):
+        ours.reset_async(seed=5)
+        expect_same(ours.reset_wait(timeout=60), theirs.reset(seed=5))
+        for step in range(20):
+            actions = np.random.default_rng(step).integers(0, 2, 4)
+            ours.step_async(actions)
+            actions[:] = 1 - actions  # they have been sent
+            expect_same(ours.step_wait(timeout=60), theirs.step(1 - actions), step)
+            ours.call_async("get_wrapper_attr", "length")
+            expect_same(ours.call_wait(timeout=60), theirs.call("get_wrapper_attr", "length"))
+
+
+def test_what_is_checked_is_not_the_same_anyway():
+    """The tests above can fail: another seed shows."""
+    with beside_gymnasium(SerialVectorEnv, env_fns_of("CartPole-v1", 3)) as (ours, theirs):
+        ours.reset(seed=1)
+        theirs.reset(seed=2)
+        with pytest.raises(AssertionError, match="step 0"):
+            expect_same(ours.step(np.zeros(3, int)), theirs.step(np.zeros(3, int)), "step 0")
+
+
+def test_a_batch_of_one():
+    with beside_gymnasium(SubprocessVectorEnv, env_fns_of("CartPole-v1", 1)) as pair:
+        run_side_by_side(*pair, 30)

@@ -1,0 +1,231 @@
+"""Every kind of space in a batch: laid out in shared memory, pickled, and looked at without copying."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
+
+from multienv import SerialVectorEnv, SubprocessVectorEnv
+from multienv.errors import EnvsFailedError, NotShareableError, ResetNeededError, SpaceMismatchError
+from multienv.testing import SpaceEnv, TokenSpace, example_spaces
+
+SPACES = sorted(example_spaces())
+VARIABLE = {"sequence", "sequence_stacked", "graph", "custom"}  # gymnasium cannot share them either
+FACES = [SubprocessVectorEnv, SerialVectorEnv]
+both_faces = pytest.mark.parametrize("face", FACES)
+CARTPOLE = partial(gymnasium.make, "CartPole-v1")
+
+
+def space_env(kind: str, *, actions: str = "discrete", horizon: int = 3) -> SpaceEnv:
+    found = example_spaces()
+    return SpaceEnv(observation_space=found[kind], action_space=found[actions], horizon=horizon, seed=1)
+
+
+class BrokenFirstEnv(SpaceEnv):
+    """Its first resets raise; so it has no observation yet."""
+
+    def __init__(self, *, broken: int) -> None:
+        super().__init__(observation_space=TokenSpace(size=8), seed=1)
+        self.broken = broken
+
+    def reset(self, **options: Any) -> Any:
+        self.broken -= 1
+        if self.broken >= 0:
+            raise OSError("not yet")
+        return super().reset(**options)
+
+
+@both_faces
+@pytest.mark.parametrize(
+    ("mode", "shared_memory"),
+    [(mode, None) for mode in AutoresetMode] + [(AutoresetMode.SAME_STEP, False)],
+    ids=[*AutoresetMode.__members__, "pickled"],
+)
+@pytest.mark.parametrize("kind", SPACES)
+def test_observations_of_every_space(face, kind, mode, shared_memory):
+    env_fns = [partial(space_env, kind, horizon=3 + index) for index in range(3)]
+    own: dict[str, Any] = {"shared_memory": shared_memory}
+    if face is SubprocessVectorEnv:
+        own["envs_per_worker"] = 2
+    with beside_gymnasium(face, env_fns, own, autoreset_mode=mode) as (ours, theirs):
+        episodes = run_side_by_side(ours, theirs, 9, actions=lambda step: np.full(3, step % 4))
+        assert episodes >= 3
+
+
+@both_faces
+@pytest.mark.parametrize("kind", SPACES)
+def test_actions_of_every_space(face, kind):
+    """Each env is given its part of the batch; the infos tell of type, shape and every bit."""
+    env_fns = [partial(space_env, "box_float32", actions=kind, horizon=3 + index) for index in range(3)]
+    with beside_gymnasium(face, env_fns) as pair:
+        run_side_by_side(*pair, 9)
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_shared_memory_that_is_asked_for_is_had_or_refused(kind):
+    env_fns = [partial(space_env, kind)] * 2
+    if kind in VARIABLE:
+        with pytest.raises(NotShareableError, match="Leave shared_memory out") as caught:
+            SubprocessVectorEnv(env_fns, shared_memory=True)
+        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, gymnasium.error.CustomSpaceError)
+        return
+    with beside_gymnasium(SubprocessVectorEnv, env_fns, {"shared_memory": True}) as pair:
+        run_side_by_side(*pair, 4, actions=lambda step: np.zeros(2, int))
+
+
+# --- observation_mode ---------------------------------------------------------------------------
+
+
+def bounded(high: float, *, width: int = 2) -> SpaceEnv:
+    return SpaceEnv(observation_space=spaces.Box(0.0, high, (width,), np.float32), horizon=4, seed=1)
+
+
+@both_faces
+def test_different_spaces(face):
+    env_fns = [partial(bounded, high) for high in (1.0, 2.0, 3.0)]
+    with beside_gymnasium(face, env_fns, observation_mode="different") as pair:
+        assert pair[0].observation_space.high[:, 0].tolist() == [1.0, 2.0, 3.0]
+        run_side_by_side(*pair, 8)
+    with pytest.raises(SpaceMismatchError, match="env 1 has the observation space .*observation_mode='different'"):
+        face(env_fns)
+
+
+@both_faces
+def test_spaces_of_the_callers_own(face):
+    single = spaces.Box(0.0, 5.0, (2,), np.float32)
+    batched = spaces.Box(0.0, 5.0, (3, 2), np.float32)
+    env_fns = [partial(bounded, high) for high in (1.0, 2.0, 3.0)]
+    with beside_gymnasium(face, env_fns, observation_mode=(batched, single)) as pair:
+        assert pair[0].single_observation_space is single
+        run_side_by_side(*pair, 8)
+
+
+@both_faces
+@pytest.mark.parametrize("mode", ["same", "different"])
+@pytest.mark.parametrize("width", [1, 3, 3000])
+def test_spaces_that_do_not_fit_one_batch(face, mode, width):
+    """Also where they take other memory than the first env's, which all processes lay out as they know it."""
+    env_fns = [partial(bounded, 1.0), partial(bounded, 1.0), partial(bounded, 1.0, width=width)]
+    with pytest.raises(SpaceMismatchError, match="env 2 has the observation space") as caught:
+        face(env_fns, observation_mode=mode)
+    assert isinstance(caught.value, RuntimeError)  # as gymnasium has it
+    with pytest.raises(SpaceMismatchError, match="env 1 has the observation space"):
+        face([partial(bounded, 1.0, width=width), partial(bounded, 1.0)], observation_mode=mode)
+
+
+@both_faces
+def test_other_actions_do_not_fit_one_batch(face):
+    env_fns = [partial(space_env, "box_float32", actions=kind) for kind in ("discrete", "box_float32")]
+    with pytest.raises(SpaceMismatchError, match="action space different from .*env 1 has"):
+        face(env_fns)
+
+
+# --- without copying ------------------------------------------------------------------------------
+
+
+@both_faces
+def test_views_hold_until_the_next_step_but_one(face):
+    with beside_gymnasium(face, [CARTPOLE] * 3, {"copy": False}) as (ours, theirs):
+        seen = [(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])]
+        for step in range(12):
+            actions = np.random.default_rng(step).integers(0, 2, 3)
+            ours.call("get_wrapper_attr", "length")  # nor does a call overwrite them
+            seen.append((ours.step(actions)[0], theirs.step(actions)[0]))
+            for view, expected in seen[-2:]:
+                expect_same(view.copy(), expected, step)
+        assert np.shares_memory(seen[-1][0], seen[-3][0])
+        assert not np.shares_memory(seen[-1][0], seen[-2][0])
+
+
+@both_faces
+def test_copies_hold_for_ever(face):
+    with beside_gymnasium(face, [partial(space_env, "dict")] * 2) as (ours, theirs):
+        seen = [(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])]
+        seen += [(ours.step(np.full(2, step))[0], theirs.step(np.full(2, step))[0]) for step in (0, 1, 2, 3, 0, 1)]
+    for mine, other in seen:
+        expect_same(mine, other)
+
+
+@both_faces
+@pytest.mark.parametrize("kind", ["dict", "tuple", "box_float32"])
+def test_views_outlive_the_envs(face, kind):
+    envs = face([partial(space_env, kind)] * 2, copy=False)
+    observations, _ = envs.reset(seed=3)
+    leaf = observations
+    while not isinstance(leaf, np.ndarray):
+        leaf = next(iter(leaf.values())) if isinstance(leaf, dict) else leaf[0]
+    before = leaf.copy()
+    envs.close()
+    del envs, observations
+    assert leaf.tobytes() == before.tobytes()
+    leaf[:] = 0  # it is the caller's now
+    del leaf
+
+
+def test_closed_while_another_thread_steps():
+    """The memory that step looks at stays until it has come to its end."""
+    for _ in range(5):
+        envs = SubprocessVectorEnv([CARTPOLE] * 4)
+        envs.reset(seed=1)
+        stepping, ended = threading.Event(), []
+
+        def step(envs: SubprocessVectorEnv = envs, stepping: Any = stepping, ended: list[Any] = ended) -> None:
+            try:
+                while True:
+                    envs.step(np.zeros(4, int))
+                    stepping.set()
+            except gymnasium.error.ClosedEnvironmentError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        assert stepping.wait(60)
+        envs.close()
+        thread.join(60)
+        assert len(ended) == 1
+
+
+# --- what has no observation yet --------------------------------------------------------------------
+
+
+@both_faces
+def test_an_env_that_fails_before_it_has_shown_anything(face):
+    envs = face([partial(BrokenFirstEnv, broken=broken) for broken in (0, 2)])
+    with pytest.raises(EnvsFailedError, match="not yet") as caught:
+        envs.reset(seed=0)
+    assert list(caught.value.failures) == [1]
+    with pytest.raises(OSError, match="not yet"):
+        envs.step(np.zeros(2, int))  # begins it anew, in vain
+    observations, rewards, *_ = envs.step(np.zeros(2, int))
+    assert all(one.startswith("token") for one in observations)
+    assert rewards[0] > 0 == rewards[1]
+    envs.close()
+
+
+@both_faces
+def test_a_first_reset_of_some(face):
+    mask = np.array([True, False])
+    envs = face([partial(space_env, "custom")] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    with pytest.raises(ResetNeededError, match=r"envs \[1\] have no observation yet"):
+        envs.reset(options={"reset_mask": mask})
+    envs.close()
+    envs = face([CARTPOLE] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    observations, _ = envs.reset(seed=1, options={"reset_mask": mask})
+    assert observations[0].any()
+    assert not observations[1].any()
+    with pytest.raises(ResetNeededError):
+        envs.step(np.zeros(2, int))
+    envs.reset(seed=1, options={"reset_mask": ~mask})
+    theirs = SyncVectorEnv([CARTPOLE] * 2)
+    theirs.reset(seed=1)
+    expect_same(envs.step(np.zeros(2, int)), theirs.step(np.zeros(2, int)))
+    envs.close()
