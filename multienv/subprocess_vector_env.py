@@ -76,6 +76,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
             otherwise; ``None`` leaves them alone.
         bind_cores: A process whose steps are short keeps to a core, and yields it to others.
         hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
+        reports: As for :class:`SubprocessEnv`.
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.

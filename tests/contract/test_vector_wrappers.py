@@ -1,0 +1,261 @@
+"""make_vec, pictures, and gymnasium's vector wrappers around ours as around its own."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit, TransformReward
+from gymnasium.wrappers import vector as wrappers
+from vector_pairs import expect_same
+
+from multienv import SerialVectorEnv, SubprocessVectorEnv, make_vec
+from multienv.errors import EnvsFailedError, UsageError
+from multienv.rendering import tile_images
+from multienv.testing import CounterEnv
+
+FACES = [SubprocessVectorEnv, SerialVectorEnv]
+both_faces = pytest.mark.parametrize("face", FACES)
+CARTPOLE = partial(gymnasium.make, "CartPole-v1", max_episode_steps=6)
+DRAWN = partial(CARTPOLE, render_mode="rgb_array")
+
+WRAPPERS = {
+    "RecordEpisodeStatistics": wrappers.RecordEpisodeStatistics,
+    "NormalizeObservation": wrappers.NormalizeObservation,
+    "NormalizeReward": wrappers.NormalizeReward,
+    "DictInfoToList": wrappers.DictInfoToList,
+    "ClipReward": partial(wrappers.ClipReward, min_reward=0.0, max_reward=0.5),
+    "FlattenObservation": wrappers.FlattenObservation,
+    "RescaleObservation": partial(wrappers.TransformObservation, func=lambda seen: seen * 2),
+    "TransformReward": partial(wrappers.TransformReward, func=lambda reward: reward * 3),
+    "DtypeObservation": partial(wrappers.DtypeObservation, dtype=np.float64),
+}
+
+
+def without_time(batch: Any) -> Any:
+    """How long an episode took is nobody else's business."""
+    batch = copy.deepcopy(batch)
+    infos = batch[-1] if isinstance(batch[-1], list) else [batch[-1]]
+    for info in infos:
+        for key in ("t", "_t"):
+            info.get("episode", {}).pop(key, None)
+    return batch
+
+
+@both_faces
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, AutoresetMode.NEXT_STEP) for name in WRAPPERS]
+    + [(name, AutoresetMode.SAME_STEP) for name in WRAPPERS if "Observation" not in name],  # gymnasium refuses those
+)
+def test_vector_wrappers(face, name, mode):
+    make = WRAPPERS[name]
+    pair = [make(kind([CARTPOLE] * 3, autoreset_mode=mode)) for kind in (face, SyncVectorEnv)]
+    try:
+        expect_same(*(without_time(envs.reset(seed=1)) for envs in pair))
+        for step in range(20):
+            actions = np.random.default_rng(step).integers(0, 2, 3)
+            expect_same(*(without_time(envs.step(actions)) for envs in pair), step)
+    finally:
+        for envs in pair:
+            envs.close()
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+def frame(value: int, shape: tuple[int, ...] = (2, 3, 3)) -> np.ndarray[Any, Any]:
+    return np.full(shape, value, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("count", "grid"),
+    [
+        (1, [[1]]),
+        (2, [[1], [2]]),
+        (3, [[1, 2], [3, 0]]),
+        (4, [[1, 2], [3, 4]]),
+        (5, [[1, 2], [3, 4], [5, 0]]),
+        (7, [[1, 2, 3], [4, 5, 6], [7, 0, 0]]),
+        (10, [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 0, 0]]),
+    ],
+)
+@pytest.mark.parametrize("shape", [(2, 3, 3), (4, 2, 4), (3, 5)])
+def test_tiling(count, grid, shape):
+    """As baselines lays them out: rows first, and what is left over is black."""
+    tiled = tile_images([frame(index + 1, shape) for index in range(count)])
+    expected = [np.concatenate([frame(value, shape) for value in row], axis=1) for row in grid]
+    expect_same(tiled, np.concatenate(expected, axis=0))
+
+
+@pytest.mark.parametrize("frames", [[], [None], [1, 2], [frame(1), frame(1, (3, 3, 3))], [frame(1), frame(1) * 1.0]])
+def test_what_cannot_be_tiled(frames):
+    with pytest.raises(UsageError, match=r"tile_images\(\)"):
+        tile_images(frames)
+
+
+@both_faces
+def test_pictures_of_all(face):
+    theirs = SyncVectorEnv([DRAWN] * 3)
+    envs = face([DRAWN] * 3)
+    try:
+        assert envs.render_mode == "rgb_array"
+        theirs.reset(seed=1)
+        envs.reset(seed=1)
+        expect_same(envs.render(), theirs.render())
+        expect_same(envs.call("render"), theirs.call("render"))
+        expect_same(envs.get_images(), list(theirs.render()))
+        expect_same(envs.render_tiled(), tile_images(theirs.render()))
+        assert envs.render_tiled().shape == (800, 1200, 3)
+    finally:
+        theirs.close()
+        envs.close()
+
+
+@both_faces
+def test_lists_of_pictures_are_passed_on(face):
+    envs = face([partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array_list")] * 2)
+    try:
+        envs.reset(seed=1)
+        envs.step(np.zeros(2, int))
+        assert [len(frames) for frames in envs.call("render")] == [2, 2]
+        with pytest.raises(UsageError, match="render_mode is 'rgb_array_list'"):
+            envs.get_images()
+    finally:
+        envs.close()
+
+
+@both_faces
+@pytest.mark.parametrize("ask", ["get_images", "render_tiled"])
+def test_no_pictures(face, ask):
+    envs = face([CARTPOLE] * 2)
+    try:
+        envs.reset(seed=1)
+        with pytest.raises(UsageError, match="Make them with render_mode='rgb_array'"):
+            getattr(envs, ask)()
+    finally:
+        envs.close()
+
+
+@both_faces
+def test_videos(face, tmp_path):
+    pytest.importorskip("moviepy", reason="the extra 'video'")
+    envs = wrappers.RecordVideo(
+        face([DRAWN] * 3), str(tmp_path / "videos"), episode_trigger=lambda episode: episode < 2
+    )
+    envs.reset(seed=1)
+    for _ in range(20):
+        envs.step(np.zeros(3, int))
+    envs.close()
+    videos = sorted((tmp_path / "videos").glob("*.mp4"))
+    assert [video.stem for video in videos] == ["rl-video-episode-0", "rl-video-episode-1"]
+    assert all(b"ftyp" in video.read_bytes()[:16] for video in videos)
+
+
+# --- make_vec -----------------------------------------------------------------------------------------
+
+
+def run(envs: Any, steps: int = 15) -> list[Any]:
+    try:
+        batches = [envs.reset(seed=3)]
+        for step in range(steps):
+            actions = np.random.default_rng(step).integers(0, 2, envs.num_envs)
+            batches.append(envs.step(actions))
+        return batches
+    finally:
+        envs.close()
+
+
+def doubled(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    return TransformReward(env, lambda reward: float(reward) * 2)
+
+
+VECTORIZATIONS = {"subprocess": SubprocessVectorEnv, "serial": SerialVectorEnv}
+
+
+@pytest.mark.parametrize("vectorization", VECTORIZATIONS)
+def test_make_vec_makes_what_gymnasium_makes(vectorization):
+    options: dict[str, Any] = {
+        "wrappers": [doubled],
+        "vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP},
+        "max_episode_steps": 5,
+        "sutton_barto_reward": True,
+    }
+    theirs = gymnasium.make_vec("CartPole-v1", 3, "sync", **options)
+    ours = make_vec("CartPole-v1", 3, vectorization, **options)
+    assert type(ours) is VECTORIZATIONS[vectorization]
+    assert ours.spec.id == theirs.spec.id
+    assert ours.spec.max_episode_steps == theirs.spec.max_episode_steps
+    told = {key: value for key, value in ours.spec.kwargs.items() if key not in ("vectorization", "wrappers")}
+    assert told == {
+        key: value for key, value in theirs.spec.kwargs.items() if key not in ("vectorization_mode", "wrappers")
+    }
+    again = make_vec(ours.spec)
+    assert type(again) is type(ours)
+    assert again.spec == ours.spec
+    expected = run(theirs)
+    expect_same(run(ours), expected)
+    expect_same(run(again), expected)
+
+
+def test_make_vec_in_short():
+    envs = make_vec("CartPole-v1", 8)
+    assert isinstance(envs, SubprocessVectorEnv)
+    assert repr(envs) == "SubprocessVectorEnv(CartPole-v1, num_envs=8)"
+    expect_same(run(envs), run(gymnasium.make_vec("CartPole-v1", 8, "sync")))
+    one = make_vec("CartPole-v1")
+    assert one.num_envs == 1
+    one.close()
+
+
+@pytest.mark.parametrize("vectorization", VECTORIZATIONS)
+def test_make_vec_of_a_function(vectorization):
+    envs = make_vec(CounterEnv, 2, vectorization, wrappers=[lambda env: TimeLimit(env, 3)], horizon=9)
+    assert envs.spec is None
+    assert envs.get_attr("horizon") == (9, 9)
+    assert [bool(batch[3][0]) for batch in run(envs, 3)[1:]] == [False, False, True]
+
+
+def test_make_vec_of_a_spec_leaves_it_as_it_is():
+    spec = gymnasium.spec("FrozenLake-v1")
+    before = copy.deepcopy(spec)
+    envs = make_vec(spec, 2, "serial", is_slippery=False)
+    assert envs.get_attr("spec")[0].kwargs["is_slippery"] is False
+    envs.close()
+    assert spec == before
+
+
+def test_make_vec_imports_the_module_that_registers(tmp_path, monkeypatch):
+    (tmp_path / "registers_an_env.py").write_text(
+        "import gymnasium\ngymnasium.register('Registered-v0', 'gymnasium.envs.classic_control.cartpole:CartPoleEnv')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        envs = make_vec("registers_an_env:Registered-v0", 2)
+        assert envs.spec.id == "Registered-v0"
+        envs.close()
+    finally:
+        gymnasium.registry.pop("Registered-v0", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "match"),
+    [
+        (("CartPole-v1", 2, "threads"), {}, UsageError, "choose 'subprocess' or 'serial'"),
+        (("CartPole-v1", 2), {"vectorization_mode": "sync"}, UsageError, "vectorization_mode is gymnasium's"),
+        (("CartPole-v1", 0), {}, UsageError, "num_envs is 0"),
+        (("CartPole-v1", 2.0), {}, UsageError, "num_envs is 2.0"),
+        ((17,), {}, UsageError, "17 is no id"),
+        (("NoSuchEnv-v7",), {}, gymnasium.error.Error, "NoSuchEnv"),
+        (("CartPole-v1",), {"no_such_argument": 1}, EnvsFailedError, "no_such_argument"),
+        (("CartPole-v1",), {"vector_kwargs": {"worker": print}}, UsageError, "worker="),
+    ],
+)
+def test_make_vec_of_what_makes_no_sense(arguments, options, kind, match):
+    with pytest.raises(kind, match=match):
+        make_vec(*arguments, **options)
