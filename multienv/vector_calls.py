@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NoReturn
 
 from gymnasium.vector import VectorEnv
 
@@ -151,7 +151,7 @@ class VectorCalls(VectorEnv[Any, Any, Any]):
             self._note_completed(completed)
             self._rounds.end()
 
-    def _refuse_closed(self, command: str) -> None:
+    def _refuse_closed(self, command: str) -> NoReturn:
         name = type(self).__name__
         raise ClosedError(f"{command}(): Trying to operate on `{name}`, after a call to `close()`. Make a new one.")
 

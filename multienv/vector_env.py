@@ -297,10 +297,10 @@ class HostedVectorEnv(VectorCalls):
 
     def _place(self) -> Place:
         """Where the rows of the last request lie; the groups count in step."""
-        if self._places is None:  # closed meanwhile, by a signal handler or another thread
+        places = self._places
+        if places is None:  # closed meanwhile, by a signal handler or another thread
             self._refuse_closed("wait")
-        assert self._places is not None
-        return self._places[self._groups[0].seq & 1]
+        return places[self._groups[0].seq & 1]
 
     def _observations(self, current: Round) -> Any:
         if self._laid_out:

@@ -65,11 +65,12 @@ class GroupKeeper(Supervisor):
         self._placement = Placement(None, inline=True)
         self._size = -1 if layout.tree is None else REPLY.size + self._evidence.length
 
-    def _let_go(self) -> None:
-        """Once closed, of the rows too: their memory is unmapped with the last of its arrays."""
-        super()._let_go()
-        if self.closed:
-            self._places = self._kept = None
+    def close(self, patience: float | None = None) -> None:
+        """As every supervisor; and let go of the rows: their memory is unmapped with the last of its arrays."""
+        super().close(patience)
+        self._places = None
+        if not self.inside:
+            self._kept = None
 
     def _size_of_plain_replies(self) -> int:
         return self._size
@@ -79,9 +80,10 @@ class GroupKeeper(Supervisor):
     def _rows(self) -> list[np.ndarray[Any, Any]]:
         """The group's rows as the caller saw them last."""
         seen = self._last_reply()
-        if not seen or self._places is None:
+        places = self._places  # another thread may close() meanwhile
+        if not seen or places is None:
             return []
-        first, place = self._group.first, self._places[seq_of(seen) & 1]
+        first, place = self._group.first, places[seq_of(seen) & 1]
         return [array[first : first + self._group.size] for array in place.arrays]
 
     def _keep(self) -> None:
@@ -100,18 +102,20 @@ class GroupKeeper(Supervisor):
     def _observation_of(self, slot: int) -> Any:
         """What the caller saw of this env last; ``None`` where nobody has kept it."""
         seen = self._last_reply()
-        if not seen or self._places is None:
+        places = self._places
+        if not seen or places is None:
             return None
         if _unpack(seen)[4] & IRREGULAR:
             return irregular_parts(seen)[0][slot] if len(seen) > REPLY.size else None
-        return row_of(self._places[seq_of(seen) & 1].observations, self._group.first + slot)
+        return row_of(places[seq_of(seen) & 1].observations, self._group.first + slot)
 
     def keep_in_step(self, seq: int) -> None:
         """The other groups stand at ``seq``, and this one could not be asked: the places alternate for all together."""
-        if not (self.seq ^ seq) & 1 or self.closed or self._places is None or self.is_foreign:
+        places = self._places
+        if not (self.seq ^ seq) & 1 or self.closed or places is None or self.is_foreign:
             return
         mine = slice(self._group.first, self._group.first + self._group.size)
-        before, after = self._places[self.seq & 1], self._places[seq & 1]
+        before, after = places[self.seq & 1], places[seq & 1]
         for one, other in zip(before.leaves, after.leaves, strict=True):
             other[mine] = one[mine]
         for array in (after.rewards, after.terminations, after.truncations):
