@@ -26,6 +26,8 @@ from multienv.reports.store import directory_for
 from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting
 from multienv.vector_arguments import check_arguments, deal
 from multienv.vector_env import HostedVectorEnv
+from multienv.vector_parts import VectorPart, split
+from multienv.vector_rounds import Parted
 from multienv.wire.messages import Group, Initialize
 from multienv.wire.observations import INLINE_LIMIT
 from multienv.worker.state_hooks import registered_hooks
@@ -161,6 +163,24 @@ class SubprocessVectorEnv(HostedVectorEnv):
             autoreset_mode=mode,
             max_concurrency=max_concurrency,
         )
+
+    def split(self, parts: int = 2) -> tuple[VectorPart, ...]:
+        """Divide the envs into parts that step on their own, each a vector env with ``send`` and ``recv``.
+
+        For double buffering: the policy computes for one part while the workers of the other step, see
+        ``examples/pipelined.py``. From then on the parts are reset, stepped and asked, and the whole is closed.
+
+        Args:
+            parts: How many; each gets whole workers, so there must be as many of them. Two for each core, one in each
+                of two parts, keep all cores busy: ``envs_per_worker = num_envs // (2 * cores)``.
+
+        Raises:
+            UsageError: There are fewer workers than parts, or a call is pending.
+        """
+        self._refuse_pending("split")
+        divided = split(self, parts)
+        self._rounds.current = Parted()
+        return divided
 
 
 class SerialVectorEnv(HostedVectorEnv):

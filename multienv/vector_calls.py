@@ -11,7 +11,7 @@ from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, Noth
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.group import GroupSupervisor
 from multienv.rendering import Frame, tile_images
-from multienv.vector_rounds import STEP, Round, VectorRounds
+from multienv.vector_rounds import STEP, Parted, Round, VectorRounds
 from multienv.wire.messages import Message, Render, SetAttribute
 
 
@@ -136,6 +136,8 @@ class VectorCalls(VectorEnv[Any, Any, Any]):
         current = self._rounds.current
         if current is None:
             return
+        if isinstance(current, Parted):
+            raise UsageError(f"{command}(): these envs have been split; call {command}() of their parts, or close().")
         if not current.interrupted:
             raise CallPendingError(
                 f"Calling `{command}` while waiting for a pending call to `{current.command}` to complete. Call "

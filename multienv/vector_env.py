@@ -93,7 +93,7 @@ class HostedVectorEnv(VectorCalls):
         first = descriptions[0]
         self.single_action_space = members[0][1]
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        found = [observation_space for observation_space, _ in members]
+        found = self._found = [observation_space for observation_space, _ in members]
         check_spaces(type(self).__name__, self.observation_mode, members)
         self.observation_space, self.single_observation_space = observation_spaces(self.observation_mode, found)
         if self.shared_memory:

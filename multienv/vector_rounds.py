@@ -55,6 +55,16 @@ class Round:
         self.arguments = copy.deepcopy(self.arguments) if self.command == STEP else self.arguments
 
 
+class Parted(Round):
+    """In the place of a round when the envs are stepped in parts: it never ends."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        """Nothing is sent."""
+        super().__init__("split", (), [], whole=True)
+
+
 class Refused(Round):
     """A round of which nothing has been sent; whoever collects it gets the error."""
 

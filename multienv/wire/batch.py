@@ -111,7 +111,19 @@ class Place:
         self.observations = None if layout.tree is None else _mapped(array, layout.tree)
         self.rewards, self.terminations = array(layout.rewards), array(layout.terminations)
         self.truncations = array(layout.truncations)
-        self.leaves: list[Array] = [] if layout.tree is None else _leaves(self.observations)
+        self._collect()
+
+    def part(self, rows: slice) -> Place:
+        """Some rows of it, as a place of their own."""
+        part = Place.__new__(Place)
+        part.observations = None if self.observations is None else _mapped(lambda array: array[rows], self.observations)
+        part.rewards, part.terminations = self.rewards[rows], self.terminations[rows]
+        part.truncations = self.truncations[rows]
+        part._collect()
+        return part
+
+    def _collect(self) -> None:
+        self.leaves: list[Array] = [] if self.observations is None else _leaves(self.observations)
         self.arrays = [*self.leaves, self.rewards, self.terminations, self.truncations]
 
 

@@ -25,9 +25,12 @@ from multienv.testing import observations_equal
 LIMITS = {"all": {}, "little": {"replay_limit": 0.02}}
 
 
+QUICK = ("CartPole-v1", "BipedalWalker-v3", "ALE/Breakout-v5")
+ROWS = [(env_id, 6) for env_id in QUICK] + [pytest.param(env_id, 72, marks=pytest.mark.soak) for env_id in REAL]
+
+
 @pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("env_id", REAL)
-@pytest.mark.parametrize("kills", [6, pytest.param(72, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("env_id", "kills"), ROWS)
 def test_every_step_is_the_undisturbed_one_or_says_that_it_is_not(env_id: str, limit: str, kills: int) -> None:
     env_fn = partial(gymnasium.make, env_id, max_episode_steps=60, **REAL[env_id])
     actions = actions_for(env_fn, 25 * kills)

@@ -57,6 +57,7 @@ LAYERS = [
         "vector_rounds",
         "vector_calls",
         "vector_env",
+        "vector_parts",
         "subprocess_vector_env",
         "vector_making",
     ],
