@@ -13,22 +13,27 @@ Layers, lowest first; none imports one above it::
     remote_generator             an env's generator, from afar
     hosted_env … multi_env       the faces of one env and of lists of them
     rendering … vector_making    the faces of batches
+    env_states … env_manager, async_env_manager …  the faces of envs by their ids
     testing                      faulty envs, leak checks, a conformance kit
     chaos, replay, cli           kills for a long time, beside an undisturbed run; a report run again; the command line
 """
 
+from multienv.async_env_manager import AsyncSubprocessEnvManager
 from multienv.autoreset import AutoResetWrapper
 from multienv.config import Deadlines, RestartPolicy
 from multienv.multi_env import MultiEnv
 from multienv.recovery.restorer import Snapshot
+from multienv.stacked_env_manager import StackedSubprocessEnvManager
 from multienv.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.subprocess_vector_env import SerialVectorEnv, SubprocessVectorEnv
+from multienv.sync_env_manager import SyncSubprocessEnvManager
 from multienv.vector_making import make_vec
 from multienv.worker.state_hooks import register_state_hook
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncSubprocessEnvManager",
     "AutoResetWrapper",
     "Deadlines",
     "MultiEnv",
@@ -36,8 +41,10 @@ __all__ = [
     "SerialEnv",
     "SerialVectorEnv",
     "Snapshot",
+    "StackedSubprocessEnvManager",
     "SubprocessEnv",
     "SubprocessVectorEnv",
+    "SyncSubprocessEnvManager",
     "create_subprocess_envs",
     "make_vec",
     "register_state_hook",

@@ -79,6 +79,10 @@ class Backend(ABC):
     def poll(self, timeout: float) -> bool:
         """Whether there is something to read within ``timeout`` seconds."""
 
+    def interests(self) -> list[tuple[int, int]]:
+        """Descriptors and events for ``select.poll()``: one comes before ``poll(0)`` changes; none if that is true."""
+        return []
+
     @abstractmethod
     def arm(self, seconds: float | None) -> None:
         """From now on the pending request may take this long."""

@@ -219,6 +219,13 @@ class ProcessBackend(Backend):
                 self.fill = self._fill_directly
                 poller.unregister(worker.requests)
 
+    def interests(self) -> list[tuple[int, int]]:
+        """The replies; and the requests, while there is more to write."""
+        if self._inbox or self._lost is not None:
+            return []
+        writing = [(self._worker.requests, select.POLLOUT)] if self._outbox else []
+        return [(self._worker.replies, select.POLLIN), *writing]
+
     def complete(self, start: bytes, seq: int) -> bytes:
         """Read on until the reply to ``seq`` is whole."""
         if self._unsettled:

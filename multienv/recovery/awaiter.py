@@ -23,6 +23,14 @@ class Awaiter(Restorer):
 
     # --- the reply ----------------------------------------------------------------------------------
 
+    def interests(self) -> list[tuple[int, int]]:
+        """Descriptors and events that come before the answer; none if there is no need to wait for them."""
+        return self._backend.interests() if self.phase in PENDING and self._backend is not None else []
+
+    def answered(self) -> bool:
+        """Whether the answer, or the end of the process, is there to be received."""
+        return self.phase not in PENDING or self._backend is None or self._backend.poll(0.0)
+
     def _await(self, start: bytes, *, defer: bool = False) -> bytes:
         """The reply to the pending request, from whichever process comes to answer it."""
         self._deaths = 0

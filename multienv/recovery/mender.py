@@ -21,6 +21,7 @@ from multienv.recovery.phases import (
     LOST,
     NEW,
     OWED,
+    PENDING,
     READY,
     RESUMED,
     RUNNING,
@@ -121,6 +122,16 @@ class Mender(Keeper):
             raise WaitTimeout(
                 f"{command}() has not answered within {timeout} s. It is still running: wait again, or close()."
             )
+
+    @entered
+    def discard(self) -> None:
+        """End the process, whatever state the env is in: the next reset begins in a new one."""
+        if self.closed or self.phase in (NEW, STARTING, *PENDING):
+            self.refuse("discard")
+        with self._ending:
+            self._drop_backend()
+        self._refuse_if_closed(command="discard")
+        self.phase = LOST
 
     # --- losses -------------------------------------------------------------------------------------
 

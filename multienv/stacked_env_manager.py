@@ -1,0 +1,147 @@
+"""Envs in batches whose order is that of the observations handed out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+
+from multienv.env_manager import EnvManager
+from multienv.env_manager_calls import surfacing
+from multienv.env_manager_config import EnvManagerConfig
+from multienv.env_states import Timestep
+from multienv.errors import ActionError, MultienvError, UsageError
+
+
+class StackedSubprocessEnvManager(EnvManager):
+    """Takes and gives batches of whichever envs are ready.
+
+    ::
+
+        with StackedSubprocessEnvManager(env_fns, episode_num=10) as manager:
+            while not manager.done:
+                actions = policy(manager.ready_obs)      # one row for each env in manager.ready_obs_id
+                for timestep in manager.step(actions):
+                    timestep.env_id, timestep.reward, timestep.done
+
+    An env that becomes ready in between is in the next batch, and does not shift this one.
+
+    See :class:`~multienv.env_manager.EnvManager` for the arguments.
+    """
+
+    _defaults = EnvManagerConfig(wait_num=math.inf, step_wait_timeout=None)
+    _handed_out: list[int] | None = None
+
+    @property
+    @surfacing
+    def ready_obs(self) -> Any:
+        """The observations of the envs that can be stepped, one batch; :attr:`ready_obs_id` has their ids.
+
+        Waits until there is one, unless none is being reset: then the batch is empty.
+
+        Raises:
+            EnvsFailedError: Envs could not be reset in the background; it holds the other observations.
+        """
+        loop = self._entered("ready_obs")
+        try:
+            loop.until_some_are_ready()
+            ready = loop.ready()
+            if loop.failed():
+                observations = {lane.index: lane.observation() for lane in ready}
+                loop.tell_failures("ready_obs", [observations.get(lane.index) for lane in loop.lanes])
+            space = self.observation_space
+            stack: Any = create_empty_array(space, len(ready), np.zeros)
+            batch = concatenate(space, [lane.now.observation for lane in ready], stack) if ready else stack
+            self._handed_out = [lane.index for lane in ready]
+        except MultienvError:
+            loop.leave()
+            raise
+        loop.leave()
+        return batch
+
+    @property
+    @surfacing
+    def ready_obs_id(self) -> list[int]:
+        """The ids of the envs in the last batch, in its order: the order of the actions."""
+        if self._handed_out is None:
+            _ = self.ready_obs
+        return list(self._handed_out or [])
+
+    def random_action(self) -> list[Any]:
+        """An action for each env in the last batch."""
+        return [self.action_space.sample() for _ in self.ready_obs_id]
+
+    def step(self, actions: Any) -> list[Timestep]:
+        """Step the envs of the last batch.
+
+        Args:
+            actions: One for each, as a list or as a batch, in the order of the batch.
+
+        Returns:
+            Their timesteps, in the same order; each has an ``env_id``.
+
+        Raises:
+            ActionError: A wrong number of actions; nothing was sent.
+            UsageError: No batch has been handed out since the last step or reset.
+            EnvsFailedError: As for the other managers; ``results`` is by env id.
+        """
+        loop = self._entered("step()")
+        try:
+            batch = self._handed_out
+            if batch is None and not loop.stepping() and not loop.news():
+                raise UsageError("step(): read ready_obs first: the actions are for the envs of that batch.")
+            rows = self._rows(actions, len(batch or []))
+            self._take_steps(dict(zip(batch or [], rows, strict=True)), loop)
+            self._handed_out = None
+            if loop.stepping() or loop.news():
+                loop.until_stepped(math.inf, None)
+            else:
+                loop.until_some_are_ready()
+            order = batch or []
+            return loop.hand_over("step()", lambda steps: _in_order(steps, order))  # type: ignore[no-any-return]
+        except MultienvError:
+            loop.leave()
+            raise
+
+    def reset(self, reset_param: Any = None) -> None:
+        """As :meth:`EnvManager.reset`; the last batch is out of date then."""
+        self._handed_out = None
+        super().reset(reset_param)
+
+    def launch(self, reset_param: Any = None) -> None:
+        """As :meth:`EnvManager.launch`."""
+        self._handed_out = None
+        super().launch(reset_param)
+
+    def _rows(self, actions: Any, number: int) -> list[Any]:
+        space = self.action_space
+        is_batch = isinstance(actions, Mapping) if type(space) is spaces.Dict else not isinstance(actions, list)
+        if type(space) is spaces.Tuple:
+            is_batch = isinstance(actions, tuple)
+        try:
+            if not is_batch or type(space) not in _BATCHED:
+                rows = list(actions)
+            elif type(space) in (spaces.Dict, spaces.Tuple):
+                rows = list(iterate(batch_space(space, number), actions)) if number else []
+            else:
+                rows = list(np.asarray(actions))
+        except (TypeError, ValueError, KeyError) as error:
+            raise ActionError(f"step({actions!r:.100}): this is no batch of actions. Nothing was sent.") from error
+        if len(rows) != number:
+            raise ActionError(
+                f"step(): {len(rows)} actions for the {number} envs of the last ready_obs, {self._handed_out}. "
+                "Nothing was sent."
+            )
+        return rows
+
+
+_BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)
+
+
+def _in_order(steps: dict[int, Timestep], order: Sequence[int]) -> list[Timestep]:
+    first = [steps[index] for index in order if index in steps]
+    return first + [step for index, step in steps.items() if index not in order]

@@ -1,0 +1,507 @@
+"""The env managers by id: episodes, seeds, states, what is handed out, and wrong calls."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from contract_envs import DictEnv
+from manager_envs import GatedEnv, SeenResetEnv
+
+from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
+from multienv.env_states import EnvState
+from multienv.errors import (
+    CallPendingError,
+    ClosedError,
+    EnvsFailedError,
+    ResetNeededError,
+    SpaceMismatchError,
+    UsageError,
+)
+from multienv.testing import CounterEnv, Fault, FaultyEnv, PidEnv, first_difference
+from multienv.testing.faults import FaultError, TwoArgumentError
+
+BOTH = [AsyncSubprocessEnvManager, SyncSubprocessEnvManager]
+
+
+@pytest.fixture(params=BOTH)
+def manager_of(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Any:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+def open_up(gate: Path) -> None:
+    """Let through who waits, or the first who comes."""
+    gate.write_bytes(b"")
+
+
+@contextlib.contextmanager
+def opened_meanwhile(gate: Path) -> Iterator[None]:
+    """By another thread, while this one waits for who waits there."""
+    thread = threading.Thread(target=open_up, args=(gate,))
+    thread.start()
+    yield
+    thread.join()
+
+
+def counters(number: int, **options: Any) -> list[Any]:
+    return [partial(CounterEnv, **options)] * number
+
+
+def play(manager: Any, action: int = 1) -> dict[int, list[Any]]:
+    """Until all are done: the timesteps by id."""
+    seen: dict[int, list[Any]] = {index: [] for index in range(manager.env_num)}
+    while not manager.done:
+        for index, timestep in manager.step(dict.fromkeys(manager.ready_obs, action)).items():
+            assert timestep.env_id == index
+            seen[index].append(timestep)
+    return seen
+
+
+# --- episodes -------------------------------------------------------------------------------------
+
+
+def test_each_env_runs_its_episodes_as_in_process(manager_of: Any) -> None:
+    with manager_of([partial(CounterEnv, horizon=3 + index) for index in range(4)], episode_num=3) as manager:
+        manager.close()
+        manager.seed(7)
+        manager.launch()
+        seen = play(manager)
+        assert manager.env_states == dict.fromkeys(range(4), EnvState.DONE)
+        assert [manager.env_state_done(index) for index in range(4)] == [True] * 4
+        assert manager.ready_obs == {}
+        assert manager.ready_env == manager.active_env == []
+    for index, timesteps in seen.items():
+        twin, expected = CounterEnv(horizon=3 + index), []
+        for episode in range(3):
+            twin.reset(seed=manager._seed_of(index, episode))
+            expected += [twin.step(1) for _ in range(3 + index)]  # type: ignore[arg-type]
+        assert first_difference([tuple(timestep) for timestep in timesteps], expected) is None
+
+
+def test_the_last_observation_is_in_the_timestep_and_the_next_one_in_ready_obs(manager_of: Any) -> None:
+    with manager_of(counters(2, horizon=2)) as manager:
+        assert [observation[0] for observation in manager.ready_obs.values()] == [0, 0]
+        for step in (1, 2):
+            timesteps = manager.step({0: 1, 1: 1})
+            assert [timestep.observation[0] for timestep in timesteps.values()] == [step, step]
+        assert timesteps[0].done
+        while len(ready := manager.ready_obs) < 2:
+            pass  # the other one's reset may come a moment later
+        assert [observation[:2].tolist() for observation in ready.values()] == [[0, 1], [0, 1]]
+
+
+def test_reset_inplace(manager_of: Any) -> None:
+    with manager_of(counters(2, horizon=2), reset_inplace=True, episode_num=2) as manager:
+        for _ in range(2):
+            timesteps = manager.step({0: 1, 1: 1})
+        for timestep in timesteps.values():
+            assert timestep.terminated
+            assert timestep.observation[:2].tolist() == [0, 1]
+            assert timestep.info["final_obs"][:2].tolist() == [2, 0]
+        assert manager.ready_env == [0, 1]
+        for _ in range(2):
+            timesteps = manager.step({0: 1, 1: 1})
+        assert manager.done  # nothing was reset
+        assert timesteps[0].observation.tolist() == timesteps[0].info["final_obs"].tolist()
+
+
+def test_without_auto_reset_the_caller_resets(manager_of: Any) -> None:
+    with manager_of(counters(2, horizon=1), auto_reset=False, episode_num=2) as manager:
+        assert manager.step({0: 1, 1: 1})[0].done
+        assert manager.env_states == {0: EnvState.NEED_RESET, 1: EnvState.NEED_RESET}
+        assert manager.ready_obs == {}
+        with pytest.raises(ResetNeededError, match=r"reset\(\{0: None\}\)"):
+            manager.step({0: 1})
+        manager.reset({1: None})
+        assert list(manager.ready_obs) == [1]
+        manager.step({1: 1})
+        assert [manager.env_state_done(index) for index in (0, 1)] == [False, True]
+        assert not manager.done
+
+
+def test_an_env_that_was_done_counts_anew_after_a_reset(manager_of: Any) -> None:
+    with manager_of(counters(2, horizon=2), episode_num=2) as manager:
+        assert list(map(len, play(manager).values())) == [4, 4]
+        manager.reset()
+        assert not manager.done
+        assert list(map(len, play(manager).values())) == [4, 4]
+
+
+def test_reset_in_the_middle_drops_the_episode_and_does_not_count_it(manager_of: Any) -> None:
+    with manager_of(counters(2, horizon=3), episode_num=1) as manager:
+        manager.step({0: 1, 1: 1})
+        manager.reset({0: {"options": {"start": 1}}})
+        assert manager.ready_obs[0][0] == 1
+        assert manager.ready_obs[1][0] == 1
+        assert list(map(len, play(manager).values())) == [2, 2]
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
+def test_start_methods(manager_of: Any, context: str) -> None:
+    with manager_of(counters(3, horizon=2), episode_num=2, context=context) as manager:
+        assert list(map(len, play(manager).values())) == [4, 4, 4]
+
+
+def test_a_manager_that_is_forgotten_leaves_nothing_behind(manager_of: Any) -> None:
+    manager = manager_of(counters(2, horizon=1))
+    manager.launch()
+    manager.step({0: 1, 1: 1})
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("multienv-manager")]
+    assert threads
+    del manager
+    gc.collect()
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive()
+
+
+# --- what resets are given ------------------------------------------------------------------------
+
+
+def resets_seen(manager: Any, episodes: int) -> dict[int, list[Any]]:
+    """Seed and options of the resets of each env."""
+    return {index: [step.info["reset"] for step in steps] for index, steps in play(manager).items()}
+
+
+def test_reset_param_is_remembered_and_used_again(manager_of: Any) -> None:
+    options = {"start": 0, "deep": [1]}
+    with manager_of([partial(SeenResetEnv, horizon=1)] * 2, episode_num=3) as manager:
+        manager.close()
+        manager.launch({0: {"seed": 5, "options": options}})
+        options["deep"].append(2)  # type: ignore[attr-defined] - the caller's, who may change it
+        assert manager.ready_info[0]["reset"] == (5, {"start": 0, "deep": [1]})
+        seen = resets_seen(manager, 3)
+    assert seen[0] == [(5, {"start": 0, "deep": [1]})] * 3
+    assert all(options is None for _, options in seen[1])
+
+
+def test_none_clears_what_is_remembered(manager_of: Any) -> None:
+    with manager_of([partial(SeenResetEnv, horizon=1)], episode_num=1) as manager:
+        manager.reset({0: {"seed": 5}})
+        manager.reset()
+        assert manager.ready_info[0]["reset"] == (5, None)
+        manager.reset({0: None})
+        assert manager.ready_info[0]["reset"] == (None, None)
+
+
+@pytest.mark.parametrize(("seed", "firsts"), [(3, [3, 4, 5]), ([9, 8, 7], [9, 8, 7]), ({2: 4}, [None, None, 4])])
+def test_seeds(manager_of: Any, seed: Any, firsts: list[Any]) -> None:
+    manager = manager_of([partial(SeenResetEnv, horizon=1)] * 3, episode_num=3)
+    manager.seed(seed)
+    seen = []
+    for _ in range(2):
+        manager.launch()
+        try:
+            seen.append({index: [one for one, _ in both] for index, both in resets_seen(manager, 3).items()})
+        finally:
+            manager.close()
+    for index, first in enumerate(firsts):
+        if first is None:
+            assert seen[0][index][1:] == [None, None]  # the first one was drawn
+            continue
+        assert seen[0][index][0] == first
+        assert len(set(seen[0][index])) == 3
+        assert seen[0][index] == seen[1][index]
+
+
+def test_seeds_that_do_not_change(manager_of: Any) -> None:
+    with manager_of([partial(SeenResetEnv, horizon=1)], episode_num=3) as manager:
+        given = [11]
+        manager.seed(given, dynamic_seed=False)
+        manager.reset()
+        assert [seed for seed, _ in resets_seen(manager, 3)[0]] == [11] * 3
+        assert given == [11]
+
+
+@pytest.mark.parametrize("seed", [None, "12", -1, [1], [1, 2, 3], {2: 1}, {0: -1}, 1.5])
+def test_wrong_seeds(seed: Any) -> None:
+    with pytest.raises(UsageError):
+        AsyncSubprocessEnvManager(counters(2)).seed(seed)
+
+
+def test_random_actions_follow_the_seed(manager_of: Any) -> None:
+    manager = manager_of(counters(2, num_actions=100))
+    drawn = []
+    for _ in range(2):
+        manager.seed(1)
+        with manager:
+            drawn.append([manager.random_action() for _ in range(3)])
+    assert drawn[0] == drawn[1]
+    assert set(drawn[0][0]) == {0, 1}
+
+
+# --- whichever is ready ---------------------------------------------------------------------------
+
+
+def test_asynchronous_takes_what_is_ready(gate: Path) -> None:
+    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(3)]
+    with AsyncSubprocessEnvManager(fns, wait_num=2, step_wait_timeout=0.0) as manager:
+        waiting = manager.step(dict.fromkeys(range(4), 3))
+        got = set(waiting)
+        assert len(got) >= 2
+        assert 0 not in got
+        assert 0 in manager.active_env
+        assert 0 not in manager.ready_env
+        with pytest.raises(CallPendingError, match="env 0"):
+            manager.step({0: 1})
+        for _ in range(5):
+            got |= set(manager.step(dict.fromkeys(manager.ready_obs, 1)))
+        assert got == {1, 2, 3}
+        open_up(gate)
+        while 0 not in (timesteps := manager.step(dict.fromkeys(manager.ready_obs, 1))):
+            pass
+        assert timesteps[0].observation[[0, 3]].tolist() == [1, 3]
+
+
+def test_asynchronous_waits_for_more_as_long_as_told(gate: Path) -> None:
+    """None: for all of them, however little is asked for."""
+    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1)]
+    with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=None) as manager:
+        manager.step({0: 1, 1: 1})
+        with opened_meanwhile(gate):
+            assert set(manager.step({0: 3, 1: 3})) == {0, 1}
+
+
+def test_asynchronous_step_of_nothing_collects_what_is_under_way(gate: Path) -> None:
+    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1, horizon=1)]
+    with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0, episode_num=1) as manager:
+        manager.step({1: 1})
+        assert manager.env_state_done(1)
+        manager.step({0: 1})
+        with opened_meanwhile(gate):
+            assert set(manager.step({0: 3})) == {0}
+
+
+def test_synchronous_steps_exactly_the_ids_it_is_given() -> None:
+    with SyncSubprocessEnvManager(counters(4)) as manager:
+        for ids in ([0], [1, 3], [3, 0], [2], [0, 1, 2, 3]):
+            assert set(manager.step({np.int64(index): 1 for index in ids})) == set(ids)
+        assert [observation[0] for observation in manager.ready_obs.values()] == [3, 2, 2, 3]
+
+
+def test_an_env_being_reset_keeps_no_other_from_going_on(manager_of: Any, gate: Path) -> None:
+    fns = [partial(GatedEnv, reset_gate=str(gate), horizon=1), *counters(1, horizon=None)]
+    with manager_of(fns) as manager:
+        assert manager.step({0: 1, 1: 1})[0].done
+        for step in range(1, 20):
+            assert list(manager.ready_obs) == [1]
+            assert manager.step({1: 1})[1].observation[0] == step + 1
+        assert manager.env_states[0] == EnvState.RESET
+        with pytest.raises(ResetNeededError, match="env 0 is being reset"):
+            manager.step({0: 1})
+        open_up(gate)
+        while 0 not in manager.ready_obs:
+            manager.step({1: 1})
+        assert manager.ready_obs[0][:2].tolist() == [0, 1]
+
+
+def test_ready_obs_waits_for_a_reset_when_nothing_else_is_ready(manager_of: Any, gate: Path) -> None:
+    with manager_of([partial(GatedEnv, reset_gate=str(gate), horizon=1)]) as manager:
+        manager.step({0: 1})
+        assert manager.ready_env == []
+        with opened_meanwhile(gate):
+            assert manager.ready_obs[0][:2].tolist() == [0, 1]
+
+
+# --- what envs raise ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exception", ["FaultError", "TwoArgumentError"])
+def test_what_an_env_raises_arrives_with_the_results_of_the_others(manager_of: Any, exception: str) -> None:
+    kind = {"FaultError": FaultError, "TwoArgumentError": TwoArgumentError}[exception]
+    manner: Any = {"FaultError": "raise", "TwoArgumentError": "custom_exception"}[exception]
+    fns = [*counters(1), partial(FaultyEnv, fault=Fault(manner, "step", at=2)), *counters(1)]
+    with manager_of(fns, wait_num=3) as manager:
+        manager.step(dict.fromkeys(range(3), 1))
+        with pytest.raises(kind) as caught:
+            manager.step(dict.fromkeys(range(3), 1))
+        error: Any = caught.value
+        assert isinstance(error, EnvsFailedError)
+        assert list(error.failures) == [1]
+        assert [None if result is None else result.observation[0] for result in error.results] == [2, None, 2]
+        assert manager.env_states[1] == EnvState.ERROR
+        with pytest.raises(ResetNeededError, match=r"env 1 has failed; reset\(\{1: None\}\)"):
+            manager.step({1: 1})
+        manager.reset({1: None})
+        assert [timestep.observation[0] for timestep in manager.step(dict.fromkeys(range(3), 1)).values()] == [3, 1, 3]
+
+
+def test_a_wrong_action_is_refused_and_the_others_are_stepped(manager_of: Any) -> None:
+    with manager_of(counters(2)) as manager:
+        with pytest.raises(EnvsFailedError) as caught:
+            manager.step({0: 1, 1: [1, 2]})
+        assert caught.value.results[0].observation[0] == 1
+        assert manager.ready_env == [0, 1]
+        assert [timestep.observation[0] for timestep in manager.step({0: 1, 1: 1}).values()] == [2, 1]
+
+
+# --- wrong calls ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("actions", [{4: 1}, {-1: 1}, {"a": 1}, {None: 1}, [1, 1], None, 3])
+def test_wrong_ids_and_actions_that_are_no_dict(manager_of: Any, actions: Any) -> None:
+    with manager_of(counters(2)) as manager:
+        with pytest.raises(UsageError):
+            manager.step(actions)
+        assert manager.ready_env == [0, 1]
+        assert len(manager.step({0: 1, 1: 1})) == 2
+
+
+def test_step_of_nothing_when_nothing_is_under_way(manager_of: Any) -> None:
+    with manager_of(counters(1, horizon=1), episode_num=1) as manager:
+        with pytest.raises(UsageError, match="RUN"):
+            manager.step({})
+        manager.step({0: 1})
+        with pytest.raises(UsageError, match="DONE"):
+            manager.step({})
+        with pytest.raises(ResetNeededError, match="all its episodes"):
+            manager.step({0: 1})
+
+
+@pytest.mark.parametrize("param", [{2: None}, {"a": {}}, {0: 5}, {0: {"sed": 1}}, {0: {"seed": -1}}, [None, None]])
+def test_wrong_reset_params(manager_of: Any, param: Any) -> None:
+    with manager_of(counters(2)) as manager, pytest.raises(UsageError):
+        manager.reset(param)
+
+
+def test_before_launch_and_after_close(manager_of: Any) -> None:
+    manager = manager_of(counters(2))
+    for _ in range(2):
+        assert manager.closed
+        assert manager.env_states == {0: EnvState.VOID, 1: EnvState.VOID}
+        assert not manager.done
+        for call in (
+            lambda: manager.step({0: 1}),
+            lambda: manager.ready_obs,
+            lambda: manager.ready_env,
+            lambda: manager.reset(),
+            lambda: manager.ready_imgs,
+            lambda: manager.call("poke"),
+            lambda: manager.statistics(),
+        ):
+            with pytest.raises(ClosedError, match=r"launch\(\)"):
+                call()
+        assert not hasattr(manager, "pokes")
+        manager.launch()
+        with pytest.raises(UsageError, match="launched already"):
+            manager.launch()
+        with pytest.raises(UsageError, match="before launch"):
+            manager.enable_save_replay("somewhere")
+        assert len(manager.step({0: 1, 1: 1})) == 2
+        manager.close()
+        manager.close()
+
+
+def test_envs_that_differ_are_refused_and_closed(manager_of: Any) -> None:
+    with pytest.raises(SpaceMismatchError, match="Env 1"):
+        manager_of([CounterEnv, partial(CounterEnv, num_actions=9)]).launch()
+
+
+def test_a_launch_that_fails_closes_all(manager_of: Any) -> None:
+    for moment in ("construct", "reset"):
+        manager = manager_of([CounterEnv, partial(FaultyEnv, fault=Fault("raise", moment, at=1))])
+        with pytest.raises(FaultError):
+            manager.launch()
+        assert manager.closed
+
+
+# --- the envs' own --------------------------------------------------------------------------------
+
+
+def test_attributes_and_methods_of_all_envs(manager_of: Any) -> None:
+    with manager_of([partial(PidEnv, render_mode="rgb_array")] * 3) as manager:
+        pids = manager.pid
+        assert len(set(pids)) == 3
+        assert os.getpid() not in pids
+        assert manager.pokes == [0, 0, 0]
+        assert manager.poke(0.5) == [1, 1, 1]
+        assert manager.poke(amount=0.5) == [2, 2, 2]
+        manager.set_attr("offset", 100.0)
+        assert manager.get_attr("offset") == [100.0] * 3
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = manager.nonsense
+        assert [image.shape for image in manager.ready_imgs.values()] == [(8, 8, 3)] * 3
+        assert manager.render_mode == ["rgb_array"] * 3
+
+
+def test_calls_wait_for_what_is_under_way(gate: Path) -> None:
+    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1)]
+    with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0) as manager:
+        assert set(manager.step({0: 3, 1: 3})) == {1}
+        with opened_meanwhile(gate):
+            assert manager.episode_step == [1, 1]
+        assert set(manager.step({})) == {0}  # nothing was lost
+
+
+def test_env_ref_without_an_env_in_the_trainer(manager_of: Any) -> None:
+    def env_fn() -> Any:
+        assert os.getpid() != trainer, "an env in the trainer"
+        env = PidEnv(num_actions=7, render_mode="ansi")
+        env.reward_space = env.action_space  # type: ignore[attr-defined]
+        return env
+
+    trainer = os.getpid()
+    manager = manager_of([env_fn])
+    assert manager.action_space.n == 7
+    assert manager.env_ref.observation_space == manager.observation_space == PidEnv(num_actions=7).observation_space
+    assert manager.reward_space.n == 7
+    assert manager.env_ref.render_mode == "ansi"
+    assert manager.env_num == 1
+    assert manager.closed
+
+
+def test_an_error_that_is_an_attribute_error_too_is_not_taken_for_a_missing_attribute(manager_of: Any) -> None:
+    def env_fn() -> Any:
+        raise AttributeError("deep inside")
+
+    with pytest.raises(AttributeError, match="deep inside"):
+        _ = manager_of([env_fn]).env_ref
+
+
+# --- what is handed out ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_observations_handed_out_are_the_callers_own(manager_of: Any, shared_memory: bool) -> None:
+    with manager_of([DictEnv], shared_memory=shared_memory) as manager:
+        first = manager.ready_obs[0]
+        first["image"][:] = 77
+        first["counts"][1][:] = 77
+        assert not manager.ready_obs[0]["image"].any()
+        timestep = manager.step({0: 1})[0]
+        timestep.observation["image"][:] = 77
+        timestep.observation["counts"][1][:] = 77
+        assert (manager.ready_obs[0]["image"] == 1).all()
+        assert manager.ready_obs[0]["counts"][1][0] == 1
+
+
+def test_without_copies_the_same_array_is_handed_out_twice(manager_of: Any) -> None:
+    with manager_of([CounterEnv], copy_on_get=False) as manager:
+        timestep = manager.step({0: 1})[0]
+        assert manager.ready_obs[0] is timestep.observation
+        before = timestep.observation.copy()
+        manager.step({0: 2})
+        assert (timestep.observation == before).all()  # yet never overwritten
+
+
+def test_the_callers_dicts_and_lists_are_not_changed(manager_of: Any) -> None:
+    actions, param, fns = {0: 1, 1: 2}, {0: {"seed": 1, "options": {}}}, counters(2, horizon=1)
+    with manager_of(fns) as manager:
+        manager.reset(param)
+        manager.step(actions)
+        assert (actions, param, len(fns)) == ({0: 1, 1: 2}, {0: {"seed": 1, "options": {}}}, 2)

@@ -1,0 +1,149 @@
+"""The manager of batches: their order, nested spaces, and what the lists are given back as."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from contract_envs import DictEnv
+from gymnasium import spaces
+from manager_envs import GatedEnv
+
+from multienv import StackedSubprocessEnvManager
+from multienv.errors import ActionError, EnvsFailedError, UsageError
+from multienv.testing import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, digest_value
+from multienv.testing.faults import FaultError
+
+
+def test_batches_until_all_are_done() -> None:
+    fns = [partial(CounterEnv, horizon=2 + index) for index in range(4)]
+    with StackedSubprocessEnvManager(fns, episode_num=2) as manager:
+        steps = [0] * 4
+        while not manager.done:
+            batch = manager.ready_obs
+            ids = manager.ready_obs_id
+            assert isinstance(batch, np.ndarray)
+            assert batch.shape == (len(ids), 4)
+            timesteps = manager.step(np.ones(len(ids), np.int64))
+            assert [timestep.env_id for timestep in timesteps] == ids
+            for timestep in timesteps:
+                steps[timestep.env_id] += 1
+        assert steps == [4, 6, 8, 10]
+        assert manager.ready_obs.shape == (0, 4)
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array, lambda actions: np.array(actions)[:, None][:, 0]])
+def test_each_env_gets_its_own_action(form: Any) -> None:
+    with StackedSubprocessEnvManager([CounterEnv] * 4) as manager:
+        assert len(manager.ready_obs) == 4
+        timesteps = manager.step(form([3, 0, 2, 1]))
+        assert [timestep.observation[3] for timestep in timesteps] == [3, 0, 2, 1]
+        assert [timestep.obs is timestep.observation for timestep in timesteps] == [True] * 4
+
+
+def test_an_env_that_becomes_ready_in_between_does_not_shift_the_batch(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    fns = [partial(GatedEnv, reset_gate=str(gate), horizon=1), *[partial(CounterEnv, horizon=None)] * 2]
+    with StackedSubprocessEnvManager(fns) as manager:
+        assert manager.ready_obs.shape == (3, 4)
+        manager.step([1, 1, 1])
+        assert manager.ready_obs[:, 0].tolist() == [1, 1]  # env 0 is being reset
+        gate.write_bytes(b"")
+        while manager.env_states[0] != 2:
+            assert manager.ready_info  # looks, and finds env 0 ready
+        assert manager.ready_obs_id == [1, 2]
+        assert manager.random_action().__len__() == 2
+        timesteps = manager.step([2, 3])
+        assert [(timestep.env_id, timestep.observation[3]) for timestep in timesteps] == [(1, 2), (2, 3)]
+        assert manager.ready_obs_id == [0, 1, 2]
+
+
+def test_a_reset_in_between_makes_the_batch_out_of_date() -> None:
+    with StackedSubprocessEnvManager([CounterEnv] * 2) as manager:
+        assert len(manager.ready_obs) == 2
+        manager.reset({0: {"options": {"start": 5}}})
+        with pytest.raises(UsageError, match="ready_obs first"):
+            manager.step([1, 1])
+        assert manager.ready_obs[:, 0].tolist() == [5, 0]
+        manager.step([1, 1])
+        with pytest.raises(UsageError, match="ready_obs first"):
+            manager.step([1, 1])
+
+
+@pytest.mark.parametrize("actions", [[1], [1, 1, 1], np.ones((3,)), 1, None, np.int64(1)])
+def test_wrong_batches(actions: Any) -> None:
+    with StackedSubprocessEnvManager([CounterEnv] * 2) as manager:
+        assert len(manager.ready_obs) == 2
+        with pytest.raises(ActionError, match="Nothing was sent"):
+            manager.step(actions)
+        assert len(manager.step([1, 1])) == 2
+
+
+def test_nested_observations() -> None:
+    with StackedSubprocessEnvManager([DictEnv] * 3) as manager:
+        batch = manager.ready_obs
+        assert batch["image"].shape == (3, 16, 16, 3)
+        manager.step([1, 2, 3])
+        batch = manager.ready_obs
+        assert batch["counts"][0].tolist() == [1, 1, 1]
+        assert batch["counts"][1][:, 3].tolist() == [1, 2, 3]
+        batch["image"][:] = 99
+        assert (manager.ready_obs["image"] == 1).all()
+
+
+ACTION_SPACES = {
+    "Box": spaces.Box(-1, 1, (2, 2)),
+    "MultiDiscrete": spaces.MultiDiscrete([3, 4]),
+    "MultiBinary": spaces.MultiBinary(3),
+    "Dict": spaces.Dict({"a": spaces.Discrete(5), "b": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3)))}),
+    "Tuple": spaces.Tuple((spaces.Discrete(5), spaces.Box(-1, 1, (3,)))),
+    "custom": TokenSpace(),
+}
+
+
+@pytest.mark.parametrize("name", ACTION_SPACES)
+@pytest.mark.parametrize("whole", [True, False])
+def test_action_spaces_as_lists_and_as_batches(name: str, whole: bool) -> None:
+    space = ACTION_SPACES[name]
+    space.seed(3)
+    actions: Any = [space.sample() for _ in range(3)]
+    with StackedSubprocessEnvManager([partial(SpaceEnv, action_space=space)] * 3) as manager:
+        assert len(manager.ready_obs) == 3
+        given = stacked(space, actions) if whole else actions
+        seen = [timestep.info["action"] for timestep in manager.step(given)]
+    assert seen == [digest_value(action) for action in actions]
+
+
+def stacked(space: Any, actions: list[Any]) -> Any:
+    """One batch, as gymnasium's vector envs take it."""
+    if isinstance(space, spaces.Dict):
+        return {key: stacked(space[key], [action[key] for action in actions]) for key in space}
+    if isinstance(space, spaces.Tuple):
+        return tuple(stacked(part, [action[place] for action in actions]) for place, part in enumerate(space))
+    return tuple(actions) if isinstance(space, TokenSpace) else np.stack(actions)
+
+
+def test_observations_that_cannot_be_stacked_come_as_a_tuple() -> None:
+    with StackedSubprocessEnvManager([partial(SpaceEnv, observation_space=TokenSpace())] * 2) as manager:
+        batch = manager.ready_obs
+        assert isinstance(batch, tuple)
+        assert len(batch) == 2
+
+
+def test_what_an_env_raises_arrives_with_the_results_of_the_others_by_id() -> None:
+    fns = [CounterEnv, partial(FaultyEnv, fault=Fault("raise", "step", at=1)), CounterEnv]
+    with StackedSubprocessEnvManager(fns) as manager:
+        assert len(manager.ready_obs) == 3
+        with pytest.raises(FaultError) as caught:
+            manager.step([1, 1, 1])
+        error: Any = caught.value
+        assert isinstance(error, EnvsFailedError)
+        assert [None if result is None else result.env_id for result in error.results] == [0, None, 2]
+        assert len(manager.ready_obs) == 2
+        manager.reset({1: None})
+        assert len(manager.ready_obs) == 3

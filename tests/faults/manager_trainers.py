@@ -1,0 +1,169 @@
+"""Trainers that the tests of the managers run: interrupted, then held against a quiet run. See trainer_process.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from interrupt_trainers import KINDS, explore
+from interruption import Interruption, Ledger
+
+import multienv
+from multienv.testing import CounterEnv, SlowEnv
+
+sys.path.append(str(Path(__file__).parent.parent / "contract"))
+from manager_envs import FailingResetEnv
+
+
+def ctrl_c(name: str, what: str) -> None:
+    """SIGINT to the whole group while a call waits; what was asked of the envs comes afterwards, once."""
+    manager_of = getattr(multienv, name)
+    errors = Path(f"/tmp/multienv-test-{os.getpid()}")
+    slow: Any = {"step_seconds": 0.5} if what == "step" else {"reset_seconds": 0.5} if what != "retry" else {}
+    fn: Any = partial(SlowEnv, horizon=2, **slow)
+    if what == "retry":
+        fn = partial(FailingResetEnv, errors=str(errors), horizon=2)
+    options = {"max_retry": 3, "retry_waiting_time": 0.3 if what == "retry" else 0.0, "wait_num": 2}
+    try:
+        with manager_of([fn] * 2, **options) as manager:
+            if what == "retry":
+                errors.write_text("once")
+            if what in ("ready_obs", "retry"):
+                manager.step({0: 1, 1: 1})
+                manager.step({0: 1, 1: 1})
+            pids = [one.pid for one in manager.statistics()]
+            threading.Timer(0.15, os.killpg, [os.getpgrp(), signal.SIGINT]).start()
+            interrupted = False
+            try:
+                if what == "step":
+                    manager.step({0: 1, 1: 2})
+                elif what == "reset":
+                    manager.reset()
+                else:
+                    while len(manager.ready_obs) < 2:
+                        pass
+            except KeyboardInterrupt:
+                interrupted = True
+            assert interrupted
+            if what == "step":
+                timesteps = manager.step({})
+                assert {index: step.observation[[0, 3]].tolist() for index, step in timesteps.items()} == {
+                    0: [1, 1],
+                    1: [1, 2],
+                }
+            elif what == "reset":
+                manager.reset({0: {"options": {"start": 1}}, 1: None})
+                assert [observation[0] for observation in manager.ready_obs.values()] == [1, 0]
+            else:
+                while len(ready := manager.ready_obs) < 2:
+                    pass
+                assert [observation[0] for observation in ready.values()] == [0, 0]
+            assert [one.pid for one in manager.statistics()] == pids
+            assert [one.losses for one in manager.statistics()] == [0, 0]
+    finally:
+        errors.unlink(missing_ok=True)
+
+
+class Managed:
+    """Three envs of a manager, each with a ledger."""
+
+    def __init__(self, name: str, inplace: bool = False) -> None:
+        self.manager = getattr(multienv, name)(
+            [partial(CounterEnv, horizon=3)] * 3, wait_num=1, step_wait_timeout=0.0, reset_inplace=inplace
+        )
+        self.manager.seed(0)
+        self.manager.launch()
+        self.hosted = [lane.env for lane in self.manager._loop.lanes]
+        self.inplace = inplace
+        self.given: dict[int, list[int]] = {}
+        self.ledgers = [Ledger(horizon=3) for _ in range(3)]
+        self.numbers = [0] * 3
+        for index, observation in self.manager.ready_obs.items():
+            self._begun(index, observation)
+
+    def _begun(self, index: int, observation: Any) -> None:
+        seed = self.manager._seed_of(index, self.numbers[index])
+        self.numbers[index] += 1
+        self.ledgers[index].reset((observation, {}), seed)
+
+    def take(self, timesteps: dict[int, Any]) -> None:
+        """Each timestep goes on where the last one ended, with the action given for it."""
+        for index, timestep in timesteps.items():
+            observation = timestep.info.get("final_obs", timestep.observation)
+            self.ledgers[index].step((observation, *timestep[1:]), self.given.pop(index))
+            if self.inplace and timestep.done:
+                self._begun(index, timestep.observation)
+
+    def see(self, ready: dict[int, Any]) -> None:
+        """Those whose episode had ended have begun another."""
+        for index, observation in ready.items():
+            if self.ledgers[index].ended:
+                self._begun(index, observation)
+            assert index not in self.given, f"env {index} is ready, and its timestep has not been seen"
+
+    def go_on(self) -> None:
+        """All is as if nothing had happened."""
+        while self.given:
+            self.take(self.manager.step({}))
+        self.see(self.manager.ready_obs)
+
+    def kill(self) -> None:
+        os.kill(self.manager.statistics()[1].pid or 0, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+def every_place_of_a_managers_step(name: str, kind: str, inplace: str, kills: str = "0") -> None:
+    """step() and ready_obs interrupted; what was sent comes with the next ones, once; what was not is ready still."""
+
+    def trial(managed: Managed, interruption: Interruption, number: int) -> None:
+        manager = managed.manager
+        ready = manager.ready_obs
+        managed.see(ready)
+        if int(kills):
+            managed.kill()
+        actions = {index: (number + index) % 4 for index in ready}
+        timesteps = observations = None
+        with interruption:
+            timesteps = manager.step(actions)
+            observations = manager.ready_obs
+        if timesteps is None:  # which of them were sent?
+            still = set(manager.ready_env)
+            actions = {index: action for index, action in actions.items() if index not in still}
+        managed.given.update({index: [action] for index, action in actions.items()})
+        managed.take(timesteps or {})
+        managed.see(observations or {})
+        managed.go_on()
+
+    assert kind in KINDS
+    explore(lambda: Managed(name, inplace == "1"), kind, trial, kills=int(kills))  # type: ignore[type-var]
+
+
+def every_place_of_a_managers_reset(name: str, kind: str) -> None:
+    """reset() interrupted, with steps under way; then reset() and steps work."""
+
+    def trial(managed: Managed, interruption: Interruption, number: int) -> None:
+        manager = managed.manager
+        managed.see(manager.ready_obs)
+        manager.step(dict.fromkeys(manager.ready_env, 1))
+        with interruption:
+            manager.reset({0: {"seed": number}, 1: None})
+        manager.reset({index: {"seed": 7 * index} for index in range(3)})
+        managed.given.clear()
+        for index, observation in manager.ready_obs.items():
+            managed.ledgers[index].reset((observation, {}), 7 * index)
+        for action in range(2):
+            sent = list(manager.ready_obs)
+            assert sent == [0, 1, 2]
+            managed.given = {index: [action] for index in sent}
+            managed.take(manager.step(dict.fromkeys(sent, action)))
+            while managed.given:
+                managed.take(manager.step({}))
+
+    explore(lambda: Managed(name), kind, trial)  # type: ignore[type-var]

@@ -1,0 +1,277 @@
+"""One test for each mistake seen in DI-engine's managers. Named after it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_process import run
+
+from multienv import AsyncSubprocessEnvManager, RestartPolicy, StackedSubprocessEnvManager, SyncSubprocessEnvManager
+from multienv.env_states import EnvState
+from multienv.errors import EnvsFailedError
+from multienv.testing import CounterEnv, Fault, FaultyEnv, SameArrayEnv, SlowEnv
+from multienv.testing.faults import TwoArgumentError
+
+sys.path.append(str(Path(__file__).parent.parent / "contract"))
+from manager_envs import FailingResetEnv
+
+BOTH = [AsyncSubprocessEnvManager, SyncSubprocessEnvManager]
+
+
+@pytest.fixture(params=BOTH)
+def manager_of(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def errors(tmp_path: Path) -> Iterator[Path]:
+    """What the next resets raise, a line each."""
+    return tmp_path / "errors"
+
+
+def cpu_seconds() -> float:
+    return time.thread_time()
+
+
+# --- ready_obs spins forever when every env is done -----------------------------------------------
+
+
+def test_ready_obs_spins_when_all_are_done(manager_of: Any) -> None:
+    with manager_of([partial(CounterEnv, horizon=1)] * 2, episode_num=1) as manager:
+        manager.step({0: 1, 1: 1})
+        assert manager.done
+        assert manager.ready_obs == {}
+
+
+@pytest.mark.parametrize("action", ["ready_obs", "step"])
+def test_waiting_costs_no_time_of_the_processor(manager_of: Any, action: str) -> None:
+    """Waiting for a second is a handful of system calls."""
+    slow = partial(SlowEnv, horizon=1, **{"reset_seconds" if action == "ready_obs" else "step_seconds": 1.0})
+    with manager_of([slow] * 2) as manager:
+        if action == "ready_obs":
+            manager.step({0: 1, 1: 1})
+        before = cpu_seconds()
+        manager.ready_obs if action == "ready_obs" else manager.step({0: 1, 1: 1})
+        assert cpu_seconds() - before < 0.1
+
+
+# --- a reset failing in the background closes the manager silently --------------------------------
+
+
+@pytest.mark.parametrize("asked", ["ready_obs", "step"])
+def test_a_reset_failing_in_the_background_surfaces_and_closes_nothing(
+    manager_of: Any, errors: Path, asked: str
+) -> None:
+    fns = [partial(FailingResetEnv, errors=str(errors), horizon=1), partial(CounterEnv, horizon=None)]
+    with manager_of(fns) as manager:
+        errors.write_text("no more")
+        seen = manager.step({0: 1, 1: 1})
+        with pytest.raises(ConnectionError, match="no more") as caught:
+            while True:
+                if asked == "ready_obs":
+                    _ = manager.ready_obs
+                else:
+                    seen = manager.step({1: 1})
+        error: Any = caught.value
+        assert isinstance(error, EnvsFailedError)
+        assert list(error.failures) == [0]
+        assert error.results[0] is None
+        last = seen[1].observation[0] if 1 in seen else 0
+        if error.results[1] is not None:
+            last = (error.results[1] if asked == "ready_obs" else error.results[1].observation)[0]
+        assert not manager.closed
+        assert manager.env_states == {0: EnvState.ERROR, 1: EnvState.RUN}
+        while 1 not in (timesteps := manager.step(dict.fromkeys(manager.ready_obs, 1))):
+            pass  # told once
+        assert timesteps[1].observation[0] == last + 1
+        manager.reset({0: None})
+        assert set(manager.ready_obs) == {0, 1}
+
+
+def test_a_reset_in_place_that_fails_keeps_the_timestep(manager_of: Any, errors: Path) -> None:
+    with manager_of([partial(FailingResetEnv, errors=str(errors), horizon=1)], reset_inplace=True) as manager:
+        errors.write_text("no more")
+        with pytest.raises(ConnectionError) as caught:
+            manager.step({0: 1})
+        error: Any = caught.value
+        assert error.results[0].terminated
+        assert error.results[0].observation[0] == 1
+
+
+@pytest.mark.parametrize("retry_type", ["reset", "renew"])
+def test_a_reset_is_tried_again_as_told(manager_of: Any, errors: Path, retry_type: str) -> None:
+    options = {"max_retry": 3, "retry_type": retry_type, "retry_waiting_time": 0.01}
+    with manager_of([partial(FailingResetEnv, errors=str(errors), horizon=1)], **options) as manager:
+        pid = manager.ready_info[0]["pid"]
+        errors.write_text("once\ntwice" if retry_type == "reset" else "once\nfirst")
+        manager.step({0: 1})
+        assert len(manager.ready_obs) == 1
+        assert (manager.ready_info[0]["pid"] == pid) == (retry_type == "reset")
+        assert errors.read_text() == ""
+        errors.write_text("first\nfirst\nfirst")
+        manager.step({0: 1})
+        with pytest.raises(ConnectionError):
+            _ = manager.ready_obs
+        assert errors.read_text() == ""
+
+
+def test_resets_asked_for_are_tried_again_too_and_fail_alone(manager_of: Any, errors: Path) -> None:
+    fns = [partial(FailingResetEnv, errors=str(errors)), CounterEnv]
+    with manager_of(fns, max_retry=2, retry_waiting_time=0.0) as manager:
+        errors.write_text("once")
+        manager.reset()
+        errors.write_text("once\ntwice")
+        with pytest.raises(ConnectionError, match="twice") as caught:
+            manager.reset()
+        error: Any = caught.value
+        assert error.results[1][0] == 0
+        assert set(manager.ready_obs) == {1}
+
+
+# --- an action list can reach the wrong envs when a reset finishes in between: test_stacked_env_manager.py ------------
+
+
+# --- late replies answer the next request ---------------------------------------------------------
+
+
+def test_a_late_reply_to_a_reset_answers_the_next_request(manager_of: Any, marker: str) -> None:
+    """The reset that took too long is answered after all: SIGSTOP, a passed deadline, SIGCONT."""
+    with manager_of([partial(CounterEnv, horizon=3)] * 2, reset_timeout=0.3, max_retry=3) as manager:
+        for _ in range(2):
+            pid = manager.statistics()[0].pid
+            os.kill(pid, signal.SIGSTOP)
+            continuing = threading.Timer(0.2, _continue, [pid])
+            continuing.start()
+            manager.reset({0: {"options": {"start": 1}}})
+            continuing.join()
+            assert manager.ready_obs[0][0] == 1
+            timesteps: dict[int, Any] = {}
+            while 0 not in timesteps:
+                timesteps = manager.step({0: 2})
+            assert timesteps[0].observation[[0, 3]].tolist() == [2, 2]
+
+
+def _continue(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # killed at its deadline
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_reset_does_not_read_the_reply_of_a_step_under_way() -> None:
+    fns = [partial(SlowEnv, step_seconds=0.2), CounterEnv]
+    with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0) as manager:
+        assert set(manager.step({0: 3, 1: 1})) == {1}
+        manager.reset({0: {"options": {"start": 4}}})
+        assert manager.ready_obs[0][[0, 3]].tolist() == [4, -1]
+        timesteps: dict[int, Any] = manager.step({0: 2})
+        assert timesteps[0].observation[[0, 3]].tolist() == [5, 2]
+
+
+# --- observations alias each other ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_observations_handed_out_are_overwritten_by_later_steps(manager_of: Any, shared_memory: bool) -> None:
+    with manager_of([SameArrayEnv] * 2, shared_memory=shared_memory) as manager:
+        kept = [manager.ready_obs[0]]
+        for _ in range(4):
+            timestep = manager.step({0: 1, 1: 1})[0]
+            kept += [timestep.observation, manager.ready_obs[0]]
+        assert [observation[0] for observation in kept] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+# --- seeds are used once, and a renewed worker has none -------------------------------------------
+
+
+def test_a_renewed_worker_has_the_seed_of_its_episode(manager_of: Any, errors: Path) -> None:
+    seeds = []
+    for lost in (False, True):
+        manager = manager_of(
+            [partial(FailingResetEnv, errors=str(errors), horizon=1)],
+            episode_num=3,
+            max_retry=2,
+            retry_type="renew",
+            retry_waiting_time=0.0,
+        )
+        manager.seed([5])
+        with manager:
+            pids, given = set(), []
+            while not manager.done:
+                if lost:
+                    errors.write_text("once")
+                timestep = manager.step(dict.fromkeys(manager.ready_obs, 1)).get(0)
+                if timestep is not None:
+                    pids.add(timestep.info["pid"])
+                    given.append((timestep.info["reset"], timestep.observation.tolist()))
+        assert (len(pids) > 1) == lost
+        seeds.append(given)
+    assert seeds[0] == seeds[1]
+    assert len({seed for (seed, _), _ in seeds[0]}) == 3
+
+
+# --- an exception with its own constructor kills the worker ---------------------------------------
+
+
+def test_an_exception_with_its_own_constructor_arrives_and_the_worker_lives(manager_of: Any) -> None:
+    with manager_of([partial(FaultyEnv, fault=Fault("custom_exception", "step", at=1))]) as manager:
+        pid = manager.statistics()[0].pid
+        with pytest.raises(TwoArgumentError):
+            manager.step({0: 1})
+        manager.reset({0: None})
+        assert manager.step({0: 1})[0].observation[0] == 1
+        assert manager.statistics()[0].pid == pid
+
+
+# --- Ctrl-C restarts the env, or counts as a retry ------------------------------------------------
+
+
+@pytest.mark.parametrize("manager", ["AsyncSubprocessEnvManager", "SyncSubprocessEnvManager"])
+@pytest.mark.parametrize("what", ["step", "ready_obs", "reset", "retry"])
+def test_ctrl_c_retries_nothing_and_loses_nothing(manager: str, what: str) -> None:
+    run("manager_trainers", "ctrl_c", manager, what)
+
+
+# --- the watchdog is SIGALRM inside the env's process ---------------------------------------------
+
+
+class AlarmEnv(CounterEnv):
+    """Uses SIGALRM for its own purposes."""
+
+    def reset(self, **options: Any) -> Any:
+        signal.signal(signal.SIGALRM, lambda *_: setattr(self, "rung", True))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        return super().reset(**options)
+
+    def step(self, action: Any) -> Any:
+        while not getattr(self, "rung", False):
+            time.sleep(0.01)
+        return super().step(action)
+
+
+def test_an_env_may_use_sigalrm_under_a_timeout(manager_of: Any) -> None:
+    with manager_of([AlarmEnv], step_timeout=20.0, reset_timeout=20.0) as manager:
+        assert manager.step({0: 1})[0].observation[0] == 1
+        assert manager.statistics()[0].losses == 0
+
+
+# --- and more of the kind -------------------------------------------------------------------------
+
+
+def test_the_lists_of_the_caller_are_changed() -> None:
+    fns: list[Any] = [CounterEnv, CounterEnv]
+    seeds, actions = [1, 2], [1, 1]
+    manager = StackedSubprocessEnvManager(fns, restart=RestartPolicy())
+    manager.seed(seeds)
+    with manager:
+        assert len(manager.ready_obs) == 2
+        manager.step(actions)
+    assert (fns, seeds, actions) == ([CounterEnv, CounterEnv], [1, 2], [1, 1])

@@ -1,0 +1,25 @@
+"""Exceptions of signal handlers at each place of a manager's calls: nothing is lost, doubled or left locked."""
+
+from __future__ import annotations
+
+import pytest
+from trainer_process import run
+
+
+@pytest.mark.parametrize("kind", ["base", "error"])
+@pytest.mark.parametrize("inplace", [0, 1])
+@pytest.mark.parametrize("manager", ["AsyncSubprocessEnvManager", "SyncSubprocessEnvManager"])
+def test_every_place_of_step_and_ready_obs(manager: str, inplace: int, kind: str) -> None:
+    run("manager_trainers", "every_place_of_a_managers_step", manager, kind, inplace)
+
+
+@pytest.mark.parametrize("manager", ["AsyncSubprocessEnvManager", "SyncSubprocessEnvManager"])
+def test_every_place_of_reset(manager: str) -> None:
+    run("manager_trainers", "every_place_of_a_managers_reset", manager, "base")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("inplace", [0, 1])
+@pytest.mark.parametrize("manager", ["AsyncSubprocessEnvManager", "SyncSubprocessEnvManager"])
+def test_every_place_of_a_step_that_recovers(manager: str, inplace: int) -> None:
+    run("manager_trainers", "every_place_of_a_managers_step", manager, "base", inplace, 3, within=100)

@@ -1,0 +1,238 @@
+"""The env managers while their workers die: the same episodes, as many as asked for, and nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_process import becomes_true
+
+from multienv import AsyncSubprocessEnvManager, RestartPolicy, StackedSubprocessEnvManager, SyncSubprocessEnvManager
+from multienv.env_states import EnvState
+from multienv.errors import ClosedError, EnvsFailedError, WorkerDiedError, WorkerHungError
+from multienv.testing import (
+    CounterEnv,
+    Fault,
+    FaultyEnv,
+    NondeterministicEnv,
+    SlowEnv,
+    first_difference,
+    is_alive,
+)
+
+BOTH = [AsyncSubprocessEnvManager, SyncSubprocessEnvManager]
+RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
+
+
+@pytest.fixture(params=BOTH)
+def manager_of(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def kill(manager: Any, index: int, signal_number: int = signal.SIGKILL) -> int:
+    pid = manager.statistics()[index].pid
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):  # it has been struck already, and nobody has noticed
+            os.kill(pid, signal_number)
+    return int(pid or 0)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_subsets_with_kills_until_done(manager_of: Any, seed: int, inplace: bool) -> None:
+    """Every env runs exactly its episodes, and each of its steps is delivered, with what it would have been."""
+    dice = random.Random(seed)
+    horizons = [dice.randrange(1, 6) for _ in range(5)]
+    fns = [partial(CounterEnv, horizon=horizon) for horizon in horizons]
+    manager = manager_of(
+        fns, episode_num=4, wait_num=dice.randrange(1, 5), step_wait_timeout=0.0, reset_inplace=inplace
+    )
+    manager.seed(seed)
+    taken: dict[int, list[Any]] = {index: [] for index in range(5)}
+    given: dict[int, list[int]] = {index: [] for index in range(5)}
+    with manager:
+        while not manager.done:
+            ready = list(manager.ready_obs)
+            actions = {index: dice.randrange(4) for index in ready if dice.random() < 0.7}
+            if actions and dice.random() < 0.4:
+                kill(manager, dice.choice(list(actions)))
+            if dice.random() < 0.2:
+                kill(manager, dice.randrange(5))  # it may be stepping, or being reset, or done
+            if not actions and not any(index not in ready for index in manager.active_env):
+                continue
+            for index, action in actions.items():
+                given[index].append(action)
+            for index, timestep in manager.step(actions).items():
+                taken[index].append(tuple(timestep))
+        statistics = manager.statistics()
+    for index, (fn, horizon) in enumerate(zip(fns, horizons, strict=True)):
+        twin, expected = fn(), []
+        for episode in range(4):
+            twin.reset(seed=manager._seed_of(index, episode))
+            for step in range(horizon):
+                transition = twin.step(given[index][episode * horizon + step])
+                if step == horizon - 1 and inplace:
+                    last = twin.step.__self__._observe()
+                    transition = (transition[0], *transition[1:4], {"final_obs": last})
+                    if episode < 3:
+                        first = fn().reset(seed=manager._seed_of(index, episode + 1))[0]
+                        transition = (first, *transition[1:])
+                expected.append(transition)
+        assert first_difference(taken[index], expected) is None
+        assert statistics[index].steps == len(expected) == horizon * 4
+    assert sum(one.losses for one in statistics) > 0
+    assert sum(one.truncated_recoveries for one in statistics) == 0
+
+
+def test_one_envs_recovery_holds_up_no_other() -> None:
+    """Env 0 takes seconds to build again; the others go on meanwhile."""
+    fns = [partial(SlowEnv, build_seconds=2.0, horizon=None), partial(CounterEnv, horizon=None)]
+    options: Any = {"wait_num": 1, "step_wait_timeout": 0.0, "restart": RestartPolicy(snapshots=False)}
+    with AsyncSubprocessEnvManager(fns, **options) as manager:
+        kill(manager, 0)
+        seen = dict(manager.step({0: 1, 1: 1}))
+        steps = 0
+        while 0 not in seen:
+            seen = manager.step(dict.fromkeys(manager.ready_obs, 1))
+            steps += 1
+        assert steps > 100
+        assert seen[0].observation[0] == 1
+
+
+def test_an_episode_that_cannot_be_brought_back_is_abnormal_and_not_counted(manager_of: Any) -> None:
+    fns = [partial(NondeterministicEnv, horizon=4), partial(CounterEnv, horizon=4)]
+    restart = RestartPolicy(snapshots=False)
+    with manager_of(fns, episode_num=2, restart=restart) as manager:
+        episodes: dict[int, list[list[Any]]] = {0: [[]], 1: [[]]}
+        strikes = iter([2])
+        strike = next(strikes)
+        while not manager.done:
+            if len(episodes[0][-1]) == strike:
+                kill(manager, 0)
+                strike = next(strikes, -1)
+            for index, timestep in manager.step(dict.fromkeys(manager.ready_obs, 1)).items():
+                episodes[index][-1].append(timestep)
+                if timestep.done:
+                    episodes[index].append([])
+    ends = [episode[-1].info.get("abnormal", False) for episode in episodes[0] if episode]
+    assert ends == [True, False, False]
+    broken = episodes[0][0][-1]
+    assert (broken.truncated, broken.reward) == (True, 0.0)
+    assert [len(episode) for episode in episodes[0] if episode][1:] == [4, 4]
+    assert [len(episode) for episode in episodes[1] if episode] == [4, 4]
+
+
+def test_a_worker_lost_for_good_fails_alone(manager_of: Any) -> None:
+    with manager_of([CounterEnv] * 3, restart=RAISE, wait_num=3) as manager:
+        kill(manager, 1)
+        with pytest.raises(WorkerDiedError) as caught:
+            manager.step(dict.fromkeys(range(3), 1))
+        error: Any = caught.value
+        assert [result is None for result in error.results] == [False, True, False]
+        assert manager.env_states[1] == EnvState.ERROR
+        manager.reset({1: None})
+        assert manager.env_states[1] == EnvState.RUN
+        assert len(manager.step(dict.fromkeys(range(3), 1))) == 3
+
+
+def test_a_hung_step_is_killed_at_its_timeout(manager_of: Any, marker: str) -> None:
+    """And the episode goes on as if it had not hung."""
+    fns = [CounterEnv, partial(FaultyEnv, fault=Fault("hang", "step", at=2, once=marker))]
+    with manager_of(fns, step_timeout=0.5) as manager:
+        seen: list[float] = []
+        while len(seen) < 3:
+            timesteps = manager.step(dict.fromkeys(manager.ready_obs, 1))
+            seen += [timesteps[1].observation[0]] if 1 in timesteps else []
+        assert seen == [1, 2, 3]
+        assert manager.statistics()[1].losses == 1
+
+
+def test_a_hung_reset_in_the_background_surfaces(manager_of: Any) -> None:
+    fault = Fault("hang", "reset", at=2)
+    fns = [partial(FaultyEnv, fault=fault, horizon=1), partial(CounterEnv, horizon=None)]
+    with manager_of(fns, reset_timeout=0.3, restart=RAISE) as manager:
+        with pytest.raises(WorkerHungError) as caught:
+            while True:
+                manager.step(dict.fromkeys(manager.ready_obs, 1))
+        assert list(caught.value.failures) == [0]  # type: ignore[attr-defined]
+        assert manager.env_states == {0: EnvState.ERROR, 1: EnvState.RUN}
+        assert not manager.closed
+
+
+def test_close_is_bounded_for_all_together() -> None:
+    """Each of them takes all the time that close() gives: side by side, and after that they are killed."""
+    with SyncSubprocessEnvManager([partial(SlowEnv, close_seconds=60.0)] * 4) as manager:
+        pids = [one.pid for one in manager.statistics()]
+        begin = time.monotonic()
+        manager.close()
+        seconds = time.monotonic() - begin
+    assert not any(map(is_alive, pids))
+    assert seconds < 4 * 5.0  # one after the other
+
+
+def test_close_from_another_thread_ends_a_step(manager_of: Any) -> None:
+    with manager_of([partial(SlowEnv, step_seconds=60.0)] * 2) as manager:
+        loop = manager._loop
+        thread = threading.Thread(target=lambda: becomes_true(loop.stepping) and manager.close())
+        thread.start()
+        with pytest.raises(ClosedError):
+            manager.step({0: 1, 1: 1})
+        thread.join()
+        assert manager.closed
+
+
+def test_launch_again_after_workers_died_for_good(manager_of: Any) -> None:
+    manager = manager_of([CounterEnv] * 2, restart=RAISE)
+    for _ in range(2):
+        with manager:
+            pid = kill(manager, 0)
+            with pytest.raises(EnvsFailedError):
+                manager.step({0: 1, 1: 1})
+            becomes_true(lambda pid=pid: not is_alive(pid))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_stacked_with_kills_until_done(seed: int) -> None:
+    dice = random.Random(seed)
+    fns = [partial(CounterEnv, horizon=2 + index) for index in range(4)]
+    with StackedSubprocessEnvManager(fns, episode_num=3) as manager:
+        steps = [0] * 4
+        while not manager.done:
+            batch = manager.ready_obs
+            if dice.random() < 0.3:
+                kill(manager, dice.randrange(4))
+            for timestep, before in zip(manager.step([1] * len(batch)), batch, strict=True):
+                steps[timestep.env_id] += 1
+                assert timestep.observation[0] == before[0] + 1
+        assert steps == [6, 9, 12, 15]
+        assert [one.steps for one in manager.statistics()] == steps
+
+
+def test_videos_have_every_frame_whatever_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("moviepy")
+    import imageio_ffmpeg
+
+    fns = [partial(CounterEnv, horizon=6 + index, render_mode="rgb_array") for index in range(2)]
+    manager = SyncSubprocessEnvManager(fns, episode_num=2)
+    manager.enable_save_replay(str(tmp_path))
+    with manager:
+        count = 0
+        while not manager.done:
+            count += 1
+            if count % 3 == 0:
+                kill(manager, count % 2)
+            manager.step(dict.fromkeys(manager.ready_obs, 1))
+    for index in range(2):
+        for episode in range(2):
+            path = str(tmp_path / f"env-{index}-episode-{episode}.mp4")
+            frames, _ = imageio_ffmpeg.count_frames_and_secs(path)
+            assert frames in (7 + index, 8 + index)  # the last one is there once or twice
+    assert len(list(tmp_path.iterdir())) == 4

@@ -1,0 +1,98 @@
+"""The options of the env managers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import pytest
+
+from multienv import AsyncSubprocessEnvManager, StackedSubprocessEnvManager, SyncSubprocessEnvManager
+from multienv.env_manager_config import EnvManagerConfig
+from multienv.env_states import EnvState, Timestep
+from multienv.errors import UsageError
+from multienv.testing import CounterEnv
+
+# DI-engine 0.5.3, but for the start method.
+DEFAULTS = {
+    "episode_num": math.inf, "max_retry": 1, "retry_type": "reset", "retry_waiting_time": 0.1, "auto_reset": True,
+    "step_timeout": None, "reset_timeout": None, "connect_timeout": 60, "wait_num": 2, "step_wait_timeout": 0.01,
+    "reset_inplace": False, "shared_memory": True, "copy_on_get": True, "context": None,
+}  # fmt: skip
+
+
+def test_names_and_defaults_are_those_of_di_engine():
+    assert dataclasses.asdict(AsyncSubprocessEnvManager.default_config()) == DEFAULTS
+    synchronous = {**DEFAULTS, "wait_num": math.inf, "step_wait_timeout": None}
+    assert dataclasses.asdict(SyncSubprocessEnvManager.default_config()) == synchronous
+    assert dataclasses.asdict(StackedSubprocessEnvManager.default_config()) == synchronous
+
+
+def test_the_states_are_those_of_di_engine():
+    names = ["VOID", "INIT", "RUN", "RESET", "DONE", "ERROR", "NEED_RESET"]
+    assert [(state.name, int(state)) for state in EnvState] == [(name, place) for place, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("cfg", [{"wait_nums": 3}, {"cfg_type": "X"}, {3: 4}])
+def test_unknown_names_are_refused(cfg):
+    with pytest.raises(UsageError, match="is no option"):
+        AsyncSubprocessEnvManager([CounterEnv], cfg)
+
+
+def test_a_near_miss_is_told():
+    with pytest.raises(UsageError, match="Did you mean 'episode_num'"):
+        AsyncSubprocessEnvManager([CounterEnv], episodes_num=3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"episode_num": 0}, {"episode_num": 1.5}, {"episode_num": math.nan}, {"max_retry": math.inf}, {"max_retry": 0},
+        {"retry_type": "again"}, {"retry_waiting_time": -1}, {"retry_waiting_time": None}, {"auto_reset": 1},
+        {"step_timeout": 0}, {"reset_timeout": math.inf}, {"connect_timeout": "1"}, {"wait_num": 0}, {"wait_num": True},
+        {"step_wait_timeout": -0.1}, {"reset_inplace": True, "auto_reset": False}, {"shared_memory": None},
+        {"copy_on_get": "yes"}, {"context": "thread"},
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(options):
+    with pytest.raises(UsageError):
+        EnvManagerConfig(**options)
+
+
+def test_config_dict_and_keywords_can_be_given_together():
+    config = EnvManagerConfig(episode_num=3)
+    assert AsyncSubprocessEnvManager([CounterEnv], config, wait_num=1).config == EnvManagerConfig(
+        episode_num=3, wait_num=1
+    )
+    assert AsyncSubprocessEnvManager(env_fn=[CounterEnv], cfg={"episode_num": 3}).config == config
+    with pytest.raises(UsageError):
+        AsyncSubprocessEnvManager([CounterEnv], 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.episode_num = 4
+
+
+@pytest.mark.parametrize("env_fn", [[], CounterEnv])
+def test_env_fns_are_a_list(env_fn):
+    with pytest.raises(UsageError, match="one (function )?for each"):
+        AsyncSubprocessEnvManager(env_fn)
+
+
+def test_timeouts_in_terms_of_a_single_env():
+    deadlines = EnvManagerConfig(step_timeout=1, connect_timeout=7).deadlines
+    assert (deadlines.start, deadlines.reset, deadlines.step) == (7, 7, 1)
+    assert EnvManagerConfig(reset_timeout=3).deadlines.reset == 3
+    assert EnvManagerConfig(connect_timeout=None).deadlines.reset is None
+
+
+def test_a_timestep_is_gymnasiums_five_values_and_more():
+    step = Timestep(3, "o", 1.0, False, True, {"a": 1})
+    observation, reward, terminated, truncated, info = step
+    assert (observation, reward, terminated, truncated, info) == tuple(step) == ("o", 1.0, False, True, {"a": 1})
+    assert (step.env_id, step.obs, step.observation, step.done) == (3, "o", "o", True)
+    assert not step._replace(truncated=False).done
+    for copy in (step._replace(reward=1.0), pickle.loads(pickle.dumps(step))):
+        assert copy == step
+        assert type(copy) is Timestep
+        assert copy.env_id == 3
+    assert repr(step).startswith("Timestep(env_id=3, observation='o'")
