@@ -17,7 +17,7 @@ import time
 from functools import partial
 from typing import Any
 
-from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
+from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import MultienvError
 from multienv.testing import CounterEnv, Fault, FaultyEnv, ForkingEnv, PidEnv, is_alive
 
@@ -121,6 +121,19 @@ def block_multi(method: str) -> None:
     multi.reset(seed=0)
     say("ready")
     multi.step([1, 1, 1])
+
+
+def block_vector(method: str, where: str) -> None:
+    """Inside a step of a vector env, while one of a group hangs in C, or between two steps."""
+    fault = Fault("hang_c", "step", at=3, ignore_sigterm=True)
+    fns = [CounterEnv, CounterEnv, partial(FaultyEnv, fault=fault) if where == "inside" else CounterEnv, CounterEnv]
+    envs = SubprocessVectorEnv(fns, envs_per_worker=2, context=method, restart=RestartPolicy(snapshot_every=1))
+    envs.reset(seed=0)
+    for _ in range(2):
+        envs.step([0, 1, 2, 3])
+    say("ready")
+    envs.step([0, 1, 2, 3])
+    time.sleep(60)
 
 
 def crowd(method: str) -> None:
