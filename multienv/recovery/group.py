@@ -121,8 +121,10 @@ class GroupSupervisor(GroupKeeper):
     def _note_loss(self, gone: Gone, command: str) -> Loss:
         slot = _slot_of(gone) if gone.executing else _UNKNOWN
         self.record.env_index = None if slot < 0 else self._group.first + slot
-        # Each env has had as many steps of its own episode as nobody here has counted.
-        return self.record.loss(gone, command, None, None if slot < 0 else self._seeds[slot], self._case(command))
+        if slot < 0:
+            return self.record.loss(gone, command, None, None, self._case(command))
+        step = None if command in ("initialize", "reset") else self._steps_of(slot)
+        return self.record.loss(gone, command, step, self._seeds[slot], self._case(command))
 
     def _forget_blame(self) -> None:
         self._absent, self._raised, self._deaths_of = {}, {}, Counter()
@@ -327,8 +329,12 @@ class GroupSupervisor(GroupKeeper):
     def _errors(self, failures: Any, command: str) -> dict[int, Any]:
         """What the envs have raised, as what is to be raised here."""
         first, seeds = self._group.first, self._seeds
+
+        def step_of(slot: int) -> int | None:
+            return None if command == "reset" else self._steps_of(slot) - (command == "step")  # that has been logged
+
         return {
-            slot: env_error(failure, index=first + slot, command=command, step=None, seed=seeds[slot])
+            slot: env_error(failure, index=first + slot, command=command, step=step_of(slot), seed=seeds[slot])
             for slot, failure in dict(failures).items()
         }
 

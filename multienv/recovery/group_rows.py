@@ -14,7 +14,23 @@ from multienv.recovery.supervisor import Supervisor
 from multienv.recovery.verification import first_difference, same
 from multienv.wire.batch import BatchLayout, Place, row_of
 from multienv.wire.evidence import GroupEvidence
-from multienv.wire.messages import IRREGULAR, REPLY, SEQ_MASK, STEPPED, Description, Initialize, seq_of
+from multienv.wire.messages import (
+    IRREGULAR,
+    KIND_AT,
+    KIND_OF_REQUEST_AT,
+    LASTING,
+    MESSAGE,
+    REPLY,
+    SEQ_MASK,
+    STEP,
+    STEPPED,
+    TAG_AT,
+    Description,
+    Initialize,
+    Reset,
+    seq_of,
+    unpack_message,
+)
 from multienv.wire.observations import Placement, irregular_parts
 
 _unpack = REPLY.unpack_from
@@ -121,6 +137,29 @@ class GroupKeeper(Supervisor):
         for array in (after.rewards, after.terminations, after.truncations):
             array[mine] = 0
         self.seq = (self.seq + 1) & SEQ_MASK
+
+    def _steps_of(self, slot: int) -> int:
+        """How many steps of its episode this env has had, as far as the journal tells; nobody else counts."""
+        steps, begins_by_itself = 0, self._group.autoreset == "NEXT_STEP"
+        for request, reply in self._journal.newest_first():
+            if request[KIND_OF_REQUEST_AT] == STEP:
+                if self._ended_in(reply, slot):
+                    return max(0, steps - begins_by_itself)  # the first step since was the reset
+                steps += 1
+            elif request[KIND_OF_REQUEST_AT] == MESSAGE and request[TAG_AT] != LASTING:
+                message = unpack_message(request)
+                if isinstance(message, Reset) and (message.options.mask is None or message.options.mask[slot]):
+                    break
+        return steps
+
+    def _ended_in(self, reply: bytes, slot: int) -> bool:
+        size = self._group.size
+        if reply[KIND_AT] != STEPPED or len(reply) <= REPLY.size:
+            return False
+        if _unpack(reply)[4] & IRREGULAR:
+            _, _, terminations, truncations = irregular_parts(reply)
+            return bool(terminations[slot] or truncations[slot])  # type: ignore[index]
+        return bool(reply[len(reply) - 2 * size + slot] or reply[len(reply) - size + slot])
 
     # --- is it the same? --------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ state unless enough has been seen since to hold against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -218,6 +218,13 @@ class Journal:
 
     def _states(self) -> list[Anchor]:
         return [anchor for anchor in self._anchors if anchor.state]
+
+    def newest_first(self) -> Iterator[tuple[bytes, bytes]]:
+        """The requests held, with their evidence."""
+        bounds = ((self._known, len(self._entries)), (0, self._known)) if self.recording else ()
+        for start, stop in bounds:
+            frames = split_frames(self._entries[start:stop])
+            yield from zip(reversed(frames[::2]), reversed(frames[1::2]), strict=False)
 
     def since(self, seq: int) -> Plan | None:
         """What came after the step of this number; ``None`` if it is not held any more."""

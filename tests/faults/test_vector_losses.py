@@ -121,7 +121,7 @@ def test_poison_ends_the_episode_of_the_culprit_alone(mode, snapshots):
     assert truncations == list(range(4, STEPS, gap))
     outcomes = Counter(event.outcome for event in seen if isinstance(event, Recovery))
     assert outcomes == {"exact": len(truncations), "truncated": len(truncations)}
-    assert {event.env_index for event in seen if isinstance(event, Loss)} == {CULPRIT}
+    assert {(event.env_index, event.step) for event in seen if isinstance(event, Loss)} == {(CULPRIT, 4)}
 
 
 def test_poison_in_a_reset_is_raised_and_the_others_step_on():
@@ -208,6 +208,7 @@ def test_an_exception_of_one_is_its_own():
             assert isinstance(caught.value, EnvsFailedError)
             assert isinstance(caught.value.failures[CULPRIT], EnvRaisedError)
             assert caught.value.failures[CULPRIT].env_index == CULPRIT
+            assert caught.value.failures[CULPRIT].step == 4
             assert "Traceback" in caught.value.failures[CULPRIT].remote_traceback
         else:
             expect_equal(envs.step(actions_of(step)), expected, others(), step)
