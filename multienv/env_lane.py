@@ -246,7 +246,8 @@ class Lane:
             return first
         transition = self.env.step(request.argument)
         if self._video is not None:
-            self._video.add(self.env.render, ended=transition[2] or transition[3])
+            lost = self.supervisor.phase == LOST  # there is nothing to look at
+            self._video.add(None if lost else self.env.render, ended=transition[2] or transition[3])
         return transition
 
     # --- what comes back --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -47,8 +48,13 @@ class EnvManager(EnvCalls):
         env_fn: A list of functions that build the envs; the place in it is the env's id.
         cfg: An :class:`~multienv.env_manager_config.EnvManagerConfig`, or a dict of its options.
         restart: What happens when a process is lost.
-        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
+        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`, by whichever
+            thread brings the env back.
+        native_threads: As for :class:`SubprocessEnv`.
+        reports: As for :class:`SubprocessEnv`.
         **options: Options of the config, by name.
+
+    One thread at a time may call it; ``close()`` may be called by any, and by a signal handler.
 
     Raises:
         UsageError: No ``env_fn``, or an option that is not known or makes no sense.
@@ -64,6 +70,8 @@ class EnvManager(EnvCalls):
         *,
         restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
         hooks: Sequence[Hook] = (),
+        native_threads: int | None = 1,
+        reports: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         """Start nothing yet."""
@@ -76,6 +84,8 @@ class EnvManager(EnvCalls):
         self._options = {
             "restart": restart,
             "hooks": tuple(hooks),
+            "native_threads": native_threads,
+            "reports": reports,
             "deadlines": self.config.deadlines,
             "context": self.config.context,
             "shared_memory": self.config.shared_memory,

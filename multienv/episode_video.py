@@ -47,10 +47,10 @@ class EpisodeVideo:
         self._frames = []
         self.add(render, ended=False)
 
-    def add(self, render: Callable[[], Any], *, ended: bool) -> None:
-        """The frame after a step; with the last one the video is written."""
+    def add(self, render: Callable[[], Any] | None, *, ended: bool) -> None:
+        """The frame after a step, if there is one; with the last one the video is written."""
         try:
-            self._frames.append(render())
+            self._frames += [] if render is None else [render()]
         except MultienvError:
             logger.warning("A frame of %s is missing.", self._prefix, exc_info=True)
         if ended and self._frames:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,17 @@ class GatedEnv(CounterEnv):
         return super().step(action)
 
 
+class GatedBuildEnv(CounterEnv):
+    """Waits at the gate when it is built, but for the first time."""
+
+    def __init__(self, *, gate: str, **counter: Any) -> None:
+        super().__init__(**counter)
+        built = Path(gate + ".built")
+        if built.exists():
+            Path(gate).read_bytes()
+        built.touch()
+
+
 class SeenResetEnv(CounterEnv):
     """Tells in each info which seed and options its reset was given, and by which process."""
 
@@ -60,3 +75,21 @@ class FailingResetEnv(SeenResetEnv):
             self.errors.write_text("\n".join(lines[1:]))
             raise ConnectionError(lines[0])
         return super().reset(seed=seed, options=options)
+
+
+def open_up(gate: Path) -> None:
+    """Let through who waits, or the first who comes."""
+    gate.write_bytes(b"")
+
+
+@contextlib.contextmanager
+def opened_meanwhile(gate: Path) -> Iterator[None]:
+    """By another thread, while this one waits for who waits there."""
+    thread = threading.Thread(target=open_up, args=(gate,))
+    thread.start()
+    yield
+    thread.join()
+
+
+def counters(number: int, **options: Any) -> list[Any]:
+    return [partial(CounterEnv, **options)] * number

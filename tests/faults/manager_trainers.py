@@ -14,59 +14,59 @@ from interrupt_trainers import KINDS, explore
 from interruption import Interruption, Ledger
 
 import multienv
-from multienv.testing import CounterEnv, SlowEnv
+from multienv.testing import CounterEnv
 
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
-from manager_envs import FailingResetEnv
+from manager_envs import FailingResetEnv, GatedEnv
 
 
-def ctrl_c(name: str, what: str) -> None:
+def ctrl_c(name: str, what: str, folder: str) -> None:
     """SIGINT to the whole group while a call waits; what was asked of the envs comes afterwards, once."""
-    manager_of = getattr(multienv, name)
-    errors = Path(f"/tmp/multienv-test-{os.getpid()}")
-    slow: Any = {"step_seconds": 0.5} if what == "step" else {"reset_seconds": 0.5} if what != "retry" else {}
-    fn: Any = partial(SlowEnv, horizon=2, **slow)
+    gates = [Path(folder) / f"gate-{index}" for index in range(2)]
+    errors = Path(folder) / "errors"
+    for gate in gates:
+        os.mkfifo(gate)
+    which = "step_gate" if what == "step" else "reset_gate"
+    fns: list[Any] = [partial(GatedEnv, horizon=2, **{which: str(gate)}) for gate in gates]
     if what == "retry":
-        fn = partial(FailingResetEnv, errors=str(errors), horizon=2)
-    options = {"max_retry": 3, "retry_waiting_time": 0.3 if what == "retry" else 0.0, "wait_num": 2}
-    try:
-        with manager_of([fn] * 2, **options) as manager:
+        fns = [partial(FailingResetEnv, errors=str(errors), horizon=2)] * 2
+    options = {"max_retry": 3, "retry_waiting_time": 3.0, "wait_num": 2}
+    with getattr(multienv, name)(fns, **options) as manager:
+        pids = [one.pid for one in manager.statistics()]
+        if what in ("ready_obs", "retry"):
+            manager.step({0: 1, 1: 1})
             if what == "retry":
                 errors.write_text("once")
-            if what in ("ready_obs", "retry"):
-                manager.step({0: 1, 1: 1})
-                manager.step({0: 1, 1: 1})
-            pids = [one.pid for one in manager.statistics()]
-            threading.Timer(0.15, os.killpg, [os.getpgrp(), signal.SIGINT]).start()
-            interrupted = False
-            try:
-                if what == "step":
-                    manager.step({0: 1, 1: 2})
-                elif what == "reset":
-                    manager.reset()
-                else:
-                    while len(manager.ready_obs) < 2:
-                        pass
-            except KeyboardInterrupt:
-                interrupted = True
-            assert interrupted
+            manager.step({0: 1, 1: 1})
+        threading.Timer(0.2, os.killpg, [os.getpgrp(), signal.SIGINT]).start()
+        try:
             if what == "step":
-                timesteps = manager.step({})
-                assert {index: step.observation[[0, 3]].tolist() for index, step in timesteps.items()} == {
-                    0: [1, 1],
-                    1: [1, 2],
-                }
+                manager.step({0: 3, 1: 3})
             elif what == "reset":
-                manager.reset({0: {"options": {"start": 1}}, 1: None})
-                assert [observation[0] for observation in manager.ready_obs.values()] == [1, 0]
+                manager.reset()
             else:
-                while len(ready := manager.ready_obs) < 2:
-                    pass
-                assert [observation[0] for observation in ready.values()] == [0, 0]
-            assert [one.pid for one in manager.statistics()] == pids
-            assert [one.losses for one in manager.statistics()] == [0, 0]
-    finally:
-        errors.unlink(missing_ok=True)
+                while len(manager.ready_obs) < 2:
+                    if what == "retry":  # the other one is ready: nothing to wait for but Ctrl-C
+                        signal.pause()
+            raise AssertionError("it was not interrupted")
+        except KeyboardInterrupt:
+            pass
+        for gate in gates if what != "retry" else []:
+            gate.write_bytes(b"")
+        if what == "step":
+            timesteps = manager.step({})
+            seen = {index: step.observation[[0, 3]].tolist() for index, step in timesteps.items()}
+            assert seen == {0: [1, 3], 1: [1, 3]}
+        elif what == "reset":
+            manager.reset({0: {"options": {"start": 1}}, 1: None})
+            assert [observation[0] for observation in manager.ready_obs.values()] == [1, 0]
+        else:
+            while len(ready := manager.ready_obs) < 2:
+                pass
+            assert [observation[0] for observation in ready.values()] == [0, 0]
+        assert not errors.exists() or not errors.read_text()
+        assert [one.pid for one in manager.statistics()] == pids
+        assert [one.losses for one in manager.statistics()] == [0, 0]
 
 
 class Managed:

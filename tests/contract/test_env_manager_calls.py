@@ -1,0 +1,208 @@
+"""What the env managers pass on to their envs, hand out, and refuse."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from contract_envs import DictEnv
+from manager_envs import GatedEnv, counters, opened_meanwhile
+
+from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
+from multienv.env_states import EnvState
+from multienv.errors import ClosedError, ResetNeededError, SpaceMismatchError, UsageError
+from multienv.testing import CounterEnv, Fault, FaultyEnv, PidEnv
+from multienv.testing.faults import FaultError
+
+BOTH = [AsyncSubprocessEnvManager, SyncSubprocessEnvManager]
+
+
+@pytest.fixture(params=BOTH)
+def manager_of(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Any:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+# --- wrong calls ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("actions", [{4: 1}, {-1: 1}, {"a": 1}, {None: 1}, [1, 1], None, 3])
+def test_wrong_ids_and_actions_that_are_no_dict(manager_of: Any, actions: Any) -> None:
+    with manager_of(counters(2)) as manager:
+        with pytest.raises(UsageError):
+            manager.step(actions)
+        assert manager.ready_env == [0, 1]
+        assert len(manager.step({0: 1, 1: 1})) == 2
+
+
+def test_step_of_nothing_when_nothing_is_under_way(manager_of: Any) -> None:
+    with manager_of(counters(1, horizon=1), episode_num=1) as manager:
+        with pytest.raises(UsageError, match="RUN"):
+            manager.step({})
+        manager.step({0: 1})
+        with pytest.raises(UsageError, match="DONE"):
+            manager.step({})
+        with pytest.raises(ResetNeededError, match="all its episodes"):
+            manager.step({0: 1})
+
+
+@pytest.mark.parametrize("param", [{2: None}, {"a": {}}, {0: 5}, {0: {"sed": 1}}, {0: {"seed": -1}}, [None, None]])
+def test_wrong_reset_params(manager_of: Any, param: Any) -> None:
+    with manager_of(counters(2)) as manager, pytest.raises(UsageError):
+        manager.reset(param)
+
+
+def test_before_launch_and_after_close(manager_of: Any) -> None:
+    manager = manager_of(counters(2))
+    for _ in range(2):
+        assert manager.closed
+        assert manager.env_states == {0: EnvState.VOID, 1: EnvState.VOID}
+        assert not manager.done
+        for call in (
+            lambda: manager.step({0: 1}),
+            lambda: manager.ready_obs,
+            lambda: manager.ready_env,
+            lambda: manager.reset(),
+            lambda: manager.ready_imgs,
+            lambda: manager.call("poke"),
+            lambda: manager.statistics(),
+        ):
+            with pytest.raises(ClosedError, match=r"launch\(\)"):
+                call()
+        assert not hasattr(manager, "pokes")
+        manager.launch()
+        with pytest.raises(UsageError, match="launched already"):
+            manager.launch()
+        with pytest.raises(UsageError, match="before launch"):
+            manager.enable_save_replay("somewhere")
+        assert len(manager.step({0: 1, 1: 1})) == 2
+        manager.close()
+        manager.close()
+
+
+def test_envs_that_differ_are_refused_and_closed(manager_of: Any) -> None:
+    with pytest.raises(SpaceMismatchError, match="Env 1"):
+        manager_of([CounterEnv, partial(CounterEnv, num_actions=9)]).launch()
+
+
+def test_a_launch_that_fails_closes_all(manager_of: Any) -> None:
+    for moment in ("construct", "reset"):
+        manager = manager_of([CounterEnv, partial(FaultyEnv, fault=Fault("raise", moment, at=1))])
+        with pytest.raises(FaultError):
+            manager.launch()
+        assert manager.closed
+
+
+# --- the envs' own --------------------------------------------------------------------------------
+
+
+def test_attributes_and_methods_of_all_envs(manager_of: Any) -> None:
+    with manager_of([partial(PidEnv, render_mode="rgb_array")] * 3) as manager:
+        pids = manager.pid
+        assert len(set(pids)) == 3
+        assert os.getpid() not in pids
+        assert manager.pokes == [0, 0, 0]
+        assert manager.poke(0.5) == [1, 1, 1]
+        assert manager.poke(amount=0.5) == [2, 2, 2]
+        manager.set_attr("offset", 100.0)
+        assert manager.get_attr("offset") == [100.0] * 3
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = manager.nonsense
+        assert [image.shape for image in manager.ready_imgs.values()] == [(8, 8, 3)] * 3
+        assert manager.render_mode == ["rgb_array"] * 3
+
+
+def test_videos_want_moviepy_and_envs_that_draw(
+    manager_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    manager = manager_of([CounterEnv])
+    monkeypatch.setitem(sys.modules, "gymnasium.utils.save_video", None)
+    with pytest.raises(UsageError, match=r"multienv\[video\]"):
+        manager.enable_save_replay(str(tmp_path))
+    fake = SimpleNamespace(save_video=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "gymnasium.utils.save_video", fake)
+    with pytest.raises(UsageError, match="2 paths for 1 envs"):
+        manager.enable_save_replay([str(tmp_path)] * 2)
+    manager.enable_save_replay(str(tmp_path))
+    with pytest.raises(UsageError, match="rgb_array"):
+        manager.launch()
+    assert manager.closed
+
+
+def test_calls_wait_for_what_is_under_way(gate: Path) -> None:
+    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1)]
+    with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0) as manager:
+        assert set(manager.step({0: 3, 1: 3})) == {1}
+        with opened_meanwhile(gate):
+            assert manager.episode_step == [1, 1]
+        assert set(manager.step({})) == {0}  # nothing was lost
+
+
+def test_env_ref_without_an_env_in_the_trainer(manager_of: Any) -> None:
+    def env_fn() -> Any:
+        assert os.getpid() != trainer, "an env in the trainer"
+        env = PidEnv(num_actions=7, render_mode="ansi")
+        env.reward_space = env.action_space  # type: ignore[attr-defined]
+        return env
+
+    trainer = os.getpid()
+    manager = manager_of([env_fn])
+    assert manager.action_space.n == 7
+    assert manager.env_ref.observation_space == manager.observation_space == PidEnv(num_actions=7).observation_space
+    assert manager.reward_space.n == 7
+    assert manager.env_ref.render_mode == "ansi"
+    assert manager.env_num == 1
+    assert manager.closed
+
+
+def test_an_error_that_is_an_attribute_error_too_is_not_taken_for_a_missing_attribute(manager_of: Any) -> None:
+    def env_fn() -> Any:
+        raise AttributeError("deep inside")
+
+    with pytest.raises(AttributeError, match="deep inside"):
+        _ = manager_of([env_fn]).env_ref
+
+
+# --- what is handed out ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_observations_handed_out_are_the_callers_own(manager_of: Any, shared_memory: bool) -> None:
+    with manager_of([DictEnv], shared_memory=shared_memory) as manager:
+        first = manager.ready_obs[0]
+        first["image"][:] = 77
+        first["counts"][1][:] = 77
+        assert not manager.ready_obs[0]["image"].any()
+        timestep = manager.step({0: 1})[0]
+        timestep.observation["image"][:] = 77
+        timestep.observation["counts"][1][:] = 77
+        assert (manager.ready_obs[0]["image"] == 1).all()
+        assert manager.ready_obs[0]["counts"][1][0] == 1
+
+
+def test_without_copies_the_same_array_is_handed_out_twice(manager_of: Any) -> None:
+    with manager_of([CounterEnv], copy_on_get=False) as manager:
+        timestep = manager.step({0: 1})[0]
+        assert manager.ready_obs[0] is timestep.observation
+        before = timestep.observation.copy()
+        manager.step({0: 2})
+        assert (timestep.observation == before).all()  # yet never overwritten
+
+
+def test_the_callers_dicts_and_lists_are_not_changed(manager_of: Any) -> None:
+    actions, param, fns = {0: 1, 1: 2}, {0: {"seed": 1, "options": {}}}, counters(2, horizon=1)
+    with manager_of(fns) as manager:
+        manager.reset(param)
+        manager.step(actions)
+        assert (actions, param, len(fns)) == ({0: 1, 1: 2}, {0: {"seed": 1, "options": {}}}, 2)
