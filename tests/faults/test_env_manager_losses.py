@@ -31,7 +31,7 @@ from multienv.testing import (
 )
 
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
-from manager_envs import GatedBuildEnv
+from manager_envs import GatedBuildEnv, opened_meanwhile
 
 BOTH = [AsyncSubprocessEnvManager, SyncSubprocessEnvManager]
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
@@ -138,9 +138,9 @@ def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
             assert 0 not in seen
             assert list(manager.ready_obs) == [1]
             seen = manager.step({1: 1})
-        gate.write_bytes(b"")
-        while 0 not in seen:
-            seen = manager.step(dict.fromkeys(manager.ready_obs, 1))
+        with opened_meanwhile(gate):  # that it is lost is noticed here at the latest
+            while 0 not in seen:
+                seen = manager.step(dict.fromkeys(manager.ready_obs, 1))
         assert seen[0].observation[0] == 1
         assert manager.statistics()[0].exact_recoveries == 1
 
