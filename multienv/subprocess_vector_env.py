@@ -16,6 +16,7 @@ from multienv.backends.arena import Arena
 from multienv.backends.process import ProcessBackend
 from multienv.backends.serial import SerialBackend
 from multienv.config import Deadlines, RestartPolicy
+from multienv.errors import UsageError
 from multienv.events import Hook
 from multienv.hosted_env import EnvFn
 from multienv.processes.launch import Launch, method_of
@@ -114,6 +115,11 @@ class SubprocessVectorEnv(HostedVectorEnv):
         for env_fn in env_fns:
             _check_env_fn(env_fn)
         _check_options(restart, deadlines, native_threads)
+        if restart.recycle_after_episodes is not None:
+            raise UsageError(
+                "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
+                "give recycle_after_steps, recycle_after or max_rss."
+            )
         mode, method = mode_of(autoreset_mode), method_of(context)
         limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
         limits.append(CAPTURE_DEADLINE if restart.state_anchors else None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from multienv.backends.arena import Arena
-from multienv.errors import ActionError, EnvsFailedError, ResetNeededError, UsageError
+from multienv.errors import ActionError, EnvsFailedError, MultienvError, ResetNeededError, UsageError
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.group import GroupSupervisor
@@ -152,8 +153,9 @@ class HostedVectorEnv(VectorCalls):
         """Collect what the resets returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
         current = self._collect("reset", timeout)
         self._note_episodes(current)
-        infos = self._merged(current, "reset")
-        observations = self._observations(current)
+        with self._ending(current, "reset"):
+            infos = self._merged(current, "reset")
+            observations = self._observations(current)
         self._rounds.end()
         return observations, infos
 
@@ -268,7 +270,8 @@ class HostedVectorEnv(VectorCalls):
             self._note_episodes(current)
         infos: dict[str, Any] = {}
         if current.failures or current.disturbed or any(answer[4] for answer in current.answers):
-            infos = self._merged(current, "step")
+            with self._ending(current, "step"):
+                infos = self._merged(current, "step")
         # Not before: the traceback of what that raises would keep the memory mapped.
         place = self._place()
         rewards, terminations = place.rewards.copy(), place.terminations.copy()
@@ -276,6 +279,23 @@ class HostedVectorEnv(VectorCalls):
         observations = self._observations(current)
         self._rounds.end()
         return observations, rewards, terminations, truncations, infos
+
+    @contextlib.contextmanager
+    def _ending(self, current: Round, command: str) -> Iterator[None]:
+        """What raises in there is the outcome of the round: infos that gymnasium cannot merge, for instance."""
+        try:
+            yield
+        except MultienvError:
+            raise
+        except Exception:
+            merged = False
+            with contextlib.suppress(Exception):
+                self._merged(current, command)
+                self._observations(current)
+                merged = True  # they are not to blame: a signal handler raised
+            if not merged:
+                self._rounds.end()
+            raise
 
     def _all_begun(self) -> bool:
         self._fresh = bool(self._begun.all())

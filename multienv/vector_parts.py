@@ -23,6 +23,7 @@ class VectorPart(HostedVectorEnv):
 
     def __init__(self, whole: HostedVectorEnv, start: int, stop: int) -> None:
         """Made by :meth:`SubprocessVectorEnv.split`, of these workers."""
+        self._whole = whole  # whose end would be that of the workers
         slices = whole._slices[start:stop]
         rows = slice(slices[0].start, slices[-1].stop)
         self.num_envs = rows.stop - rows.start
@@ -39,7 +40,7 @@ class VectorPart(HostedVectorEnv):
         self.envs_per_worker = whole.envs_per_worker[start:stop]
         self._arena, self._groups, self._found = whole._arena, whole._groups[start:stop], whole._found[rows]
         self._slices = [slice(one.start - rows.start, one.stop - rows.start) for one in slices]
-        self._rounds = VectorRounds(self._groups, len(self._groups))
+        self._rounds = VectorRounds(self._groups, whole._rounds.at_once)
         assert whole._places is not None
         even, odd = (place.part(rows) for place in whole._places)
         self._places = even, odd

@@ -86,12 +86,14 @@ class VectorRounds:
 
     Attributes:
         current: What has been asked and not been handed over.
+        at_once: As given.
     """
 
     def __init__(self, groups: Sequence[GroupSupervisor], at_once: int) -> None:
         """Ask nothing yet."""
         self.current: Round | None = None
         self._groups = list(groups)
+        self.at_once = at_once
         self._at_once = min(at_once, len(groups))
         self._pool: Pool | None = None
 

@@ -21,7 +21,7 @@ class SerialBackend(Backend):
         super().__init__()
         self._host = Host(env_fn=env_fn, arena=arena)
         self._requests: list[bytes] = []
-        self._last: tuple[bytes, bytes] | None = None
+        self._begun = b""
         self._gone: Gone | None = None
         self._ready = b""
         self.send = self._requests.append
@@ -40,13 +40,13 @@ class SerialBackend(Backend):
         frame = self._requests[-1]
         if self._gone is not None:
             raise self._gone
+        self._begun = frame
         try:
             reply = self._host.answer(frame)
         except SystemExit as error:  # in a worker this would end the process
             self._gone = Gone("died", Fate(error.code if isinstance(error.code, int) else 1))
             raise self._gone from error
         self._requests.clear()
-        self._last = (frame, reply)
         return reply
 
     def _fill(self) -> int:
@@ -81,8 +81,8 @@ class SerialBackend(Backend):
     def ask_again(self, frame: bytes) -> None:
         """Answer once; repeat the answer."""
         self._requests.clear()
-        if self._last is not None and self._last[0] is frame:
-            raise Gone("broken", detail="the answer to an interrupted call is lost")
+        if self._begun is frame:  # an env that was interrupted in the middle cannot be asked twice
+            self._gone = Gone("broken", detail="the answer to an interrupted call is lost")
         self.send(frame)
 
     def kill(self) -> Fate:

@@ -331,7 +331,9 @@ class GroupSupervisor(GroupKeeper):
         first, seeds = self._group.first, self._seeds
 
         def step_of(slot: int) -> int | None:
-            return None if command == "reset" else self._steps_of(slot) - (command == "step")  # that has been logged
+            if command == "reset" or not self._journal.recording:
+                return None
+            return max(0, self._steps_of(slot) - (command == "step"))  # that has been logged
 
         return {
             slot: env_error(failure, index=first + slot, command=command, step=step_of(slot), seed=seeds[slot])
@@ -343,9 +345,6 @@ class GroupSupervisor(GroupKeeper):
 
     def _with_errors(self, extras: dict[str, Any], command: str) -> dict[str, Any]:
         errors, raised = self._errors(extras.get("failures", ()), command), self._raised_now()
-        if errors and self._group.truncates_errors and command == "step":
-            reasons = [(slot, {"multienv": {"reason": str(e), "recovery": "truncated"}}) for slot, e in errors.items()]
-            extras, errors = {**extras, "infos": [*extras.get("infos", ()), *reasons]}, {}
         if errors or raised or "failures" in extras:
             extras = {**extras, "failures": {**errors, **raised}}
         return extras

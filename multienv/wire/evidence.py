@@ -16,6 +16,8 @@ from multienv.wire.observations import weighted_sum
 # So many bytes of observations, rewards and flags travel in a reply: that fits a pipe's page with a small info.
 INLINE_LIMIT = 3072
 _DIGEST = struct.Struct("<Q")
+# Words a row from which on rows are summed up one by one.
+_LONG = 1024
 
 
 class GroupEvidence:
@@ -33,7 +35,9 @@ class GroupEvidence:
         self._inline = size * sum((*widths, *flags)) <= INLINE_LIMIT
         self._size = size
         # Bytes an env in each part: of an array, or of its digest. The parts lie one behind the other.
-        self._widths = [*(widths if self._inline else [_DIGEST.size] * len(widths)), *flags]
+        self._own = widths
+        digests = [min(width, _DIGEST.size) for width in widths]
+        self._widths = [*(widths if self._inline else digests), *flags]
         self.length = size * sum(self._widths)
 
     def maker(self, place: Place, start: int) -> Callable[[], bytes]:
@@ -44,9 +48,11 @@ class GroupEvidence:
             parts = [array.data.cast("B") for array in rows if array.nbytes]
             return lambda: b"".join(parts)
         flags = [array.data.cast("B") for array in rows[len(leaves) :]]
-        sums = [weighted_sum(words) for array in leaves for words in _words(array)]
-        pack = _DIGEST.pack
-        return lambda: b"".join([*[pack(total(seen)) for seen, total in sums], *flags])
+        shown = [
+            _digests(array) if width > _DIGEST.size else _bytes(array)
+            for array, width in zip(leaves, self._own, strict=True)
+        ]
+        return lambda: b"".join([*[show() for show in shown], *flags])
 
     def differing(self, before: bytes, after: bytes) -> set[int]:
         """Which envs of the group two replies show differently; the numbering in front does not count."""
@@ -65,7 +71,33 @@ class GroupEvidence:
         return found
 
 
-def _words(rows: Array) -> list[Array]:
-    """Each row in 32-bit words if it has so many bytes."""
+def _bytes(rows: Array) -> Callable[[], bytes]:
+    """Shows all of it, where a digest would be as long."""
+    return rows.tobytes
+
+
+def _digests(rows: Array) -> Callable[[], bytes]:
+    """Shows a digest of each row.
+
+    Of many short ones at once, which takes fewer calls; of long ones one by one, which takes less memory.
+    """
     flat: Any = rows.reshape(len(rows), -1).view(np.uint8)
-    return list(flat.view(np.uint32) if flat.shape[1] % 4 == 0 else flat)
+    words: Any = flat.view(np.uint32) if flat.shape[1] % 4 == 0 else flat
+    if words.shape[1] > _LONG:
+        sums = [weighted_sum(row) for row in words]
+        pack = _DIGEST.pack
+        return lambda: b"".join([pack(total(seen)) for seen, total in sums])
+    weights = np.random.default_rng(0).integers(1, 2**32, words.shape[1], dtype=np.uint32)
+    scratch, half = np.empty(words.shape, np.uint32), np.uint32(16)
+    digests = np.empty((len(words), 2), np.uint32)
+    multiply, shift, add = np.multiply, np.right_shift, np.add.reduce
+
+    def show() -> bytes:
+        multiply(words, weights, out=scratch)
+        add(scratch, axis=1, dtype=np.uint32, out=digests[:, 0])
+        shift(words, half, out=scratch)
+        multiply(scratch, weights, out=scratch)
+        add(scratch, axis=1, dtype=np.uint32, out=digests[:, 1])
+        return digests.tobytes()
+
+    return show

@@ -23,6 +23,14 @@ def wrong_result(what: str, wanted: str, result: Any) -> Exception:
     )
 
 
+def wrong_reward(reward: Any) -> Exception:
+    """It is no number."""
+    return TypeError(
+        f"env.step() returned {type(reward).__name__} {_text_of(reward):.200} as reward; gymnasium's API wants a "
+        "float. Mend the env."
+    )
+
+
 def not_sent(what: str, error: Exception, **parts: Any) -> Exception:
     """The fault of a part that is not even true or false, an array for instance; or else of pickling."""
     for name, part in parts.items():

@@ -36,7 +36,7 @@ from multienv.wire.messages import (
     pack_value,
 )
 from multienv.worker import generators
-from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result
+from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result, wrong_reward
 from multienv.worker.group_states import GroupStates
 from multienv.worker.rows import Rows
 from multienv.worker.tenant import Handle
@@ -168,7 +168,10 @@ class EnvGroup(GroupStates):
                         observation, reward, terminated, truncated, info = result
                     except (TypeError, ValueError):
                         raise wrong_result("step", _STEP_RESULT, result) from None
-                    rewards[row] = reward
+                    try:
+                        rewards[row] = reward
+                    except (TypeError, ValueError):
+                        raise wrong_reward(reward) from None
                     if terminated or truncated:
                         stale[side] = True
                         terminations[row], truncations[row] = terminated, truncated
@@ -178,9 +181,9 @@ class EnvGroup(GroupStates):
                     except (TypeError, ValueError):
                         write(side, mark - 1, observation)  # it may fit all the same
                     if info:
-                        infos.append((mark - 1, as_info(info)))
+                        infos.append((mark - 1, dict(as_info(info))))  # it may be one that all envs share
                 except Exception as error:
-                    failures[mark - 1] = self._failed(seq, mark - 1, error)
+                    self._note_error(seq, mark - 1, error, infos, failures)
             return infos, failures
 
         return step
@@ -197,6 +200,7 @@ class EnvGroup(GroupStates):
 
     def _go_on(self, slot: int) -> None:
         """An episode has begun."""
+        self._rows.begun[slot] = True
         self._ended[slot] = False
         self._calls[slot] = self._steps[slot]
 
@@ -213,8 +217,8 @@ class EnvGroup(GroupStates):
         self._words[SLOT] = slot + 1 + RESETTING
         if not self._known[slot] and arguments.get("seed") is None:
             arguments["seed"] = self._drawn_seed(slot)
-        self._known[slot] = True
         result = of_reset(self._envs[slot].reset(**arguments))
+        self._known[slot] = True  # not before: one that raises may not have come to seed its generator
         self._go_on(slot)
         return result
 
@@ -225,15 +229,30 @@ class EnvGroup(GroupStates):
 
     def _begin_at_once(self, slot: int, observation: Any, info: Any) -> tuple[Any, dict[str, Any]]:
         """The episode has ended with this: what the caller gets, with autoreset in the same step."""
-        final = {"final_obs": pickle.loads(dumps(observation)), "final_info": info}  # it may be the env's own array
+        try:
+            final_observation, final_info = pickle.loads(dumps((observation, info)))  # they may be the env's own
+        except Exception as error:
+            raise not_sent("step", error, info=info) from error
         first, info = self._reset(slot)
-        return first, {**final, **(info or {})}
+        return first, {"final_obs": final_observation, "final_info": final_info, **(info or {})}
 
     def _failed(self, seq: int, slot: int, error: Exception) -> Failure:
         """An env has raised: its episode ends there, at what was seen last."""
         self._end(slot)
-        self._rows.put(seq, slot, self._rows.seen(seq, slot), truncated=self._group.truncates_errors)
+        self._rows.put(seq, slot, self._rows.seen(seq, slot))
         return failure_of(error)
+
+    def _note_error(self, seq: int, slot: int, error: Exception, infos: _Infos, failures: _Failures) -> None:
+        """An env has raised in a step: its failure, or, if it is told to, the honest end of its episode."""
+        if not self._group.truncates_errors:
+            failures[slot] = self._failed(seq, slot, error)
+            return
+        what = failure_of(error)
+        reason = f"The env raised {what.type_name}: {what.text}"
+        try:
+            infos.append((slot, self._stand_in(seq, slot, LeftOut(self._rows.seen(seq, slot), reason))))
+        except Exception as again:  # it begins its next episode in there
+            failures[slot] = self._failed(seq, slot, again)
 
     def _step_without(self, seq: int, frame: bytes) -> tuple[_Infos, _Failures]:
         """A step in which some envs do not take part: they have killed the process, or are not what they were."""

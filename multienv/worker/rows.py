@@ -25,6 +25,7 @@ class Rows:
         laid_out: Observations have arrays there; else they are kept in ``loose``, and travel in the replies.
         loose: The last such observation of each env.
         stale: For each place whether flags are set in it.
+        begun: Of which envs something has been seen.
         shown: For each place what makes the evidence of what lies there.
     """
 
@@ -35,6 +36,7 @@ class Rows:
         self.laid_out = layout.tree is not None
         self.loose: list[Any] = [None] * group.size
         self.stale = [True, True]  # another process may have left some
+        self.begun = [False] * group.size
         self._first, self._size = group.first, group.size
         self._mine = slice(group.first, group.first + group.size)
         self._places = places(layout, self.block.view)
@@ -82,13 +84,24 @@ class Rows:
 
     def seen(self, seq: int, slot: int) -> Any:
         """What the caller saw of this env before this request; ``None`` where it alone has kept that."""
-        return row_of(self._places[~seq & 1].observations, self._first + slot) if self.laid_out else None
+        if not self.laid_out:
+            return None
+        self._forget_unseen(seq, slot)
+        return row_of(self._places[~seq & 1].observations, self._first + slot)
 
     def keep(self, seq: int, slot: int | None = None) -> None:
         """Have the caller see once more what it saw before this request: of one env, or of all."""
-        start, stop = (self._first, self._first + self._size) if slot is None else (self._first + slot,) * 2
-        copied_rows(self._places[~seq & 1], self._places[seq & 1], start, stop + (slot is not None))
+        for one in range(self._size) if slot is None else (slot,):
+            self._forget_unseen(seq, one)
+            row = self._first + one
+            copied_rows(self._places[~seq & 1], self._places[seq & 1], row, row + 1)
         self.stale[seq & 1] = True
+
+    def _forget_unseen(self, seq: int, slot: int) -> None:
+        """An env of which nothing has been seen shows zeros: what lies there is of a process before this one."""
+        if not self.begun[slot]:
+            for array in self._places[~seq & 1].arrays:
+                array[self._first + slot] = 0
 
     def loose_evidence(self, seq: int) -> tuple[int, bytes]:
         """Flag and body of a reply that carries the observations; raises what pickling raises."""
@@ -108,6 +121,7 @@ class Rows:
 
     def put_there(self, kept: bytes) -> None:
         """Have them as they were in another one."""
+        self.begun[:] = [True] * self._size
         side, self.loose[:], rows = pickle.loads(zlib.decompress(kept))
         for array, before in zip(self._places[side].arrays, rows, strict=True):
             array[self._mine] = before

@@ -1,0 +1,201 @@
+"""What envs of a batch return or raise that is out of the ordinary, and what becomes of the batch."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
+from multienv.errors import EnvsFailedError, UsageError, WorkerLostError
+from multienv.testing import CounterEnv, Fault, FaultyEnv
+
+FACES = [SerialVectorEnv, SubprocessVectorEnv]
+ACTIONS = np.array([1, 2])
+
+
+class InfoEnv(CounterEnv):
+    """Its info is one dict, of all instances, that changes with each step."""
+
+    shared: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, number: int, kind: str = "shared") -> None:
+        super().__init__(horizon=3)
+        self.number, self.kind = number, kind
+
+    def _info(self) -> dict[str, Any]:
+        if self.kind == "mixed":
+            return {"x": None if self.number else 3} if self.episode_step == 2 else {}
+        self.shared["number"] = self.number
+        self.shared["step"] = self.episode_step
+        return self.shared
+
+
+class InterruptedEnv(CounterEnv):
+    """Ctrl-C comes in its third step, once."""
+
+    interrupted = False
+
+    def step(self, action: Any) -> Any:
+        if self.episode_step == 2 and not InterruptedEnv.interrupted:
+            InterruptedEnv.interrupted = True
+            raise KeyboardInterrupt
+        return super().step(action)
+
+
+class LateSeedEnv(CounterEnv):
+    """The first reset raises, before it seeds."""
+
+    calls = 0
+
+    def reset(self, **arguments: Any) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            raise ValueError("not yet")
+        return super().reset(**arguments)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize("face", FACES)
+def test_infos_that_the_env_uses_again(face, mode):
+    fns = [partial(InfoEnv, 0), partial(InfoEnv, 1)]
+    envs, reference = (
+        face(fns, autoreset_mode=mode),
+        SyncVectorEnv([partial(CounterEnv, horizon=3)] * 2, autoreset_mode=mode),
+    )
+    envs.reset(seed=0)
+    reference.reset(seed=0)
+    for step in range(8):
+        observations, _, _, _, infos = envs.step(ACTIONS)
+        assert observations.tobytes() == reference.step(ACTIONS)[0].tobytes()
+        assert infos["number"].tolist() == [0, 1]
+        assert infos["step"].tolist() == observations[:, 0].tolist(), step
+        if "final_info" in infos:
+            assert infos["final_info"]["step"].tolist() == [3, 3]
+            assert infos["final_info"]["number"].tolist() == [0, 1]
+    envs.close()
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_infos_that_cannot_be_merged_cost_one_step_and_no_more(face):
+    envs = face([partial(InfoEnv, 0, "mixed"), partial(InfoEnv, 1, "mixed")])
+    envs.reset(seed=0)
+    envs.step(ACTIONS)
+    with pytest.raises(TypeError):
+        envs.step(ACTIONS)
+    assert envs.step(ACTIONS)[0][:, 0].tolist() == [3, 3]
+    envs.close()
+
+
+def test_an_error_taken_for_an_end_has_a_final_observation():
+    """Or the next episode would follow the last one without a word."""
+    fns = [lambda: FaultyEnv(fault=Fault("raise", "step", at=3, per="episode")), CounterEnv]
+    envs = SubprocessVectorEnv(
+        fns, envs_per_worker=2, restart=RestartPolicy(on_error="truncate"), autoreset_mode=AutoresetMode.SAME_STEP
+    )
+    envs.reset(seed=0)
+    for step in range(1, 10):
+        observations, _, _, truncations, infos = envs.step(ACTIONS)
+        assert truncations[0] == (step % 3 == 0)
+        if step % 3 == 0:
+            assert infos["final_obs"][0][0] == 2
+            assert "FaultError" in infos["final_info"]["multienv"]["reason"][0]
+        assert observations[0, 0] == step % 3
+    envs.close()
+
+
+def test_ctrl_c_in_an_env_of_this_process_steps_none_twice():
+    envs = SerialVectorEnv([CounterEnv, InterruptedEnv])
+    envs.reset(seed=0)
+    envs.step(ACTIONS)
+    envs.step(ACTIONS)
+    with pytest.raises(KeyboardInterrupt):
+        envs.step(ACTIONS)
+    with pytest.raises(WorkerLostError):
+        envs.step(ACTIONS)
+    assert envs.reset(seed=0)[0][:, 0].tolist() == [0, 0]
+    assert envs.step(ACTIONS)[0][:, 0].tolist() == [1, 1]
+    envs.close()
+
+
+def test_parts_outlive_the_name_of_the_whole():
+    left, right = SubprocessVectorEnv([CounterEnv] * 4, envs_per_worker=2).split(2)
+    gc.collect()
+    assert left.reset(seed=0)[0].shape == (2, 4)
+    assert right.reset(seed=0)[0].shape == (2, 4)
+    left._whole.close()
+
+
+def test_an_env_that_raises_before_it_seeds_can_be_brought_back():
+    envs = SubprocessVectorEnv([LateSeedEnv, CounterEnv], envs_per_worker=2, restart=RestartPolicy(snapshots=False))
+    with pytest.raises(ValueError, match="not yet"):
+        envs.reset(seed=0)
+    for _ in range(3):
+        batch = envs.step(ACTIONS)
+    pid = envs.statistics()[0].pid
+    assert pid
+    os.kill(pid, signal.SIGKILL)
+    batch = envs.step(ACTIONS)
+    assert not batch[3].any()
+    assert envs.statistics()[0].exact_recoveries == 1
+    envs.close()
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_reward_that_is_no_number(face):
+    class RewardEnv(CounterEnv):
+        def _reward(self) -> Any:
+            return None
+
+    envs = face([RewardEnv, CounterEnv])
+    envs.reset(seed=0)
+    with pytest.raises(TypeError, match="as reward") as caught:
+        envs.step(ACTIONS)
+    assert isinstance(caught.value, EnvsFailedError)
+    assert list(caught.value.failures) == [0]
+    envs.close()
+
+
+def test_episodes_of_a_process_are_not_counted():
+    with pytest.raises(UsageError, match="recycle_after_steps"):
+        SubprocessVectorEnv([CounterEnv], restart=RestartPolicy(recycle_after_episodes=3))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 300, 2000])
+def test_many_envs_with_small_observations_are_told_apart(size):
+    """Digests of rows, at once and one by one: a replay that differs in one env is found out."""
+    fns = [partial(WideEnv, size)] * 20
+    envs = SubprocessVectorEnv(fns, envs_per_worker=20, restart=RestartPolicy(snapshots=False))
+    twin = SerialVectorEnv(fns)
+    assert envs.reset(seed=0)[0].tobytes() == twin.reset(seed=0)[0].tobytes()
+    for step in range(6):
+        if step == 3:
+            os.kill(envs.statistics()[0].pid or os.getpid(), signal.SIGKILL)
+        assert envs.step(np.zeros(20, np.int64))[0].tobytes() == twin.step(np.zeros(20, np.int64))[0].tobytes()
+    assert envs.statistics()[0].exact_recoveries == 1
+    envs.close()
+
+
+class WideEnv(gymnasium.Env[Any, Any]):
+    """Observes so many draws."""
+
+    def __init__(self, size: int) -> None:
+        self.observation_space = gymnasium.spaces.Box(0.0, 1.0, (size, 300 // size + 1), np.float32)
+        self.action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return self._draw(), {}
+
+    def step(self, action: Any) -> Any:
+        return self._draw(), 0.5, False, False, {}
+
+    def _draw(self) -> Any:
+        return self.np_random.random(self.observation_space.shape).astype(np.float32)
