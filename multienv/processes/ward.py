@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import selectors
 import signal
 import socket
 from dataclasses import dataclass, field
@@ -111,6 +112,17 @@ def tell_gone(replies: int) -> None:
     with contextlib.suppress(OSError):
         if takes_more(replies):
             os.write(replies, GONE_FRAME)
+
+
+def dispatch(selector: selectors.BaseSelector, timeout: float | None) -> None:
+    """Wait for descriptors, and call what is registered with those that are ready.
+
+    What one call has closed is passed over, also if the next thing opened has been given its number and is registered
+    too: it is not ready, and reading it would block for as long as nobody writes.
+    """
+    for key, _ in selector.select(timeout):
+        if selector.get_map().get(key.fd) is key:
+            key.data()
 
 
 def takes_in(descriptor: int) -> bool:

@@ -39,6 +39,7 @@ from multienv.processes.ward import (
     Ward,
     children,
     decline,
+    dispatch,
     drain,
     kill_group,
     takes_in,
@@ -92,9 +93,7 @@ class Warden:
             if os.getppid() != self._trainer:
                 self._trainer_gone()  # the number may be another process's by now
         while not (self._ending_at < float("inf") and not self._wards):
-            for key, _ in self._selector.select(self._advance()):
-                if key.fd in self._selector.get_map():  # not closed by an earlier one of this round
-                    key.data()
+            dispatch(self._selector, self._advance())
         self._kill_adopted(lambda pid: True)
 
     def _on_readable(self, descriptor: int, action: Callable[[], object]) -> None:
