@@ -43,13 +43,26 @@ class BrokenFirstEnv(SpaceEnv):
         return super().reset(**options)
 
 
-@both_faces
-@pytest.mark.parametrize(
-    ("mode", "shared_memory"),
-    [(mode, None) for mode in AutoresetMode] + [(AutoresetMode.SAME_STEP, False)],
-    ids=[*AutoresetMode.__members__, "pickled"],
-)
-@pytest.mark.parametrize("kind", SPACES)
+MODES = [(mode, None) for mode in AutoresetMode] + [(AutoresetMode.SAME_STEP, False)]
+# All of them in processes, in each mode, in the soak: it takes a minute.
+QUICK = {"box_float32", "dict", "text"}
+ROWS = [
+    pytest.param(
+        face,
+        kind,
+        *mode,
+        id=f"{kind}-{'pickled' if mode[1] is False else mode[0].name}-{face.__name__}",
+        marks=[]
+        if face is SerialVectorEnv or mode[0] is AutoresetMode.SAME_STEP or kind in QUICK
+        else pytest.mark.soak,
+    )
+    for face in FACES
+    for kind in SPACES
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("face", "kind", "mode", "shared_memory"), ROWS)
 def test_observations_of_every_space(face, kind, mode, shared_memory):
     env_fns = [partial(space_env, kind, horizon=3 + index) for index in range(3)]
     own: dict[str, Any] = {"shared_memory": shared_memory}

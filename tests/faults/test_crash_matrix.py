@@ -24,6 +24,15 @@ CASES = [("forkserver", manner) for manner in LETHAL]
 CASES += [(method, manner) for method in ("spawn", "fork") for manner in ("kill", "system_exit", "hang_c")]
 
 
+def few_of(manners: list[str]) -> list[Any]:
+    """All of them with forkserver, the first with the others; the rest of those in the soak."""
+    return [
+        pytest.param(method, manner, marks=[] if method == "forkserver" or manner == manners[0] else pytest.mark.soak)
+        for method in METHODS
+        for manner in manners
+    ]
+
+
 def make(fault: Fault, method: str, **options: Any) -> SubprocessEnv:
     options.setdefault(
         "deadlines", DEADLINES if fault.moment != "construct" else replace(DEADLINES, start=START[method])
@@ -75,8 +84,7 @@ def test_a_poisonous_step_is_truncated_and_the_env_goes_on(method: str, manner: 
         assert (env.step(2)[0] == twin.step(2)[0]).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("manner", ["kill", "hang", "exit"])
+@pytest.mark.parametrize(("method", "manner"), few_of(["kill", "hang", "exit"]))
 @pytest.mark.parametrize("moment", ["construct", "reset", "call", "render"])
 def test_a_lasting_fault_elsewhere_is_a_typed_error(method: str, manner: str, moment: str) -> None:
     env = make(
@@ -99,8 +107,7 @@ def test_a_lasting_fault_elsewhere_is_a_typed_error(method: str, manner: str, mo
         env.close()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("manner", ["raise", "custom_exception"])
+@pytest.mark.parametrize(("method", "manner"), few_of(["custom_exception", "raise"]))
 @pytest.mark.parametrize("moment", ["construct", "reset", "step", "render", "call"])
 def test_an_exception_arrives_and_costs_no_process(method: str, manner: str, moment: str) -> None:
     env = make(Fault(manner, moment, at=2 if moment in ("step", "reset") else 1), method)
@@ -153,8 +160,7 @@ def test_an_unpicklable_result_is_said_and_the_env_stays_usable() -> None:
         assert env.step(0)[0][0] == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("manner", ["raise", "kill", "hang", "hang_c", "segv"])
+@pytest.mark.parametrize(("method", "manner"), few_of(["hang_c", "raise", "kill", "hang", "segv"]))
 def test_close_is_bounded_and_never_raises(method: str, manner: str) -> None:
     env = make(Fault(manner, "close"), method, deadlines=Deadlines(close=0.5))
     env.initialize()

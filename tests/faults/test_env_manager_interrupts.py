@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 from trainer_process import run
 
+ROWS = [
+    pytest.param(
+        f"{how}SubprocessEnvManager",
+        inplace,
+        kind,
+        marks=[] if (how, inplace, kind) in {("Async", 0, "base"), ("Sync", 1, "error")} else pytest.mark.soak,
+    )
+    for how in ("Async", "Sync")
+    for inplace in (0, 1)
+    for kind in ("base", "error")
+]
 
-@pytest.mark.parametrize("kind", ["base", "error"])
-@pytest.mark.parametrize("inplace", [0, 1])
-@pytest.mark.parametrize("manager", ["AsyncSubprocessEnvManager", "SyncSubprocessEnvManager"])
+
+@pytest.mark.parametrize(("manager", "inplace", "kind"), ROWS)
 def test_every_place_of_step_and_ready_obs(manager: str, inplace: int, kind: str) -> None:
     run("manager_trainers", "every_place_of_a_managers_step", manager, kind, inplace)
 

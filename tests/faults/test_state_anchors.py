@@ -425,10 +425,9 @@ def test_it_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("then", ["step", "call", "reset"])
-@pytest.mark.parametrize("dies", [False, True])
-def test_every_place_of_a_step_that_asks(then: str, dies: bool) -> None:
+@pytest.mark.parametrize(("dies", "stride"), [(False, 7), (True, 61), pytest.param(False, 1, marks=pytest.mark.soak)])
+def test_every_place_of_a_step_that_asks(then: str, dies: bool, stride: int) -> None:
     policy = RestartPolicy(snapshots=False, max_restarts=10**6)
-    stride = 61 if dies else 1
     with SubprocessEnv(ENDLESS, restart=policy) as env:
         supervisor, ledger, fired = env._supervisor, Ledger(horizon=None), 0
         ledger.reset(env.reset(seed=0), 0)

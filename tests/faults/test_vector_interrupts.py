@@ -33,14 +33,14 @@ def test_every_place_of_a_step_that_recovers(kind: str, mode: str, at_once: int,
     run(TRAINERS, "every_place_of_step", kind, mode, at_once, stride, within=100)
 
 
-@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=soak)])
+@pytest.mark.parametrize("stride", [pytest.param(9, marks=soak), pytest.param(1, marks=soak)])
 def test_every_pair_of_places_of_step(stride: int) -> None:
     run(TRAINERS, "every_two_places_of_step", "base", stride, within=100)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("error", marks=soak), "base"])
 @pytest.mark.parametrize("then", ["step_wait", "step"])
-@pytest.mark.parametrize("at_once", [0, 1])
+@pytest.mark.parametrize("at_once", [0, pytest.param(1, marks=soak)])
 def test_every_place_of_step_wait(kind: str, then: str, at_once: int) -> None:
     run(TRAINERS, "every_place_of_step_wait", kind, then, at_once)
 

@@ -26,7 +26,7 @@ LIMITS = {"all": {}, "little": {"replay_limit": 0.02}}
 
 
 QUICK = ("CartPole-v1", "BipedalWalker-v3", "ALE/Breakout-v5")
-ROWS = [(env_id, 6) for env_id in QUICK] + [pytest.param(env_id, 72, marks=pytest.mark.soak) for env_id in REAL]
+ROWS = [(env_id, 3) for env_id in QUICK] + [pytest.param(env_id, 72, marks=pytest.mark.soak) for env_id in REAL]
 
 
 @pytest.mark.parametrize("limit", LIMITS)
