@@ -120,9 +120,9 @@ QUICK = {"CartPole-v1", "BipedalWalker-v3", "ALE/Breakout-v5"}
 @pytest.mark.parametrize(
     ("kills", "env_id"),
     [
-        pytest.param(kills, env_id, marks=[] if kills == 4 or (kills == 8 and env_id in QUICK) else pytest.mark.soak)
+        pytest.param(kills, env_id, marks=[] if kills == 8 and env_id in QUICK else pytest.mark.soak)
         for env_id in REAL
-        for kills in (8 if env_id in QUICK else 4, 75)
+        for kills in (8, 75)
     ],
 )
 def test_kills_leave_no_trace(env_id: str, together: bool, kills: int) -> None:

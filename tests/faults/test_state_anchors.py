@@ -150,9 +150,16 @@ REAL: dict[str, tuple[EnvFn, int, float, int]] = {
 }
 
 
+QUICK = {"CartPole", "HalfCheetah", "Pong"}
+ROWS = [
+    pytest.param(rounds, name, marks=[] if rounds == 1 and name in QUICK else pytest.mark.soak)
+    for name in REAL
+    for rounds in (1, 10)
+]
+
+
 @pytest.mark.usefixtures("engine_hook")
-@pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("rounds", "name"), ROWS)
 def test_kills_leave_no_trace(name: str, rounds: int) -> None:
     env_fn, journal_limit, replay_limit, count = REAL[name]
     policy = RestartPolicy(snapshots=False, journal_limit=journal_limit, replay_limit=replay_limit)
@@ -303,7 +310,10 @@ class DiesGoingBack(OwnWord):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-@pytest.mark.parametrize("kind", [Forgetful, InTheClass, CannotGoBack, DiesGoingBack])
+SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in (CannotGoBack, DiesGoingBack)]
+
+
+@pytest.mark.parametrize("kind", [Forgetful, InTheClass, *SOAKED])
 def test_a_state_that_does_not_hold_is_found_out(kind: Callable[..., Any]) -> None:
     rungs, actions = Rungs(), [np.int64(index % 4) for index in range(10_500)]
     env_fn = partial(kind, horizon=None)
@@ -372,7 +382,7 @@ class Troubled(CounterEnv):
 
 
 @pytest.mark.parametrize("manner", ["killed", "hangs", "exits", "raises", "unpicklable", "large"])
-@pytest.mark.parametrize("snapshots", [False, True])
+@pytest.mark.parametrize("snapshots", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_the_episode_goes_on(tmp_path: Path, manner: str, snapshots: bool) -> None:
     mark, rungs = tmp_path / "asked", Rungs()
     # Enough room for the patience after a failure.
@@ -425,7 +435,10 @@ def test_it_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("then", ["step", "call", "reset"])
-@pytest.mark.parametrize(("dies", "stride"), [(False, 7), (True, 61), pytest.param(False, 1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("dies", "stride"),
+    [(False, 13), *[pytest.param(dies, 61 if dies else 1, marks=pytest.mark.soak) for dies in (False, True)]],
+)
 def test_every_place_of_a_step_that_asks(then: str, dies: bool, stride: int) -> None:
     policy = RestartPolicy(snapshots=False, max_restarts=10**6)
     with SubprocessEnv(ENDLESS, restart=policy) as env:

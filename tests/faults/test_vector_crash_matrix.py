@@ -24,7 +24,7 @@ CULPRIT = 1
 OTHERS = [index for index in range(NUM_ENVS) if index != CULPRIT]
 HORIZON = 6
 # Those that take different paths through the code; the others when there is time.
-CASES: list[Any] = [("forkserver", "kill"), ("forkserver", "system_exit"), ("fork", "segv")]
+CASES: list[Any] = [("forkserver", "kill"), ("fork", "segv")]
 CASES += [
     pytest.param(method, manner, marks=pytest.mark.soak)
     for method in ("forkserver", "spawn", "fork")

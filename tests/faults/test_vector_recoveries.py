@@ -162,8 +162,10 @@ SPACES = {
 }
 
 
-@pytest.mark.parametrize("way_back", [True, False])
-@pytest.mark.parametrize("snapshots", [True, False])
+@pytest.mark.parametrize(
+    ("way_back", "snapshots"),
+    [(True, True), (False, False), *[pytest.param(way, not way, marks=pytest.mark.soak) for way in (True, False)]],
+)
 @pytest.mark.parametrize("name", SPACES)
 def test_observations_without_arrays(name: str, snapshots: bool, way_back: bool) -> None:
     made: Fns = [partial(SpaceEnv, observation_space=SPACES[name], horizon=4 + index) for index in range(4)]
