@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from test_agreement import DEFAULT, KILLS, PATIENT, SEEDS, SOAK, STEP_DEADLINE
@@ -128,7 +129,7 @@ class VectorAgreement(RuleBasedStateMachine):
 
 
 def test_vector_agreement() -> None:
-    run_state_machine_as_test(VectorAgreement, settings=DEFAULT)
+    run_state_machine_as_test(VectorAgreement, settings=settings(DEFAULT, max_examples=4))
 
 
 @pytest.mark.soak
