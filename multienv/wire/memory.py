@@ -30,9 +30,12 @@ class Block:
 
     @classmethod
     def sized(cls, descriptor: int, size: int) -> Block:
-        """A block of which every user knows the size; the first to come makes room."""
-        if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)
+        """A block of which every user knows the size; whoever comes makes room.
+
+        By a byte written behind it, which only ever makes the file longer: users that disagree on the size, and come at
+        the same time, could cut off with ``ftruncate`` what another has just mapped.
+        """
+        os.pwrite(descriptor, b"\0", size)
         return cls(descriptor, size)
 
     @classmethod

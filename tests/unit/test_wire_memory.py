@@ -1,0 +1,52 @@
+"""Memory that several processes map."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from multienv.wire.memory import Block, anonymous_file
+
+
+def test_users_that_disagree_on_the_size_cut_nothing_off():
+    """Each finds all of what it asked for, whoever comes first, or in between."""
+    small, large = 4096, 64 * 4096
+    for _ in range(300):
+        descriptor = anonymous_file()
+        try:
+            barrier = threading.Barrier(3)
+            errors: list[ValueError] = []
+
+            def come(
+                size: int, descriptor: int = descriptor, barrier: threading.Barrier = barrier, errors: list = errors
+            ) -> None:
+                barrier.wait()
+                try:
+                    Block.sized(descriptor, size).close()
+                except ValueError as error:
+                    errors.append(error)
+
+            users = [threading.Thread(target=come, args=(size,)) for size in (small, large, small)]
+            for user in users:
+                user.start()
+            for user in users:
+                user.join()
+            assert not errors
+            assert os.fstat(descriptor).st_size >= large
+        finally:
+            os.close(descriptor)
+
+
+def test_to_come_later_changes_no_content():
+    descriptor = anonymous_file()
+    try:
+        first = Block.sized(descriptor, 8192)
+        first.view[:] = b"\xab" * 8192
+        second = Block.sized(descriptor, 8192)
+        assert bytes(second.view) == b"\xab" * 8192
+        second.view[8191] = 1
+        assert first.view[8191] == 1
+        first.close()
+        second.close()
+    finally:
+        os.close(descriptor)
