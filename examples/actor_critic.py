@@ -3,12 +3,13 @@
     python examples/actor_critic.py                    # learn CartPole-v1
     python examples/actor_critic.py --chaos            # ... while workers are killed at random
     python examples/actor_critic.py --chaos --verify   # ... and show that the killing changed nothing
+    python examples/actor_critic.py --vector --chaos   # ... with several environments in each worker
 
 The learner is plain A2C with generalised advantage estimation.  Terminated and truncated are kept
 apart: a terminated episode is worth nothing beyond its end, a truncated one is worth what the critic
-makes of its final observation.  ``MultiEnv`` resets on the step after the one that ended an episode
-(``AutoresetMode.NEXT_STEP``), so that final observation is simply the next one in the rollout, and
-the step that only performed the reset is left out of the loss.
+makes of its final observation.  ``MultiEnv`` and ``SubprocessVectorEnv`` reset on the step after the
+one that ended an episode (``AutoresetMode.NEXT_STEP``), so that final observation is simply the next
+one in the rollout, and the step that only performed the reset is left out of the loss.
 
 Everything the learner does follows from ``--seed``.  The killing runs in a thread of its own, at
 moments of its own, and is never looked at by the learner.
@@ -35,7 +36,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from multienv import MultiEnv, create_subprocess_envs
+from multienv import MultiEnv, SubprocessVectorEnv, create_subprocess_envs
 
 try:
     from matplotlib.figure import Figure
@@ -45,6 +46,7 @@ except ImportError as error:
     sys.exit(f'{error}: this example draws with rich and matplotlib, pip install "multienv[examples]"')
 
 Floats = NDArray[np.float32]
+Envs = MultiEnv | SubprocessVectorEnv
 
 HORIZON = 16  # steps of every environment between two updates
 HIDDEN = 32  # units in each of the two hidden layers
@@ -122,7 +124,7 @@ class Rollout:
         self.ended = np.zeros(num_envs, np.bool_)  # with the latest step
         self.totals = np.zeros(num_envs)  # of the rewards of the running episodes
 
-    def record(self, t: int, actions: NDArray[np.intp], outcome: tuple[list[Any], ...]) -> None:
+    def record(self, t: int, actions: NDArray[np.intp], outcome: tuple[Any, ...]) -> None:
         self.actions[t] = actions
         self.observations[t + 1], self.rewards[t], self.terminated[t], self.truncated[t], _ = outcome
         self.real[t] = ~self.ended
@@ -145,8 +147,7 @@ class Rollout:
 class ActorCritic:
     """Two separate networks, one for the policy and one for the value of an observation."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any], seed: int) -> None:
-        space, choices = env.observation_space, env.action_space
+    def __init__(self, space: gymnasium.Space[Any], choices: gymnasium.Space[Any], seed: int) -> None:
         if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:
             sys.exit(f"this example learns from flat vectors only, not from {space}")
         if not isinstance(choices, gymnasium.spaces.Discrete) or choices.start != 0:
@@ -201,7 +202,7 @@ class Run:
     episodes: list[tuple[int, float]] = field(default_factory=list)  # the steps taken at its end, its return
     kills: list[int] = field(default_factory=list)  # the steps taken at each kill
     weights: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
-    statistics: list[Any] = field(default_factory=list)  # of each environment
+    statistics: list[Any] = field(default_factory=list)  # of each worker
 
     @property
     def mean_return(self) -> float:
@@ -213,7 +214,7 @@ class Run:
 
 
 @contextmanager
-def chaos(envs: Sequence[Any], run: Run, rate: float | None) -> Iterator[None]:
+def chaos(envs: Envs, run: Run, rate: float | None) -> Iterator[None]:
     """Meanwhile kill `rate` random workers per 1000 steps at random moments, and note those in `run`."""
     over = threading.Event()
     dice = random.SystemRandom()  # has nothing to do with the learner's seed
@@ -225,7 +226,8 @@ def chaos(envs: Sequence[Any], run: Run, rate: float | None) -> Iterator[None]:
             if run.steps < due:
                 continue
             due = run.steps + dice.expovariate(rate / 1000)
-            pid = dice.choice(envs).statistics().pid
+            worker = dice.choice(envs.statistics())
+            pid = None if worker is None else worker.pid
             if pid is None or pid in killed:  # being replaced at this moment
                 continue
             try:
@@ -247,18 +249,35 @@ def chaos(envs: Sequence[Any], run: Run, rate: float | None) -> Iterator[None]:
         thread.join()
 
 
-def collect(multi: MultiEnv, learner: ActorCritic, rollout: Rollout, run: Run) -> None:
+def build(options: argparse.Namespace) -> Envs:
+    """One environment in each worker, lists in and lists out; or several, in batches."""
+    env_fns = [partial(gymnasium.make, options.env)] * options.num_envs
+    return SubprocessVectorEnv(env_fns) if options.vector else MultiEnv(create_subprocess_envs(env_fns))
+
+
+def spaces_of(envs: Envs) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
+    """Of observations and actions, of a single environment."""
+    if isinstance(envs, MultiEnv):
+        return envs.observation_space, envs.action_space
+    return envs.single_observation_space, envs.single_action_space
+
+
+def was_cut_short(infos: Any, i: int) -> bool:
+    """Whether the episode that environment `i` has ended was truncated because its worker was lost."""
+    return bool(infos.get("_multienv", {i: False})[i]) if isinstance(infos, dict) else "multienv" in infos[i]
+
+
+def collect(envs: Envs, learner: ActorCritic, rollout: Rollout, run: Run) -> None:
     """Fill the rollout, and add to `run` the episodes that end in it."""
     rollout.observations[0] = rollout.observations[-1]
     for t in range(HORIZON):
         actions = learner.act(rollout.observations[t])
-        outcome = multi.step(actions.tolist())
+        outcome = envs.step(actions.tolist())
         rollout.record(t, actions, outcome)
-        infos: list[Any] = outcome[4]
         run.steps += int(np.count_nonzero(rollout.real[t]))
         for i in np.flatnonzero(rollout.ended):
             # An episode that was cut short by a lost worker says nothing about the policy.
-            if "multienv" not in infos[i]:
+            if not was_cut_short(outcome[4], i):
                 run.episodes.append((run.steps, float(rollout.totals[i])))
 
 
@@ -267,25 +286,24 @@ def train(options: argparse.Namespace, title: str, rate: float | None, progress:
     run = Run()
     began = time.monotonic()
     bar = progress.add_task(title, total=options.total_steps, told="starting the workers")
-    envs = create_subprocess_envs([partial(gymnasium.make, options.env)] * options.num_envs)
-    with closing(MultiEnv(envs)) as multi:
-        learner = ActorCritic(envs[0], options.seed)
+    with closing(build(options)) as envs:
+        learner = ActorCritic(*spaces_of(envs), options.seed)
         rollout = Rollout(options.num_envs, learner.scale.size)
-        rollout.observations[-1], _ = multi.reset(seed=options.seed)
+        rollout.observations[-1], _ = envs.reset(seed=options.seed)
         with chaos(envs, run, rate):
             while run.steps < options.total_steps and not run.solved:
-                collect(multi, learner, rollout, run)
+                collect(envs, learner, rollout, run)
                 learner.learn(rollout, remaining=max(0.0, 1 - run.steps / options.total_steps))
                 run.solved = len(run.episodes) >= WINDOW and run.mean_return >= options.threshold
-                run.statistics = [env.statistics() for env in envs]
+                run.statistics = envs.statistics()
                 run.seconds = time.monotonic() - began
                 healed = run.count("exact_recoveries") + run.count("truncated_recoveries")
                 told = f"return {run.mean_return:5.1f}  {run.steps / run.seconds:6.0f} steps/s"
                 told += f"  lost {run.count('losses')} healed {healed}"
                 progress.update(bar, completed=run.steps, told=told)
         if len(run.kills) > run.count("losses"):  # one died after the last step: another step heals it too
-            multi.step(learner.act(rollout.observations[-1]).tolist())
-            run.statistics = [env.statistics() for env in envs]
+            envs.step(learner.act(rollout.observations[-1]).tolist())
+            run.statistics = envs.statistics()
         run.weights = np.concatenate([learner.actor.weights, learner.critic.weights])
     return run
 
@@ -330,6 +348,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--env", default="CartPole-v1", help="an environment with flat observations and discrete actions")
     add("--num-envs", type=int, default=8, metavar="N")
+    add("--vector", action="store_true", help="several environments in each worker (SubprocessVectorEnv)")
     add("--seed", type=int, default=0)
     add("--total-steps", type=int, default=500_000, metavar="N", help="give up after this many environment steps")
     add("--chaos", type=float, nargs="?", const=CHAOS, metavar="KILLS", help="kill workers, this many per 1000 steps")
