@@ -7,6 +7,7 @@ import secrets
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
@@ -26,7 +27,8 @@ from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.reports.store import directory_for
 from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting
 from multienv.vector_arguments import check_arguments, deal
-from multienv.vector_env import HostedVectorEnv
+from multienv.vector_dealing import Trial
+from multienv.vector_env import Batch, HostedVectorEnv
 from multienv.vector_parts import VectorPart, split
 from multienv.vector_rounds import Parted
 from multienv.wire.messages import Group, Initialize
@@ -61,7 +63,10 @@ class SubprocessVectorEnv(HostedVectorEnv):
     Args:
         env_fns: Each builds one env, in its process; they travel by cloudpickle. All envs have the same action space.
         envs_per_worker: How many envs share a process; the last one has what is left. ``"auto"``: as many processes as
-            there are cores, with the envs dealt out evenly.
+            there are cores, with the envs dealt out evenly; and if the first four steps show that each takes long (half
+            a millisecond of a core, or of waiting), more processes: before the fifth, the envs are built again there,
+            brought to the same state, and held against what was seen. Give a number to envs of which there must never
+            be two.
         shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
             not (``None``); must be shareable (``True``); or travel pickled (``False``).
         copy: Give out copies of the observations. If False, they are views into the shared memory: the step or
@@ -159,6 +164,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         for group in groups:
             weakref.finalize(self, _abandon, group, os.getpid()).atexit = False
         weakref.finalize(self, arena.close).atexit = False
+        self._trial: Trial | None = None
         super().__init__(
             env_fns,
             groups,
@@ -169,6 +175,30 @@ class SubprocessVectorEnv(HostedVectorEnv):
             autoreset_mode=mode,
             max_concurrency=max_concurrency,
         )
+        if envs_per_worker == "auto" and max(sizes) > 1:
+            build = partial(
+                type(self),
+                self.env_fns,
+                shared_memory=shared_memory,
+                copy=copy,
+                context=context,
+                observation_mode=observation_mode,
+                autoreset_mode=mode,
+                max_concurrency=max_concurrency,
+                restart=restart,
+                deadlines=deadlines,
+                native_threads=native_threads,
+                bind_cores=bind_cores,
+                hooks=hooks,
+                reports=reports,
+            )
+            self._trial = Trial(self, lambda size: build(envs_per_worker=size))
+
+    def step(self, actions: Any) -> Batch:
+        """See :class:`HostedVectorEnv`."""
+        if self._trial is not None and not self._trial.goes_on(self, actions):
+            self._trial = None
+        return super().step(actions)
 
     def split(self, parts: int = 2) -> tuple[VectorPart, ...]:
         """Divide the envs into parts that step on their own, each a vector env with ``send`` and ``recv``.

@@ -80,6 +80,11 @@ class GroupSupervisor(GroupKeeper):
         self._retrying = False  # the reply is looked at once more: what raises again is meant
         self._seeds: list[int | None] = [None] * self._group.size
 
+    @property
+    def seeds(self) -> tuple[int | None, ...]:
+        """Of the last reset with one, given or drawn, of each env."""
+        return tuple(self._seeds)
+
     # --- losses -----------------------------------------------------------------------------------
 
     def _heal(self, gone: Gone) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 from interrupt_trainers import KINDS, at, explore
 from interruption import Interruption, Ledger, every_place
 
-from multienv import SubprocessVectorEnv
-from multienv.testing import CounterEnv
+from multienv import SubprocessVectorEnv, subprocess_vector_env
+from multienv.testing import CounterEnv, SlowEnv
+from multienv.vector_dealing import STEPS
 
 NUM_ENVS = 4
 HORIZON = 3
@@ -24,12 +25,17 @@ HORIZON = 3
 class Grouped:
     """Four envs in two processes, a ledger for each."""
 
-    def __init__(self, mode: str = "NEXT_STEP", at_once: int | None = None) -> None:
-        fns = [partial(CounterEnv, horizon=HORIZON)] * NUM_ENVS
+    def __init__(
+        self, mode: str = "NEXT_STEP", at_once: int | None = None, each: int | str = 2, step_seconds: float = 0.0
+    ) -> None:
+        fns = [partial(SlowEnv, step_seconds=step_seconds, horizon=HORIZON)] * NUM_ENVS
         self.mode = mode
-        self.envs = SubprocessVectorEnv(fns, envs_per_worker=2, autoreset_mode=mode, max_concurrency=at_once)
-        self.hosted = self.envs._groups
+        self.envs = SubprocessVectorEnv(fns, envs_per_worker=each, autoreset_mode=mode, max_concurrency=at_once)
         self.ledgers = [Ledger(horizon=HORIZON) for _ in fns]
+
+    @property
+    def hosted(self) -> list[Any]:
+        return self.envs._groups
 
     def begin(self, seed: int, *, anew: bool = False) -> None:
         """See to it that episodes are running, if that is ours to do."""
@@ -204,3 +210,23 @@ def every_place_of_call(kind: str, stride: str = "1") -> None:
             assert grouped.envs.get_attr("pokes") == pokes, "the recovered envs were poked more or less often"
 
     explore(Grouped, kind, trial, kills=int(stride))
+
+
+def every_place_of_dealing(kind: str, stride: str) -> None:
+    """The step before which the envs are dealt to more processes is interrupted: by these or by those they go on."""
+    subprocess_vector_env._cores = lambda: [0, 1]  # type: ignore[assignment]
+    dealt = set()
+
+    def trial(grouped: Grouped, interruption: Interruption, number: int) -> None:
+        grouped.begin(number)
+        for _ in range(STEPS):
+            grouped.go_on()
+        batch = None
+        with interruption:
+            batch = grouped.envs.step(grouped.actions(1))
+        grouped.step(batch or grouped.envs.step(grouped.actions(2)), [1, 2])
+        grouped.go_on()
+        dealt.add(len(grouped.hosted))
+
+    explore(lambda: Grouped(each="auto", step_seconds=0.003), kind, trial, kills=int(stride))
+    assert dealt == {2, NUM_ENVS}, f"they went on in {dealt} processes"

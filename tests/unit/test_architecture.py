@@ -60,6 +60,7 @@ LAYERS = [
         "vector_rounds",
         "vector_calls",
         "vector_env",
+        "vector_dealing",
         "vector_parts",
         "subprocess_vector_env",
         "vector_making",

@@ -1,0 +1,143 @@
+"""How many envs share a process, from what their first steps take."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from multienv.errors import MultienvError
+from multienv.recovery.group import GroupSupervisor
+from multienv.recovery.verification import same
+from multienv.vector_env import HostedVectorEnv
+from multienv.vector_rounds import STEP, Round, VectorRounds
+from multienv.wire.batch import copied
+from multienv.wire.messages import GroupOptions
+
+# Seconds of work for each worker in a step of the batch: to wake one costs about a fiftieth of it.
+PAYS = 1e-3
+# So many steps decide.
+STEPS = 4
+# What is taken over from the envs that have been dealt anew; spaces stay, the caller may have seeded them.
+_TAKEN = ("_groups", "_slices", "_arena", "_places", "_rounds", "_loose", "_begun", "_fresh", "envs_per_worker")
+
+
+def size_that_pays(largest: int, seconds: float) -> int:
+    """How many envs a worker should have, if so many take so long for a step; as many if it makes little difference."""
+    size = max(1, int(PAYS * largest / seconds))
+    return size if 2 * size <= largest else largest
+
+
+class WatchedRounds(VectorRounds):
+    """Rounds of which is noted what they ask, and how long those take that ask and collect in one call."""
+
+    def __init__(self, groups: Sequence[GroupSupervisor], at_once: int) -> None:
+        """Ask nothing yet."""
+        super().__init__(groups, at_once)
+        self.asked: list[str] = []
+        self.seconds: list[float] = []
+        self._begun = 0.0
+
+    def begin(self, command: str, arguments: Sequence[Any], *, whole: bool = False) -> None:
+        """See :class:`VectorRounds`."""
+        is_plain = whole and (
+            command == STEP or (command == "reset" and arguments[0].options == GroupOptions(None, None))
+        )
+        self.asked.append(command if is_plain else "")
+        self._begun = time.perf_counter()
+        super().begin(command, arguments, whole=whole)
+
+    def collect(self, timeout: float | None = None) -> Round:
+        """See :class:`VectorRounds`."""
+        current = super().collect(timeout)
+        self.seconds.append(time.perf_counter() - self._begun)
+        return current
+
+
+class Trial:
+    """Watches the first steps of envs that have been dealt out by cores.
+
+    Where each takes long, because it computes or because it waits, the envs are dealt to more processes: those that
+    wait do so at the same time, and those that compute are spread by the system. They are built again, and brought to
+    where they are as after a loss, by the same seeds and actions. Where that shows anything else than was seen, or
+    fails, all stays as it is; so it does when anything but whole steps was asked after the first reset.
+
+    Args:
+        envs: They have not been reset yet.
+        build: Builds them again, so many to a worker.
+    """
+
+    def __init__(self, envs: HostedVectorEnv, build: Callable[[int], HostedVectorEnv]) -> None:
+        """Nothing has been asked."""
+        self._build = build
+        self._rounds = envs._rounds = WatchedRounds(envs._groups, envs._rounds.at_once)
+        self._actions: list[Any] = []
+        self._shown: list[Any] = []
+
+    def goes_on(self, envs: HostedVectorEnv, actions: Any) -> bool:
+        """To be asked before each step. False: the matter is settled, with these envs or with others."""
+        rounds, steps = self._rounds, len(self._actions)
+        if (
+            rounds.asked == ["reset"] + [STEP] * steps
+            and len(rounds.seconds) == 1 + steps
+            and len(self._shown) == steps
+            and rounds.current is None
+            and not envs.closed
+            and not envs._groups[0].is_foreign
+        ):
+            self._shown.append(_rows_of(envs))
+            if steps < STEPS:
+                self._actions.append(copy.deepcopy(actions))
+                return True
+            self._deal(envs)
+        rounds.__class__ = VectorRounds  # type: ignore[assignment]  # with its threads, and with what is pending
+        return False
+
+    def _deal(self, envs: HostedVectorEnv) -> None:
+        largest = max(envs.envs_per_worker)
+        size = size_that_pays(largest, median(self._rounds.seconds[1:]))
+        if size == largest or any(group.statistics().losses for group in envs._groups):
+            return
+        try:
+            others = self._build(size)
+        except MultienvError:  # they can be had once only, or not so many
+            return
+        groups, arena = envs._groups, envs._arena
+        try:
+            if self._is_reached(others, [seed for group in groups for seed in group.seeds]) and not envs.closed:
+                # At once, for an interruption. What the processes end with stays tied to the others.
+                vars(envs).update({name: vars(others)[name] for name in _TAKEN}, _successor=others)
+        finally:
+            if envs._groups is groups:
+                others.close()
+        if envs._groups is not groups:
+            others.closed, others._places = True, None
+            for group in groups:
+                group.close()
+            arena.close()
+            self._rounds.close()
+            if envs.closed:  # meanwhile, by another thread, which knew nothing of the others
+                envs.close_extras()
+
+    def _is_reached(self, others: HostedVectorEnv, seeds: list[int | None]) -> bool:
+        """Bring them to where the envs are."""
+        try:
+            others.reset(seed=seeds)
+            for actions, shown in zip(self._actions, self._shown, strict=False):
+                if not same(_rows_of(others), shown):
+                    return False
+                others.step(actions)
+        except MultienvError:
+            return False
+        return same(_rows_of(others), self._shown[-1]) and not any(
+            group.statistics().losses for group in others._groups
+        )
+
+
+def _rows_of(envs: HostedVectorEnv) -> Any:
+    """What has last been seen."""
+    place = envs._place()
+    observations = copied(place.observations) if envs._laid_out else copy.deepcopy(envs._loose)
+    return observations, place.rewards.copy(), place.terminations.copy(), place.truncations.copy()
