@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from multienv.backends.base import Gone
+from multienv.config import Deadlines
 from multienv.recovery.awaiter import Awaiter
 from multienv.wire.messages import (
     FAILED,
@@ -22,6 +23,14 @@ from multienv.wire.messages import (
 _unpack = REPLY.unpack_from
 # Longer than this no env may take to tell its state, in seconds. Then it counts as hung, and that as no fault of its.
 CAPTURE_DEADLINE = 30.0
+# Nor must a step with a deadline wait much longer than that because it came first; but so much it may take.
+_AT_LEAST = 1.0
+
+
+def capture_deadline(deadlines: Deadlines) -> float:
+    """How long an env may take to tell its state, in seconds."""
+    step = CAPTURE_DEADLINE if deadlines.step is None else max(deadlines.step, _AT_LEAST)
+    return min(CAPTURE_DEADLINE, step, deadlines.call or CAPTURE_DEADLINE)
 
 
 class Preserver(Awaiter):
@@ -52,7 +61,7 @@ class Preserver(Awaiter):
             self._asked_state = None
             return
         asked = self._asked_state
-        backend.arm(min(self._deadlines.call or CAPTURE_DEADLINE, CAPTURE_DEADLINE))
+        backend.arm(capture_deadline(self._deadlines))
         if asked is not None and asked[0]() is backend:
             frame = asked[1]
             self._backend.ask_again(frame)

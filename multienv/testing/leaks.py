@@ -9,6 +9,7 @@ or ``with no_leaks(): ...``. Read from /proc, hence on Linux only: elsewhere sna
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -120,7 +121,7 @@ def snapshot_resources(*, threads: bool = False) -> Resources:
         pid=token.pid,
         descriptors=_descriptors(),
         processes=family(token),
-        shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir()),  # noqa: S108 - looked at, not written
+        shared_memory=frozenset(os.listdir("/dev/shm")),  # noqa: S108 - looked at, not written
         memory_maps=_memory_maps(),
         threads=_threads() if threads else None,
     )
@@ -198,9 +199,9 @@ def _annotate(error: BaseException, note: str) -> None:
 
 def _descriptors() -> dict[int, str]:
     found = {}
-    for path in Path("/proc/self/fd").iterdir():
+    for name in os.listdir("/proc/self/fd"):
         try:
-            found[int(path.name)] = str(path.readlink())
+            found[int(name)] = str(Path("/proc/self/fd", name).readlink())
         except FileNotFoundError:
             continue  # closed meanwhile, as the one that lists the directory is
     return found
@@ -208,10 +209,11 @@ def _descriptors() -> dict[int, str]:
 
 def _memory_maps() -> frozenset[tuple[str, int]]:
     found = set()
-    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].startswith(("/memfd:", "/dev/shm/")):  # noqa: S108
-            found.add((fields[5], int(fields[4])))
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        if b"/memfd:" in line or b"/dev/shm/" in line:
+            fields = line.decode(errors="replace").split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(("/memfd:", "/dev/shm/")):  # noqa: S108
+                found.add((fields[5], int(fields[4])))
     return frozenset(found)
 
 

@@ -7,12 +7,13 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["Mark", "ProcessRecord", "descendants", "family", "is_alive", "mark_descendants", "processes"]
 
 MARK_VARIABLE = "MULTIENV_TESTING_MARKS"
 GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+_ENDED = ("Z", "X")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class ProcessRecord:
     @property
     def is_zombie(self) -> bool:
         """Whether it has ended and waits to be reaped."""
-        return self.state in ("Z", "X")
+        return self.state in _ENDED
 
     def __str__(self) -> str:
         return f"{self.pid} (parent {self.parent}, state {self.state}): {self.command}"
@@ -58,13 +59,10 @@ def mark_descendants() -> Mark:
 
 def processes() -> Iterator[ProcessRecord]:
     """All processes that can be seen."""
-    if sys.platform != "linux":
-        return
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            record = _read(int(path.name))
-            if record is not None:
-                yield record
+    for stat in _stats():
+        record = _record(stat)
+        if record is not None:
+            yield record
 
 
 def is_alive(pid: int) -> bool:
@@ -75,53 +73,94 @@ def is_alive(pid: int) -> bool:
         except ProcessLookupError:
             return False
         return True
-    record = _read(pid)
-    return record is not None and not record.is_zombie
+    stat = _stat(pid)
+    return stat is not None and stat.state not in _ENDED
 
 
 def descendants(pid: int) -> dict[int, ProcessRecord]:
     """The children of a process, their children, and so on, zombies included."""
-    return _descendants(pid, list(processes()))
+    return _records(_descendants(pid, list(_stats())))
 
 
 def family(mark: Mark) -> dict[int, ProcessRecord]:
     """The descendants of the marked process, with those whose parent is gone, as far as they carry its token."""
-    table = list(processes())
+    table = list(_stats())
     found = _descendants(mark.pid, table)
-    for record in table:
-        if record.pid not in found and record.pid != mark.pid and _carries(record.pid, mark.token):
-            found[record.pid] = record
-    return found
+    since = next((stat.started for stat in table if stat.pid == mark.pid), 0)
+    for stat in table:
+        # Whoever has been there for longer is spared the look at its environment: this is done before and after tests.
+        if stat.pid not in found and stat.started >= since and stat.pid != mark.pid and _carries(stat.pid, mark.token):
+            found[stat.pid] = stat
+    return _records(found)
 
 
-def _descendants(pid: int, table: list[ProcessRecord]) -> dict[int, ProcessRecord]:
-    children: dict[int, list[ProcessRecord]] = {}
-    for record in table:
-        children.setdefault(record.parent, []).append(record)
-    found: dict[int, ProcessRecord] = {}
-    pending = [pid]
-    while pending:
-        for record in children.get(pending.pop(), ()):
-            if record.pid not in found:
-                found[record.pid] = record
-                pending.append(record.pid)
-    return found
+class _Stat(NamedTuple):
+    pid: int
+    parent: int
+    state: str
+    started: int
+    name: str
 
 
-def _read(pid: int) -> ProcessRecord | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except GONE:
+def _stats() -> Iterator[_Stat]:
+    if sys.platform == "linux":
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                stat = _stat(int(name))
+                if stat is not None:
+                    yield stat
+
+
+def _stat(pid: int) -> _Stat | None:
+    text = _bytes_of(f"/proc/{pid}/stat").decode(errors="replace")
+    if not text:
         return None
     # pid (name) state ppid … starttime …; the name may hold spaces and brackets.
     name, _, rest = text.partition("(")[2].rpartition(")")
-    fields = rest.split()
-    return ProcessRecord(pid, int(fields[1]), fields[0], int(fields[19]), command or f"[{name}]")
+    fields = rest.split(maxsplit=20)
+    return _Stat(pid, int(fields[1]), fields[0], int(fields[19]), name)
+
+
+def _records(stats: dict[int, _Stat]) -> dict[int, ProcessRecord]:
+    records = ((pid, _record(stat)) for pid, stat in stats.items())
+    return {pid: record for pid, record in records if record is not None}
+
+
+def _record(stat: _Stat) -> ProcessRecord | None:
+    command = _bytes_of(f"/proc/{stat.pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+    return ProcessRecord(stat.pid, stat.parent, stat.state, stat.started, command or f"[{stat.name}]")
+
+
+def _descendants(pid: int, table: list[_Stat]) -> dict[int, _Stat]:
+    children: dict[int, list[_Stat]] = {}
+    for stat in table:
+        children.setdefault(stat.parent, []).append(stat)
+    found: dict[int, _Stat] = {}
+    pending = [pid]
+    while pending:
+        for stat in children.get(pending.pop(), ()):
+            if stat.pid not in found:
+                found[stat.pid] = stat
+                pending.append(stat.pid)
+    return found
 
 
 def _carries(pid: int, token: str) -> bool:
+    return token.encode() in _bytes_of(f"/proc/{pid}/environ")
+
+
+def _bytes_of(path: str) -> bytes:
+    """All of a file; nothing if it is gone, or not for us."""
     try:
-        return token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except GONE:
-        return False
+        return b""
+    try:
+        parts = []
+        while part := os.read(descriptor, 2**16):
+            parts.append(part)
+        return b"".join(parts)
+    except GONE:
+        return b""
+    finally:
+        os.close(descriptor)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_recovery_journal import ANCHOR_EVERY, UNLIMITED, Caller
 
-from multienv.config import RestartPolicy
+from multienv.config import Deadlines, RestartPolicy
 from multienv.recovery.anchoring import Anchoring
 from multienv.recovery.journal import PROOF, Journal, Plan
+from multienv.recovery.preserver import CAPTURE_DEADLINE, capture_deadline
 from multienv.recovery.verification import first_difference
 from multienv.wire.messages import (
     KIND_OF_REQUEST_AT,
@@ -309,3 +310,18 @@ def test_what_fails_is_tried_again_ever_later() -> None:
 )
 def test_nobody_asks_where_a_loss_by_asking_would_not_be_made_good(options: dict[str, Any]) -> None:
     assert not Anchoring(RestartPolicy(**options)).may_ask(10**9, hurry=True)
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "seconds"),
+    [
+        (Deadlines(), CAPTURE_DEADLINE),
+        (Deadlines(step=5.0), 5.0),
+        (Deadlines(step=0.01), 1.0),
+        (Deadlines(step=100.0), CAPTURE_DEADLINE),
+        (Deadlines(call=2.0), 2.0),
+        (Deadlines(step=0.01, call=0.5), 0.5),
+    ],
+)
+def test_an_env_that_is_stopped_while_it_tells_its_state_holds_up_the_step_as_a_step_would(deadlines, seconds):
+    assert capture_deadline(deadlines) == seconds

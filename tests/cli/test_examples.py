@@ -1,0 +1,77 @@
+"""The examples run as a newcomer runs them, small; and so does every Python block of the README and the docs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import multienv
+
+ROOT = Path(__file__).parents[2]
+SOURCE = str(Path(multienv.__file__).parents[1])
+KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def run(directory: Path, *arguments: str) -> str:
+    """What a Python that is started there prints; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": SOURCE, "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def example(directory: Path, name: str, *arguments: str) -> str:
+    return run(directory, str(ROOT / "examples" / name), *arguments)
+
+
+@pytest.mark.parametrize("face", [(), ("--vector",)], ids=["one env in each worker", "several"])
+def test_the_actor_critic_while_its_workers_are_killed(tmp_path, face):
+    told = example(tmp_path, "actor_critic.py", "--total-steps", "6000", "--chaos", "4", "--verify", *face)
+    killed = KILLED.search(told)
+    assert killed is not None, told
+    assert int(killed[1]) == int(killed[2]) > 5
+    assert "identical to the undisturbed run" in told
+    assert (tmp_path / "actor_critic.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_vector_actor_critic_learns_what_the_other_does(tmp_path):
+    few = ["--total-steps", "3000", "--seed", "3"]
+    lists, batches = (example(tmp_path, "actor_critic.py", *few, *face) for face in ((), ("--vector",)))
+    assert lists.splitlines()[0] == batches.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("collect_episodes.py", ("--episodes", "20", "--slowest", "0.002", "--kills", "0.002"), "episodes"),
+        ("pipelined.py", ("--rounds", "3", "--repeats", "1", "--num-envs", "8"), "steps"),
+        ("go_explore.py", ("--iterations", "3", "--steps", "20"), "score"),
+    ],
+)
+def test_an_example(tmp_path, name, arguments, expected):
+    assert expected in example(tmp_path, name, *arguments).lower()
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_the_python_of_a_page(tmp_path, page):
+    """One after the other, as somebody would type them."""
+    script = tmp_path / "typed.py"
+    body = "\n".join(blocks(page))
+    script.write_text(f'if __name__ == "__main__":\n{re.sub("^(?=.)", "    ", body, flags=re.MULTILINE)}')
+    run(tmp_path, str(script))
