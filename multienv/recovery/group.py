@@ -15,7 +15,7 @@ from multienv.backends.arena import Arena
 from multienv.backends.base import Gone
 from multienv.errors import MultienvError
 from multienv.events import Loss
-from multienv.recovery.group_rows import GroupKeeper
+from multienv.recovery.group_attempts import GroupMender
 from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
 from multienv.recovery.keeper import entered
 from multienv.recovery.phases import ASKED, LOST, RESUMED, RUNNING, STEPPING
@@ -45,7 +45,7 @@ _unpack = REPLY.unpack_from
 _UNKNOWN = -1
 
 
-class GroupSupervisor(GroupKeeper):
+class GroupSupervisor(GroupMender):
     """Keeps the envs of one process alive.
 
     A step returns ``(observations, rewards, False, False, extras)``: what counts lies in the arena, except for
@@ -100,11 +100,8 @@ class GroupSupervisor(GroupKeeper):
         if gone.executing and gone.cause != "error":  # whether what is raised is meant shows when it is raised again
             self._blame(gone, loss, _slot_of(gone), command)
         self._keep()
-        self._strays = set()
         try:
-            backend = self._wake(gone, effort) or self._healer.bring_back(
-                self._journal.plans(), effort, self._steps, self._looks_the_same
-            )
+            backend = self._brought_back(gone, effort)
         except BudgetSpent as spent:
             raise self._give_up(loss, effort, spent) from None
         except Unrecoverable as why:
@@ -114,8 +111,9 @@ class GroupSupervisor(GroupKeeper):
         finally:
             self._put_back()
         self._refuse_if_closed(backend)
-        for stray in self._strays:
-            self._end_episode(stray, f"{what_happened(loss)} Its replay does not match what was seen.", command)
+        self._doubts.note(self._strays, self.seq)
+        for stray, difference in self._strays.items():
+            self._end_episode(stray, f"{what_happened(loss)} {difference}", command)
         self._rewrite_pending()  # before there is anybody to ask it again after an interruption
         self._adopt(backend)
         ended = [one.reason for one in (*self._absent.values(), *self._owed_to.values())]
@@ -229,6 +227,7 @@ class GroupSupervisor(GroupKeeper):
 
     def _begin_anew(self, effort: Effort | None = None) -> None:
         super()._begin_anew(effort)
+        self._doubts.clear()
         self._seeds = [None] * self._group.size
 
     def _build_failed(self, failed: BuildFailed) -> MultienvError:

@@ -10,6 +10,8 @@ import numpy as np
 
 from multienv.backends.arena import Arena
 from multienv.backends.base import Backend
+from multienv.recovery.doubts import Doubts
+from multienv.recovery.journal import Plan
 from multienv.recovery.supervisor import Supervisor
 from multienv.recovery.verification import first_difference, same
 from multienv.wire.batch import BatchLayout, Place, row_of
@@ -34,6 +36,9 @@ from multienv.wire.messages import (
 from multienv.wire.observations import Placement, irregular_parts
 
 _unpack = REPLY.unpack_from
+# Why an env does not go on: what its replay shows, or does not.
+DIFFERENT = "Its replay does not match what was seen."
+UNPROVEN = "Its replay differed before, and too little has been seen since to tell whether it does again."
 _Rows = list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
 
 
@@ -44,7 +49,7 @@ class GroupKeeper(Supervisor):
         arena: Where the rows lie.
     """
 
-    __slots__ = ("_arena", "_evidence", "_group", "_kept", "_places", "_size", "_strays", "_strict")
+    __slots__ = ("_arena", "_doubts", "_evidence", "_group", "_kept", "_places", "_size", "_strays", "_strict")
 
     def __init__(self, launch: Any, initialize: Initialize, arena: Arena, **options: Any) -> None:
         """Start nothing yet."""
@@ -57,7 +62,8 @@ class GroupKeeper(Supervisor):
         self._places: tuple[Place, Place] | None = None
         self._evidence: GroupEvidence | None = None
         self._healer.compare = self._compare
-        self._strays: set[int] = set()  # whose replay shows something else than was seen
+        self._strays: dict[int, str] = {}  # whose replay shows something else than was seen, or not enough; in words
+        self._doubts = Doubts(self._ended_in)
         self._strict = False  # none may
         self._kept: tuple[bytes, _Rows] | None = None  # the last reply, and the rows as they were with it
         self._size = -1
@@ -125,6 +131,10 @@ class GroupKeeper(Supervisor):
             return irregular_parts(seen)[0][slot] if len(seen) > REPLY.size else None
         return row_of(places[seq_of(seen) & 1].observations, self._group.first + slot)
 
+    def _trim(self) -> None:
+        super()._trim()
+        self._doubts.forget(self._journal.oldest())
+
     def keep_in_step(self, seq: int) -> None:
         """The other groups stand at ``seq``, and this one could not be asked: the places alternate for all together."""
         places = self._places
@@ -163,12 +173,16 @@ class GroupKeeper(Supervisor):
 
     # --- is it the same? --------------------------------------------------------------------------
 
-    def _compare(self, recorded: Sequence[bytes], replayed: Sequence[bytes]) -> str:
+    def _compare(self, plan: Plan, replayed: Sequence[bytes]) -> str:
         """As :func:`first_difference`, if it is that of all; else those that differ are noted."""
-        self._strays = set()
-        for before, after in zip(recorded, replayed, strict=True):
-            self._strays |= self._differing(before, after)
-        return first_difference(recorded, replayed) or "the rows differ" if self._hopeless() else ""
+        self._strays = dict.fromkeys(self._doubts.unproven(plan), UNPROVEN)
+        for before, after in zip(plan.evidence, replayed, strict=True):
+            self._note_strays(self._differing(before, after), seq_of(before))
+        return first_difference(plan.evidence, replayed) or "the rows differ" if self._hopeless() else ""
+
+    def _note_strays(self, slots: set[int], seq: int) -> None:
+        if slots:
+            self._strays |= dict.fromkeys(self._doubts.counting(slots, seq), DIFFERENT)
 
     def _hopeless(self) -> bool:
         return len(self._strays) >= (1 if self._strict else self._group.size)
@@ -192,10 +206,10 @@ class GroupKeeper(Supervisor):
         """The last observations the caller saw, whole, against those of the replay."""
         assert self._kept is not None
         seen, kept = self._kept
-        for rows, before in kept:
-            for slot in range(self._group.size):
-                if rows[slot].tobytes() != before[slot].tobytes():
-                    self._strays.add(slot)
+        slots = range(self._group.size)
+        found = {slot for rows, before in kept for slot in slots if rows[slot].tobytes() != before[slot].tobytes()}
         if last and len(seen) > REPLY.size and _unpack(seen)[4] & IRREGULAR:
-            self._strays |= self._differing_parts(seen, last)
+            found |= self._differing_parts(seen, last)
+        if found:
+            self._note_strays(found, seq_of(seen))
         return not self._hopeless()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -110,7 +110,7 @@ class Healer:
         self._clock = clock
         self._budget = budget or RestartBudget(policy)
         self.description: Description | None = None
-        self.compare: Callable[[Sequence[bytes], Sequence[bytes]], str] = first_difference
+        self.compare: Callable[[Plan, Sequence[bytes]], str] = _first_difference
 
     def request_build(self, backend: Backend, *, again: bool = False, replacement: bool = False) -> None:
         """Ask a process to build the env, ``again`` if it may have been asked already; does not wait."""
@@ -241,6 +241,15 @@ class Healer:
         self, plans: list[Plan], effort: Effort, progress: int, looks_the_same: Callable[[Backend, bytes], bool]
     ) -> Backend:
         """A process that holds the env as it was after the last request of the journal."""
+        return next(self.attempts(plans, effort, progress, looks_the_same))
+
+    def attempts(
+        self, plans: list[Plan], effort: Effort, progress: int, looks_the_same: Callable[[Backend, bytes], bool]
+    ) -> Iterator[Backend]:
+        """One such process after the other, each by another plan: for who is not content with the first.
+
+        Each is the caller's from then on. Raises :class:`Unrecoverable` at the end, :class:`BudgetSpent`.
+        """
         reason = "what drove it since its last reset is not all known (see RestartPolicy.journal_limit)"
         for plan in plans:
             effort.deaths.clear()
@@ -262,7 +271,7 @@ class Healer:
                     continue
                 if not reason:
                     effort.rung, effort.plan = "state" if plan.from_state else "journal", plan
-                    return backend
+                    yield backend
                 effort.refuted.append(plan)
                 break
             begun = " from a state of the env" if plan.from_state else ""
@@ -292,7 +301,7 @@ class Healer:
         backend.send(pack_message(1, Replay(plan.frames)))
         evidence, last = unpack_value(backend.complete(b"", 1))
         effort.replayed += len(plan.frames)
-        return self.compare(plan.evidence, evidence), last
+        return self.compare(plan, evidence), last
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> None:
         """Raise when it has died too often at one place."""
@@ -321,3 +330,7 @@ class Healer:
             description.action_space,
         ):
             raise Unrecoverable("env_fn built an env with other spaces than the first time")
+
+
+def _first_difference(plan: Plan, replayed: Sequence[bytes]) -> str:
+    return first_difference(plan.evidence, replayed)

@@ -20,13 +20,13 @@ from functools import partial
 from itertools import chain
 from operator import setitem
 
+from multienv.recovery.proof import has_proof
 from multienv.wire.messages import (
     KIND_AT,
     KIND_OF_REQUEST_AT,
     LASTING,
     MESSAGE,
     REPLY,
-    RESET,
     STEP,
     STEPPED,
     TAG_AT,
@@ -45,9 +45,6 @@ ANCHOR_EVERY = 2048
 
 # Steps that must have been seen since a state for a replay to begin there.
 PROOF = 64
-# The same since a reset, unless another one has come since: an env that remembers more than its generators shows that
-# over a whole episode, or a long part of one. It may well take it some time: a walker has to touch the ground.
-PROOF_OF_RESET = 512
 # A state is wanted whenever this part of what may be held has come since the last one.
 _PART = 4
 # ALE has something about it that no state tells: now and then one does not hold, and the next does.
@@ -134,6 +131,10 @@ class Journal:
         """Bytes held."""
         return len(self._entries) + self._state_bytes(0)
 
+    def oldest(self) -> int:
+        """The number of the first request held; 0 if there is none."""
+        return seq_of(bytes(self._entries[:8]))
+
     def forget_unanswered(self, pending: bytes) -> None:
         """Leave the request ``pending`` out, wherever between sending and logging its caller was interrupted."""
         if not self.recording:
@@ -202,16 +203,19 @@ class Journal:
             plans += next((self._from(anchors[-2]) for anchors in (resets, states) if len(anchors) > 1), [])
         if self.complete and not self._overgrown:
             frames = split_frames(self._entries)
-            return [*plans, Plan(tuple(frames[::2]), tuple(frames[1::2]), True)]
+            plans.append(Plan(tuple(frames[::2]), tuple(frames[1::2]), True))
+            # An env that is not made twice alike may be so from a state on. A reset leaves what it was made of.
+            resets = []
         anchors = sorted((*resets[:1], *states[:_STATES_TRIED]), key=lambda one: one.place)
         if self._remembers:  # a reset would be in vain
             anchors.sort(key=lambda one: not one.state)
-        return [*plans, *(plan for anchor in anchors for plan in self._from(anchor))]
+        found = [plan for anchor in anchors for plan in self._from(anchor)]
+        return [*plans, *(plan for plan in found if plan not in plans)]
 
     def learn(self, refuted: list[Plan], held: Plan | None) -> None:
         """From a recovery: that the env remembers more than its generators, and its state tells that."""
         if held is not None and held.from_state and any(not plan.from_state for plan in refuted):
-            self._remembers = True
+            self._remembers, self.complete = True, False
 
     def _resets(self) -> list[Anchor]:
         return [anchor for anchor in self._anchors if not anchor.state]
@@ -262,7 +266,7 @@ class Journal:
             with_lasting = Plan((*before[::2], *requests), (*before[1::2], *replies), False, True)
             # What was called is in the state too, as far as it changed the env alone; and there it came at its time.
             return [with_lasting, Plan(requests, replies, False, True)] if before else [with_lasting]
-        if self._overgrown or not _has_proof(frames[2::2]):
+        if self._overgrown or not has_proof(frames[2::2]):
             return []
         reset = unpack_message(frames[0])
         assert isinstance(reset, Reset)
@@ -365,18 +369,6 @@ class Journal:
         # At one stroke, as below.
         self._lasting, self._entries[:cut], self._anchors = lasting, b"", []
         self._last_forgotten, self._known, self._steps_before, self.usable = last, size, steps - kept, False
-
-
-def _has_proof(requests: list[bytes]) -> bool:
-    """Whether what came since a reset tells if a replay from there is the same env."""
-    if sum(frame[KIND_OF_REQUEST_AT] == STEP for frame in requests) >= PROOF_OF_RESET:
-        return True
-    return any(isinstance(unpack_message(frame), Reset) for frame in requests if _may_be_reset(frame))
-
-
-def _may_be_reset(frame: bytes) -> bool:
-    kind = frame[KIND_OF_REQUEST_AT]
-    return kind == RESET or (kind == MESSAGE and frame[TAG_AT] != LASTING)
 
 
 def _lasting_in(entries: bytes | bytearray) -> bytes:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multienv.recovery import journal
-from multienv.recovery.journal import ANCHOR_EVERY, PROOF_OF_RESET, Journal
+from multienv.recovery.journal import ANCHOR_EVERY, Journal
+from multienv.recovery.proof import PROOF_OF_RESET
 from multienv.wire.actions import action_encoder
 from multienv.wire.messages import (
     KIND_OF_REQUEST_AT,

@@ -130,14 +130,16 @@ def test_a_short_replay_has_an_episode_or_an_interval_to_hold_against(caller: Ke
         caller.steps_(PROOF)
         caller.keep(name)
     caller.steps_(PROOF)
-    first, complete = caller.journal.plans(short=True)
+    first, complete, youngest = caller.journal.plans(short=True)
+    assert youngest.from_state
     assert begins_with(first) == RestoreState(b"one")
     assert complete.from_construction
     caller.steps_(ANCHOR_EVERY)
     caller.reset()
     caller.steps_(10)
     caller.keep()
-    first, complete = caller.journal.plans(short=True)
+    first, complete, *_ = caller.journal.plans(short=True)
+    assert youngest.from_state
     assert isinstance(begins_with(first), Reset)
     assert len(first.frames) > ANCHOR_EVERY, "not what came since the last reset alone"
 
