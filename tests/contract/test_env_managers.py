@@ -236,9 +236,9 @@ def test_asynchronous_takes_what_is_ready(gate: Path) -> None:
         assert 0 not in manager.ready_env
         with pytest.raises(CallPendingError, match="env 0"):
             manager.step({0: 1})
-        for _ in range(5):
+        while got != {1, 2, 3}:
             got |= set(manager.step(dict.fromkeys(manager.ready_obs, 1)))
-        assert got == {1, 2, 3}
+            assert 0 not in got
         open_up(gate)
         while 0 not in (timesteps := manager.step(dict.fromkeys(manager.ready_obs, 1))):
             pass

@@ -129,7 +129,7 @@ class VectorAgreement(RuleBasedStateMachine):
 
 
 def test_vector_agreement() -> None:
-    run_state_machine_as_test(VectorAgreement, settings=settings(DEFAULT, max_examples=4))
+    run_state_machine_as_test(VectorAgreement, settings=settings(DEFAULT, max_examples=3))
 
 
 @pytest.mark.soak
