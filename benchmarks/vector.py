@@ -2,7 +2,7 @@
 
 The limit is what the cores can do: one process on each, stepping the env itself, autoreset included, all at the same
 time. ``--json`` and ``--plot`` keep the figures. Run it with ``pip install -e ".[bench]"`` on an otherwise idle
-machine; peers that are not installed are left out.
+machine; Tianshou and TorchRL are left out where they are not installed.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ def contenders(env_fn: EnvFn, num_envs: int, stack: contextlib.ExitStack) -> dic
     add("SB3.DummyVecEnv", lambda: stable_baselines3("DummyVecEnv", fns))
     add("Tianshou.SubprocVectorEnv", lambda: tianshou("SubprocVectorEnv", fns))
     add("Tianshou.ShmemVectorEnv", lambda: tianshou("ShmemVectorEnv", fns))
+    add("TorchRL.ParallelEnv", lambda: TorchRL(fns))
     benches[LIMIT] = stack.enter_context(limit(env_fn))
     return benches
 
@@ -147,6 +148,39 @@ def tianshou(name: str, fns: list[EnvFn]) -> Any:
     import tianshou.env
 
     return getattr(tianshou.env, name)(fns)
+
+
+def in_torchrl(env_fn: EnvFn) -> Any:
+    """One env, as its batch wants it."""
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(env_fn(), categorical_action_encoding=True)
+
+
+class TorchRL:
+    """Its batch, with one thread as all others have."""
+
+    def __init__(self, fns: list[EnvFn]) -> None:
+        """Start the processes."""
+        import torch
+        from torchrl.envs import ParallelEnv
+
+        torch.set_num_threads(1)
+        self._tensor = torch.as_tensor
+        self._envs = ParallelEnv(len(fns), [partial(in_torchrl, env_fn) for env_fn in fns])
+
+    def reset(self) -> None:
+        """Begin the episodes."""
+        self._data = self._envs.reset()
+
+    def step(self, actions: Any) -> None:
+        """Step, and reset those that have ended."""
+        self._data["action"] = self._tensor(actions)
+        _, self._data = self._envs.step_and_maybe_reset(self._data)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._envs.close()
 
 
 # --- a run ----------------------------------------------------------------------------------------

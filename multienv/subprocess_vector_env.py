@@ -63,10 +63,10 @@ class SubprocessVectorEnv(HostedVectorEnv):
     Args:
         env_fns: Each builds one env, in its process; they travel by cloudpickle. All envs have the same action space.
         envs_per_worker: How many envs share a process; the last one has what is left. ``"auto"``: as many processes as
-            there are cores, with the envs dealt out evenly; and if the first four steps show that each takes long (half
-            a millisecond of a core, or of waiting), more processes: before the fifth, the envs are built again there,
-            brought to the same state, and held against what was seen. Give a number to envs of which there must never
-            be two.
+            there are cores, with the envs dealt out evenly; and more, if the first eight steps show that each takes
+            half a millisecond or longer, of a core or of waiting. Before the ninth, the envs are then built again
+            there, brought to the same state, and held against what was seen. Give a number to envs of which there must
+            never be two.
         shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
             not (``None``); must be shareable (``True``); or travel pickled (``False``).
         copy: Give out copies of the observations. If False, they are views into the shared memory: the step or

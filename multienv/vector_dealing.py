@@ -19,7 +19,7 @@ from multienv.wire.messages import GroupOptions
 # Seconds of work for each worker in a step of the batch: to wake one costs about a fiftieth of it.
 PAYS = 1e-3
 # So many steps decide.
-STEPS = 4
+STEPS = 8
 # What is taken over from the envs that have been dealt anew; spaces stay, the caller may have seeded them.
 _TAKEN = ("_groups", "_slices", "_arena", "_places", "_rounds", "_loose", "_begun", "_fresh", "envs_per_worker")
 
@@ -97,7 +97,10 @@ class Trial:
 
     def _deal(self, envs: HostedVectorEnv) -> None:
         largest = max(envs.envs_per_worker)
-        size = size_that_pays(largest, median(self._rounds.seconds[1:]))
+        # What they have taken here, on a machine that may be busy with other things; and by the account of the workers,
+        # of which the first step is most, with what is only done once.
+        seconds = min(median(self._rounds.seconds[1:]), max(group.env_seconds() for group in envs._groups))
+        size = size_that_pays(largest, seconds)
         if size == largest or any(group.statistics().losses for group in envs._groups):
             return
         try:

@@ -325,9 +325,9 @@ class Mender(Keeper):
         return secrets.randbits(31)
 
     def _trim(self) -> None:
-        self._journal.trim(self._policy.journal_limit, self._policy.replay_limit / self._env_seconds(), self._steps)
+        self._journal.trim(self._policy.journal_limit, self._policy.replay_limit / self.env_seconds(), self._steps)
 
-    def _env_seconds(self) -> float:
+    def env_seconds(self) -> float:
         """For a step: the env's own time, not that of the caller, who may think between asking and waiting."""
         return (self._backend and self._backend.step_seconds()) or 1e-5
 

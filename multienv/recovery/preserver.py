@@ -43,7 +43,7 @@ class Preserver(Awaiter):
         policy, journal, anchoring = self._policy, self._journal, self._anchoring
         if not anchoring.may_ask(self._steps, hurry=True):
             return False
-        steps, step_limit = self._steps, policy.replay_limit / self._env_seconds()
+        steps, step_limit = self._steps, policy.replay_limit / self.env_seconds()
         if not journal.wants_state(policy.journal_limit, step_limit, steps):
             return False
         # Half of all that may be held has come since the last one: soon the rest is forgotten.
@@ -91,4 +91,4 @@ class Preserver(Awaiter):
             self._anchoring.refused(self._steps, f"it takes {len(state):,} bytes, a quarter of journal_limit or more")
             return
         self._journal.keep_state(state, self._steps)
-        self._anchoring.took(self._steps, seconds, self._env_seconds())
+        self._anchoring.took(self._steps, seconds, self.env_seconds())

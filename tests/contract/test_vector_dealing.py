@@ -105,7 +105,7 @@ def test_a_worker_has_a_millisecond_of_work_and_more(largest, seconds, size):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_change_is_not_seen(mode):
     """Through ends of episodes before, at and after it, where they need no reset of the caller's."""
-    env_fn = partial(slow, horizon=6 if mode == "Disabled" else 3)
+    env_fn = partial(slow, horizon=10 if mode == "Disabled" else 3)
     with beside_gymnasium(SubprocessVectorEnv, [env_fn] * 6, autoreset_mode=mode) as (ours, theirs):
         before = {one.pid for one in ours.statistics()}
         assert ours.envs_per_worker == [3, 3]
