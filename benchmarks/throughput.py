@@ -1,93 +1,264 @@
-"""Steps a second of MultiEnv against its peers, interleaved in one run; ratios, because machines are noisy.
+"""Steps a second against the peers and against the limit, interleaved in one run; ratios, because machines are noisy.
 
-Run it with ``pip install -e ".[bench]"`` on an otherwise idle machine.
+The limit is what the cores can do: one process on each, stepping the env itself, autoreset included, all at the same
+time. ``--json`` and ``--plot`` keep the figures. Run it with ``pip install -e ".[bench]"`` on an otherwise idle
+machine; Tianshou and TorchRL are left out where they are not installed. All contenders of a row live at the same time:
+with 128 envs, and one env in each of their processes, that takes some 16 GiB; ``--only`` picks some.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import multiprocessing
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from multienv import MultiEnv, RestartPolicy, create_subprocess_envs
+from multienv import MultiEnv, RestartPolicy, SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
 
-Bench = Callable[[int], float]
-
-
-def timed(step: Callable[[Any], object], actions: list[Any], num_envs: int, rounds: int) -> float:
-    """Env steps a second."""
-    begin = time.perf_counter()
-    for index in range(rounds):
-        step(actions[index & 1])
-    return num_envs * rounds / (time.perf_counter() - begin)
+EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+Bench = Callable[[float], float]  # seconds to spend → env steps a second
+OURS, BASE, LIMIT = "multienv.SubprocessVectorEnv", "gymnasium.AsyncVectorEnv", "limit"
+OFF = RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False, journal_limit=0)
 
 
-def contenders(env_id: str, num_envs: int) -> tuple[dict[str, Bench], list[Callable[[], object]]]:
-    """Name → function that steps so many rounds; and what to close."""
+def atari(env_id: str) -> gymnasium.Env[Any, Any]:
+    """84×84×4, as agents see it."""
+    import ale_py
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, TransformObservation
 
-    def env_fn() -> gymnasium.Env[Any, Any]:
-        return gymnasium.make(env_id)
+    gymnasium.register_envs(ale_py)
+    env = AtariPreprocessing(gymnasium.make(env_id, frameskip=1))
+    stacked = FrameStackObservation(env, 4)
+    space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    return TransformObservation(stacked, partial(np.moveaxis, source=0, destination=-1), space)
 
+
+def env_fn_of(env_id: str) -> EnvFn:
+    """What builds it."""
+    return partial(atari, env_id) if env_id.startswith("ALE/") else partial(gymnasium.make, env_id)
+
+
+# --- contenders -----------------------------------------------------------------------------------
+
+
+def stepping(step: Callable[[Any], object], actions: list[Any], num_envs: int) -> Bench:
+    """Steps a batch again and again."""
+
+    def bench(seconds: float) -> float:
+        rounds, begin = 0, time.perf_counter()
+        while (spent := time.perf_counter() - begin) < seconds:
+            for each in actions:
+                step(each)
+            rounds += len(actions)
+        return num_envs * rounds / spent
+
+    return bench
+
+
+def go_round(env_fn: EnvFn, orders: Connection) -> None:
+    """One core's part of the limit: step the env for as long as is asked, and tell how fast."""
+    env = env_fn()
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    actions = [env.action_space.sample() for _ in range(64)]
+    while (seconds := orders.recv()) is not None:
+        steps, begin = 0, time.perf_counter()
+        while (spent := time.perf_counter() - begin) < seconds:
+            for action in actions:
+                _, _, terminated, truncated, _ = env.step(action)
+                if terminated or truncated:
+                    env.reset()
+            steps += len(actions)
+        orders.send(steps / spent)
+
+
+@contextlib.contextmanager
+def limit(env_fn: EnvFn) -> Iterator[Bench]:
+    """All cores at once."""
+    context, lines = multiprocessing.get_context("spawn"), []
+    for _ in range(len(os.sched_getaffinity(0))):
+        ours, theirs = context.Pipe()
+        context.Process(target=go_round, args=(env_fn, theirs), daemon=True).start()
+        lines.append(ours)
+
+    def bench(seconds: float) -> float:
+        for line in lines:
+            line.send(seconds)
+        return float(sum(line.recv() for line in lines))
+
+    yield bench
+    for line in lines:
+        line.send(None)
+
+
+def contenders(env_fn: EnvFn, num_envs: int, only: Sequence[str], stack: contextlib.ExitStack) -> dict[str, Bench]:
+    """Name → what steps so many envs."""
     space = env_fn().action_space
     space.seed(0)
-    lists = [[space.sample() for _ in range(num_envs)] for _ in range(2)]
-    arrays = [np.asarray(actions) for actions in lists]
+    lists = [[space.sample() for _ in range(num_envs)] for _ in range(8)]
+    batches = [np.asarray(actions) for actions in lists]
     benches: dict[str, Bench] = {}
-    closers: list[Callable[[], object]] = []
 
-    def multi(name: str, *, max_workers: int | None = None, **options: Any) -> None:
-        m = MultiEnv(create_subprocess_envs([env_fn] * num_envs, **options), max_workers=max_workers)
-        m.reset(seed=0)
-        benches[name] = lambda rounds: timed(m.step, lists, num_envs, rounds)
-        closers.append(m.close)
+    def add(name: str, make: Callable[[], Any], actions: list[Any] = batches) -> None:
+        if not any(part in name for part in [*only, BASE]):
+            return
+        try:
+            envs = make()
+        except ImportError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            return
+        stack.callback(envs.close)
+        envs.reset()
+        benches[name] = stepping(envs.step, actions, num_envs)
 
-    multi("multienv.MultiEnv")
-    multi("multienv.MultiEnv, recovery off", restart=RestartPolicy(on_crash="raise", on_timeout="raise"))
-    multi("multienv.MultiEnv, 2 shares", max_workers=2)
-    gym_async = AsyncVectorEnv([env_fn] * num_envs)
-    gym_async.reset(seed=0)
-    benches["gymnasium.AsyncVectorEnv"] = lambda rounds: timed(gym_async.step, arrays, num_envs, rounds)
-    closers.append(gym_async.close)
-    try:
-        from stable_baselines3.common.vec_env import SubprocVecEnv
-    except ImportError:
-        print('Stable-Baselines3 is not installed: pip install "multienv[bench]"')
-    else:
-        sb3 = SubprocVecEnv([env_fn] * num_envs, start_method="forkserver")
-        sb3.reset()
-        benches["SB3.SubprocVecEnv"] = lambda rounds: timed(sb3.step, arrays, num_envs, rounds)
-        closers.append(sb3.close)
-    return benches, closers
+    fns = [env_fn] * num_envs
+    add(OURS, lambda: SubprocessVectorEnv(fns))
+    add(f"{OURS}, recovery off", lambda: SubprocessVectorEnv(fns, restart=OFF))
+    add("multienv.MultiEnv", lambda: MultiEnv(create_subprocess_envs(fns)), lists)
+    add("multienv.MultiEnv, recovery off", lambda: MultiEnv(create_subprocess_envs(fns, restart=OFF)), lists)
+    add("multienv.SerialVectorEnv", lambda: SerialVectorEnv(fns))
+    add(BASE, lambda: AsyncVectorEnv(fns))
+    add("gymnasium.SyncVectorEnv", lambda: SyncVectorEnv(fns))
+    add("SB3.SubprocVecEnv", lambda: stable_baselines3("SubprocVecEnv", fns))
+    add("SB3.DummyVecEnv", lambda: stable_baselines3("DummyVecEnv", fns))
+    add("Tianshou.SubprocVectorEnv", lambda: tianshou("SubprocVectorEnv", fns))
+    add("Tianshou.ShmemVectorEnv", lambda: tianshou("ShmemVectorEnv", fns))
+    add("TorchRL.ParallelEnv", lambda: TorchRL(fns))
+    benches[LIMIT] = stack.enter_context(limit(env_fn))
+    return benches
+
+
+def stable_baselines3(name: str, fns: list[EnvFn]) -> Any:
+    """One of its batches."""
+    from stable_baselines3.common import vec_env
+
+    options = {"start_method": "forkserver"} if name == "SubprocVecEnv" else {}
+    return getattr(vec_env, name)(fns, **options)
+
+
+def tianshou(name: str, fns: list[EnvFn]) -> Any:
+    """One of its batches."""
+    import tianshou.env
+
+    return getattr(tianshou.env, name)(fns)
+
+
+def in_torchrl(env_fn: EnvFn) -> Any:
+    """One env, as its batch wants it."""
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(env_fn(), categorical_action_encoding=True)
+
+
+class TorchRL:
+    """Its batch, with one thread as all others have."""
+
+    def __init__(self, fns: list[EnvFn]) -> None:
+        """Start the processes."""
+        import torch
+        from torchrl.envs import ParallelEnv
+
+        torch.set_num_threads(1)
+        self._tensor = torch.as_tensor
+        self._envs = ParallelEnv(len(fns), [partial(in_torchrl, env_fn) for env_fn in fns])
+
+    def reset(self) -> None:
+        """Begin the episodes."""
+        self._data = self._envs.reset()
+
+    def step(self, actions: Any) -> None:
+        """Step, and reset those that have ended."""
+        self._data["action"] = self._tensor(actions)
+        _, self._data = self._envs.step_and_maybe_reset(self._data)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._envs.close()
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def measure(env_id: str, num_envs: int, seconds: float, repeats: int, only: Sequence[str]) -> dict[str, list[float]]:
+    """Rates of all contenders, in turns."""
+    with contextlib.ExitStack() as stack:
+        benches = contenders(env_fn_of(env_id), num_envs, only, stack)
+        rates: dict[str, list[float]] = {name: [] for name in benches}
+        for repeat in range(repeats + 1):
+            for name, bench in benches.items():
+                rate = bench(seconds)
+                if repeat:  # the first warms up
+                    rates[name].append(rate)
+    return rates
+
+
+def ratio(rates: dict[str, list[float]], name: str, base: str) -> float:
+    """The median of the ratios, turn by turn."""
+    return statistics.median(one / other for one, other in zip(rates[name], rates[base], strict=True))
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A group of bars for each row, as shares of the limit."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [name for name in dict.fromkeys(name for row in rows for name in row["share"]) if name != LIMIT]
+    figure, axes = plt.subplots(figsize=(2 + 1.3 * len(rows), 5), layout="constrained")
+    width = 0.8 / len(names)
+    for place, name in enumerate(names):
+        values = [row["share"].get(name, 0.0) for row in rows]
+        colour = plt.get_cmap("tab20")(place)
+        axes.bar([index + place * width for index in range(len(rows))], values, width, label=name, color=colour)
+    axes.set_xticks([index + 0.4 for index in range(len(rows))], [f"{row['num_envs']} × {row['env']}" for row in rows])
+    axes.set_ylabel("share of the limit")
+    axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    """Print medians and the median of the ratios to AsyncVectorEnv."""
+    """Print, for each env and number of envs, medians, ratios to AsyncVectorEnv, and shares of the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--env", default="CartPole-v1")
-    parser.add_argument("--num-envs", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--env", nargs="+", default=["CartPole-v1", "HalfCheetah-v5", "ALE/Pong-v5"])
+    parser.add_argument("--num-envs", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names of contenders")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
-    benches, closers = contenders(arguments.env, arguments.num_envs)
-    rates: dict[str, list[float]] = {name: [] for name in benches}
-    for repeat in range(arguments.repeats + 1):
-        for name, bench in benches.items():
-            rate = bench(arguments.rounds)
-            if repeat:  # the first warms up
-                rates[name].append(rate)
-    for close in closers:
-        close()
-    base = rates["gymnasium.AsyncVectorEnv"]
-    print(f"{arguments.num_envs} × {arguments.env}")
-    for name, values in rates.items():
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(values, base, strict=True))
-        print(f"  {name:34} {statistics.median(values):10,.0f} steps/s   {ratio:5.2f} × AsyncVectorEnv")
+    rows = []
+    for env_id in arguments.env:
+        for num_envs in arguments.num_envs:
+            rates = measure(env_id, num_envs, arguments.seconds, arguments.repeats, arguments.only)
+            print(f"{num_envs} × {env_id}")
+            for name, values in rates.items():
+                print(
+                    f"  {name:44} {statistics.median(values):10,.0f} steps/s  {ratio(rates, name, BASE):6.2f} × "
+                    f"AsyncVectorEnv  {ratio(rates, name, LIMIT):5.2f} of the limit",
+                    flush=True,
+                )
+            share = {name: ratio(rates, name, LIMIT) for name in rates}
+            rows.append({"env": env_id, "num_envs": num_envs, "rates": rates, "share": share})
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.plot:
+        plot(rows, arguments.plot)
 
 
 if __name__ == "__main__":
