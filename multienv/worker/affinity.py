@@ -20,8 +20,13 @@ from typing import Any
 
 from multienv.wire.memory import CORE, STEP_SECONDS, Control
 
-# One step in so many is looked at.
+# A mask: steps whose numbers have none of these bits are looked at, one in so many and one.
 SAMPLE = 63
+# After it has bound itself a worker looks more often, and less and less so as long as that goes well: where somebody
+# else wants the core, each step may wait for a whole slice of the scheduler's.
+_PROBATION = 3
+# Later on about every so many seconds, which a look at the kernel's account is a thousandth of.
+_LOOK = 1e-3
 # A step is short below this, in seconds.
 _SHORT = 200e-6
 # A bound worker's steps may become so long, or wait so long for their core, before it frees itself. Its siblings
@@ -31,8 +36,8 @@ _LONG = 800e-6
 _SMOOTHING = 0.1
 # So many samples decide.
 _ENOUGH = 3
-# After so many samples a worker that freed itself tries again; each time it waits four times as long.
-_PATIENCE = 256
+# After so many seconds a worker that freed itself tries again; each time it waits four times as long.
+_PATIENCE = 1.0
 
 
 class Affinity:
@@ -43,6 +48,9 @@ class Affinity:
         times: The same as floats: the time of a step is told there.
         scheduler: What the kernel offers, or ``None`` where it does not.
         clock: Tells seconds.
+
+    Attributes:
+        unseen: A mask: a step whose number has any of these bits need not be looked at.
     """
 
     def __init__(
@@ -54,8 +62,9 @@ class Affinity:
         self._clock = clock
         self._bound = False
         self._evidence = 0
-        self._patience, self._rest = _PATIENCE, 0
+        self._patience, self._rests_until = _PATIENCE, 0.0
         self._waited = 0.0
+        self.unseen = SAMPLE
 
     @classmethod
     def of_this_process(cls, control: Control) -> Affinity:
@@ -77,23 +86,34 @@ class Affinity:
 
     def _consider(self, seconds: float, steps: int, scheduler: Scheduler) -> None:
         before, self._waited = self._waited, scheduler.waited()
-        if self._rest:
-            self._rest -= 1
-            return
         waited = (self._waited - before) / steps
-        telling = seconds + waited > _LONG if self._bound else seconds < _SHORT
-        self._evidence = self._evidence + 1 if telling else max(0, self._evidence - 1)
-        if self._evidence < _ENOUGH:
-            return
-        self._evidence = 0
         if self._bound:
-            scheduler.free()
-            self._bound = False
-            self._rest, self._patience = self._patience, 4 * self._patience
+            self._look_out(seconds, waited, scheduler)
+        elif seconds < _SHORT:
+            if self._clock() >= self._rests_until:
+                self._evidence += 1
         else:
+            self._evidence = max(0, self._evidence - 1)
+        if not self._bound and self._evidence >= _ENOUGH:
+            self._evidence = 0
             self._bound = scheduler.bind(self._words[CORE] - 1)
+            self.unseen = _PROBATION
             if not self._bound:
-                self._scheduler = None
+                self._scheduler, self.unseen = None, SAMPLE
+
+    def _look_out(self, seconds: float, waited: float, scheduler: Scheduler) -> None:
+        """While bound: let go when that is no good."""
+        if seconds + waited > _LONG:
+            self._evidence += max(1, int(waited / _LONG))
+        else:
+            self._evidence = max(0, self._evidence - 1)
+        if self._evidence >= _ENOUGH:
+            self._evidence = 0
+            scheduler.free()
+            self._bound, self.unseen = False, SAMPLE
+            self._rests_until, self._patience = self._clock() + self._patience, 4 * self._patience
+        elif 2 * (self.unseen + 1) * self._times[STEP_SECONDS] < _LOOK or self.unseen < _PROBATION:
+            self.unseen = min(SAMPLE, 2 * self.unseen + 1)
 
     def end(self) -> None:
         """In a copy of the process, which another one looks after from now on: undo what has been done."""

@@ -117,7 +117,7 @@ def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots, affin
         if written < len(reply):  # a signal came in between
             _write_rest(ends.replies, memoryview(reply)[written:])
         if sampled:
-            unseen = snapshots.unseen(times[STEP_SECONDS])
+            unseen = min(affinity.unseen, snapshots.unseen(times[STEP_SECONDS]))
             snapshots.consider(seq, times[STEP_SECONDS])
         elif host.closing:
             return

@@ -91,12 +91,48 @@ def test_waiting_for_the_core_frees_and_patience_grows() -> None:
     worker.samples(_ENOUGH, SHORT)
     for rest in (_PATIENCE, 4 * _PATIENCE):
         kernel.asked.clear()
-        worker.samples(_ENOUGH, SHORT, waits=LONG)
+        freed_at = worker.now
+        worker.samples(1, SHORT, waits=LONG)
         assert kernel.asked == [None]
-        worker.samples(rest, SHORT)
+        worker.samples(100, SHORT)
+        worker.now = freed_at + 0.99 * rest
+        worker.samples(100, SHORT)
         assert kernel.asked == [None]
+        worker.now = freed_at + 1.01 * rest
         worker.samples(_ENOUGH, SHORT)
         assert kernel.asked == [None, 1]
+
+
+def test_waiting_a_little_too_long_frees_if_it_lasts() -> None:
+    worker = Worker(kernel := Kernel())
+    worker.samples(_ENOUGH, SHORT)
+    worker.samples(_ENOUGH - 1, SHORT, waits=0.9e-3)
+    assert kernel.asked == [1]
+    worker.samples(1, SHORT, waits=0.9e-3)
+    assert kernel.asked == [1, None]
+
+
+def test_a_worker_that_has_just_bound_itself_looks_more_often() -> None:
+    worker = Worker(kernel := Kernel())
+    assert worker.affinity.unseen == SAMPLE
+    worker.samples(_ENOUGH, SHORT)
+    masks = []
+    for _ in range(6):
+        masks.append(worker.affinity.unseen)
+        worker.samples(1, SHORT)
+    assert masks == [3, 7, 15, 31, 63, 63]
+    worker.samples(1, SHORT, waits=LONG)
+    assert kernel.asked == [1, None]
+    assert worker.affinity.unseen == SAMPLE
+
+
+def test_longer_steps_are_looked_at_more_often() -> None:
+    worker = Worker(Kernel())
+    worker.samples(100, 150e-6)
+    assert worker.affinity.unseen == 3
+    worker = Worker(Kernel())
+    worker.samples(100, 40e-6)
+    assert worker.affinity.unseen == 15
 
 
 def test_steps_that_become_long_free() -> None:
