@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from multienv.env_manager_by_id import EnvManagerById
 from multienv.env_manager_loop import Loop
 
@@ -18,13 +20,16 @@ class AsyncSubprocessEnvManager(EnvManagerById):
                     ...
 
     ``step()`` returns once ``wait_num`` timesteps are there and ``step_wait_timeout`` seconds are over, or all are;
-    in the first case not before an env is ready to be stepped. What is not there yet comes with a later one.
+    in the first case not before an env is ready to be stepped. Given fewer actions than ``wait_num`` it waits for as
+    many timesteps, of whichever envs, so that the last fast env does not wait for the slow ones. What is not there yet
+    comes with a later one.
 
     See :class:`~multienv.env_manager.EnvManager` for the arguments.
     """
 
-    def _wait(self, loop: Loop) -> None:
+    def _wait(self, loop: Loop, asked: int) -> None:
         if loop.stepping() or loop.news():
-            loop.until_stepped(self.config.wait_num, self.config.step_wait_timeout)
+            wanted = min(self.config.wait_num, asked or math.inf)
+            loop.until_stepped(wanted, self.config.step_wait_timeout)
         else:
             loop.until_some_are_ready()

@@ -64,12 +64,12 @@ class EnvManagerById(EnvManager):
             if not isinstance(actions, Mapping):
                 raise UsageError(f"step({actions!r:.100}): give a dict: env id → action.")
             self._take_steps(actions, loop)
-            self._wait(loop)
+            self._wait(loop, len(actions))
             return loop.hand_over("step()", dict)  # type: ignore[no-any-return]
         except MultienvError:
             loop.leave()
             raise
 
     @abstractmethod
-    def _wait(self, loop: Loop) -> None:
-        """Until there is enough to return."""
+    def _wait(self, loop: Loop, asked: int) -> None:
+        """Until there is enough to return; so many have been asked just now."""

@@ -53,12 +53,16 @@ class EnvCalls:
         """Set an attribute of every env, in the same way."""
         self._all(f"set_attr({name!r})", lambda env: env.set_attr(name, value))
 
+    def render(self) -> list[Any]:
+        """What every env renders, in the same way."""
+        return self._all("render()", lambda env: env.render())
+
     def __getattr__(self, name: str) -> Any:
         """An attribute of the envs, as a list by id; of a method, a function that calls it on all of them."""
         if hasattr(type(self), name):  # one of ours, that has raised an error which is an AttributeError too
             raise self.__dict__.pop("_surfaced", None) or AttributeError(name)
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name[0] == name[-1] == "_" or "_loop" not in self.__dict__:
+            raise AttributeError(name)  # Python's and IPython's own questions; or a copy that is not filled yet
         if self.closed:
             error = AttributeError(name)
             raise catchable_as(ClosedError, error, f"{name}: the envs are not running. Call launch() first.")

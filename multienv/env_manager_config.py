@@ -29,7 +29,8 @@ class EnvManagerConfig:
         step_timeout: One step; past it the process is hung: it is killed and brought back. ``None`` is for ever.
         reset_timeout: The same for one reset; ``None`` is as long as ``connect_timeout``.
         connect_timeout: From the launch of a process to the built env; ``None`` is for ever.
-        wait_num: Timesteps the asynchronous manager's ``step()`` waits for.
+        wait_num: Timesteps the asynchronous manager's ``step()`` waits for; as many as it has been given actions, if
+            those are fewer.
         step_wait_timeout: As long as this it waits for more of them; ``None``: for all.
         reset_inplace: The timestep that ends an episode has the first observation of the next one, and the last one in
             ``info["final_obs"]``.

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from multienv.errors import MultienvError, UsageError
 
 logger = logging.getLogger("multienv")
 
 
-def video_writer() -> Callable[..., None]:
-    """Gymnasium's function that writes frames to a file.
+def video_writer() -> Callable[..., Any]:
+    """What writes a film frame by frame: moviepy's, below its clips, whose clock skips and repeats frames.
 
     Raises:
         UsageError: What it needs is not installed.
     """
     try:
-        from gymnasium.utils.save_video import save_video
-    except ImportError as error:  # gymnasium's DependencyNotInstalled is one
+        return import_module("moviepy.video.io.ffmpeg_writer").FFMPEG_VideoWriter  # type: ignore[no-any-return]
+    except ImportError as error:
         raise UsageError(f'Videos need moviepy: pip install "multienv[video]" ({error}).') from error
-    return save_video
 
 
 class EpisodeVideo:
@@ -36,7 +38,7 @@ class EpisodeVideo:
     def __init__(self, folder: str, index: int) -> None:
         """Write nothing yet."""
         self._write = video_writer()
-        self._folder = str(Path(folder))
+        self._folder = Path(folder)
         self._prefix = f"env-{index}"
         self._episode = 0
         self._frames: list[Any] = []
@@ -62,11 +64,12 @@ class EpisodeVideo:
             self._episode += 1
 
     def _save(self, frames: list[Any]) -> None:
-        self._write(
-            [*frames, frames[-1]],  # moviepy leaves one out where the length of the film is rounded so
-            self._folder,
-            episode_trigger=lambda _: True,
-            episode_index=self._episode,
-            name_prefix=self._prefix,
-            fps=self.fps,
-        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{self._prefix}-episode-{self._episode}.mp4"
+        height, width = np.shape(frames[0])[:2]
+        writer = self._write(str(path), (width, height), self.fps)
+        try:
+            for frame in frames:
+                writer.write_frame(np.ascontiguousarray(frame[:, :, :3], np.uint8))
+        finally:
+            writer.close()

@@ -23,6 +23,7 @@
     │   ├── WorkerHungError                   a deadline passed (also a TimeoutError)
     │   ├── ReplyBrokenError                  it answered something undecodable
     │   ├── PoisonError                       the same request kills every process it is given to
+    │   │   └── HangingPoisonError              … by making them hang (also a WorkerHungError)
     │   └── RestartBudgetExceeded             it was lost more often than the policy allows
     ├── NotRestoredError                    load_state_dict() could not have the env as it was
     ├── NotForkableError                    snapshot() is not possible for this env
@@ -245,6 +246,10 @@ class PoisonError(WorkerLostError):
     """The same request killed every process it was given to."""
 
 
+class HangingPoisonError(PoisonError, WorkerHungError):
+    """The same request hung in every process it was given to: whoever sets a deadline catches ``TimeoutError``."""
+
+
 class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the public contract
     """The env was lost more often than its ``RestartPolicy`` allows."""
 
@@ -283,7 +288,7 @@ class EnvsFailedError(MultienvError):
         lines = [f"{len(failures)} of {len(results)} envs failed in {what}. {advice}"]
         lines += [f"  env {index}: {type(error).__name__}: {error}" for index, error in failures.items()]
         message = "\n".join(lines)
-        kinds = {type(error.__cause__) if isinstance(error, EnvRaisedError) else error for error in failures.values()}
+        kinds = {type(error.__cause__ if isinstance(error, EnvRaisedError) else error) for error in failures.values()}
         first = next(iter(failures.values()))
         build: Callable[[], MultienvError] = lambda: cls(message)  # noqa: E731 - one of two ways to build
         if len(kinds) == 1:

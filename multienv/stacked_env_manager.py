@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 from multienv.env_manager import EnvManager
 from multienv.env_manager_calls import surfacing
 from multienv.env_manager_config import EnvManagerConfig
+from multienv.env_manager_loop import Loop
 from multienv.env_states import Timestep
 from multienv.errors import ActionError, MultienvError, UsageError
 
@@ -35,6 +36,7 @@ class StackedSubprocessEnvManager(EnvManager):
 
     _defaults = EnvManagerConfig(wait_num=math.inf, step_wait_timeout=None)
     _handed_out: list[int] | None = None
+    _implied: list[int] | None = None  # the batch to be stepped though nobody has read it
 
     @property
     @surfacing
@@ -56,7 +58,7 @@ class StackedSubprocessEnvManager(EnvManager):
             space = self.observation_space
             stack: Any = create_empty_array(space, len(ready), np.zeros)
             batch = concatenate(space, [lane.now.observation for lane in ready], stack) if ready else stack
-            self._handed_out = [lane.index for lane in ready]
+            self._handed_out, self._implied = [lane.index for lane in ready], None
         except MultienvError:
             loop.leave()
             raise
@@ -78,6 +80,9 @@ class StackedSubprocessEnvManager(EnvManager):
     def step(self, actions: Any) -> list[Timestep]:
         """Step the envs of the last batch.
 
+        It need not be read after ``launch()`` or a reset of all envs, which is a batch of all; nor after a step in
+        which no episode has ended, which is a batch of the same envs.
+
         Args:
             actions: One for each, as a list or as a batch, in the order of the batch.
 
@@ -86,39 +91,52 @@ class StackedSubprocessEnvManager(EnvManager):
 
         Raises:
             ActionError: A wrong number of actions; nothing was sent.
-            UsageError: No batch has been handed out since the last step or reset.
+            UsageError: ``ready_obs`` must be read first.
             EnvsFailedError: As for the other managers; ``results`` is by env id.
         """
         loop = self._entered("step()")
         try:
             batch = self._handed_out
             if batch is None and not loop.stepping() and not loop.news():
-                raise UsageError("step(): read ready_obs first: the actions are for the envs of that batch.")
-            rows = self._rows(actions, len(batch or []))
+                batch = self._implied
+                if batch is None:
+                    raise UsageError("step(): read ready_obs first: the actions are for the envs of that batch.")
+            rows = self._rows(actions, batch or [])
             self._take_steps(dict(zip(batch or [], rows, strict=True)), loop)
-            self._handed_out = None
+            self._handed_out = self._implied = None
             if loop.stepping() or loop.news():
                 loop.until_stepped(math.inf, None)
             else:
                 loop.until_some_are_ready()
             order = batch or []
-            return loop.hand_over("step()", lambda steps: _in_order(steps, order))  # type: ignore[no-any-return]
+            return loop.hand_over("step()", lambda steps: self._shaped(loop, steps, order))  # type: ignore[no-any-return]
         except MultienvError:
             loop.leave()
             raise
 
     def reset(self, reset_param: Any = None) -> None:
         """As :meth:`EnvManager.reset`; the last batch is out of date then."""
-        self._handed_out = None
+        self._handed_out = self._implied = None
         super().reset(reset_param)
+        if reset_param is None or len(reset_param) == self.env_num:
+            self._implied = list(range(self.env_num))
 
     def launch(self, reset_param: Any = None) -> None:
         """As :meth:`EnvManager.launch`."""
-        self._handed_out = None
+        self._handed_out = self._implied = None
         super().launch(reset_param)
+        self._implied = list(range(self.env_num))
 
-    def _rows(self, actions: Any, number: int) -> list[Any]:
-        space = self.action_space
+    def _shaped(self, loop: Loop, steps: dict[int, Timestep], order: list[int]) -> list[Timestep]:
+        # What a background reset makes ready by chance is in no batch that has not been read.
+        goes_on = self.config.reset_inplace or not any(timestep.done for timestep in steps.values())
+        if order and goes_on and all(loop.lanes[index].is_idle for index in order):
+            self._implied = order
+        first = [steps[index] for index in order if index in steps]
+        return first + [step for index, step in steps.items() if index not in order]
+
+    def _rows(self, actions: Any, batch: list[int]) -> list[Any]:
+        space, number = self.action_space, len(batch)
         is_batch = isinstance(actions, Mapping) if type(space) is spaces.Dict else not isinstance(actions, list)
         if type(space) is spaces.Tuple:
             is_batch = isinstance(actions, tuple)
@@ -133,15 +151,9 @@ class StackedSubprocessEnvManager(EnvManager):
             raise ActionError(f"step({actions!r:.100}): this is no batch of actions. Nothing was sent.") from error
         if len(rows) != number:
             raise ActionError(
-                f"step(): {len(rows)} actions for the {number} envs of the last ready_obs, {self._handed_out}. "
-                "Nothing was sent."
+                f"step(): {len(rows)} actions for the {number} envs of the last ready_obs, {batch}. Nothing was sent."
             )
         return rows
 
 
 _BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)
-
-
-def _in_order(steps: dict[int, Timestep], order: Sequence[int]) -> list[Timestep]:
-    first = [steps[index] for index in order if index in steps]
-    return first + [step for index, step in steps.items() if index not in order]

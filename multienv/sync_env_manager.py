@@ -20,7 +20,7 @@ class SyncSubprocessEnvManager(EnvManagerById):
 
     _defaults = EnvManagerConfig(wait_num=math.inf, step_wait_timeout=None)
 
-    def _wait(self, loop: Loop) -> None:
+    def _wait(self, loop: Loop, asked: int) -> None:
         if loop.stepping() or loop.news():
             loop.until_stepped(math.inf, None)
         else:

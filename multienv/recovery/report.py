@@ -10,6 +10,7 @@ import cloudpickle
 from multienv.errors import (
     EnvError,
     EnvRaisedError,
+    HangingPoisonError,
     PoisonError,
     RemoteTraceback,
     ReplyBrokenError,
@@ -85,7 +86,8 @@ def lost_error(loss: Loss, kind: str, advice: str, report: str = "") -> WorkerLo
         parts.append(f"Its last lines on stderr:\n{_indented(loss.stderr)}")
     if report:
         parts.append(replay_advice(report))
-    error = _CLASSES[kind]("\n".join(parts))
+    hangs = kind == "poison" and loss.cause == "hung"
+    error = (HangingPoisonError if hangs else _CLASSES[kind])("\n".join(parts))
     error.env_index, error.command, error.step, error.seed = loss.env_index, loss.command, loss.step, loss.seed
     error.exit_code, error.stack, error.stderr = loss.exit_code, loss.stack, loss.stderr
     error.report = report

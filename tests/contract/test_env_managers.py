@@ -254,6 +254,17 @@ def test_asynchronous_waits_for_more_as_long_as_told(gate: Path) -> None:
             assert set(manager.step({0: 3, 1: 3})) == {0, 1}
 
 
+def test_asynchronous_waits_for_no_more_than_it_was_given_actions(gate: Path) -> None:
+    """So that the last of the fast ones does not wait for the slow one."""
+    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(2)]
+    with AsyncSubprocessEnvManager(fns, wait_num=2, step_wait_timeout=0.0) as manager:
+        assert set(manager.step({0: 3, 1: 1, 2: 1})) == {1, 2}
+        assert set(manager.step({1: 1})) == {1}
+        assert set(manager.step({1: 1, 2: 1})) == {1, 2}
+        open_up(gate)
+        assert set(manager.step({})) == {0}
+
+
 def test_asynchronous_step_of_nothing_collects_what_is_under_way(gate: Path) -> None:
     fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1, horizon=1)]
     with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0, episode_num=1) as manager:

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from manager_envs import GatedEnv
 
 from multienv import StackedSubprocessEnvManager
+from multienv.env_states import EnvState
 from multienv.errors import ActionError, EnvsFailedError, UsageError
 from multienv.testing import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, digest_value
 from multienv.testing.faults import FaultError
@@ -70,9 +71,58 @@ def test_a_reset_in_between_makes_the_batch_out_of_date() -> None:
         with pytest.raises(UsageError, match="ready_obs first"):
             manager.step([1, 1])
         assert manager.ready_obs[:, 0].tolist() == [5, 0]
-        manager.step([1, 1])
+        assert [timestep.env_id for timestep in manager.step([1, 1])] == [0, 1]
+
+
+def test_all_envs_together_are_a_batch_that_need_not_be_read() -> None:
+    with StackedSubprocessEnvManager([CounterEnv] * 3) as manager:
+        for reset in (lambda: None, manager.reset, lambda: manager.reset(dict.fromkeys(range(3)))):
+            reset()
+            assert [timestep.observation[[0, 3]].tolist() for timestep in manager.step([3, 0, 2])] == [
+                [1, 3],
+                [1, 0],
+                [1, 2],
+            ]
+
+
+def test_a_step_that_ends_no_episode_hands_out_the_same_batch() -> None:
+    """And one that does hands out none: which envs are ready then is a matter of chance."""
+    fns = [partial(CounterEnv, horizon=3), *[partial(CounterEnv, horizon=None)] * 2]
+    with StackedSubprocessEnvManager(fns) as manager:
+        for step in (1, 2, 3):
+            timesteps = manager.step([1, 2, 3])
+            assert [timestep.observation[[0, 3]].tolist() for timestep in timesteps] == [
+                [step, 1],
+                [step, 2],
+                [step, 3],
+            ]
+        assert timesteps[0].done
+        while manager.env_states[0] != EnvState.RUN:
+            assert manager.ready_env
         with pytest.raises(UsageError, match="ready_obs first"):
-            manager.step([1, 1])
+            manager.step([1, 1, 1])
+        assert manager.ready_obs_id == [0, 1, 2]
+
+
+def test_a_batch_that_was_not_read_starves_no_env(tmp_path: Path) -> None:
+    """Who asks for the ids of the batch is told of the envs that have become ready since."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    fns = [partial(GatedEnv, reset_gate=str(gate), horizon=1), partial(CounterEnv, horizon=None)]
+    with StackedSubprocessEnvManager(fns) as manager:
+        manager.step([1, 1])
+        assert manager.ready_obs_id == [1]
+        manager.step([1])
+        gate.write_bytes(b"")
+        while manager.env_states[0] != EnvState.RUN:
+            assert manager.ready_env
+        assert manager.ready_obs_id == [0, 1]
+
+
+def test_after_a_reset_in_place_the_batch_is_the_same() -> None:
+    with StackedSubprocessEnvManager([partial(CounterEnv, horizon=2)] * 2, reset_inplace=True) as manager:
+        seen = [[int(timestep.observation[0]) for timestep in manager.step([1, 1])] for _ in range(4)]
+    assert seen == [[1, 1], [0, 0], [1, 1], [0, 0]]
 
 
 @pytest.mark.parametrize("actions", [[1], [1, 1, 1], np.ones((3,)), 1, None, np.int64(1)])

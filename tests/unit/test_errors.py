@@ -13,6 +13,7 @@ import pytest
 
 from multienv import errors
 from multienv.errors import (
+    ActionError,
     CallPendingError,
     EnvRaisedError,
     EnvsFailedError,
@@ -21,6 +22,7 @@ from multienv.errors import (
     RemoteTraceback,
     UsageError,
     WorkerDiedError,
+    WorkerHungError,
     catchable_as,
     rebuilt,
 )
@@ -286,6 +288,13 @@ def test_several_causes_are_all_named_and_held():
     assert "env 0: FaultError: first" in str(error)
     assert "env 2: KeyError: 'second'" in str(error)
     assert error.__cause__ is failures[0]
+
+
+@pytest.mark.parametrize("kind", [ActionError, WorkerHungError])
+def test_several_causes_of_one_type_are_catchable_by_it(kind):
+    error = EnvsFailedError.collect("step()", {0: kind("a"), 2: kind("b")}, [None, 1, None])
+    assert isinstance(error, kind)
+    assert isinstance(error, EnvsFailedError)
 
 
 def test_a_nested_cause_keeps_its_type():

@@ -8,6 +8,7 @@ import pytest
 
 from multienv.errors import (
     EnvRaisedError,
+    HangingPoisonError,
     MultienvError,
     PoisonError,
     RemoteTraceback,
@@ -85,6 +86,13 @@ def test_a_loss_becomes_the_typed_error_with_everything_on_it(kind, error_class)
         assert part in str(error)
     assert (error.env_index, error.command, error.step, error.seed) == (3, "step", 17, 42)
     assert (error.exit_code, error.stack, error.stderr) == (-11, loss.stack, loss.stderr)
+
+
+def test_poison_that_hangs_is_a_timeout():
+    error = lost_error(Loss(0, "hung", "reset", None, 1, 1234, None), "poison", "")
+    assert type(error) is HangingPoisonError
+    assert isinstance(error, PoisonError)
+    assert isinstance(error, TimeoutError)
 
 
 def test_what_is_not_known_is_not_mentioned():
