@@ -290,18 +290,19 @@ class Lane:
         if self.dropped:
             self.now = now._replace(state=EnvState.NEED_RESET, request=None)
             return
-        ours = info.get("multienv")
+        said = info if isinstance(info, dict) else {}  # the env may have returned anything
+        ours = said.get("multienv")
         if isinstance(ours, dict) and ours.get("recovery") == "truncated":
-            info = {**info, "abnormal": True}
+            info = said = {**said, "abnormal": True}
         number = next(self._crew.numbers)
         timestep = Timestep(self.index, observation, reward, terminated, truncated, info)
         if not timestep.done:
             kept = self._kept(observation)
             self.now = now._replace(request=None, timestep=(number, timestep), observation=kept, info=info)
             return
-        episodes = now.episodes + (not info.get("abnormal", False))
+        episodes = now.episodes + (not _is_abnormal(said))
         if config.reset_inplace:
-            timestep = timestep._replace(info={**info, "final_obs": observation})
+            timestep = timestep._replace(info={**said, "final_obs": observation})
         if episodes < config.episode_num and config.auto_reset:
             request = self._next_reset()
             news = {"ended": timestep} if config.reset_inplace else {"timestep": (number, timestep)}
@@ -378,6 +379,13 @@ class Lane:
 def _is_worth_a_retry(error: BaseException) -> bool:
     """It is the env's or its process's; not the caller's, nor Ctrl-C, which only the caller's thread ever sees."""
     return isinstance(error, EnvError | WorkerLostError) and not isinstance(error, RestartBudgetExceeded)
+
+
+def _is_abnormal(info: dict[str, Any]) -> bool:
+    try:
+        return bool(info.get("abnormal", False))
+    except Exception:  # an array, for instance
+        return True
 
 
 def copied(value: Any) -> Any:

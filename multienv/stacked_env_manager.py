@@ -10,12 +10,13 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
+from multienv.env_lane import Lane
 from multienv.env_manager import EnvManager
 from multienv.env_manager_calls import surfacing
 from multienv.env_manager_config import EnvManagerConfig
 from multienv.env_manager_loop import Loop
-from multienv.env_states import Timestep
-from multienv.errors import ActionError, MultienvError, UsageError
+from multienv.env_states import EnvState, Timestep
+from multienv.errors import ActionError, EnvError, MultienvError, UsageError
 
 
 class StackedSubprocessEnvManager(EnvManager):
@@ -46,7 +47,8 @@ class StackedSubprocessEnvManager(EnvManager):
         Waits until there is one, unless none is being reset: then the batch is empty.
 
         Raises:
-            EnvsFailedError: Envs could not be reset in the background; it holds the other observations.
+            EnvsFailedError: Envs could not be reset in the background, or have returned what does not fit their space;
+                it holds the other observations.
         """
         loop = self._entered("ready_obs")
         try:
@@ -55,9 +57,7 @@ class StackedSubprocessEnvManager(EnvManager):
             if loop.failed():
                 observations = {lane.index: lane.observation() for lane in ready}
                 loop.tell_failures("ready_obs", [observations.get(lane.index) for lane in loop.lanes])
-            space = self.observation_space
-            stack: Any = create_empty_array(space, len(ready), np.zeros)
-            batch = concatenate(space, [lane.now.observation for lane in ready], stack) if ready else stack
+            batch = self._stacked(loop, ready)
             self._handed_out, self._implied = [lane.index for lane in ready], None
         except MultienvError:
             loop.leave()
@@ -127,6 +127,26 @@ class StackedSubprocessEnvManager(EnvManager):
         super().launch(reset_param)
         self._implied = list(range(self.env_num))
 
+    def _stacked(self, loop: Loop, ready: list[Lane]) -> Any:
+        space = self.observation_space
+        try:
+            return _batch(space, [lane.now.observation for lane in ready])
+        except Exception:  # of numpy's, or of a custom space
+            for lane in ready:
+                try:
+                    _batch(space, [lane.now.observation])
+                except Exception as error:
+                    failure = EnvError(
+                        f"Env {lane.index} has returned the observation {lane.now.observation!r:.100}, which does not "
+                        f"fit its space {space!r:.100}: {error}. Reset it; the managers by id take any."
+                    )
+                    failure.env_index = lane.index
+                    lane.now = lane.now._replace(state=EnvState.ERROR, failure=(next(loop.crew.numbers), failure))
+            if loop.failed():
+                observations = {lane.index: lane.observation() for lane in loop.ready()}
+                loop.tell_failures("ready_obs", [observations.get(lane.index) for lane in loop.lanes])
+            raise
+
     def _shaped(self, loop: Loop, steps: dict[int, Timestep], order: list[int]) -> list[Timestep]:
         # What a background reset makes ready by chance is in no batch that has not been read.
         goes_on = self.config.reset_inplace or not any(timestep.done for timestep in steps.values())
@@ -154,6 +174,11 @@ class StackedSubprocessEnvManager(EnvManager):
                 f"step(): {len(rows)} actions for the {number} envs of the last ready_obs, {batch}. Nothing was sent."
             )
         return rows
+
+
+def _batch(space: spaces.Space[Any], observations: list[Any]) -> Any:
+    stack: Any = create_empty_array(space, len(observations), np.zeros)
+    return concatenate(space, observations, stack) if observations else stack
 
 
 _BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)

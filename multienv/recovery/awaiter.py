@@ -33,7 +33,7 @@ class Awaiter(Restorer):
 
     def _await(self, start: bytes, *, defer: bool = False) -> bytes:
         """The reply to the pending request, from whichever process comes to answer it."""
-        self._deaths = 0
+        self._deaths = self._losses = 0
         if self._owed and self._pending_command() == "step":
             raise EpisodeLost(self._owed)  # an interruption kept the caller from hearing of it
         while True:

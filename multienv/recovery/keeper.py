@@ -95,7 +95,7 @@ class Keeper:
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
     __slots__ = """
         __weakref__ _anchoring _asked_state _backend _block _buffer _closing _core _command _deadlines _deaths
-        _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _lost_observation
+        _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _losses _lost_observation
         _message _owed _owner _pending _phase_before _placement _plain_reply _plain_size _policy _recycling
         _sampled_at _seed _seeded _step_deadline _steps _steps_before _transmit _views closed due inside
         interrupted phase record seq snapshots
@@ -155,7 +155,7 @@ class Keeper:
         self._message: Message | None = None
         self._phase_before = NEW
         self._last = b""  # the last reply whose evidence is not all of it
-        self._deaths = 0  # processes that died executing the pending request
+        self._deaths = self._losses = 0  # processes that died executing the pending request; and all lost meanwhile
         self._owed = ""  # why the next step must be a truncation
         self._seed: int | None = None
         self._seeded = False

@@ -45,6 +45,11 @@ from multienv.wire.messages import (
 _unpack = REPLY.unpack_from
 
 
+# So many losses while one request is pending are laid to it, even if no process died executing it: an env that closes
+# the descriptors of its process, for instance, is done when that dies of it.
+_LOSSES = 6
+
+
 class Mender(Keeper):
     """Builds the env, and brings it back when its process is lost; or says why not."""
 
@@ -142,6 +147,9 @@ class Mender(Keeper):
         loss = self._note_loss(gone, command)
         effort = self._healer.begin()
         self._deaths += gone.executing
+        self._losses += 1
+        if self._losses >= max(self._policy.poison_after, _LOSSES):
+            self._deaths = self._losses  # it has them die as soon as it is done, or may as well have
         self._keep_last_observation()
         on_loss = self._on_loss(gone.cause)
         if on_loss == "raise":

@@ -329,6 +329,29 @@ def test_what_an_env_raises_arrives_with_the_results_of_the_others(manager_of: A
         assert [timestep.observation[0] for timestep in manager.step(dict.fromkeys(range(3), 1)).values()] == [3, 1, 3]
 
 
+class TalkativeEnv(CounterEnv):
+    """Ends every episode with an info that is as it should not be."""
+
+    def __init__(self, info: Any) -> None:
+        super().__init__()
+        self.info = info
+
+    def step(self, action: Any) -> Any:
+        return (*super().step(action)[:2], True, False, self.info)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("info", [None, [1], {"abnormal": np.ones(2)}, {"multienv": 3}], ids=repr)
+def test_infos_of_any_kind(manager_of: Any, info: Any, inplace: bool) -> None:
+    with manager_of([partial(TalkativeEnv, info), *counters(1)], reset_inplace=inplace) as manager:
+        timesteps = manager.step({0: 1, 1: 1})
+        assert timesteps[0].done
+        assert timesteps[1].observation[0] == 1
+        while 0 not in manager.ready_env:
+            assert manager.ready_obs
+        assert manager.step({0: 1})[0].done
+
+
 def test_a_wrong_action_is_refused_and_the_others_are_stepped(manager_of: Any) -> None:
     with manager_of(counters(2)) as manager:
         with pytest.raises(EnvsFailedError) as caught:

@@ -15,7 +15,7 @@ from manager_envs import GatedEnv
 
 from multienv import StackedSubprocessEnvManager
 from multienv.env_states import EnvState
-from multienv.errors import ActionError, EnvsFailedError, UsageError
+from multienv.errors import ActionError, EnvError, EnvsFailedError, UsageError
 from multienv.testing import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, digest_value
 from multienv.testing.faults import FaultError
 
@@ -183,6 +183,28 @@ def test_observations_that_cannot_be_stacked_come_as_a_tuple() -> None:
         batch = manager.ready_obs
         assert isinstance(batch, tuple)
         assert len(batch) == 2
+
+
+class MisshapenEnv(CounterEnv):
+    """With action 3 its observation is of another shape."""
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        return (observation[:2] if action == 3 else observation, *rest)
+
+
+def test_an_observation_that_does_not_fit_is_the_failure_of_its_env_alone() -> None:
+    with StackedSubprocessEnvManager([CounterEnv, MisshapenEnv, CounterEnv]) as manager:
+        assert [len(timestep.observation) for timestep in manager.step([1, 3, 1])] == [4, 2, 4]
+        with pytest.raises(EnvError, match="Env 1 has returned the observation") as caught:
+            _ = manager.ready_obs
+        error: Any = caught.value
+        assert list(error.failures) == [1]
+        assert [None if result is None else result[0] for result in error.results] == [1, None, 1]
+        assert manager.ready_obs[:, 0].tolist() == [1, 1]
+        assert manager.env_states[1] == EnvState.ERROR
+        manager.reset({1: None})
+        assert manager.ready_obs[:, 0].tolist() == [1, 0, 1]
 
 
 def test_what_an_env_raises_arrives_with_the_results_of_the_others_by_id() -> None:

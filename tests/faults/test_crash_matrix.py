@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import gymnasium
 import pytest
 
-from multienv import Deadlines, SubprocessEnv
+from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import EnvError, EnvRaisedError, MultienvError, PoisonError, WorkerLostError
 from multienv.testing import CounterEnv, Fault, FaultyEnv, assert_same_trajectory, rollout
 from multienv.testing.faults import FaultError
@@ -82,6 +83,28 @@ def test_a_poisonous_step_is_truncated_and_the_env_goes_on(method: str, manner: 
         twin = CounterEnv()
         twin.reset(seed=2)
         assert (env.step(2)[0] == twin.step(2)[0]).all()
+
+
+class ClosingEnv(CounterEnv):
+    """With action 3 it closes the descriptors of its process, which dies of that as soon as it is to answer."""
+
+    def step(self, action: Any) -> Any:
+        transition = super().step(action)
+        if action == 3:
+            os.closerange(3, 100)
+        return transition
+
+
+def test_a_step_that_kills_its_process_afterwards_is_poison_too() -> None:
+    with SubprocessEnv(ClosingEnv, deadlines=DEADLINES, restart=RestartPolicy(backoff=0.01)) as env:
+        env.reset(seed=1)
+        last = env.step(1)[0]
+        observation, _, _, truncated, info = env.step(3)
+        assert truncated
+        assert (observation == last).all()
+        assert "6 processes" in info["multienv"]["reason"]
+        env.reset(seed=2)
+        assert env.step(2)[0][0] == 1
 
 
 @pytest.mark.parametrize(("method", "manner"), few_of(["kill", "hang", "exit"]))
