@@ -20,13 +20,14 @@ from multienv.env_states import EnvReference, EnvState
 from multienv.episode_video import EpisodeVideo
 from multienv.errors import (
     CallPendingError,
+    ClosedError,
     MultienvError,
     ResetNeededError,
     UsageError,
 )
 from multienv.events import Hook, Statistics
 from multienv.hosted_env import EnvFn
-from multienv.subprocess_env import SubprocessEnv, close_all, create_subprocess_envs
+from multienv.subprocess_env import SubprocessEnv, close_all, initialize_all
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,6 +92,7 @@ class EnvManager(EnvCalls):
             "shared_memory": self.config.shared_memory,
         }
         super().__init__()
+        self._launching: list[SubprocessEnv] | None = None
         self._reference: EnvReference | None = None
         self._seeds: dict[int, int | None] = {}
         self._dynamic_seed = True
@@ -112,15 +114,19 @@ class EnvManager(EnvCalls):
         Raises:
             UsageError: It is launched already.
             EnvsFailedError: Some envs could not be built or reset; all are closed again.
+            ClosedError: Another thread, or a signal handler, has called ``close()`` meanwhile.
         """
         if self._loop is not None:
             if not self._loop.closed:
                 raise UsageError("launch(): the manager is launched already. Call close() first.")
             self.close()  # it was interrupted
         params = checked_params(reset_param, self.env_num)
-        envs = create_subprocess_envs(self._env_fns, **self._options)
+        envs = self._launching = [
+            SubprocessEnv(env_fn, env_index=index, **self._options) for index, env_fn in enumerate(self._env_fns)
+        ]
         loop: Loop | None = None
         try:
+            initialize_all(envs)
             compare_spaces(envs)
             self._reference = self._reference or reference_of(envs[0])
             self._seed_actions()
@@ -135,19 +141,27 @@ class EnvManager(EnvCalls):
             loop.enter("launch()")
             self._reset(loop, {**dict.fromkeys(range(self.env_num)), **params})
             loop.leave()
-        except BaseException:
+        except BaseException as error:
+            closed = self._launching is not envs
             if loop is None:
                 close_all(envs)
             else:
                 loop.close()
                 self._loop = None
+            if closed and isinstance(error, MultienvError):
+                raise ClosedError("launch(): the manager was closed meanwhile. Call launch() again.") from error
             raise
+        finally:
+            self._launching = None
 
     def close(self) -> None:
         """End all processes, side by side: it takes no longer than the slowest. Again does nothing.
 
         ``launch()`` can be called again.
         """
+        launching, self._launching = self._launching, None
+        if launching is not None:
+            close_all(launching)
         if self._loop is not None:
             self._loop.close()
             self._loop = None

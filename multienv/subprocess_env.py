@@ -200,6 +200,12 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
     if not fns:
         raise UsageError("create_subprocess_envs: env_fns is empty; give one function for each env.")
     envs = [SubprocessEnv(env_fn, env_index=index, **options) for index, env_fn in enumerate(fns)]
+    initialize_all(envs)
+    return envs
+
+
+def initialize_all(envs: Sequence[SubprocessEnv]) -> None:
+    """Start all, then build in parallel; closes all and raises as :func:`create_subprocess_envs` if some fail."""
     pool = Pool(len(envs), "multienv-build")
     try:
         for env in envs:
@@ -217,7 +223,6 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
         raise EnvsFailedError.collect(
             "create_subprocess_envs()", failures, results, "All of them have been closed; mend the env_fns named below."
         )
-    return envs
 
 
 def close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:

@@ -226,6 +226,48 @@ def test_close_is_bounded_for_all_together() -> None:
     assert seconds < 10 * 5.0  # one after the other
 
 
+@pytest.mark.parametrize("what", ["construct", "reset"])
+@pytest.mark.parametrize("how", ["thread", "signal"])
+def test_close_ends_a_launch(tmp_path: Path, what: str, how: str) -> None:
+    """While the envs are built, or reset, and never will be."""
+    begun = tmp_path / "begun"
+    manager = SyncSubprocessEnvManager([partial(NeverReadyEnv, str(begun), what)] * 2)
+    trainer = threading.get_ident()
+    before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())
+
+    def close() -> None:
+        assert becomes_true(begun.exists, 30.0)
+        manager.close() if how == "thread" else signal.pthread_kill(trainer, signal.SIGUSR1)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    try:
+        with pytest.raises(ClosedError):
+            manager.launch()
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert manager.closed
+    manager.close()
+
+
+class NeverReadyEnv(CounterEnv):
+    """Hangs when it is built, or reset; a file says that it does."""
+
+    def __init__(self, begun: str, what: str) -> None:
+        super().__init__()
+        self.begun = begun
+        if what == "construct":
+            self.hang()
+
+    def reset(self, **_: Any) -> Any:
+        self.hang()
+
+    def hang(self) -> None:
+        Path(self.begun).touch()
+        signal.pause()
+
+
 def test_close_from_another_thread_ends_a_step(manager_of: Any) -> None:
     with manager_of([partial(SlowEnv, step_seconds=60.0)] * 2) as manager:
         loop = manager._loop
