@@ -9,7 +9,7 @@ from typing import Any
 from multienv.backends.base import Backend, Gone
 from multienv.processes.protocol import UNKNOWN_FATE, Fate
 from multienv.wire.memory import Block
-from multienv.wire.messages import REPLY
+from multienv.wire.messages import REPLY, seq_of
 from multienv.worker.host import Host
 
 
@@ -81,7 +81,8 @@ class SerialBackend(Backend):
     def ask_again(self, frame: bytes) -> None:
         """Answer once; repeat the answer."""
         self._requests.clear()
-        if self._begun is frame:  # an env that was interrupted in the middle cannot be asked twice
+        # An env that was interrupted in the middle cannot be asked twice; one may have been asked to tell the rest.
+        if self._begun and seq_of(self._begun) == seq_of(frame):
             self._gone = Gone("broken", detail="the answer to an interrupted call is lost")
         self.send(frame)
 

@@ -15,7 +15,7 @@ from multienv.backends.arena import Arena
 from multienv.backends.base import Gone
 from multienv.errors import MultienvError
 from multienv.events import Loss
-from multienv.recovery.group_attempts import GroupMender
+from multienv.recovery.group_infos import GroupReader
 from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
 from multienv.recovery.keeper import entered
 from multienv.recovery.phases import ASKED, LOST, RESUMED, RUNNING, STEPPING
@@ -27,8 +27,6 @@ from multienv.wire.messages import (
     KIND_OF_REQUEST_AT,
     REPLY,
     STEP,
-    STEPPED,
-    Failure,
     GroupOptions,
     Initialize,
     LeftOut,
@@ -38,14 +36,13 @@ from multienv.wire.messages import (
     pack_message,
     seq_of,
 )
-from multienv.wire.observations import info_of
 
 _unpack = REPLY.unpack_from
 # In place of the slot of whoever has ended the process.
 _UNKNOWN = -1
 
 
-class GroupSupervisor(GroupMender):
+class GroupSupervisor(GroupReader):
     """Keeps the envs of one process alive.
 
     A step returns ``(observations, rewards, False, False, extras)``: what counts lies in the arena, except for
@@ -304,10 +301,12 @@ class GroupSupervisor(GroupMender):
                 self._owed_to.pop(slot, None)
             if self._is_masked(message.options, slot) and slot not in message.options.left_out:
                 self._seeds[slot] = self._seeds[slot] if seed is None else seed
+        extras = self._without_illegible(extras)
         self._settle_owed()
         return observations, self._with_errors(extras, "reset")
 
     def _finish_step(self, reply: bytes) -> Transition:
+        reply = self._legible(reply)
         if self._policy.on_error == "replay" and not self._retrying and self._error_in(reply):
             self._retrying = True
             try:
@@ -323,8 +322,23 @@ class GroupSupervisor(GroupMender):
     def _settled_step(self, transition: Transition) -> Transition:
         observations, rewards, terminated, truncated, extras = transition
         self._owed_to.clear()
+        extras = self._without_illegible(extras, truncating=self._group.truncates_errors)
         self._settle_owed()
         return observations, rewards, terminated, truncated, self._with_errors(extras, "step")
+
+    def _without_illegible(self, extras: dict[str, Any], *, truncating: bool = False) -> dict[str, Any]:
+        """Whose info cannot be read has failed; its episode ends with the next step, if it has not in this one."""
+        places, infos, failures = self._places, list(extras.get("infos", ())), dict(extras.get("failures", {}))
+        for slot in extras.get("illegible", ()) if places is not None else ():
+            assert places is not None
+            place, row, reason = places[self.seq & 1], self._group.first + slot, failures[slot].text
+            if place.terminations[row] or place.truncations[row]:
+                continue
+            self._owe(slot, LeftOut(self._observation_of(slot), reason))
+            if truncating:
+                del failures[slot]
+                infos.append((slot, {"multienv": {"reason": reason}}))
+        return {**extras, "infos": infos, "failures": failures} if "illegible" in extras else extras
 
     def _settle_owed(self) -> None:
         if not self._owed_to and self._encode == self._encode_owed:
@@ -352,12 +366,6 @@ class GroupSupervisor(GroupMender):
         if errors or raised or "failures" in extras:
             extras = {**extras, "failures": {**errors, **raised}}
         return extras
-
-    def _error_in(self, reply: bytes) -> Failure | None:
-        if _unpack(reply)[3] != STEPPED or not _unpack(reply)[2]:
-            return super()._error_in(reply)
-        failures = info_of(reply)[0].get("failures", {})
-        return next(iter(failures.values()), None)
 
 
 def _slot_of(gone: Gone) -> int:

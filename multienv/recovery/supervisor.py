@@ -198,11 +198,15 @@ class Supervisor(Preserver):
     def _transition(self, reply: bytes) -> Transition:
         _, seq, info_length, _, flags, tag, reward = _unpack(reply)
         terminated, truncated = bool(flags & TERMINATED), bool(flags & TRUNCATED)
-        info = self._decoded(info_of, reply, "step")[0] if info_length else {}
+        info = self._info_in(reply, "step")[0] if info_length else {}
         if flags & IRREGULAR:
             observation, reward, _, _ = irregular_parts(reply)
             return observation, reward, terminated, truncated, info
         return self._decode(reply, seq), reward_of(tag, reward), terminated, truncated, info
+
+    def _info_in(self, reply: bytes, command: str) -> tuple[dict[str, Any], bytes | None]:
+        """The info, and the state of the generators where one was asked for."""
+        return self._decoded(info_of, reply, command)  # type: ignore[no-any-return]
 
     def _truncation(self, reason: str) -> Transition:
         """The honest end of an episode that cannot go on."""
@@ -284,7 +288,7 @@ class Supervisor(Preserver):
 
     def _finish_reset(self, reply: bytes, message: Reset) -> tuple[Any, dict[str, Any]]:
         try:
-            info, generators = self._decoded(info_of, reply, "reset")
+            info, generators = self._info_in(reply, "reset")
         except ResultNotPicklableError:
             self.phase = READY
             raise

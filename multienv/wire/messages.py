@@ -61,6 +61,9 @@ TRUNCATED = 2
 IRREGULAR = 4  # observation, reward and flags are a pickled tuple: the space's layout does not hold them
 ANCHORED = 8  # the info is a pair (info, state of the random generators before this reset)
 
+# In place of "infos" in what a group tells besides its rows: each is pickled once more.
+APART = "apart"
+
 SEQ_MASK = 0xFFFF_FFFF
 # Evidence of an irregular reply larger than this is kept without its observation, the last one excepted.
 LARGE_EVIDENCE = 4096
@@ -236,6 +239,11 @@ class Sparing:
 
 
 @dataclass(frozen=True, slots=True)
+class TellApart:
+    """Answer the last request, a step or a reset of a group, once more, each env's info pickled by itself."""
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """Take a snapshot to come back to, under this token. The answer is what is in the way, or nothing."""
 
@@ -280,6 +288,7 @@ Message = (
     | SetAttribute
     | Render
     | Sparing
+    | TellApart
     | Branch
     | CaptureState
     | RestoreState

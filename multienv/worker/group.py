@@ -304,12 +304,17 @@ class EnvGroup(GroupStates):
         if failures:
             extras["failures"] = failures
         try:
-            flags, data = (0, self._rows.shown[seq & 1]()) if self._rows.laid_out else self._rows.loose_evidence(seq)
-            info = b"" if not extras and state is None else dumps(extras if state is None else (extras, state))
+            reply = self._framed(seq, extras, state)
         except Exception:
             if not self._excuse(seq, infos, failures):
                 raise
             return self._packed(seq, infos, failures, state)
+        self._told = extras, state
+        return reply
+
+    def _framed(self, seq: int, extras: dict[str, Any], state: bytes | None) -> bytes:
+        flags, data = (0, self._rows.shown[seq & 1]()) if self._rows.laid_out else self._rows.loose_evidence(seq)
+        info = b"" if not extras and state is None else dumps(extras if state is None else (extras, state))
         flags |= ANCHORED if state is not None else 0
         length = REPLY.size + len(data) + len(info)
         return REPLY.pack(length, seq, len(info), STEPPED, flags, 0, 0.0) + data + info

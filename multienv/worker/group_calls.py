@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import gymnasium
 
 from multienv.wire.memory import SLOT
 from multienv.wire.messages import (
+    APART,
     Call,
     Failure,
     GetAttribute,
@@ -30,6 +32,24 @@ class GroupCalls(Tenant):
     _envs: list[gymnasium.Env[Any, Any]]
     _words: Any  # the control words
     _spared: tuple[int, ...] | None = None
+    _told: tuple[dict[str, Any], bytes | None] = {}, None  # what went with the last reply that had more than the rows
+
+    @abstractmethod
+    def _framed(self, seq: int, extras: dict[str, Any], state: bytes | None) -> bytes:
+        """The reply to a step or a reset."""
+
+    def tell_apart(self, seq: int) -> bytes:
+        """The last reply again, with the infos pickled one by one."""
+        extras, state = self._told
+        apart, failures = [], dict(extras.get("failures", {}))
+        for slot, info in extras.get("infos", ()):
+            self._words[SLOT] = slot + 1
+            try:
+                apart.append((slot, dumps(info)))
+            except Exception as error:  # it did the first time
+                failures[slot] = failure_of(not_picklable("step", error))
+        self._words[SLOT] = 0
+        return self._framed(seq, {APART: apart, "failures": failures}, state)
 
     def spare(self, seq: int, message: Sparing, ask: Callable[[Any], bytes]) -> bytes:
         """Ask all but some, and see who ends the process by what it answers."""

@@ -37,6 +37,7 @@ from multienv.wire.messages import (
     RestoreState,
     SetAttribute,
     Sparing,
+    TellApart,
     evidence_of,
     pack_value,
     unpack_message,
@@ -168,6 +169,11 @@ class Host:
         assert isinstance(tenant, EnvGroup)
         return tenant.spare(seq, message, lambda asked: _OF_TENANT[type(asked)](tenant, seq, asked))
 
+    def _tell_apart(self, seq: int, message: TellApart) -> bytes:
+        tenant = self._require()
+        assert isinstance(tenant, EnvGroup)
+        return tenant.tell_apart(seq)
+
     def _branch(self, seq: int, message: Branch) -> bytes:
         return pack_value(seq, self._on_branch(seq, message.token))
 
@@ -246,6 +252,7 @@ def _timed(call: Callable[[], bytes]) -> tuple[float, bytes]:
 _OF_HOST: dict[type, Callable[[Host, int, Any], bytes]] = {
     Initialize: Host._initialize,
     Sparing: Host._spare,
+    TellApart: Host._tell_apart,
     Branch: Host._branch,
     Replay: Host._replay,
     Close: Host._close,
