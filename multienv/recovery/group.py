@@ -363,6 +363,8 @@ class GroupSupervisor(GroupReader):
 
     def _with_errors(self, extras: dict[str, Any], command: str) -> dict[str, Any]:
         errors, raised = self._errors(extras.get("failures", ()), command), self._raised_now()
+        ended = {*errors, *raised}.difference(extras.get("illegible", ()))
+        self._failed_at |= dict.fromkeys(ended, self.seq)
         if errors or raised or "failures" in extras:
             extras = {**extras, "failures": {**errors, **raised}}
         return extras

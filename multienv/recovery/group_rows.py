@@ -30,6 +30,7 @@ from multienv.wire.messages import (
     Description,
     Initialize,
     Reset,
+    is_cut,
     seq_of,
     unpack_message,
 )
@@ -49,7 +50,9 @@ class GroupKeeper(Supervisor):
         arena: Where the rows lie.
     """
 
-    __slots__ = ("_arena", "_doubts", "_evidence", "_group", "_kept", "_places", "_size", "_strays", "_strict")
+    __slots__ = """
+        _arena _doubts _evidence _failed_at _group _kept _places _size _strays _strict
+    """.split()  # noqa: SIM905 - as in Keeper
 
     def __init__(self, launch: Any, initialize: Initialize, arena: Arena, **options: Any) -> None:
         """Start nothing yet."""
@@ -65,6 +68,7 @@ class GroupKeeper(Supervisor):
         self._strays: dict[int, str] = {}  # whose replay shows something else than was seen, or not enough; in words
         self._doubts = Doubts(self._ended_in)
         self._strict = False  # none may
+        self._failed_at: dict[int, int] = {}  # the last request that ended an episode by an error, by slot
         self._kept: tuple[bytes, _Rows] | None = None  # the last reply, and the rows as they were with it
         self._size = -1
 
@@ -128,7 +132,7 @@ class GroupKeeper(Supervisor):
         if not seen or places is None:
             return None
         if _unpack(seen)[4] & IRREGULAR:
-            return irregular_parts(seen)[0][slot] if len(seen) > REPLY.size else None
+            return None if is_cut(seen) else irregular_parts(seen)[0][slot]
         return row_of(places[seq_of(seen) & 1].observations, self._group.first + slot)
 
     def _trim(self) -> None:
@@ -151,7 +155,10 @@ class GroupKeeper(Supervisor):
     def _steps_of(self, slot: int) -> int:
         """How many steps of its episode this env has had, as far as the journal tells; nobody else counts."""
         steps, begins_by_itself = 0, self._group.autoreset == "NEXT_STEP"
+        failed_at = self._failed_at.get(slot, self.seq)
         for request, reply in self._journal.newest_first():
+            if failed_at == seq_of(request) != self.seq:
+                return max(0, steps - 1)  # the same in any mode
             if request[KIND_OF_REQUEST_AT] == STEP:
                 if self._ended_in(reply, slot):
                     return max(0, steps - begins_by_itself)  # the first step since was the reset
@@ -166,9 +173,6 @@ class GroupKeeper(Supervisor):
         size = self._group.size
         if reply[KIND_AT] != STEPPED or len(reply) <= REPLY.size:
             return False
-        if _unpack(reply)[4] & IRREGULAR:
-            _, _, terminations, truncations = irregular_parts(reply)
-            return bool(terminations[slot] or truncations[slot])  # type: ignore[index]
         return bool(reply[len(reply) - 2 * size + slot] or reply[len(reply) - size + slot])
 
     # --- is it the same? --------------------------------------------------------------------------
@@ -194,8 +198,10 @@ class GroupKeeper(Supervisor):
             return set(range(self._group.size))
         if kinds[0] != STEPPED:
             return set()
-        if not _unpack(before)[4] & _unpack(after)[4] & IRREGULAR or REPLY.size in (len(before), len(after)):
+        if not _unpack(before)[4] & _unpack(after)[4] & IRREGULAR:
             return self._evidence.differing(before, after)
+        if is_cut(before) or is_cut(after):
+            return self._evidence.differing_tails(before, after)
         return self._differing_parts(before, after)
 
     def _differing_parts(self, before: bytes, after: bytes) -> set[int]:
@@ -208,7 +214,7 @@ class GroupKeeper(Supervisor):
         seen, kept = self._kept
         slots = range(self._group.size)
         found = {slot for rows, before in kept for slot in slots if rows[slot].tobytes() != before[slot].tobytes()}
-        if last and len(seen) > REPLY.size and _unpack(seen)[4] & IRREGULAR:
+        if last and _unpack(seen)[4] & IRREGULAR and not is_cut(seen):
             found |= self._differing_parts(seen, last)
         if found:
             self._note_strays(found, seq_of(seen))

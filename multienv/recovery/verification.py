@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import GraphInstance
 
-from multienv.wire.messages import EVIDENCE, IRREGULAR, REPLY, STEPPED, TERMINATED, TRUNCATED
+from multienv.wire.messages import EVIDENCE, IRREGULAR, REPLY, STEPPED, TERMINATED, TRUNCATED, is_cut
 
 
 def first_difference(recorded: Sequence[bytes], replayed: Sequence[bytes]) -> str:
@@ -43,8 +43,9 @@ def difference(before: bytes, after: bytes) -> str:
 
 
 def _irregular_difference(before: bytes, after: bytes) -> str:
-    if len(before) == REPLY.size or len(after) == REPLY.size:  # too large to keep; the header has the reward
-        return "the reward differs" if before[EVIDENCE:] != after[EVIDENCE:] else ""
+    lengths = len(before), len(after)
+    if REPLY.size in lengths or is_cut(before) or is_cut(after):  # too large to keep; the header has the reward
+        return "the reward differs" if before[EVIDENCE : min(lengths)] != after[EVIDENCE : min(lengths)] else ""
     # Equal values do not always pickle to equal bytes: what is the same object in one may be a copy in the other.
     if same(pickle.loads(before[REPLY.size :]), pickle.loads(after[REPLY.size :])):
         return ""

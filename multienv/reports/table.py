@@ -31,6 +31,7 @@ from multienv.wire.messages import (
     STEP,
     STEP_INTEGER,
     STEPPED,
+    TAILED,
     Branch,
     Call,
     GetAttribute,
@@ -130,7 +131,8 @@ def _answers(history: bytes, data: np.ndarray[Any, Any], replies: Any, sizes: An
             arrays["observations"] = _observations(body, shape.observation)
     if irregular.any():
         nothing = np.zeros(int(irregular.sum()), bool)
-        arrays |= _pickles("answer_", history, replies[irregular] + REPLY.size, (replies + sizes)[irregular], nothing)
+        ends = replies + sizes - np.where(flags & TAILED, arrays["reward"], 0).astype(np.int64)
+        arrays |= _pickles("answer_", history, replies[irregular] + REPLY.size, ends[irregular], nothing)
     return arrays
 
 

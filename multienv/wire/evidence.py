@@ -31,6 +31,7 @@ class GroupEvidence:
     def __init__(self, layout: BatchLayout, size: int) -> None:
         """Decide how much is shown."""
         flags = [leaf.dtype.itemsize for leaf in (layout.rewards, layout.terminations, layout.truncations)]
+        self._flags = flags
         widths = [math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in layout.leaves]
         self._inline = size * sum((*widths, *flags)) <= INLINE_LIMIT
         self._size = size
@@ -61,8 +62,18 @@ class GroupEvidence:
         whole = REPLY.size + self.length
         if not len(before) == len(after) == whole or before[EVIDENCE : REPLY.size] != after[EVIDENCE : REPLY.size]:
             return set(range(self._size))
-        found, start = set(), REPLY.size
-        for width in self._widths:
+        return self._differing(before, after, REPLY.size, self._widths)
+
+    def differing_tails(self, before: bytes, after: bytes) -> set[int]:
+        """The same of replies with observations of their own, by the rewards and flags at their ends alone."""
+        start = len(before) - self._size * sum(self._flags)
+        if len(before) != len(after):  # only one was too large to be kept, or nobody knows of whom what is
+            return set(range(self._size))
+        return self._differing(before, after, start, self._flags)
+
+    def _differing(self, before: bytes, after: bytes, start: int, widths: list[int]) -> set[int]:
+        found = set()
+        for width in widths:
             for slot in range(self._size):
                 part = slice(start + slot * width, start + (slot + 1) * width)
                 if before[part] != after[part]:

@@ -59,6 +59,7 @@ GONE = 19  # not from the worker: whoever watches over it says that it is dead
 TERMINATED = 1
 TRUNCATED = 2
 IRREGULAR = 4  # observation, reward and flags are a pickled tuple: the space's layout does not hold them
+TAILED = 16  # the last bytes before the info are always evidence; where the reward is in other replies it says how many
 ANCHORED = 8  # the info is a pair (info, state of the random generators before this reset)
 
 # In place of "infos" in what a group tells besides its rows: each is pickled once more.
@@ -378,6 +379,12 @@ def unpack_value(reply: bytes) -> Any:
     return pickle.loads(memoryview(reply)[REPLY.size :])
 
 
+def is_cut(evidence: bytes) -> bool:
+    """Whether the observations have been left out of this evidence of an irregular reply: they are too large."""
+    _, _, info_length, _, flags, _, reward = REPLY.unpack_from(evidence)
+    return bool(len(evidence) - info_length == REPLY.size + (int(reward) if flags & TAILED else 0))
+
+
 def dumps(value: Any) -> bytes:
     """Pickle, by value where by reference is not possible (lambdas, classes of ``__main__``)."""
     try:
@@ -394,6 +401,10 @@ def evidence_of(reply: bytes) -> bytes:
     """
     length, seq, info_length, kind, flags, tag, reward = REPLY.unpack_from(reply)
     if kind != STEPPED or (flags & IRREGULAR and length - info_length > LARGE_EVIDENCE):
+        if flags & TAILED:
+            stop = length - info_length
+            tail = reply[stop - int(reward) : stop]
+            return REPLY.pack(REPLY.size + len(tail), seq, 0, kind, flags, tag, reward) + tail
         return REPLY.pack(REPLY.size, seq, 0, kind, flags, tag, reward)
     if not info_length:
         return reply

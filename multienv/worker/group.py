@@ -248,6 +248,7 @@ class EnvGroup(GroupStates):
             failures[slot] = self._failed(seq, slot, error)
             return
         what = failure_of(error)
+        self._end(slot)
         reason = f"The env raised {what.type_name}: {what.text}"
         try:
             infos.append((slot, self._stand_in(seq, slot, LeftOut(self._rows.seen(seq, slot), reason))))
@@ -313,11 +314,12 @@ class EnvGroup(GroupStates):
         return reply
 
     def _framed(self, seq: int, extras: dict[str, Any], state: bytes | None) -> bytes:
-        flags, data = (0, self._rows.shown[seq & 1]()) if self._rows.laid_out else self._rows.loose_evidence(seq)
+        rows = self._rows
+        flags, data, tail = (0, rows.shown[seq & 1](), 0) if rows.laid_out else rows.loose_evidence(seq)
         info = b"" if not extras and state is None else dumps(extras if state is None else (extras, state))
         flags |= ANCHORED if state is not None else 0
         length = REPLY.size + len(data) + len(info)
-        return REPLY.pack(length, seq, len(info), STEPPED, flags, 0, 0.0) + data + info
+        return REPLY.pack(length, seq, len(info), STEPPED, flags, 0, tail) + data + info
 
     def _excuse(self, seq: int, infos: _Infos, failures: _Failures) -> bool:
         """Find what cannot be pickled, and take it for the failure of its env; false if there is nothing left."""

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from multienv.wire.batch import Array, BatchLayout, copied_rows, places, row_of, row_writer
 from multienv.wire.evidence import GroupEvidence
 from multienv.wire.memory import Block
-from multienv.wire.messages import IRREGULAR, Group, dumps
+from multienv.wire.messages import IRREGULAR, TAILED, Group, dumps
 
 
 class Rows:
@@ -103,11 +103,15 @@ class Rows:
             for array in self._places[~seq & 1].arrays:
                 array[self._first + slot] = 0
 
-    def loose_evidence(self, seq: int) -> tuple[int, bytes]:
-        """Flag and body of a reply that carries the observations; raises what pickling raises."""
+    def loose_evidence(self, seq: int) -> tuple[int, bytes, int]:
+        """Flags and body of a reply that carries the observations; raises what pickling raises.
+
+        Rewards and flags lie at the end once more, in so many bytes: as they do where observations have arrays.
+        """
         place = self._places[seq & 1]
-        others = [array[self._mine].tolist() for array in (place.rewards, place.terminations, place.truncations)]
-        return IRREGULAR, dumps((self.loose, *others))
+        others = [array[self._mine] for array in (place.rewards, place.terminations, place.truncations)]
+        tail = b"".join([array.tobytes() for array in others])
+        return IRREGULAR | TAILED, dumps((self.loose, *[array.tolist() for array in others])) + tail, len(tail)
 
     def remember(self, seq: int) -> None:
         """Keep them as they are after this request."""

@@ -228,7 +228,29 @@ def test_an_exception_by_policy(on_error, marker):
         expect_equal(batch, reference.step(actions_of(step)), rows, step)
         if on_error == "truncate":
             assert batch[3][CULPRIT] == (step == 4)
+            # The next step begins an episode, as ever.
+            assert batch[0][CULPRIT, 0] == [1, 2, 3, 4, 4, *range(20)][step]
     envs.close()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_an_error_ends_the_count_of_the_steps(mode, marker):
+    faults = [Fault("raise", "step", at=5), Fault("kill", "step", at=9, once=marker)]
+    seen: list[Event] = []
+    fns = counters()
+    fns[CULPRIT] = lambda: FaultyEnv(fault=faults, horizon=30)
+    envs = vector(fns, seen, autoreset_mode=mode)
+    envs.reset(seed=1)
+    for step in range(4):
+        envs.step(actions_of(step))
+    with pytest.raises(EnvsFailedError) as caught:
+        envs.step(actions_of(4))
+    assert caught.value.failures[CULPRIT].step == 4
+    for step in range(5, 20):
+        envs.step(actions_of(step))
+    envs.close()
+    (loss,) = [event for event in seen if isinstance(event, Loss)]
+    assert (loss.env_index, loss.step) == (CULPRIT, 3)  # five before the error, one of them raised; a reset; four
 
 
 def test_what_cannot_be_brought_back_ends_all_of_the_process_and_none_of_the_others():

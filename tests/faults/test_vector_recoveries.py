@@ -217,6 +217,31 @@ def test_large_observations_without_arrays_are_verified() -> None:
     envs.close()
 
 
+class UndecidedEnv(SpaceEnv):
+    """Large observations without arrays; the operating system decides on the reward of one step."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        drawn = float(os.urandom(1)[0] + 1) if self.episode_step == 2 else 0.0
+        return (observation, reward + drawn, *rest)
+
+
+def test_rewards_beside_large_observations_without_arrays_are_verified_for_every_step() -> None:
+    seen: list[Event] = []
+    made: Fns = [partial(SpaceEnv, observation_space=SPACES["long_sequence"], horizon=50) for _ in range(3)]
+    made[1] = partial(UndecidedEnv, observation_space=SPACES["long_sequence"], horizon=50)
+    policy = RestartPolicy(snapshots=False)
+    envs = SubprocessVectorEnv(made, envs_per_worker=3, restart=policy, hooks=[seen.append])
+    envs.reset(seed=1)
+    for step in range(8):
+        if step == 6:  # long after the step in question
+            kill(envs, 0)
+        batch = envs.step(actions_of(step)[:3])
+        assert batch[3].tolist() == [False, step == 6, False]
+    assert [event.outcome for event in seen if isinstance(event, Recovery)] == ["truncated"]
+    envs.close()
+
+
 def test_recycling_in_the_middle_of_episodes_leaves_no_trace() -> None:
     seen: list[Event] = []
     policy = RestartPolicy(recycle_after_steps=7)
