@@ -240,8 +240,10 @@ def array_views(
         view: np.ndarray[Any, Any] = np.ndarray(space.shape, space.dtype, buffer, REPLY.size)
         return view, view
     assert block is not None
-    even: np.ndarray[Any, Any] = np.ndarray(space.shape, space.dtype, block.view, 0)
-    return even, np.ndarray(space.shape, space.dtype, block.view, placement.layout.size)
+    # Unlike np.ndarray(buffer=), this keeps the memory mapped for whoever copies while another thread closes the env.
+    count = math.prod(space.shape)
+    even, odd = (np.frombuffer(block.view, space.dtype, count, place * placement.layout.size) for place in (0, 1))
+    return even.reshape(space.shape), odd.reshape(space.shape)
 
 
 def reward_of(tag: int, number: float) -> Any:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import threading
 
+import gymnasium
+import numpy as np
+
 from multienv.wire.memory import Block, anonymous_file
+from multienv.wire.observations import INLINE_LIMIT, Placement, array_views
 
 
 def test_users_that_disagree_on_the_size_cut_nothing_off():
@@ -50,3 +54,15 @@ def test_to_come_later_changes_no_content():
         second.close()
     finally:
         os.close(descriptor)
+
+
+def test_who_copies_an_observation_while_another_thread_closes_the_env_finds_it_mapped():
+    space = gymnasium.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+    placement = Placement.of(space, INLINE_LIMIT)
+    block = Block.private(placement.block_size)
+    block.view[:] = b"\x07" * placement.block_size
+    views = array_views(space, placement, block, bytearray(64))
+    assert views is not None
+    block.close()
+    for view in views:
+        assert view.copy().tolist() == np.full((64, 64, 3), 7).tolist()
