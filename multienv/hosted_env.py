@@ -98,8 +98,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         """Begin an episode.
 
         Args:
-            seed: For the env's generators. Where none was ever given one is drawn and recorded, so that the
-                episode can be replayed; later resets without one go on with the generators as they are.
+            seed: For the env's generators. Without one the env is given none, and its generators go on as they are;
+                what it leaves to chance is recorded, so that the episode can be replayed.
             options: The env's own.
 
         Returns:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import secrets
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
-from multienv.wire.messages import Initialize, Setting
+from multienv.wire.messages import Initialize, Setting, drawn_seeds
 from multienv.wire.observations import INLINE_LIMIT
 from multienv.worker.state_hooks import registered_hooks
 
@@ -88,7 +88,7 @@ class SubprocessEnv(HostedEnv):
         launch = Launch(method, env_fn, min((limit for limit in limits if limit), default=0.0), native_threads)
         initialize = Initialize(
             env_fn=None if method == FORK else _pickled(env_fn),
-            seeds=(secrets.randbits(64), secrets.randbits(32)),
+            seeds=drawn_seeds(),
             setting=None if method == FORK else _setting(native_threads),
             inline_limit=INLINE_LIMIT if shared_memory else -1,
             state_hooks=b"" if method == FORK else registered_hooks(),
@@ -274,4 +274,5 @@ def _setting(native_threads: int | None) -> Setting:
         working_directory(),
         worker_environment(native_threads),
         *registrations(),
+        authkey=bytes(multiprocessing.current_process().authkey),
     )

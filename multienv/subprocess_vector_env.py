@@ -31,7 +31,7 @@ from multienv.vector_dealing import Trial
 from multienv.vector_env import Batch, HostedVectorEnv
 from multienv.vector_parts import VectorPart, split
 from multienv.vector_rounds import Parted
-from multienv.wire.messages import Group, Initialize
+from multienv.wire.messages import Group, Initialize, drawn_seeds
 from multienv.wire.observations import INLINE_LIMIT
 from multienv.worker.state_hooks import registered_hooks
 
@@ -45,7 +45,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
         observations, infos = envs.reset(seed=0)
         observations, rewards, terminations, truncations, infos = envs.step(envs.action_space.sample())
 
-    It takes the place of ``gymnasium.vector.AsyncVectorEnv``, and equals ``SyncVectorEnv`` to the bit. When a process
+    It takes the place of ``gymnasium.vector.AsyncVectorEnv``, and equals ``SyncVectorEnv`` to the bit; the design page
+    says what of the former is not here, and why. When a process
     dies, by whatever cause, its envs are brought back as :class:`SubprocessEnv` brings back one, and the step returns
     what it would have returned. An env that is itself to blame and cannot be brought back ends its episode with
     ``truncated`` and the reason in ``infos["multienv"]``; the others of its process go on exactly.
@@ -113,9 +114,11 @@ class SubprocessVectorEnv(HostedVectorEnv):
         bind_cores: bool = True,
         hooks: Sequence[Hook] = (),
         reports: str | os.PathLike[str] | None = None,
+        _entropy: int | None = None,  # for the same envs, dealt anew
     ) -> None:
         """Launch the workers, and build all envs."""
         env_fns = list(env_fns)
+        entropy = secrets.randbits(64) if _entropy is None else _entropy
         check_arguments(env_fns, observation_mode, max_concurrency, worker)
         for env_fn in env_fns:
             _check_env_fn(env_fn)
@@ -139,7 +142,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
             launch = Launch(method, mine, shortest, native_threads, arena.descriptor)  # type: ignore[arg-type]
             initialize = Initialize(
                 env_fn=None if method == FORK else _pickled(mine),  # type: ignore[arg-type]
-                seeds=(secrets.randbits(64), secrets.randbits(32)),
+                seeds=drawn_seeds(entropy),
                 setting=None if method == FORK else _setting(native_threads),
                 inline_limit=INLINE_LIMIT,
                 snapshots=(restart.snapshot_every or 0) if restart.snapshots else -1,
@@ -191,6 +194,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
                 bind_cores=bind_cores,
                 hooks=hooks,
                 reports=reports,
+                _entropy=entropy,
             )
             self._trial = Trial(self, lambda size: build(envs_per_worker=size))
 
@@ -225,6 +229,10 @@ class SerialVectorEnv(HostedVectorEnv):
     What a :class:`SubprocessVectorEnv` must be equal to, to the bit, infos and errors included. A breakpoint in an env
     stops here. Deadlines are not enforced, and a crash of an env is a crash of this process.
 
+    Attributes:
+        envs: The envs themselves, as ``gymnasium.vector.SyncVectorEnv`` has them. To look at: what is done to them
+            here is not done through this class.
+
     Args:
         env_fns: Each builds one env.
         shared_memory, copy, observation_mode, autoreset_mode, hooks: As for :class:`SubprocessVectorEnv`.
@@ -247,6 +255,7 @@ class SerialVectorEnv(HostedVectorEnv):
     ) -> None:
         """Build all envs."""
         env_fns = list(env_fns)
+        self.envs: list[Any] = [None] * len(env_fns)
         check_arguments(env_fns, observation_mode, None, None)
         for env_fn in env_fns:
             _check_env_fn(env_fn)
@@ -254,7 +263,7 @@ class SerialVectorEnv(HostedVectorEnv):
         arena = Arena(shared=False)
         group = _group(0, len(env_fns), len(env_fns), mode, observation_mode, shared_memory, policy)
         supervisor = GroupSupervisor(
-            _Serially(env_fns, arena),
+            _Serially([_Noted(env_fn, self.envs, index) for index, env_fn in enumerate(env_fns)], arena),
             Initialize(None, None, None, INLINE_LIMIT, group=group),
             arena,
             policy=policy,
@@ -289,8 +298,21 @@ class _Processes:
 
 
 @dataclass(frozen=True, slots=True)
+class _Noted:
+    """Builds an env, and notes it in its place."""
+
+    env_fn: EnvFn
+    envs: list[Any]
+    index: int
+
+    def __call__(self) -> Any:
+        env = self.envs[self.index] = self.env_fn()
+        return env
+
+
+@dataclass(frozen=True, slots=True)
 class _Serially:
-    env_fns: list[EnvFn]
+    env_fns: Sequence[EnvFn]
     arena: Arena
 
     def __call__(self) -> SerialBackend:
@@ -320,7 +342,6 @@ def _group(
         space=observation_mode[1] if isinstance(observation_mode, tuple) else None,
         truncates_errors=policy.on_error == "truncate",
         with_observations=shared_memory is not False,
-        salt=secrets.randbits(32),
     )
 
 

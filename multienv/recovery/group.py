@@ -79,7 +79,7 @@ class GroupSupervisor(GroupReader):
 
     @property
     def seeds(self) -> tuple[int | None, ...]:
-        """Of the last reset with one, given or drawn, of each env."""
+        """Of the last reset with one, of each env."""
         return tuple(self._seeds)
 
     # --- losses -----------------------------------------------------------------------------------
@@ -209,10 +209,6 @@ class GroupSupervisor(GroupReader):
             for slot in everyone:
                 if self._last_reply() and not self._is_reset(slot):
                     self._owe(slot, LeftOut(self._observation_of(slot), reason, self.record.reports.path))
-        if command == "reset":
-            assert isinstance(self._message, Reset)
-            self._message = self._with_seeds(self._message, anew=True)
-            self._pending = pack_message(self.seq, self._message)
         self._rewrite_pending()
         self._begin_anew(effort)
         if command not in ("step", "reset"):
@@ -250,17 +246,10 @@ class GroupSupervisor(GroupReader):
         super().send(command, message)
 
     def _complete_reset(self, message: Reset) -> Reset:
-        """Draw and record a seed for each env to which none was ever given; ask for an anchor where one is due."""
+        """Ask for an anchor where one is due."""
         self._trim()
         anchor = message.options.mask is None and self._journal.wants_anchor(self._steps)
-        return replace(self._with_seeds(message, anew=not self._seeded), anchor=anchor)
-
-    def _with_seeds(self, message: Reset, *, anew: bool) -> Reset:
-        seeds = list(message.seed)
-        for slot, seed in enumerate(seeds):
-            if seed is None and self._is_masked(message.options, slot) and (anew or self._seeds[slot] is None):
-                seeds[slot] = self._draw_seed()
-        return replace(message, seed=tuple(seeds))
+        return replace(message, anchor=anchor)
 
     @staticmethod
     def _is_masked(options: GroupOptions, slot: int) -> bool:

@@ -21,6 +21,7 @@ from multienv.wire.messages import (
     Failure,
     Initialize,
     Replay,
+    drawn_seeds,
     pack_message,
     unpack_value,
 )
@@ -131,13 +132,18 @@ class Healer:
         self._compare(value)
 
     @property
-    def seeds(self) -> tuple[int, int] | None:
-        """Of the generators of each process, for ``random`` and ``numpy.random``."""
+    def seeds(self) -> tuple[int, int, int] | None:
+        """Of the generators of each process; see :class:`Initialize`."""
         return self.initialize.seeds
 
     @seeds.setter
-    def seeds(self, seeds: tuple[int, int] | None) -> None:
+    def seeds(self, seeds: tuple[int, int, int] | None) -> None:
         self.initialize = replace(self.initialize, seeds=seeds)
+
+    def draw_seeds(self) -> None:
+        """A new life begins: not with the chances of the last."""
+        if self.seeds is not None:
+            self.seeds = drawn_seeds()
 
     def begin(self, *, planned: bool = False) -> Effort:
         """A recovery begins now, or a recycling."""

@@ -97,7 +97,7 @@ class Keeper:
         __weakref__ _anchoring _asked_state _backend _block _buffer _closing _core _command _deadlines _deaths
         _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _losses _lost_observation
         _message _owed _owner _pending _phase_before _placement _plain_reply _plain_size _policy _recycling
-        _sampled_at _seed _seeded _step_deadline _steps _steps_before _transmit _views closed due inside
+        _sampled_at _seed _step_deadline _steps _steps_before _transmit _views closed due inside
         interrupted phase record seq snapshots
     """.split()  # noqa: SIM905 - one name a line would take a page
 
@@ -158,7 +158,6 @@ class Keeper:
         self._deaths = self._losses = 0  # processes that died executing the pending request; and all lost meanwhile
         self._owed = ""  # why the next step must be a truncation
         self._seed: int | None = None
-        self._seeded = False
         self._steps = 0
         self._steps_before = 0
         self._sampled_at = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 from typing import NoReturn
 
@@ -252,10 +251,10 @@ class Mender(Keeper):
     def _begin_anew(self, effort: Effort | None = None) -> None:
         """A new life for the env: what was called and set before holds in it too."""
         self._drop_backend()
+        self._healer.draw_seeds()
         frames = self._journal.lasting()
         self._rebuild(None, effort)
         self._journal.clear(self._steps)
-        self._seeded = False
         self._last = b""
         try:
             for frame, evidence in zip(frames, self._healer.repeat(self._backend, frames), strict=True):
@@ -321,16 +320,9 @@ class Mender(Keeper):
     # --- for a reset --------------------------------------------------------------------------------
 
     def _complete_reset(self, message: Reset) -> Reset:
-        """Draw and record a seed where none was ever given; ask for an anchor where one is due."""
-        seed = message.seed
-        if seed is None and not self._seeded:
-            seed = self._draw_seed()
+        """Ask for an anchor where one is due."""
         self._trim()
-        return Reset(seed, message.options, self._journal.wants_anchor(self._steps))
-
-    @staticmethod
-    def _draw_seed() -> int:
-        return secrets.randbits(31)
+        return replace(message, anchor=self._journal.wants_anchor(self._steps))
 
     def _trim(self) -> None:
         self._journal.trim(self._policy.journal_limit, self._policy.replay_limit / self.env_seconds(), self._steps)

@@ -59,8 +59,8 @@ class BranchState:
     last: bytes = field(repr=False)
     memory: bytes = field(repr=False)
     phase: int
+    process_seeds: tuple[int, int, int] | None
     seed: int | None
-    seeded: bool
     seq: int
     steps: int
     steps_before: int
@@ -100,7 +100,6 @@ class Restorer(Mender):
             "state": STATES[self.phase],
             "process_seeds": self._healer.seeds,
             "seed": self._seed,
-            "seeded": self._seeded,
             "seq": self.seq,
             "steps": self._steps,
             "steps_before": self._steps_before,
@@ -135,7 +134,7 @@ class Restorer(Mender):
         assert effort.plan is not None
         self._journal.load(effort.plan, state["steps"])
         self._last, self._owed, self._pending = state["last"], "", b""
-        self._seed, self._seeded, self.seq = state["seed"], state["seeded"], state["seq"]
+        self._seed, self.seq = state["seed"], state["seq"]
         self._steps, self._steps_before = state["steps"], state["steps_before"]
         self.record.episodes = state["episodes"]
         self._adopt(backend)
@@ -177,8 +176,8 @@ class Restorer(Mender):
             last=seen,
             memory=bytes(self._memory_of(seq_of(seen), self._block)) if seen and self._block else b"",
             phase=self.phase,
+            process_seeds=self._healer.seeds,
             seed=self._seed,
-            seeded=self._seeded,
             seq=self.seq,
             steps=self._steps,
             steps_before=self._steps_before,
@@ -205,6 +204,7 @@ class Restorer(Mender):
             self._backend.kill()  # it is ours until it is dead, whatever interrupts
         self._drop_backend()
         self.phase = LOST
+        self._healer.seeds = state.process_seeds
         try:
             backend = self._healer.branch(snapshot.token, effort, self._steps)
             if backend is None:  # the frozen process is gone; what led there is known
@@ -217,7 +217,7 @@ class Restorer(Mender):
         self._refuse_if_closed(backend)
         self._journal.become(state.journal)
         self._last, self._owed, self._pending = state.last, "", b""
-        self._seed, self._seeded, self.seq = state.seed, state.seeded, state.seq
+        self._seed, self.seq = state.seed, state.seq
         self._steps, self._steps_before = state.steps, state.steps_before
         self.record.episodes = state.episodes
         self._adopt(backend)

@@ -295,7 +295,7 @@ class Supervisor(Preserver):
         if generators is not None:
             self._journal.anchor(self._pending, evidence_of(reply), generators, self._steps)
         if message.seed is not None:
-            self._seed, self._seeded = message.seed, True
+            self._seed = message.seed
         self._last = reply
         self._owed = ""
         self._steps_before = self._steps

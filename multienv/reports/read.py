@@ -132,7 +132,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 def _check(path: Path, document: dict[str, Any]) -> None:
     wrong = [name for name, kinds in _FIELDS.items() if not isinstance(document.get(name, ...), kinds)]
     seeds, journal = document.get("process_seeds"), document.get("journal")
-    if isinstance(seeds, list) and not (len(seeds) == 2 and all(type(seed) is int and seed >= 0 for seed in seeds)):
+    if isinstance(seeds, list) and not (len(seeds) == 3 and all(type(seed) is int and seed >= 0 for seed in seeds)):
         wrong.append("process_seeds")
     if isinstance(journal, dict) and type(journal.get("requests")) is not int:
         wrong.append("journal")

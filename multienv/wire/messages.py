@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import secrets
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +77,8 @@ GONE_FRAME = REPLY.pack(REPLY.size, 0, 0, GONE, 0, 0, 0.0)
 class Initialize:
     """Build the env.
 
-    ``seeds`` are for ``random`` and ``numpy.random``, so that a restarted worker begins as the first one did;
-    ``None`` leaves them alone, in the trainer's own process.
+    ``seeds`` are for ``random``, for ``numpy.random``, and for what is made without a seed (see ``Entropy``), so that a
+    restarted worker begins as the first one did; ``None`` leaves them alone, in the trainer's own process.
     ``snapshots`` says how often the worker forks itself: every so many steps, 0 as it thinks best, -1 never.
     A ``replacement`` takes its first at once: what was lost may well be lost again.
     With ``group`` it is several envs, and ``env_fn`` is the list of what builds them.
@@ -86,13 +87,18 @@ class Initialize:
     """
 
     env_fn: bytes | None
-    seeds: tuple[int, int] | None
+    seeds: tuple[int, int, int] | None
     setting: Setting | None
     inline_limit: int
     snapshots: int = -1
     replacement: bool = False
     group: Group | None = None
     state_hooks: bytes = b""
+
+
+def drawn_seeds(entropy: int | None = None) -> tuple[int, int, int]:
+    """Seeds for a process; ``entropy`` is that of a batch, in which each env has a stream of its own."""
+    return secrets.randbits(64), secrets.randbits(32), secrets.randbits(64) if entropy is None else entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,6 @@ class Group:
         space: The observation space whose arrays the batch has; ``None``: that of the first env.
         truncates_errors: An exception of an env ends its episode and is not raised.
         with_observations: The batch has arrays for observations, if their space can be laid out.
-        salt: Goes into the seeds of envs that begin episodes before anybody has given them one.
     """
 
     first: int
@@ -117,7 +122,6 @@ class Group:
     space: Any = None
     truncates_errors: bool = False
     with_observations: bool = True
-    salt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,7 @@ class Setting:
     environment: dict[str, str]
     registrations: bytes  # envs the trainer knows, needed only if the process does not
     overrides: bytes  # what the trainer has made of gymnasium's own ids
+    authkey: bytes  # for managers of multiprocessing, whose proxies an env_fn may hold; a secret
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ import contextlib
 import gc
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
+
+from multienv.worker import entropy
 
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random)
 # Where gymnasium keeps an env's own, and what else holds one.
@@ -24,7 +26,7 @@ _USUAL_SEED = "_np_random_seed"
 _SPACES = ("action_space", "observation_space")
 
 
-def seed_process(seeds: tuple[int, int]) -> None:
+def seed_process(seeds: Sequence[int]) -> None:
     """Seed ``random`` and ``numpy.random``: children of one forkserver would share the latter's state."""
     random.seed(seeds[0])
     np.random.seed(seeds[1])  # noqa: NPY002 - the legacy global state is what must not be shared
@@ -37,6 +39,7 @@ def capture(env: gymnasium.Env[Any, Any]) -> bytes:
     states["seeds"] = [getattr(layer, _USUAL_SEED, None) for layer in _layers(env)]
     states["random"] = random.getstate()
     states["numpy"] = np.random.get_state()  # noqa: NPY002
+    states["entropy"] = entropy.capture()
     return pickle.dumps(states, protocol=5)
 
 
@@ -45,6 +48,7 @@ def restore(env: gymnasium.Env[Any, Any], states: bytes) -> None:
     recorded: dict[Any, Any] = pickle.loads(states)
     random.setstate(recorded["random"])
     np.random.set_state(recorded["numpy"])  # noqa: NPY002
+    entropy.restore(recorded["entropy"])
     layers = list(_layers(env))
     for layer, seed in zip(layers, recorded["seeds"], strict=True):
         if seed is not None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, iterate
 
@@ -67,7 +66,6 @@ class EnvGroup(GroupStates):
         self._same_step = group.autoreset == "SAME_STEP"
         self._begun = [None] * group.size
         self._ended = [True] * group.size
-        self._known = [False] * group.size  # it has been reset in this process, so that its generator is known
         self._steps: list[Callable[[Any], Any]] = []
         self._calls: list[Callable[[Any], Any]] = []  # what a step calls: an env's step, or what begins its episode
         self._words: Any = None
@@ -215,17 +213,9 @@ class EnvGroup(GroupStates):
 
     def _reset(self, slot: int, **arguments: Any) -> tuple[Any, Any]:
         self._words[SLOT] = slot + 1 + RESETTING
-        if not self._known[slot] and arguments.get("seed") is None:
-            arguments["seed"] = self._drawn_seed(slot)
         result = of_reset(self._envs[slot].reset(**arguments))
-        self._known[slot] = True  # not before: one that raises may not have come to seed its generator
         self._go_on(slot)
         return result
-
-    def _drawn_seed(self, slot: int) -> int:
-        """For an env that was never reset in this process, whose generator would be seeded as no replay could tell."""
-        words = self._words[BUSY], self._group.first + slot, self._group.salt
-        return int(np.random.SeedSequence(words).generate_state(1)[0] >> 1)
 
     def _begin_at_once(self, slot: int, observation: Any, info: Any) -> tuple[Any, dict[str, Any]]:
         """The episode has ended with this: what the caller gets, with autoreset in the same step."""
@@ -348,7 +338,6 @@ class EnvGroup(GroupStates):
         if message.generators is not None:
             for env, state in zip(self._envs, pickle.loads(message.generators), strict=True):
                 generators.restore(env, state)
-            self._known = [True] * self._group.size
         state = dumps([generators.capture(env) for env in self._envs]) if message.anchor else None
         infos: _Infos = []
         failures: _Failures = {}

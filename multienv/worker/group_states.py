@@ -25,7 +25,6 @@ class GroupStates(GroupCalls):
     _action_space: spaces.Space[Any]
     _begun: list[Beginning | None]  # the last reset of each that was asked for
     _ended: list[bool]
-    _known: list[bool]
     _rows: Rows
 
     @abstractmethod
@@ -43,12 +42,12 @@ class GroupStates(GroupCalls):
             self._words[SLOT] = slot + 1
             captured.append(states.capture(env))
         rows = self._rows.kept(seq)
-        data: bytes = cloudpickle.dumps((self._begun, message.step, self._ended, self._known, rows, captured))
+        data: bytes = cloudpickle.dumps((self._begun, message.step, self._ended, rows, captured))
         return data
 
     def restore_state(self, message: RestoreState) -> None:
         """See :class:`Tenant`."""
-        self._begun, step, ended, self._known, rows, captured = pickle.loads(message.state)
+        self._begun, step, ended, rows, captured = pickle.loads(message.state)
         actions = self._actions_in(step)
         for slot, env in enumerate(self._envs):
             self._words[SLOT] = slot + 1

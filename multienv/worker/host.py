@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import gymnasium
 
-from multienv.wire.memory import BUSY, REPLAYING, SLOT, WORDS, Block
+from multienv.wire.memory import BUSY, REPLAYING, RESETTING, SLOT, WORDS, Block
 from multienv.wire.messages import (
     FAILED,
     KIND_AT,
@@ -43,6 +43,7 @@ from multienv.wire.messages import (
     unpack_message,
 )
 from multienv.worker import generators
+from multienv.worker.entropy import Entropy
 from multienv.worker.failures import failure_of
 from multienv.worker.group import EnvGroup
 from multienv.worker.single import SingleEnv
@@ -89,6 +90,7 @@ class Host:
         self._on_initialize = on_initialize
         self._on_branch = on_branch
         self._tenant: Tenant | None = None
+        self._entropy: Entropy | None = None
 
     @property
     def block(self) -> Block | None:
@@ -141,6 +143,8 @@ class Host:
         self._on_initialize(message)
         if message.seeds is not None:
             generators.seed_process(message.seeds)
+            self._entropy = Entropy(message.seeds[2], self._place_of(message))
+            self._entropy.install()
         env_fn = self._env_fn if message.env_fn is None else cloudpickle.loads(message.env_fn)
         assert env_fn is not None
         if message.setting is not None:
@@ -163,6 +167,18 @@ class Host:
             self._tenant = EnvGroup(envs, message.group, self._arena)
         self.handle = self._tenant.compile(self._words, self._handle)
         return packed(seq, self._tenant.describe(), "its constructor (spaces, metadata, spec)")
+
+    def _place_of(self, message: Initialize) -> Callable[[], int]:
+        """What tells which env of the batch is being called, from 1 on."""
+        if message.group is None:
+            return lambda: 1
+        first = message.group.first
+
+        def place() -> int:
+            slot = self._words[SLOT] % RESETTING
+            return first + slot if slot else 0
+
+        return place
 
     def _spare(self, seq: int, message: Sparing) -> bytes:
         tenant = self._require()
@@ -202,8 +218,12 @@ class Host:
     def close_env(self) -> None:
         """Close what it holds, once."""
         tenant, self._tenant = self._tenant, None
-        if tenant is not None:
-            tenant.close()
+        try:
+            if tenant is not None:
+                tenant.close()
+        finally:
+            if self._entropy is not None:
+                self._entropy.remove()
 
     def _require(self) -> Tenant:
         if self._tenant is None:

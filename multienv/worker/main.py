@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
@@ -167,6 +168,7 @@ def _find_place(message: Initialize, snapshots: Snapshots) -> None:
     setting = message.setting
     if setting is None:
         return
+    multiprocessing.current_process().authkey = setting.authkey
     sys.path[:] = setting.path
     sys.argv[:] = setting.arguments
     with contextlib.suppress(OSError):

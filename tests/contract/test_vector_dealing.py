@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -126,16 +127,15 @@ def test_whatever_the_space(kind, how):
         assert pair[0].envs_per_worker == [1] * 4
 
 
-def test_seeds_that_were_drawn_are_used_again():
+def test_what_was_left_to_chance_is_the_same_there():
     """And nothing of the caller's is replaced: not the seeded action space, not what was given out as views."""
     with beside_gymnasium(SubprocessVectorEnv, [slow] * 4, own={"copy": False}) as (ours, theirs):
+        actions = [np.full(4, step % 4) for step in range(STEPS + 2)]
         space, (first, _) = ours.action_space, ours.reset()
-        seeds = [seed for group in ours._groups for seed in group.seeds]
-        expect_same(first, theirs.reset(seed=seeds)[0])
-        for step in range(STEPS + 2):
-            actions = np.full(4, step % 4)
-            expect_same(ours.step(actions), theirs.step(actions), step)
+        seen = [copy.deepcopy((first, {})), *(copy.deepcopy(ours.step(one)) for one in actions)]
         assert ours.envs_per_worker == [1] * 4
+        expected = [theirs.reset(seed=ours.np_random_seed), *map(theirs.step, actions)]
+        expect_same([one[0] for one in seen], [one[0] for one in expected])
         assert ours.action_space is space
         assert first.shape == (4, 4)
 
