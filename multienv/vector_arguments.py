@@ -16,6 +16,10 @@ class WrongTypeError(UsageError, TypeError):
     """What is a TypeError for gymnasium too."""
 
 
+class NoBatchError(ActionError, TypeError):
+    """The actions are one thing, where there must be one for each env; a TypeError for gymnasium too."""
+
+
 def deal(num_envs: int, envs_per_worker: int | str, cores: int) -> list[int]:
     """How many envs each worker gets: as evenly as can be on all cores, or so many each and the rest in the last."""
     if envs_per_worker == "auto":
@@ -33,20 +37,42 @@ def check_arguments(env_fns: Any, observation_mode: Any, max_concurrency: Any, w
         raise UsageError("env_fns is empty; give one function for each env.")
     if worker is not None:
         raise UsageError(
-            "worker= is AsyncVectorEnv's own; here the envs are hosted by multienv's worker. Leave it out."
+            "A custom `worker` runs AsyncVectorEnv's own protocol; here multienv's worker hosts the envs, or they "
+            "could not be brought back. Leave it out, and put what it does into env_fn or a wrapper."
         )
     is_pair = isinstance(observation_mode, tuple) and len(observation_mode) == 2
     if is_pair and not all(isinstance(space, gymnasium.Space) for space in observation_mode):
-        raise WrongTypeError(f"observation_mode is {observation_mode!r:.200}; give a pair of spaces.")
+        kinds = " and ".join(str(type(one)) for one in observation_mode)
+        raise WrongTypeError(f"Expected both elements of observation_mode to be Spaces, got {kinds}.")
     if not is_pair and observation_mode not in ("same", "different"):
         raise UsageError(
-            f"observation_mode is {observation_mode!r:.200}; choose 'same', 'different' or a pair of the batched and "
-            "the single space."
+            "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
+            f"space, actual got {observation_mode!s:.200}. Of the tuple the first is the batched one, as in gymnasium."
         )
-    if max_concurrency is not None and (
-        isinstance(max_concurrency, bool) or not isinstance(max_concurrency, int | np.integer) or max_concurrency < 1
-    ):
-        raise UsageError(f"max_concurrency is {max_concurrency!r}; give an integer of at least 1, or None.")
+    if max_concurrency is None:
+        return
+    if isinstance(max_concurrency, bool) or not isinstance(max_concurrency, int | np.integer):
+        raise UsageError(
+            f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}: {max_concurrency!r:.100}."
+        )
+    if max_concurrency < 1:
+        raise UsageError(f"`max_concurrency` must be a positive or None, got {max_concurrency}; give at least 1.")
+
+
+def check_mask(mask: Any, num_envs: int) -> None:
+    """Refuse a ``reset_mask`` that is none."""
+    name = "`options['reset_mask']` must"
+    if not isinstance(mask, np.ndarray):
+        raise WrongTypeError(f"{name} be a numpy array, got {type(mask)}: {shown(mask)}. It has a bool for each env.")
+    if mask.shape != (num_envs,):
+        raise UsageError(f"{name} have shape `({num_envs},)`, got {mask.shape}. It has a bool for each env.")
+    if mask.dtype != np.bool_:
+        raise WrongTypeError(f"{name} have `dtype=np.bool_`, got {mask.dtype}. True are the envs to be reset.")
+    if not mask.any():
+        raise UsageError(
+            f"{name} contain a boolean array with at least one True value, got reset_mask={mask!s:.100}. True are the "
+            "envs to be reset."
+        )
 
 
 def normal_batch(space: spaces.Space[Any], actions: Any, num_envs: int) -> Any:
@@ -59,7 +85,7 @@ def normal_batch(space: spaces.Space[Any], actions: Any, num_envs: int) -> Any:
     shape = (num_envs, *(space.shape or ())) if is_laid_out(space) else (num_envs,)
     found = whole.shape if isinstance(whole, np.ndarray) else (len(whole),)
     if found != shape:
-        raise ActionError(
+        raise (ActionError if found else NoBatchError)(
             f"step(): the actions {shown(actions)} have shape {found}; {num_envs} envs with {space} want {shape}. "
             "Nothing was sent."
         )

@@ -18,7 +18,7 @@ from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.group import GroupSupervisor
 from multienv.threads import Pool, side_by_side
-from multienv.vector_arguments import WrongTypeError, normal_batch, shown, sliced
+from multienv.vector_arguments import check_mask, normal_batch, shown, sliced
 from multienv.vector_calls import VectorCalls
 from multienv.vector_rounds import STEP, Refused, Round, VectorRounds
 from multienv.vector_spaces import check_shareable, check_spaces, observation_spaces
@@ -188,7 +188,10 @@ class HostedVectorEnv(VectorCalls):
             first = HostedEnv._checked_seed(seed)
             return [None if first is None else first + index for index in range(self.num_envs)]
         if len(seed) != self.num_envs:
-            raise UsageError(f"reset(): {len(seed)} seeds for {self.num_envs} envs; give one for each.")
+            raise UsageError(
+                f"reset(): If seeds are passed as a list the length must match num_envs={self.num_envs} but got "
+                f"length={len(seed)}."
+            )
         return [HostedEnv._checked_seed(one) for one in seed]
 
     def _checked_mask(self, options: dict[str, Any] | None) -> np.ndarray[Any, Any] | None:
@@ -196,19 +199,7 @@ class HostedVectorEnv(VectorCalls):
         if options is None or "reset_mask" not in options:
             return None
         mask: Any = options.pop("reset_mask")
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-            raise WrongTypeError(
-                f"`options['reset_mask']` must be a numpy array with `dtype=np.bool_`, got {type(mask)} {mask!r:.100}"
-            )
-        if mask.shape != (self.num_envs,):
-            raise UsageError(
-                f"`options['reset_mask']` must have shape `({self.num_envs},)`, one bool for each env, got {mask.shape}"
-            )
-        if not mask.any():
-            raise UsageError(
-                "`options['reset_mask']` must contain a boolean array with at least one True value, got "
-                f"reset_mask={mask!r:.100}"
-            )
+        check_mask(mask, self.num_envs)
         if not self._laid_out and not (mask | self._begun).all():
             unseen = np.flatnonzero(~(mask | self._begun)).tolist()
             raise ResetNeededError(

@@ -46,20 +46,20 @@ def check_spaces(face: str, mode: Any, members: Sequence[tuple[Space, Space]]) -
     for index, (observation_space, action_space) in enumerate(members):
         if mode == "same" and observation_space != single:
             raise SpaceMismatchError(
-                f"{face}(..., observation_mode='same') however the sub-environments observation spaces are not "
-                f"equivalent: env {index} has the observation space {observation_space}, not {single}. If this is "
-                "intentional, use observation_mode='different'."
+                f"{face}(..., observation_mode='same') however some of the sub-environments observation spaces are not "
+                "equivalent. If this is intentional, use `observation_mode='different'` instead. "
+                f"Env {index} has {observation_space}, not {single}."
             )
         if mode != "same" and not _are_alike(observation_space, single):
             raise SpaceMismatchError(
-                f"{face}(..., observation_mode='different' or custom space) however the sub-environments observation "
-                f"spaces do not share a common shape and dtype: env {index} has the observation space "
-                f"{observation_space}, not {single}. Wrap the envs so that they agree."
+                f"{face}(..., observation_mode='different' or custom space) however the sub-environment's observation "
+                "spaces do not share a common shape and dtype. Wrap the envs so that they agree: "
+                f"env {index} has {observation_space}, not {single}."
             )
         if action_space != actions:
             raise SpaceMismatchError(
-                f"Some environments have an action space different from {actions}: env {index} has {action_space}. To "
-                "be batched they must be equal."
+                f"Some environments have an action space different from `{actions}`. In order to batch actions, the "
+                f"action spaces from all environments must be equal: env {index} has {action_space}."
             )
 
 
@@ -74,10 +74,23 @@ def _are_alike(one: Space, other: Space) -> bool:
 def check_shareable(space: Space) -> None:
     """Raise if ``shared_memory=True`` has been asked for and cannot be had."""
     if not _is_shareable(space):
-        raise NotShareableError(
-            f"shared_memory=True: observations of {space} have no fixed layout in memory. Leave shared_memory out, and "
-            "they travel pickled."
+        kind = DynamicShapeError if _has_any(space, (spaces.Graph, spaces.Sequence)) else NotShareableError
+        raise kind(
+            f"shared_memory=True: {space} has a dynamic shape so its not possible to make a static shared memory. "
+            "Leave shared_memory out, and its observations travel pickled."
         )
+
+
+class DynamicShapeError(NotShareableError, TypeError):
+    """There is a graph or a sequence in the space; a TypeError for gymnasium."""
+
+
+def _has_any(space: Space, kinds: tuple[type, ...]) -> bool:
+    if isinstance(space, spaces.Dict):
+        return any(_has_any(one, kinds) for one in space.spaces.values())
+    if isinstance(space, spaces.Tuple):
+        return any(_has_any(one, kinds) for one in space.spaces)
+    return isinstance(space, kinds)
 
 
 def _is_shareable(space: Space) -> bool:

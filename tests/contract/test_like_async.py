@@ -1,0 +1,171 @@
+"""Who has caught what gymnasium's AsyncVectorEnv raises, by type or by its words, catches it here.
+
+The words are those of gymnasium 1.4. AsyncVectorEnv itself is not asked: it leaves processes and descriptors behind.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Dict, Discrete, Graph, Sequence, Tuple
+
+from multienv import SerialVectorEnv, SubprocessVectorEnv
+from multienv.testing import CounterEnv, SpaceEnv, TokenSpace
+
+FACES = [SerialVectorEnv, SubprocessVectorEnv]
+four = [CounterEnv] * 4
+
+
+def of(*observation_spaces: Any) -> list[Callable[[], Any]]:
+    return [partial(SpaceEnv, observation_space=space) for space in observation_spaces]
+
+
+NO_MODE = (
+    "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation space, actual "
+    "got similar"
+)
+NO_SPACES = "Expected both elements of observation_mode to be Spaces, got <class 'int'> and <class 'int'>"
+UNEQUAL = (
+    "(..., observation_mode='same') however some of the sub-environments observation spaces are not equivalent. If this "
+    "is intentional, use `observation_mode='different'` instead."
+)
+UNLIKE = (
+    "(..., observation_mode='different' or custom space) however the sub-environment's observation spaces do not share a "
+    "common shape and dtype."
+)
+OTHER_ACTIONS = (
+    "Some environments have an action space different from `Discrete(4)`. In order to batch actions, the action spaces "
+    "from all environments must be equal"
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (2.5, "`max_concurrency` must be an integer or None, got <class 'float'>"),
+        ("2", "`max_concurrency` must be an integer or None, got <class 'str'>"),
+        (0, "`max_concurrency` must be a positive or None, got 0"),
+        (-3, "`max_concurrency` must be a positive or None, got -3"),
+    ],
+)
+def test_wrong_concurrency(value, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        SubprocessVectorEnv(four, max_concurrency=value)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("env_fns", "mode", "kind", "words"),
+    [
+        (four, "similar", ValueError, NO_MODE),
+        (four, (1, 2), TypeError, NO_SPACES),
+        (of(Box(0, 1, (2,)), Box(0, 2, (2,))), "same", RuntimeError, UNEQUAL),
+        (of(Box(0, 1, (2,)), Box(0, 1, (3,))), (Box(0, 1, (2, 2)), Box(0, 1, (2,))), RuntimeError, UNLIKE),
+        ([CounterEnv, partial(CounterEnv, num_actions=9)], "different", RuntimeError, OTHER_ACTIONS),
+    ],
+    ids=["no such mode", "no spaces", "other bounds", "other shapes", "other actions"],
+)
+def test_wrong_spaces(face, env_fns, mode, kind, words):
+    with pytest.raises(kind, match=re.escape(words)):
+        face(env_fns, observation_mode=mode)
+
+
+@pytest.mark.parametrize(
+    "space", [Graph(Discrete(3), None), Sequence(Discrete(3)), Tuple((Discrete(2), Dict(a=Sequence(Discrete(3)))))]
+)
+def test_what_has_no_fixed_size_cannot_be_shared(space):
+    with pytest.raises(TypeError, match="has a dynamic shape so its not possible to make a static shared memory"):
+        SubprocessVectorEnv(of(space, space), shared_memory=True)
+
+
+def test_nor_can_a_space_that_nobody_knows():
+    with pytest.raises(ValueError, match="shared_memory") as caught:
+        SubprocessVectorEnv(of(TokenSpace(), TokenSpace()), shared_memory=True)
+    assert isinstance(caught.value, gymnasium.error.CustomSpaceError)
+    assert not isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_wrong_masks_and_seeds(face):
+    masks = [
+        ([True, False, True, True], TypeError, "must be a numpy array, got <class 'list'>"),
+        (np.ones(3, bool), ValueError, "must have shape `(4,)`, got (3,)"),
+        (np.ones((1, 4), bool), ValueError, "must have shape `(4,)`, got (1, 4)"),
+        (np.array([1, 0, 0, 1]), TypeError, "must have `dtype=np.bool_`, got int64"),
+        (
+            np.zeros(4, bool),
+            ValueError,
+            "must contain a boolean array with at least one True value, got reset_mask=[False False False False]",
+        ),
+    ]
+    with closing(face(four)) as envs:
+        envs.reset(seed=1)
+        for mask, kind, words in masks:
+            with pytest.raises(kind, match=re.escape("`options['reset_mask']` " + words)):
+                envs.reset(options={"reset_mask": mask})
+        words = "If seeds are passed as a list the length must match num_envs=4 but got length=2."
+        with pytest.raises(ValueError, match=re.escape(words)):
+            envs.reset(seed=[1, 2])
+        envs.step(np.ones(4, int))  # nothing was lost
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_actions_that_are_no_batch(face):
+    with closing(face(four)) as envs:
+        envs.reset(seed=1)
+        for actions in (0, np.int64(1), None):
+            with pytest.raises(TypeError):
+                envs.step(actions)
+        for actions in (np.zeros(3, int), [1, 0, 1, 0, 1]):
+            with pytest.raises(ValueError, match="actions") as caught:
+                envs.step(actions)
+            assert not isinstance(caught.value, TypeError)
+        envs.step(np.ones(4, int))
+
+
+def test_the_serial_one_shows_its_envs_as_gymnasiums_does():
+    with closing(SerialVectorEnv([partial(CounterEnv, horizon=5 + index) for index in range(3)])) as envs:
+        envs.reset(seed=1)
+        envs.step(np.ones(3, int))
+        assert [env.unwrapped.horizon for env in envs.envs] == [5, 6, 7]
+        assert [env.unwrapped.episode_step for env in envs.envs] == [1, 1, 1]
+
+
+SHARES = """
+import multiprocessing, sys
+from multienv import SubprocessVectorEnv
+from multienv.testing import CounterEnv
+
+if __name__ == "__main__":
+    with multiprocessing.Manager() as manager:
+        built, lock = manager.list(), manager.Lock()
+
+        def make():
+            with lock:
+                built.append(True)
+            return CounterEnv()
+
+        envs = SubprocessVectorEnv([make] * 3, context=sys.argv[1])
+        envs.reset(seed=1)
+        envs.close()
+        print(len(built))
+"""
+
+
+@pytest.mark.parametrize("context", multiprocessing.get_all_start_methods())
+def test_env_fns_may_hold_what_a_manager_of_multiprocessing_shares(context, tmp_path):
+    """Its proxies connect by the trainer's key. A trainer of its own, because they keep their connections."""
+    script = tmp_path / "shares.py"
+    script.write_text(SHARES)
+    done = subprocess.run([sys.executable, script, context], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.returncode) == ("3", 0), done.stderr
