@@ -48,13 +48,13 @@ def check_spaces(face: str, mode: Any, members: Sequence[tuple[Space, Space]]) -
             raise SpaceMismatchError(
                 f"{face}(..., observation_mode='same') however some of the sub-environments observation spaces are not "
                 "equivalent. If this is intentional, use `observation_mode='different'` instead. "
-                f"Env {index} has {observation_space}, not {single}."
+                f"Here env {index} has the observation space {observation_space}, not {single}."
             )
         if mode != "same" and not _are_alike(observation_space, single):
             raise SpaceMismatchError(
                 f"{face}(..., observation_mode='different' or custom space) however the sub-environment's observation "
                 "spaces do not share a common shape and dtype. Wrap the envs so that they agree: "
-                f"env {index} has {observation_space}, not {single}."
+                f"env {index} has the observation space {observation_space}, not {single}."
             )
         if action_space != actions:
             raise SpaceMismatchError(

@@ -224,7 +224,7 @@ def test_seeds_that_make_no_sense(face, seed):
 @pytest.mark.parametrize(
     ("options", "kind", "match"),
     [
-        ({"worker": print}, ValueError, "worker= is AsyncVectorEnv's own"),
+        ({"worker": print}, ValueError, "worker. runs AsyncVectorEnv's own"),
         ({"observation_mode": "other"}, ValueError, "observation_mode"),
         ({"observation_mode": (1, 2)}, TypeError, "observation_mode"),
         ({"autoreset_mode": "sometimes"}, ValueError, "sometimes"),
