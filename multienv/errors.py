@@ -126,6 +126,8 @@ class EnvError(MultienvError):
         step: Steps taken in the episode so far, or ``None``.
         seed: The seed of the last seeded reset, or ``None``.
         remote_traceback: The traceback in the worker, as text.
+        returned: What ``step()`` had returned, if it ended an episode and the reset of the same step raised:
+            observation, reward, terminated, truncated and info. Else ``None``.
     """
 
     env_index: int | None = None
@@ -133,6 +135,7 @@ class EnvError(MultienvError):
     step: int | None = None
     seed: int | None = None
     remote_traceback: str = ""
+    returned: tuple[Any, float, bool, bool, dict[str, Any]] | None = None
 
 
 class EnvRaisedError(EnvError):

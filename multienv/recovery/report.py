@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import signal
 from typing import Any
 
@@ -114,6 +116,9 @@ def env_error(failure: Failure, *, index: int | None, command: str, step: int | 
         error.__cause__ = original or remote
     error.env_index, error.command, error.step, error.seed = index, command, step, seed
     error.remote_traceback = failure.traceback
+    if failure.returned is not None:
+        with contextlib.suppress(Exception):  # its info may be of a class that cannot be had here
+            error.returned = pickle.loads(failure.returned)
     assert isinstance(error, EnvError)
     return error
 

@@ -313,6 +313,7 @@ class Failure:
     exception: bytes | None  # its type, arguments and attributes, pickled, if they can be
     result_not_picklable: bool = False
     slot: int = -1  # of a group's env that could not be built
+    returned: bytes | None = None  # what step() had returned before the reset in the same step raised, pickled
 
 
 class Unpicklable(Exception):  # noqa: N818 - internal

@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -36,6 +37,7 @@ from multienv.wire.messages import (
 )
 from multienv.worker import generators
 from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result, wrong_reward
+from multienv.worker.group_results import NotBegun, as_info, of_reset
 from multienv.worker.group_states import GroupStates
 from multienv.worker.rows import Rows
 from multienv.worker.tenant import Handle
@@ -223,17 +225,23 @@ class EnvGroup(GroupStates):
             final_observation, final_info = pickle.loads(dumps((observation, info)))  # they may be the env's own
         except Exception as error:
             raise not_sent("step", error, info=info) from error
-        first, info = self._reset(slot)
+        try:
+            first, info = self._reset(slot)
+        except Exception as error:
+            raise NotBegun(error, final_observation, final_info) from error
         return first, {"final_obs": final_observation, "final_info": final_info, **(info or {})}
 
     def _failed(self, seq: int, slot: int, error: Exception) -> Failure:
         """An env has raised: its episode ends there, at what was seen last."""
         self._end(slot)
         self._rows.put(seq, slot, self._rows.seen(seq, slot))
-        return failure_of(error)
+        return failure_of(error.raised if isinstance(error, NotBegun) else error)
 
     def _note_error(self, seq: int, slot: int, error: Exception, infos: _Infos, failures: _Failures) -> None:
         """An env has raised in a step: its failure, or, if it is told to, the honest end of its episode."""
+        if isinstance(error, NotBegun):
+            self._note_lost_reset(seq, slot, error, infos, failures)
+            return
         if not self._group.truncates_errors:
             failures[slot] = self._failed(seq, slot, error)
             return
@@ -244,6 +252,21 @@ class EnvGroup(GroupStates):
             infos.append((slot, self._stand_in(seq, slot, LeftOut(self._rows.seen(seq, slot), reason))))
         except Exception as again:  # it begins its next episode in there
             failures[slot] = self._failed(seq, slot, again)
+
+    def _note_lost_reset(self, seq: int, slot: int, error: NotBegun, infos: _Infos, failures: _Failures) -> None:
+        """What the step has returned is not lost with it: it goes with the failure, or is all there is to tell."""
+        observation, info, earned = error.observation, error.info, self._rows.earned(seq, slot)
+        if self._group.truncates_errors:
+            with contextlib.suppress(Exception):  # it may succeed when it is tried again
+                first, more = self._reset(slot)
+                self._rows.write(seq & 1, slot, first)
+                what = failure_of(error.raised)
+                told = {"reason": f"The reset raised {what.type_name}: {what.text}. It was tried again."}
+                final = {"final_obs": observation, "final_info": info, "multienv": told}
+                infos.append((slot, final | (more or {})))
+                return
+        returned = dumps((observation, *earned, info))
+        failures[slot] = replace(self._failed(seq, slot, error), returned=returned)
 
     def _step_without(self, seq: int, frame: bytes) -> tuple[_Infos, _Failures]:
         """A step in which some envs do not take part: they have killed the process, or are not what they were."""
@@ -359,22 +382,6 @@ class EnvGroup(GroupStates):
                 failures[slot] = self._failed(seq, slot, error)
         self._words[SLOT] = 0
         return self._packed(seq, infos, failures, state)
-
-
-def of_reset(result: Any) -> tuple[Any, Any]:
-    """What a reset has returned, if it is a pair."""
-    try:
-        observation, info = result
-    except (TypeError, ValueError):
-        raise wrong_result("reset", "observation, info", result) from None
-    return observation, info
-
-
-def as_info(info: Any) -> dict[str, Any]:
-    """The info, if it is a dict."""
-    if not isinstance(info, dict):
-        raise TypeError(f"the env returned {type(info).__name__} {info!r:.200} as info; gymnasium's API wants a dict")
-    return info
 
 
 def _nothing_happens(action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:

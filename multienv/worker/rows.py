@@ -82,6 +82,11 @@ class Rows:
         place, self.stale[side] = self._places[side], True
         place.rewards[row], place.terminations[row], place.truncations[row] = 0.0, False, truncated
 
+    def earned(self, seq: int, slot: int) -> tuple[float, bool, bool]:
+        """Reward and flags of one env."""
+        place, row = self._places[seq & 1], self._first + slot
+        return float(place.rewards[row]), bool(place.terminations[row]), bool(place.truncations[row])
+
     def seen(self, seq: int, slot: int) -> Any:
         """What the caller saw of this env before this request; ``None`` where it alone has kept that."""
         if not self.laid_out:

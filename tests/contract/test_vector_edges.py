@@ -14,7 +14,7 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
-from multienv.errors import EnvsFailedError, UsageError, WorkerLostError
+from multienv.errors import EnvRaisedError, EnvsFailedError, UsageError, WorkerLostError
 from multienv.testing import CounterEnv, Fault, FaultyEnv
 
 FACES = [SerialVectorEnv, SubprocessVectorEnv]
@@ -145,6 +145,57 @@ def test_an_env_that_raises_before_it_seeds_can_be_brought_back():
     batch = envs.step(ACTIONS)
     assert not batch[3].any()
     assert envs.statistics()[0].exact_recoveries == 1
+    envs.close()
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_reset_that_raises_does_not_take_the_end_of_the_episode_with_it(face):
+    """With autoreset in the same step it comes with the error."""
+    fns = [partial(FaultyEnv, fault=Fault("raise", "reset", at=2), horizon=3), partial(CounterEnv, horizon=30)]
+    envs = face(fns, autoreset_mode=AutoresetMode.SAME_STEP)
+    reference = CounterEnv(horizon=3)
+    envs.reset(seed=0)
+    reference.reset(seed=0)
+    for _ in range(2):
+        envs.step(ACTIONS)
+        reference.step(ACTIONS[0])
+    expected = reference.step(ACTIONS[0])
+    with pytest.raises(EnvsFailedError) as caught:
+        envs.step(ACTIONS)
+    failure = caught.value.failures[0]
+    assert isinstance(failure, EnvRaisedError)
+    assert "FaultError" in str(failure)
+    assert failure.returned is not None
+    assert failure.returned[0].tobytes() == expected[0].tobytes()
+    assert failure.returned[1:] == expected[1:]
+    assert caught.value.results[0] is None
+    assert caught.value.results[1][0][0] == 3
+    observations, rewards, terminations, _, _ = envs.step(ACTIONS)  # it is tried again
+    assert observations[:, 0].tolist() == [0, 4]
+    assert (rewards[0], terminations[0]) == (0.0, False)
+    envs.close()
+
+
+@pytest.mark.parametrize("tries", [1, 2])
+def test_told_to_end_episodes_where_envs_raise_such_a_reset_is_tried_again(tries):
+    faults = [Fault("raise", "reset", at=2 + number) for number in range(tries)]
+    fns = [partial(FaultyEnv, fault=faults, horizon=3), partial(CounterEnv, horizon=30)]
+    policy = RestartPolicy(on_error="truncate")
+    envs = SubprocessVectorEnv(fns, envs_per_worker=2, restart=policy, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.reset(seed=0)
+    for _ in range(2):
+        envs.step(ACTIONS)
+    if tries == 1:
+        observations, rewards, terminations, truncations, infos = envs.step(ACTIONS)
+        assert observations[:, 0].tolist() == [0, 3]
+        assert rewards[0] > 0.0
+        assert (terminations[0], truncations[0]) == (True, False)
+        assert infos["final_obs"][0][0] == 3
+        assert "tried again" in infos["multienv"]["reason"][0]
+    else:
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.step(ACTIONS)
+        assert caught.value.failures[0].returned[2:4] == (True, False)  # type: ignore[union-attr]
     envs.close()
 
 
