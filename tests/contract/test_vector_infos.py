@@ -25,7 +25,6 @@ from multienv.testing import CounterEnv, SpaceEnv
 CULPRIT = 1
 OTHERS = [0, 2]
 AT = 3
-MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP]
 Fns = list[Callable[[], gymnasium.Env[Any, Any]]]
 
 
@@ -112,8 +111,15 @@ def expect_failure(error: EnvsFailedError, expected: Any) -> None:
         assert all(np.array_equal(mine, own[row]) for mine, own in zip(results[row], expected[:4], strict=True))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("special", [Defiant, of_the_workers_own])
+@pytest.mark.parametrize(
+    ("special", "mode"),
+    [
+        (Defiant, AutoresetMode.NEXT_STEP),
+        (of_the_workers_own, AutoresetMode.SAME_STEP),
+        pytest.param(Defiant, AutoresetMode.SAME_STEP, marks=pytest.mark.soak),
+        pytest.param(of_the_workers_own, AutoresetMode.NEXT_STEP, marks=pytest.mark.soak),
+    ],
+)
 def test_it_fails_alone_and_its_episode_ends_with_the_next_step(special, mode):
     policy = RestartPolicy(snapshots=False)
     envs = SubprocessVectorEnv(fns(special), envs_per_worker=3, autoreset_mode=mode, restart=policy)
