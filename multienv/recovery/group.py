@@ -95,7 +95,7 @@ class GroupSupervisor(GroupReader):
             self._blamed = self.seq
         self._deaths += gone.executing
         if gone.executing and gone.cause != "error":  # whether what is raised is meant shows when it is raised again
-            self._blame(gone, loss, _slot_of(gone), command)
+            self._blame(gone, loss, self._slot_of(gone), command)
         self._keep()
         try:
             backend = self._brought_back(gone, effort)
@@ -119,12 +119,17 @@ class GroupSupervisor(GroupReader):
         self._ask_again()
 
     def _note_loss(self, gone: Gone, command: str) -> Loss:
-        slot = _slot_of(gone) if gone.executing else _UNKNOWN
+        slot = self._slot_of(gone) if gone.executing else _UNKNOWN
         self.record.env_index = None if slot < 0 else self._group.first + slot
         if slot < 0:
             return self.record.loss(gone, command, None, None, self._case(command))
         step = None if command in ("initialize", "reset") else self._steps_of(slot)
         return self.record.loss(gone, command, step, self._seeds[slot], self._case(command))
+
+    def _slot_of(self, gone: Gone) -> int:
+        """Whose call it was; after garbage others may have been called since, unless it was asked for once more."""
+        again = self._blamed == self.seq and self._deaths_of[_UNKNOWN] and self.phase in (STEPPING, RESUMED)
+        return gone.slot if gone.cause != "broken" or again else _UNKNOWN
 
     def _forget_blame(self) -> None:
         self._absent, self._raised, self._deaths_of = {}, {}, Counter()
@@ -357,8 +362,3 @@ class GroupSupervisor(GroupReader):
         if errors or raised or "failures" in extras:
             extras = {**extras, "failures": {**errors, **raised}}
         return extras
-
-
-def _slot_of(gone: Gone) -> int:
-    """Whose call it was; after garbage on the pipe others may have been called since."""
-    return _UNKNOWN if gone.cause == "broken" else gone.slot

@@ -36,6 +36,7 @@ from multienv.wire.messages import (
     pack_value,
 )
 from multienv.worker import generators
+from multienv.worker.eavesdropping import watched
 from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result, wrong_reward
 from multienv.worker.group_results import NotBegun, as_info, of_reset
 from multienv.worker.group_states import GroupStates
@@ -260,8 +261,7 @@ class EnvGroup(GroupStates):
             with contextlib.suppress(Exception):  # it may succeed when it is tried again
                 first, more = self._reset(slot)
                 self._rows.write(seq & 1, slot, first)
-                what = failure_of(error.raised)
-                told = {"reason": f"The reset raised {what.type_name}: {what.text}. It was tried again."}
+                told = {"reason": f"The reset raised {type(error.raised).__name__}. It was tried again."}
                 final = {"final_obs": observation, "final_info": info, "multienv": told}
                 infos.append((slot, final | (more or {})))
                 return
@@ -276,7 +276,8 @@ class EnvGroup(GroupStates):
         for slot in absent:
             self._calls[slot] = _nothing_happens
         try:
-            stepped, failures = self._stepper(self._words)(seq, frame)
+            with watched(self._calls, self._words, self.replies):
+                stepped, failures = self._stepper(self._words)(seq, frame)
         finally:
             for slot in absent:
                 self._end(slot)

@@ -27,8 +27,13 @@ from multienv.worker.tenant import Tenant, call_by_name
 
 
 class GroupCalls(Tenant):
-    """Calls all envs of a group, one after the other; what one raises keeps none of the others from being called."""
+    """Calls all envs of a group, one after the other; what one raises keeps none of the others from being called.
 
+    Attributes:
+        replies: The pipe that the worker answers on; -1 for none.
+    """
+
+    replies = -1
     _envs: list[gymnasium.Env[Any, Any]]
     _words: Any  # the control words
     _spared: tuple[int, ...] | None = None

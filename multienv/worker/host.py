@@ -59,6 +59,7 @@ class Host:
     Attributes:
         handle: Number, kind and frame of a request → the frame of its reply.
         closing: It has been asked to close.
+        replies: The pipe that it answers on; -1 for none.
 
     Args:
         env_fn: What builds the env, or the list of what builds a group's, where it need not travel (fork, serial).
@@ -82,6 +83,7 @@ class Host:
     ) -> None:
         """Hold no env yet: it is built by the first request."""
         self.closing = False
+        self.replies = -1
         self.handle: Handle = self._handle
         self._allocate = allocate
         self._arena = arena
@@ -120,6 +122,12 @@ class Host:
             self.handle = tenant.compile(self._words, self._handle)
         self._words[BUSY] = 0
         return reply
+
+    def answer_on(self, replies: int) -> None:
+        """By this pipe."""
+        self.replies = replies
+        if isinstance(self._tenant, EnvGroup):
+            self._tenant.replies = replies
 
     def remember(self, seq: int) -> None:
         """The process is about to fork: the copy may be moved long after this request."""
@@ -165,6 +173,7 @@ class Host:
                     return pack_value(seq, replace(failure_of(error), slot=len(envs)), FAILED)
             self._words[SLOT] = 0
             self._tenant = EnvGroup(envs, message.group, self._arena)
+            self._tenant.replies = self.replies
         self.handle = self._tenant.compile(self._words, self._handle)
         return packed(seq, self._tenant.describe(), "its constructor (spaces, metadata, spec)")
 

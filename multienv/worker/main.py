@@ -83,6 +83,7 @@ def _live(ends: Ends, host: Host, control: Control, snapshots: Snapshots) -> Non
                 before.close()
                 affinity = Affinity.of_this_process(control)
                 snapshots.go_on(control.words, ends)
+            host.answer_on(ends.replies)
             _serve(ends, host, control, snapshots, affinity)
             return
         except Woken as again:

@@ -158,10 +158,6 @@ def test_poison_truncates_the_culprit(method: str, manner: str, moment: str, mod
     finally:
         envs.close()
     truncated = [row for batch in mine[1:] for row in np.flatnonzero(batch[3])]
-    if moment == "garbage":  # nobody knows who wrote it: all of the process are ended, and say so
-        assert truncated[:3] == [0, 1, 2]
-        expect_same(mine, expected_play("", mode), [3, 4])
-        return
     assert truncated
     assert set(truncated) == {CULPRIT}
     expect_same(mine, expected_play("", mode), OTHERS)

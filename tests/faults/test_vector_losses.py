@@ -143,6 +143,21 @@ def test_poison_in_a_reset_is_raised_and_the_others_step_on():
     envs.close()
 
 
+def test_garbage_in_the_reset_that_begins_an_episode_is_found_out():
+    envs = vector(with_culprit(Fault("garbage", "reset", at=2)), [])
+    reference = SyncVectorEnv([*counters()[:CULPRIT], lambda: CounterEnv(horizon=30), *counters()[CULPRIT + 1 :]])
+    envs.reset(seed=1)
+    reference.reset(seed=1)
+    for step in range(30):
+        expect_equal(envs.step(actions_of(step)), reference.step(actions_of(step)), range(NUM_ENVS))
+    reference.step(actions_of(30))
+    with pytest.raises(EnvsFailedError) as caught:
+        envs.step(actions_of(30))
+    assert list(caught.value.failures) == [CULPRIT]
+    assert isinstance(caught.value.failures[CULPRIT], PoisonError)
+    envs.close()
+
+
 @pytest.mark.parametrize("manner", ["kill", "hang_c"])
 @pytest.mark.parametrize("on_loss", ["truncate", "raise"])
 def test_policy_is_for_the_culprit(manner, on_loss, marker):

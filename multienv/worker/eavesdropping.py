@@ -1,0 +1,71 @@
+"""Who writes on the pipe that the worker answers on: something has, and the trainer cannot tell whose call it was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from multienv.wire.memory import SLOT
+
+# The exit code of a worker that has found out.
+NOISY = 71
+
+
+@contextlib.contextmanager
+def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iterator[None]:
+    """While they are called another pipe is in the place of ``replies``, -1 for none.
+
+    Who has written there ends the process, marked: the trainer has read the same, or nothing, and knows whom to blame.
+    """
+    if replies < 0:
+        yield
+        return
+    with _another_pipe(replies) as ear:
+
+        def expose(slot: int) -> None:
+            if select.select((ear,), (), (), 0)[0]:
+                words[SLOT] = slot + 1
+                with contextlib.suppress(Exception):
+                    print("It wrote on the pipe that its worker answers on.", file=sys.stderr, flush=True)
+                os._exit(NOISY)
+
+        def watching(slot: int, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def call_and_listen(action: Any) -> Any:
+                if slot:
+                    expose(slot - 1)  # by a reset, after its call
+                    words[SLOT] = slot + 1
+                try:
+                    return call(action)
+                finally:
+                    expose(slot)
+
+            return call_and_listen
+
+        before = list(calls)
+        listening = [watching(slot, call) for slot, call in enumerate(before)]
+        calls[:] = listening
+        try:
+            yield
+            expose(len(calls) - 1)
+        finally:
+            for slot, (call, own, plain) in enumerate(zip(calls, listening, before, strict=True)):
+                calls[slot] = plain if call is own else call
+
+
+@contextlib.contextmanager
+def _another_pipe(descriptor: int) -> Iterator[int]:
+    inheritable = os.get_inheritable(descriptor)
+    ear, mouth = os.pipe()
+    kept = os.dup(descriptor)
+    try:
+        os.dup2(mouth, descriptor, inheritable)
+        os.close(mouth)
+        yield ear
+    finally:
+        os.dup2(kept, descriptor, inheritable)
+        os.close(kept)
+        os.close(ear)
