@@ -157,7 +157,7 @@ def _bytes_of(path: str) -> bytes:
         return b""
     try:
         parts = []
-        while part := os.read(descriptor, 2**16):
+        while part := os.read(descriptor, 2**12):
             parts.append(part)
         return b"".join(parts)
     except GONE:
