@@ -18,6 +18,7 @@ from multienv.events import Loss
 from multienv.recovery.group_infos import GroupReader
 from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
 from multienv.recovery.keeper import entered
+from multienv.recovery.mender import LOSSES
 from multienv.recovery.phases import ASKED, LOST, RESUMED, RUNNING, STEPPING
 from multienv.recovery.report import env_error, what_happened
 from multienv.recovery.supervisor import Transition
@@ -94,8 +95,14 @@ class GroupSupervisor(GroupReader):
             self._forget_blame()
             self._blamed = self.seq
         self._deaths += gone.executing
-        if gone.executing and gone.cause != "error":  # whether what is raised is meant shows when it is raised again
-            self._blame(gone, loss, self._slot_of(gone), command)
+        self._losses += 1
+        if gone.executing:
+            if gone.cause != "error":  # whether what is raised is meant shows when it is raised again
+                self._blame(gone, loss, self._slot_of(gone), command)
+        elif self._losses == LOSSES // 2:  # what some env has done may be what it dies of afterwards
+            self._deaths_of[_UNKNOWN] += 1
+        elif self._losses >= LOSSES:
+            self._blame(gone, loss, _UNKNOWN, command)
         self._keep()
         try:
             backend = self._brought_back(gone, effort)

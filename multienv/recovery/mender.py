@@ -46,7 +46,7 @@ _unpack = REPLY.unpack_from
 
 # So many losses while one request is pending are laid to it, even if no process died executing it: an env that closes
 # the descriptors of its process, for instance, is done when that dies of it.
-_LOSSES = 6
+LOSSES = 6
 
 
 class Mender(Keeper):
@@ -147,7 +147,7 @@ class Mender(Keeper):
         effort = self._healer.begin()
         self._deaths += gone.executing
         self._losses += 1
-        if self._losses >= max(self._policy.poison_after, _LOSSES):
+        if self._losses >= max(self._policy.poison_after, LOSSES):
             self._deaths = self._losses  # it has them die as soon as it is done, or may as well have
         self._keep_last_observation()
         on_loss = self._on_loss(gone.cause)

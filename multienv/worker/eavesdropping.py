@@ -1,4 +1,4 @@
-"""Who writes on the pipe that the worker answers on: something has, and the trainer cannot tell whose call it was."""
+"""Who writes on the pipe that the worker answers on, or closes it: the trainer cannot tell whose call it was."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NOISY = 71
 def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iterator[None]:
     """While they are called another pipe is in the place of ``replies``, -1 for none.
 
-    Who has written there ends the process, marked: the trainer has read the same, or nothing, and knows whom to blame.
+    Who has written there, or closed descriptors that are not its own, ends the process, marked: the trainer has read the
+    same, or nothing, and knows whom to blame.
     """
     if replies < 0:
         yield
@@ -27,10 +28,14 @@ def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iter
     with _another_pipe(replies) as ear:
 
         def expose(slot: int) -> None:
-            if select.select((ear,), (), (), 0)[0]:
+            try:
+                found = "wrote on" if select.select((ear,), (), (), 0)[0] else ""
+            except OSError:
+                found = "closed"
+            if found:
                 words[SLOT] = slot + 1
                 with contextlib.suppress(Exception):
-                    print("It wrote on the pipe that its worker answers on.", file=sys.stderr, flush=True)
+                    print(f"It {found} the pipe that its worker answers on.", file=sys.stderr, flush=True)
                 os._exit(NOISY)
 
         def watching(slot: int, call: Callable[[Any], Any]) -> Callable[[Any], Any]:

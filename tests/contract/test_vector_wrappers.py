@@ -253,7 +253,7 @@ def test_make_vec_imports_the_module_that_registers(tmp_path, monkeypatch):
         ((17,), {}, UsageError, "17 is no id"),
         (("NoSuchEnv-v7",), {}, gymnasium.error.Error, "NoSuchEnv"),
         (("CartPole-v1",), {"no_such_argument": 1}, EnvsFailedError, "no_such_argument"),
-        (("CartPole-v1",), {"vector_kwargs": {"worker": print}}, UsageError, "worker="),
+        (("CartPole-v1",), {"vector_kwargs": {"worker": print}}, UsageError, "worker"),
     ],
 )
 def test_make_vec_of_what_makes_no_sense(arguments, options, kind, match):

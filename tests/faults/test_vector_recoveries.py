@@ -283,3 +283,25 @@ def test_a_hung_slot_is_found_by_its_deadline(moment: str, marker: str) -> None:
     assert "counter" in loss.stack or "faults" in loss.stack
     envs.close()
     twin.close()
+
+
+class Closes(CounterEnv):
+    """Closes descriptors that are not its own, and so has its process die as soon as that answers."""
+
+    def step(self, action: Any) -> Any:
+        if self.episode_step == 2:
+            os.closerange(3, 256)
+        return super().step(action)
+
+
+def test_who_closes_the_descriptors_of_its_process_is_found_out():
+    """It is done when the process dies of it, and so has not been seen at it."""
+    envs = SubprocessVectorEnv(fns(env1=partial(Closes, horizon=6)), envs_per_worker=3)
+    with contextlib.closing(envs):
+        envs.reset(seed=3)
+        for step in range(5):
+            _, _, _, truncated, infos = envs.step(actions_of(step))
+            assert truncated.tolist() == [step == 2 and index == 1 for index in range(NUM_ENVS)]
+            if step == 2:
+                assert "not tried again" in infos["multienv"]["reason"][1]
+        assert envs.statistics()[1].losses == 0
