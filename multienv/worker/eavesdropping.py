@@ -19,8 +19,8 @@ NOISY = 71
 def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iterator[None]:
     """While they are called another pipe is in the place of ``replies``, -1 for none.
 
-    Who has written there, or closed descriptors that are not its own, ends the process, marked: the trainer has read the
-    same, or nothing, and knows whom to blame.
+    Who has written there, or closed what is not its own, ends the process, marked: the trainer has read the same, or
+    nothing, and knows whom to blame.
     """
     if replies < 0:
         yield
