@@ -57,7 +57,7 @@ class LeakyCartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.step(action)
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_leaking_env_stays_small(shared_memory: bool) -> None:
     """2 GiB leak in all; no process ever holds more than a few episodes' worth."""
     env_fn = LeakyCartPole

@@ -37,7 +37,12 @@ def play(env: Any, actions: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("env_id", "options"),
-    [("LunarLander-v3", {}), ("BipedalWalker-v3", {}), ("ALE/Breakout-v5", STICKY), ("HalfCheetah-v5", {})],
+    [
+        ("LunarLander-v3", {}),
+        pytest.param("BipedalWalker-v3", {}, marks=pytest.mark.soak),
+        ("ALE/Breakout-v5", STICKY),
+        pytest.param("HalfCheetah-v5", {}, marks=pytest.mark.soak),
+    ],
 )
 @pytest.mark.parametrize("killing", [False, True], ids=["", "killing"])
 def test_each_branch_is_the_trajectory_that_leads_there(env_id: str, options: Any, killing: bool) -> None:

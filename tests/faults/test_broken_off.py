@@ -121,7 +121,7 @@ def test_of_halves(interruption: type[BaseException], env_fn: Any) -> None:
         assert env.statistics().losses == 0
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"])
 def test_of_building(interruption: type[BaseException], method: str) -> None:
     moments, hits = random.Random(7), 0
     for _ in range(10):

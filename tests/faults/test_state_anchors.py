@@ -238,7 +238,9 @@ def test_several_at_once_with_losses_among_them() -> None:
         assert all(one.state_anchors for one in m.statistics())
 
 
-@pytest.mark.parametrize("name", ["remembers more than an episode", "HalfCheetah", "Pong"])
+@pytest.mark.parametrize(
+    "name", ["remembers more than an episode", "HalfCheetah", pytest.param("Pong", marks=pytest.mark.soak)]
+)
 def test_several_in_one_process(name: str) -> None:
     """Their episodes end at different times, and so none of their requests is a reset to begin with."""
     env_fn, _, replay_limit, count = REAL[name]

@@ -314,7 +314,7 @@ def test_a_spent_budget_fails_the_envs_of_the_process():
     envs.close()
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"])
 @pytest.mark.parametrize("snapshots", [False, True])
 def test_random_kills_of_whole_groups(start_method, snapshots):
     dice, seen = random.Random(7), []
