@@ -30,7 +30,18 @@ def reports(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Children, descriptors and shared memory are back where they were, unless marked ``leaves``."""
+    """Children, descriptors and shared memory are back where they were."""
+    if "unit" in request.path.parts:  # they are many, and short: together, see below
+        yield
+        return
+    before = snapshot_resources()
+    yield
+    assert_nothing_left(before, timeout=5.0, ignore=warden_itself)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_by_all() -> Iterator[None]:
+    """The same for all tests of a module."""
     before = snapshot_resources()
     yield
     assert_nothing_left(before, timeout=5.0, ignore=warden_itself)

@@ -43,7 +43,7 @@ def row(result: Result, name: str) -> str:
 
 
 def test_a_deterministic_env(reports: Path) -> None:
-    result = chaos("Counter-v0", "--kills", "40", "--num-envs", "3", "--snapshot-every", "5", "--pause", "0.03")
+    result = chaos("Counter-v0", "--kills", "24", "--num-envs", "3", "--snapshot-every", "5", "--pause", "0.03")
     assert result.exit_code == 0, result.output
     assert row(result, "mismatches") == "0"
     assert row(result, "episodes ended with a reason") == "0"
@@ -55,7 +55,7 @@ def test_a_deterministic_env(reports: Path) -> None:
 
 
 def test_by_replay_alone() -> None:
-    result = chaos("Counter-v0", "--kills", "20", "--no-snapshots")
+    result = chaos("Counter-v0", "--kills", "12", "--no-snapshots")
     assert result.exit_code == 0, result.output
     assert "brought back by: snapshot" not in result.output
 

@@ -46,6 +46,7 @@ def test_the_actor_critic_while_its_workers_are_killed(tmp_path, face):
     assert (tmp_path / "actor_critic.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 def test_the_vector_actor_critic_learns_what_the_other_does(tmp_path):
     few = ["--total-steps", "3000", "--seed", "3"]
     lists, batches = (example(tmp_path, "actor_critic.py", *few, *face) for face in ((), ("--vector",)))

@@ -33,7 +33,9 @@ def undisturbed(env_fn: Callable[[], gymnasium.Env[Any, Any]], **options: Any) -
     "limits",
     [{"recycle_after_steps": 100}, {"recycle_after_episodes": 3}, {"recycle_after": 0.01}, {"recycle_after_steps": 1}],
 )
-@pytest.mark.parametrize("name", ["CartPole-v1", "LunarLander-v3", "BipedalWalker-v3"])
+@pytest.mark.parametrize(
+    "name", ["CartPole-v1", "LunarLander-v3", pytest.param("BipedalWalker-v3", marks=pytest.mark.soak)]
+)
 def test_without_a_trace(name: str, limits: dict[str, Any]) -> None:
     env_fn = partial(gymnasium.make, name)
     events: list[Event] = []

@@ -17,7 +17,7 @@ from multienv import SubprocessEnv
 from multienv.processes.environment import THREAD_VARIABLES
 from multienv.testing import CounterEnv
 
-CONTEXTS = ["forkserver", "spawn", "fork"]
+CONTEXTS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"]
 
 
 class RegisteredHere(CounterEnv):

@@ -26,7 +26,7 @@ ENDLESS = partial(CounterEnv, horizon=None)
 STICKY = {"repeat_action_probability": 0.25}
 
 
-@pytest.fixture(params=["forkserver", "spawn"])
+@pytest.fixture(params=["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -44,7 +44,7 @@ def play(env: Any, actions: list[Any]) -> list[Any]:
         pytest.param("HalfCheetah-v5", {}, marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.parametrize("killing", [False, True], ids=["", "killing"])
+@pytest.mark.parametrize("killing", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["", "killing"])
 def test_each_branch_is_the_trajectory_that_leads_there(env_id: str, options: Any, killing: bool) -> None:
     """A tree of random depth, held against envs that take the same actions from the start."""
     env_fn = partial(gymnasium.make, env_id, **options)

@@ -22,7 +22,7 @@ START = {"forkserver": 2.0, "spawn": 5.0, "fork": 2.0}
 METHODS = ["forkserver", "spawn", "fork"]
 # spawn starts an interpreter a process: the manners that take different paths through the code
 CASES = [("forkserver", manner) for manner in LETHAL]
-CASES += [(method, manner) for method in ("spawn", "fork") for manner in ("kill", "system_exit", "hang_c")]
+CASES += [(method, manner) for method in ("spawn", "fork") for manner in ("kill", "system_exit")]
 
 
 def few_of(manners: list[str]) -> list[Any]:

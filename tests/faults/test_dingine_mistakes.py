@@ -26,7 +26,7 @@ from multienv.testing.faults import TwoArgumentError
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
 from manager_envs import FailingResetEnv
 
-BOTH = [AsyncSubprocessEnvManager, SyncSubprocessEnvManager]
+BOTH = [AsyncSubprocessEnvManager, pytest.param(SyncSubprocessEnvManager, marks=pytest.mark.soak)]
 
 
 @pytest.fixture(params=BOTH)
@@ -238,7 +238,9 @@ def test_an_exception_with_its_own_constructor_arrives_and_the_worker_lives(mana
 # --- Ctrl-C restarts the env, or counts as a retry ------------------------------------------------
 
 
-@pytest.mark.parametrize("manager", ["AsyncSubprocessEnvManager", "SyncSubprocessEnvManager"])
+@pytest.mark.parametrize(
+    "manager", ["AsyncSubprocessEnvManager", pytest.param("SyncSubprocessEnvManager", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("what", ["step", "ready_obs", "reset", "retry"])
 def test_ctrl_c_retries_nothing_and_loses_nothing(manager: str, what: str, tmp_path: Path) -> None:
     run("manager_trainers", "ctrl_c", manager, what, tmp_path)

@@ -33,7 +33,7 @@ from multienv.testing import (
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
 from manager_envs import GatedBuildEnv, opened_meanwhile
 
-BOTH = [AsyncSubprocessEnvManager, SyncSubprocessEnvManager]
+BOTH = [AsyncSubprocessEnvManager, pytest.param(SyncSubprocessEnvManager, marks=pytest.mark.soak)]
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 
 
@@ -226,7 +226,7 @@ def test_close_is_bounded_for_all_together() -> None:
     assert seconds < 10 * 5.0  # one after the other
 
 
-@pytest.mark.parametrize("what", ["construct", "reset"])
+@pytest.mark.parametrize("what", ["construct", pytest.param("reset", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("how", ["thread", "signal"])
 def test_close_ends_a_launch(tmp_path: Path, what: str, how: str) -> None:
     """While the envs are built, or reset, and never will be."""

@@ -36,7 +36,7 @@ from multienv.testing import (
 )
 from multienv.testing.faults import FaultError, TwoArgumentError
 
-METHODS = ["forkserver", "spawn", "fork"]
+METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"]
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 
 

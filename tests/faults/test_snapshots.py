@@ -42,7 +42,7 @@ ENDLESS = partial(CounterEnv, horizon=None)
 OFTEN = RestartPolicy(snapshot_every=3)
 
 
-@pytest.fixture(params=["forkserver", "spawn"])
+@pytest.fixture(params=["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

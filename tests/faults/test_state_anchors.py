@@ -150,7 +150,7 @@ REAL: dict[str, tuple[EnvFn, int, float, int]] = {
 }
 
 
-QUICK = {"CartPole", "HalfCheetah", "Pong"}
+QUICK = {"CartPole", "Pong"}
 ROWS = [
     pytest.param(rounds, name, marks=[] if rounds == 1 and name in QUICK else pytest.mark.soak)
     for name in REAL
@@ -239,7 +239,11 @@ def test_several_at_once_with_losses_among_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["remembers more than an episode", "HalfCheetah", pytest.param("Pong", marks=pytest.mark.soak)]
+    "name",
+    [
+        "remembers more than an episode",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("HalfCheetah", "Pong")),
+    ],
 )
 def test_several_in_one_process(name: str) -> None:
     """Their episodes end at different times, and so none of their requests is a reset to begin with."""

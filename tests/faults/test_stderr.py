@@ -15,7 +15,7 @@ from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import WorkerHungError
 from multienv.testing import CounterEnv, Fault, FaultyEnv
 
-METHODS = ["forkserver", "spawn", "fork"]
+METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"]
 
 
 @pytest.fixture(params=METHODS)

@@ -246,7 +246,7 @@ def test_a_poisonous_call_is_the_culprits(method: str, manner: str, moment: str)
     twin.close()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("fork", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("manner", ["kill", "hang"])
 def test_one_that_cannot_be_built_is_named(method: str, manner: str) -> None:
     with pytest.raises(MultienvError) as caught:

@@ -8,7 +8,7 @@ import pytest
 from trainer_process import Trainer
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"])
 @pytest.mark.parametrize("where", ["inside", "between"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["sigkill", "sigint"])
 def test_nothing_outlives_a_trainer(method: str, where: str, number: signal.Signals) -> None:

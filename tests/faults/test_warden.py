@@ -19,7 +19,7 @@ from multienv.errors import MultienvError
 from multienv.processes import client
 from multienv.testing import CounterEnv, Fault, FaultyEnv, descendants, is_alive
 
-METHODS = ["forkserver", "spawn", "fork"]
+METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"]
 KILLED = partial(FaultyEnv, fault=Fault("kill", "step"))
 
 

@@ -35,7 +35,7 @@ from multienv.subprocess_env import SerialEnv
 from multienv.testing import CounterEnv, SpaceEnv, descendants, first_difference
 
 DEFAULT = settings(
-    max_examples=3,
+    max_examples=2,
     stateful_step_count=30,
     deadline=None,
     derandomize=False,
