@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from multienv.wire.memory import SLOT
+from multienv.wire.memory import RESETTING, SLOT
 
 # The exit code of a worker that has found out.
 NOISY = 71
@@ -33,7 +33,8 @@ def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iter
             except OSError:
                 found = "closed"
             if found:
-                words[SLOT] = slot + 1
+                if words[SLOT] % RESETTING != slot + 1:  # else it is marked already, and whether it was in a reset
+                    words[SLOT] = slot + 1
                 with contextlib.suppress(Exception):
                     print(f"It {found} the pipe that its worker answers on.", file=sys.stderr, flush=True)
                 os._exit(NOISY)
