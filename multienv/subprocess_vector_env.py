@@ -167,27 +167,21 @@ class SubprocessVectorEnv(HostedVectorEnv):
         for group in groups:
             weakref.finalize(self, _abandon, group, os.getpid()).atexit = False
         weakref.finalize(self, arena.close).atexit = False
+        batched: dict[str, Any] = {
+            "shared_memory": shared_memory,
+            "copy": copy,
+            "observation_mode": observation_mode,
+            "autoreset_mode": mode,
+            "max_concurrency": max_concurrency,
+        }
         self._trial: Trial | None = None
-        super().__init__(
-            env_fns,
-            groups,
-            arena,
-            shared_memory=shared_memory,
-            copy=copy,
-            observation_mode=observation_mode,
-            autoreset_mode=mode,
-            max_concurrency=max_concurrency,
-        )
+        super().__init__(env_fns, groups, arena, **batched)
         if envs_per_worker == "auto" and max(sizes) > 1:
             build = partial(
-                type(self),
-                self.env_fns,
-                shared_memory=shared_memory,
-                copy=copy,
+                SubprocessVectorEnv,  # not a subclass, which may take other arguments
+                env_fns,
+                **batched,
                 context=context,
-                observation_mode=observation_mode,
-                autoreset_mode=mode,
-                max_concurrency=max_concurrency,
                 restart=restart,
                 deadlines=deadlines,
                 native_threads=native_threads,

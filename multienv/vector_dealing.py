@@ -105,7 +105,7 @@ class Trial:
             return
         try:
             others = self._build(size)
-        except MultienvError:  # they can be had once only, or not so many
+        except (MultienvError, OSError):  # they can be had once only; or the system has not so many processes
             return
         groups, arena = envs._groups, envs._arena
         try:

@@ -80,9 +80,6 @@ class Launch:
     arena: int = -1  # descriptor of the memory that several workers share
 
 
-_ENDS = ("requests", "replies", "memory", "ended")
-
-
 class Worker:
     """One worker process, seen from the trainer: two pipes, a control block, and its fate.
 
@@ -122,16 +119,24 @@ class Worker:
         workers.add(self)
 
     def _make_ends(self) -> None:
+        """Each is noted as soon as it is made: the next one may be one too many for the system."""
         block, self.memory = Block.create(CONTROL_SIZE)
+        self._own("memory")
         self.control = Control(block)
         requests_read, self.requests = os.pipe()
+        self._theirs.append(requests_read)
+        self._own("requests")
         self.replies, replies_write = os.pipe()
+        self._theirs.append(replies_write)
+        self._own("replies")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.ended = ours.detach()
-        self._theirs = [requests_read, replies_write, theirs.detach()]
+        self._theirs.append(theirs.detach())
+        self._own("ended")
         os.set_blocking(self.requests, False)
-        for name in _ENDS:
-            self._tokens[name] = descriptors.own(getattr(self, name))
+
+    def _own(self, name: str) -> None:
+        self._tokens[name] = descriptors.own(getattr(self, name))
 
     def _start(self, launch: Launch, snapshot: tuple[int, int] | None) -> None:
         requests, replies, fate = self._theirs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -207,6 +209,37 @@ def refuse(envs: SubprocessVectorEnv) -> None:
 )
 def test_after_anything_but_steps_all_stays(prepare):
     assert undisturbed([slow] * 4, prepare) == [2, 2]
+
+
+class Mine(SubprocessVectorEnv):
+    """Takes arguments of its own."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__([slow] * num_envs)
+
+
+def test_a_subclass_with_other_arguments():
+    with closing(Mine(4)) as envs:
+        envs.reset(seed=1)
+        for _ in range(STEPS + 1):
+            envs.step(np.zeros(4, int))
+        assert envs.envs_per_worker == [1] * 4
+
+
+def test_where_there_are_not_so_many_descriptors():
+    """The step says nothing of it, and goes on with what there is."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(SubprocessVectorEnv([slow] * 12)) as envs:
+        envs.reset(seed=1)
+        for _ in range(STEPS):
+            envs.step(np.zeros(12, int))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+        try:
+            envs.step(np.zeros(12, int))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert envs.envs_per_worker == [6, 6]
+    gc.collect()
 
 
 def test_a_number_that_is_given_is_kept():
