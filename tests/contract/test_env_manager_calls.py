@@ -14,27 +14,12 @@ import pytest
 from contract_envs import DictEnv
 from manager_envs import GatedEnv, counters, opened_meanwhile
 
-from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
+from multienv import AsyncSubprocessEnvManager
 from multienv.env_states import EnvState
 from multienv.episode_video import EpisodeVideo
 from multienv.errors import ClosedError, ResetNeededError, SpaceMismatchError, UsageError
 from multienv.testing import CounterEnv, Fault, FaultyEnv, PidEnv
 from multienv.testing.faults import FaultError
-
-BOTH = [AsyncSubprocessEnvManager, SyncSubprocessEnvManager]
-
-
-@pytest.fixture(params=BOTH)
-def manager_of(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Any:
-    path = tmp_path / "gate"
-    os.mkfifo(path)
-    return path
-
 
 # --- wrong calls ----------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -23,20 +22,6 @@ from multienv.errors import (
 )
 from multienv.testing import CounterEnv, Fault, FaultyEnv, first_difference
 from multienv.testing.faults import FaultError, TwoArgumentError
-
-BOTH = [AsyncSubprocessEnvManager, SyncSubprocessEnvManager]
-
-
-@pytest.fixture(params=BOTH)
-def manager_of(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Any:
-    path = tmp_path / "gate"
-    os.mkfifo(path)
-    return path
 
 
 def play(manager: Any, action: int = 1) -> dict[int, list[Any]]:

@@ -1,0 +1,23 @@
+"""Shared by the tests of the managers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
+
+
+@pytest.fixture(params=[AsyncSubprocessEnvManager, SyncSubprocessEnvManager])
+def manager_of(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Any:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
