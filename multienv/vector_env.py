@@ -22,6 +22,7 @@ from multienv.vector_arguments import check_mask, normal_batch, shown, sliced
 from multienv.vector_calls import VectorCalls
 from multienv.vector_rounds import STEP, Refused, Round, VectorRounds
 from multienv.vector_spaces import check_shareable, check_spaces, observation_spaces
+from multienv.wire.numbers import merged
 from multienv.wire.batch import BatchLayout, Place, copied, row_of
 from multienv.wire.messages import GroupOptions, Reset
 
@@ -338,9 +339,14 @@ class HostedVectorEnv(VectorCalls):
         failures = self._failures_of(current)
         if failures:
             self._raise(command, failures, current)
-        for rows, answer in zip(self._slices, current.answers, strict=True):
-            for slot, info in answer[-1].get("infos", ()):
-                self._add_one(infos, info, rows.start + slot)
+        told = [answer[-1].get("infos", ()) for answer in current.answers]
+        alike = merged(told)
+        if alike is not None:
+            infos = alike
+        else:
+            for rows, pairs in zip(self._slices, told, strict=True):
+                for slot, info in pairs:
+                    self._add_one(infos, info, rows.start + slot)
         if current.disturbed and command == STEP:
             for index in range(self.num_envs):
                 self._add_info(infos, {"multienv": {"resumed": True}}, index)

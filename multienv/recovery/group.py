@@ -19,15 +19,16 @@ from multienv.recovery.group_infos import GroupReader
 from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
 from multienv.recovery.keeper import entered
 from multienv.recovery.mender import LOSSES
-from multienv.recovery.phases import ASKED, LOST, RESUMED, RUNNING, STEPPING
+from multienv.recovery.phases import ASKED, DUE, LOST, RESUMED, RUNNING, STEPPING
 from multienv.recovery.report import env_error, what_happened
-from multienv.recovery.supervisor import Transition
+from multienv.recovery.supervisor import SAMPLE, Transition
 from multienv.wire.actions import leave_out, left_out
 from multienv.wire.messages import (
     FAILED,
     KIND_OF_REQUEST_AT,
     REPLY,
     STEP,
+    STEPPED,
     GroupOptions,
     Initialize,
     LeftOut,
@@ -37,6 +38,8 @@ from multienv.wire.messages import (
     pack_message,
     seq_of,
 )
+
+from multienv.wire.numbers import holds_numbers, unpack_numbers
 
 _unpack = REPLY.unpack_from
 # In place of the slot of whoever has ended the process.
@@ -307,6 +310,23 @@ class GroupSupervisor(GroupReader):
         return observations, self._with_errors(extras, "reset")
 
     def _finish_step(self, reply: bytes) -> Transition:
+        _, seq, info_length, kind, flags, _, _ = _unpack(reply)
+        start = len(reply) - info_length
+        if (
+            info_length
+            and kind == STEPPED
+            and not flags
+            and holds_numbers(reply[start])
+            and seq & SAMPLE
+            and not self._owed_to
+            and self._blamed != seq
+        ):
+            # A step like most, of envs that tell numbers in each: none has failed, and there is nothing to settle.
+            self._log(reply)
+            self._last = reply
+            self._steps += 1
+            self.phase = DUE if self._recycling.wanted and self._is_due() else RUNNING
+            return None, 0.0, False, False, unpack_numbers(reply[start:])
         reply = self._legible(reply)
         if self._policy.on_error == "replay" and not self._retrying and self._error_in(reply):
             self._retrying = True
@@ -329,8 +349,10 @@ class GroupSupervisor(GroupReader):
 
     def _without_illegible(self, extras: dict[str, Any], *, truncating: bool = False) -> dict[str, Any]:
         """Whose info cannot be read has failed; its episode ends with the next step, if it has not in this one."""
-        places, infos, failures = self._places, list(extras.get("infos", ())), dict(extras.get("failures", {}))
-        for slot in extras.get("illegible", ()) if places is not None else ():
+        if "illegible" not in extras:
+            return extras
+        places, infos, failures = self._places, list(extras["infos"]), dict(extras["failures"])
+        for slot in extras["illegible"] if places is not None else ():
             assert places is not None
             place, row, reason = places[self.seq & 1], self._group.first + slot, failures[slot].text
             if place.terminations[row] or place.truncations[row]:
@@ -339,7 +361,7 @@ class GroupSupervisor(GroupReader):
             if truncating:
                 del failures[slot]
                 infos.append((slot, {"multienv": {"reason": reason}}))
-        return {**extras, "infos": infos, "failures": failures} if "illegible" in extras else extras
+        return {**extras, "infos": infos, "failures": failures}
 
     def _settle_owed(self) -> None:
         if not self._owed_to and self._encode == self._encode_owed:

@@ -63,7 +63,7 @@ from multienv.wire.observations import info_of, irregular_parts, reward_of
 Transition = tuple[Any, Any, bool, bool, dict[str, Any]]
 
 # One step in so many is timed, and the journal's size looked at.
-_SAMPLE = 63
+SAMPLE = 63
 _JOURNALED = (Reset, Call, SetAttribute, Render)
 _unpack = REPLY.unpack_from
 
@@ -88,7 +88,7 @@ class Supervisor(Preserver):
             self.phase = STEPPING
             if self._step_deadline is not None:
                 self._backend.arm(self._step_deadline)
-            if not seq & _SAMPLE:
+            if not seq & SAMPLE:
                 self._sampled_at = perf_counter()
             transmit(frame)
         finally:
@@ -112,7 +112,7 @@ class Supervisor(Preserver):
             # The number is compared with what it is now: close() in a signal handler has moved it.
             if received != length or number != self.seq or kind != STEPPED:
                 return self._receive_step_slowly(bytes(buffer[:received]), defer=defer)
-            if received != self._plain_size or flags or not seq & _SAMPLE:
+            if received != self._plain_size or flags or not seq & SAMPLE:
                 return self._finish_step(bytes(buffer[:received]))
             log_request, log_reply, views = self._log_request, self._log_reply, self._views
             log_request(self._pending)
@@ -184,7 +184,7 @@ class Supervisor(Preserver):
                 self._keep_last_observation()
                 return self._truncation(str(error))
             raise error
-        sampled = not self.seq & _SAMPLE
+        sampled = not self.seq & SAMPLE
         if sampled:
             self._sample()
         self._log(reply)

@@ -17,6 +17,8 @@ from gymnasium import spaces
 
 # So that no two fields share a cache line.
 _ALIGNMENT = 64
+# Channels that are copied one by one where they do not lie beside each other.
+_FEW = 8
 _SOLID = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Discrete)
 
 Array = np.ndarray[Any, Any]
@@ -170,11 +172,18 @@ def row_writer(observations: Any) -> WriteRow:
 
 def _array_row_writer(array: Array) -> WriteRow:
     dtype, shape, ndarray = array.dtype, array.shape[1:], np.ndarray
+    few = shape[-1] if len(shape) > 2 and shape[-1] <= _FEW else 0
 
     def write(row: int, value: Any) -> None:
         if type(value) is not ndarray or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
             value = _fitting(value, dtype, shape)
-        array[row] = value
+        if few and not value.flags.c_contiguous:
+            # A stack of frames whose axis was moved to the end: numpy would copy it a few bytes at a time.
+            target = array[row]
+            for channel in range(few):
+                target[..., channel] = value[..., channel]
+        else:
+            array[row] = value
 
     return write
 

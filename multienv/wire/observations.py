@@ -19,6 +19,7 @@ from gymnasium import spaces
 from multienv.wire.layout import Layout, layout_of
 from multienv.wire.memory import Block
 from multienv.wire.messages import ANCHORED, IRREGULAR, REPLY, STEPPED, TERMINATED, TRUNCATED, dumps
+from multienv.wire.numbers import holds_numbers, pack_numbers, unpack_numbers
 
 # Up to this many bytes an observation travels in the reply itself, which the journal keeps whole.
 INLINE_LIMIT = 1024
@@ -88,7 +89,7 @@ def packer(space: spaces.Space[Any], placement: Placement, block: Block | None) 
         if truncated:
             flags |= TRUNCATED
         if info:
-            packed = dumps(info)
+            packed = pack_numbers(info) or dumps(info)
             return pack(header + len(data) + len(packed), seq, len(packed), STEPPED, flags, tag, reward) + data + packed
         return pack(header + len(data), seq, 0, STEPPED, flags, tag, reward) + data
 
@@ -121,7 +122,7 @@ def _box_packer(space: spaces.Box, layout: Layout) -> Pack:
         if padding:
             data += padding
         if info:
-            packed = dumps(info)
+            packed = pack_numbers(info) or dumps(info)
             return pack(length + len(packed), seq, len(packed), STEPPED, flags, tag, reward) + data + packed
         return pack(length, seq, 0, STEPPED, flags, tag, reward) + data
 
@@ -258,9 +259,12 @@ def irregular_parts(reply: bytes) -> tuple[Any, Any, bool, bool]:
 
 
 def info_of(reply: bytes) -> tuple[dict[str, Any], bytes | None]:
-    """The info, and the random generators' state where one was asked for."""
+    """The info, or what a group tells besides its rows, and the random generators' state where one was asked for."""
     _, _, info_length, _, flags, _, _ = REPLY.unpack_from(reply)
     if not info_length:
         return {}, None
-    info: Any = pickle.loads(memoryview(reply)[len(reply) - info_length :])
+    start = len(reply) - info_length
+    if holds_numbers(reply[start]):
+        return unpack_numbers(reply[start:]), None
+    info: Any = pickle.loads(memoryview(reply)[start:])
     return (info[0], info[1]) if flags & ANCHORED else (info, None)

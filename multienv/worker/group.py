@@ -35,6 +35,7 @@ from multienv.wire.messages import (
     dumps,
     pack_value,
 )
+from multienv.wire.numbers import Rows as NumberRows
 from multienv.worker import generators
 from multienv.worker.eavesdropping import watched
 from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result, wrong_reward
@@ -72,6 +73,7 @@ class EnvGroup(GroupStates):
         self._steps: list[Callable[[Any], Any]] = []
         self._calls: list[Callable[[Any], Any]] = []  # what a step calls: an env's step, or what begins its episode
         self._words: Any = None
+        self._alike = NumberRows(group.size)
         self._careful = False  # a request is done again: whose answer it is that ends the process is to be known
 
     def describe(self) -> Description:
@@ -118,6 +120,7 @@ class EnvGroup(GroupStates):
         ]
         step, step_without = self._stepper(words), self._step_without
         shown, laid_out, pack, size = self._rows.shown, self._rows.laid_out, REPLY.pack, REPLY.size
+        packed_numbers = self._alike.packed
 
         def handle_any(seq: int, kind: int, frame: bytes) -> bytes:
             if kind != STEP:
@@ -131,8 +134,9 @@ class EnvGroup(GroupStates):
                 if infos or failures or not laid_out:
                     reply = self._packed(seq, infos, failures, None)
                 else:
-                    data = shown[seq & 1]()
-                    reply = pack(size + len(data), seq, 0, STEPPED, 0, 0, 0.0) + data
+                    data, numbers = shown[seq & 1](), packed_numbers()
+                    length = size + len(data) + len(numbers)
+                    reply = pack(length, seq, len(numbers), STEPPED, 0, 0, 0.0) + data + numbers
             except Exception as error:
                 self._rows.keep(seq)
                 words[SLOT] = 0
@@ -150,6 +154,7 @@ class EnvGroup(GroupStates):
         rows, marks = range(group.first, group.first + group.size), range(1, group.size + 1)
         targets = [self._rows.target(side) for side in (0, 1)]
         whole = slice(None)
+        alike, take, laid_out = self._alike, self._alike.take, self._rows.laid_out
 
         def step(seq: int, frame: bytes) -> tuple[_Infos, _Failures]:
             side = seq & 1
@@ -158,6 +163,7 @@ class EnvGroup(GroupStates):
                 self._rows.clear_flags(side)
             infos: _Infos = []
             failures: _Failures = {}
+            alike.clear()
             actions = decode(frame)
             if not is_array:
                 actions = iterate(self._action_space, actions)
@@ -181,10 +187,12 @@ class EnvGroup(GroupStates):
                         cell[whole] = observation
                     except (TypeError, ValueError):
                         write(side, mark - 1, observation)  # it may fit all the same
-                    if info:
+                    if info and not take(mark - 1, info):
                         infos.append((mark - 1, dict(as_info(info))))  # it may be one that all envs share
                 except Exception as error:
                     self._note_error(seq, mark - 1, error, infos, failures)
+            if 0 < alike.count < group.size or (alike.count and (self._careful or not laid_out)):
+                infos[:0] = alike.infos()
             return infos, failures
 
         return step
