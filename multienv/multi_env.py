@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -22,10 +21,10 @@ from multienv.errors import (
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.phases import STARTING
-from multienv.recovery.supervisor import Supervisor
 from multienv.rounds import Rounds
 from multienv.subprocess_env import close_all
 from multienv.threads import Pool, side_by_side
+from multienv.turns import spread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,9 +91,9 @@ class MultiEnv:
             self._pool.shutdown()
             raise
         self.num_envs = len(self.envs)
-        self._rounds = Rounds(self._lanes, self._pool, max_workers or 1)
         if bind_cores:
-            _spread(self._rounds.supervisors)
+            spread([env._supervisor for env in self.envs if isinstance(env, HostedEnv)])
+        self._rounds = Rounds(self._lanes, self._pool, max_workers or 1)
 
     def _initialize(self) -> None:
         hosted = [(index, env) for index, env in enumerate(self.envs) if isinstance(env, HostedEnv)]
@@ -321,14 +320,6 @@ class MultiEnv:
     ) -> None:
         """Close."""
         self.close()
-
-
-def _spread(supervisors: list[Supervisor]) -> None:
-    """Deal the envs to the cores; with fewer envs than cores the scheduler knows better which are idle."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if 1 < len(cores) <= len(supervisors):
-        for place, supervisor in enumerate(supervisors):
-            supervisor.prefer(cores[place % len(cores)])
 
 
 def _call(env: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

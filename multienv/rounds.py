@@ -16,6 +16,7 @@ from multienv.hosted_env import HostedEnv
 from multienv.recovery.phases import LOST, RUNNING, RecoveryDue
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import Pool, Task
+from multienv.turns import Turns
 
 # The envs with calls in two halves that one thread steps: index, autoreset, supervisor.
 _Share = list[tuple[int, AutoResetWrapper, Supervisor]]
@@ -72,7 +73,8 @@ class Rounds:
         ]
         self.supervisors: list[Supervisor] = [supervisor for _, _, supervisor in members]
         shares = min(shares, max(1, len(members)))
-        self._shares: list[_Share] = [members[share::shares] for share in range(shares)]
+        dealt: list[_Share] = [members[share::shares] for share in range(shares)]
+        self._shares = [(share, Turns([supervisor.core for _, _, supervisor in share])) for share in dealt]
 
     # --- step -----------------------------------------------------------------------------------
 
@@ -93,10 +95,10 @@ class Rounds:
         for index in self._blocking:
             if current.arguments[index] is not None:
                 self._begin(current, index, partial(self._step_one, current, index))
-        for share in self._shares[1:]:
-            shares.append(Task(partial(self._step_share, share, current)))
+        for share, turns in self._shares[1:]:
+            shares.append(Task(partial(self._step_share, share, turns, current)))
             shares[-1].start(self._pool)
-        self._step_share(self._shares[0], current)
+        self._step_share(*self._shares[0], current)
         if shares or tasks:
             self._gather(current)
 
@@ -108,11 +110,11 @@ class Rounds:
         task = current.tasks[index] = Task(call)  # noted first: an interruption does not lose it
         task.start(self._pool)
 
-    def _step_share(self, share: _Share, current: Round) -> None:
+    def _step_share(self, share: _Share, turns: Turns, current: Round) -> None:
         arguments, results = current.arguments, current.results
         sent: list[tuple[int, AutoResetWrapper, Supervisor | None]] = []
-        for member in share:
-            index, lane, supervisor = member
+        for turn in turns.now():
+            index, lane, supervisor = member = share[turn]
             action = arguments[index]
             if action is not None:
                 try:
@@ -126,6 +128,7 @@ class Rounds:
                         sent.append((index, lane, None))
                 except Exception as error:
                     current.fail(index, error)
+        sent.reverse()
         for index, lane, stepping in sent:
             try:
                 if stepping is None:

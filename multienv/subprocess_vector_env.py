@@ -26,6 +26,7 @@ from multienv.recovery.group import GroupSupervisor
 from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.reports.store import directory_for
 from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting
+from multienv.turns import cores, spread
 from multienv.vector_arguments import check_arguments, deal
 from multienv.vector_dealing import Trial
 from multienv.vector_env import Batch, HostedVectorEnv
@@ -64,8 +65,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
     Args:
         env_fns: Each builds one env, in its process; they travel by cloudpickle. All envs have the same action space.
         envs_per_worker: How many envs share a process; the last one has what is left. ``"auto"``: as many processes as
-            there are cores, with the envs dealt out evenly; and more, if the first eight steps show that each takes
-            half a millisecond or longer, of a core or of waiting. Before the ninth, the envs are then built again
+            there are cores, with the envs dealt out evenly; and more, if the first eight steps show that each waits for
+            half a millisecond or longer, or computes for five. Before the ninth, the envs are then built again
             there, brought to the same state, and held against what was seen. Give a number to envs of which there must
             never be two.
         shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
@@ -132,12 +133,11 @@ class SubprocessVectorEnv(HostedVectorEnv):
         limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
         limits.append(CAPTURE_DEADLINE if restart.state_anchors else None)
         shortest = min((limit for limit in limits if limit), default=0.0)
-        cores = _cores()
-        sizes = deal(len(env_fns), envs_per_worker, len(cores))
+        sizes = deal(len(env_fns), envs_per_worker, len(cores()))
         directory = directory_for(reports)
         arena = Arena(shared=True)
         groups, first = [], 0
-        for place, size in enumerate(sizes):
+        for size in sizes:
             mine = env_fns[first : first + size]
             launch = Launch(method, mine, shortest, native_threads, arena.descriptor)  # type: ignore[arg-type]
             initialize = Initialize(
@@ -160,9 +160,9 @@ class SubprocessVectorEnv(HostedVectorEnv):
                     reports=directory,
                 )
             )
-            if bind_cores and 1 < len(cores) <= len(sizes):
-                groups[-1].prefer(cores[place % len(cores)])
             first += size
+        if bind_cores:
+            spread(groups)
         # Without close(): the processes end by themselves once their pipes do.
         for group in groups:
             weakref.finalize(self, _abandon, group, os.getpid()).atexit = False
@@ -337,9 +337,3 @@ def _group(
         truncates_errors=policy.on_error == "truncate",
         with_observations=shared_memory is not False,
     )
-
-
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))

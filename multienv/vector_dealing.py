@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,18 +17,37 @@ from multienv.vector_rounds import STEP, Round, VectorRounds
 from multienv.wire.batch import copied
 from multienv.wire.messages import GroupOptions
 
-# Seconds of work for each worker in a step of the batch: to wake one costs about a fiftieth of it.
+# Seconds that a worker should wait for its envs in a step of the batch: to wake one costs about a fiftieth of it.
 PAYS = 1e-3
+# Computing is as much reason as a tenth of that in waiting: more workers than cores even out what envs differ in, but
+# they disturb each other.
+_COMPUTING = 0.1
 # So many steps decide.
 STEPS = 8
 # What is taken over from the envs that have been dealt anew; spaces stay, the caller may have seeded them.
 _TAKEN = ("_groups", "_slices", "_arena", "_places", "_rounds", "_loose", "_begun", "_fresh", "envs_per_worker")
 
 
-def size_that_pays(largest: int, seconds: float) -> int:
-    """How many envs a worker should have, if so many take so long for a step; as many if it makes little difference."""
-    size = max(1, int(PAYS * largest / seconds))
+def size_that_pays(largest: int, seconds: float, computing: float = 0.0) -> int:
+    """How many envs a worker should have; as many as before if it makes little difference.
+
+    Args:
+        largest: So many it has.
+        seconds: These take so long for a step.
+        computing: For so much of that they have a core, or want one.
+    """
+    reason = max(0.0, seconds - computing) + _COMPUTING * computing
+    size = max(1, int(PAYS * largest / reason))
     return size if 2 * size <= largest else largest
+
+
+def core_seconds(pids: Sequence[int | None]) -> list[float]:
+    """For how long each process has had a core or wanted one, as the kernel tells; zeros where it does not."""
+    try:
+        accounts = [Path(f"/proc/{pid}/schedstat").read_text().split() for pid in pids]
+        return [(int(had) + int(wanted)) * 1e-9 for had, wanted, _ in accounts]
+    except (OSError, ValueError):
+        return [0.0] * len(pids)
 
 
 class WatchedRounds(VectorRounds):
@@ -59,8 +79,8 @@ class WatchedRounds(VectorRounds):
 class Trial:
     """Watches the first steps of envs that have been dealt out by cores.
 
-    Where each takes long, because it computes or because it waits, the envs are dealt to more processes: those that
-    wait do so at the same time, and those that compute are spread by the system. They are built again, and brought to
+    Where each takes long, the envs are dealt to more processes: those that wait do so at the same time, and those that
+    compute for long are spread by the system. They are built again, and brought to
     where they are as after a loss, by the same seeds and actions. Where that shows anything else than was seen, or
     fails, all stays as it is; so it does when anything but whole steps was asked after the first reset.
 
@@ -74,6 +94,7 @@ class Trial:
         self._build = build
         self._rounds = envs._rounds = WatchedRounds(envs._groups, envs._rounds.at_once)
         self._actions: list[Any] = []
+        self._computed: list[float] = []  # by each worker, before the first step
         self._shown: list[Any] = []
 
     def goes_on(self, envs: HostedVectorEnv, actions: Any) -> bool:
@@ -88,6 +109,8 @@ class Trial:
             and not envs._groups[0].is_foreign
         ):
             self._shown.append(_rows_of(envs))
+            if not steps:
+                self._computed = core_seconds([group.statistics().pid for group in envs._groups])
             if steps < STEPS:
                 self._actions.append(copy.deepcopy(actions))
                 return True
@@ -100,7 +123,9 @@ class Trial:
         # What they have taken here, on a machine that may be busy with other things; and by the account of the workers,
         # of which the first step is most, with what is only done once.
         seconds = min(median(self._rounds.seconds[1:]), max(group.env_seconds() for group in envs._groups))
-        size = size_that_pays(largest, seconds)
+        computed = core_seconds([group.statistics().pid for group in envs._groups])
+        computing = max(after - before for before, after in zip(self._computed, computed, strict=True)) / STEPS
+        size = size_that_pays(largest, seconds, min(seconds, computing))
         if size == largest or any(group.statistics().losses for group in envs._groups):
             return
         try:

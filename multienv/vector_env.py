@@ -22,9 +22,9 @@ from multienv.vector_arguments import check_mask, normal_batch, shown, sliced
 from multienv.vector_calls import VectorCalls
 from multienv.vector_rounds import STEP, Refused, Round, VectorRounds
 from multienv.vector_spaces import check_shareable, check_spaces, observation_spaces
-from multienv.wire.numbers import merged
 from multienv.wire.batch import BatchLayout, Place, copied, row_of
 from multienv.wire.messages import GroupOptions, Reset
+from multienv.wire.numbers import merged
 
 if TYPE_CHECKING:
     from multienv.hosted_env import EnvFn
@@ -260,8 +260,8 @@ class HostedVectorEnv(VectorCalls):
         current = self._collect(STEP, timeout)
         if self.autoreset_mode is AutoresetMode.DISABLED:
             self._note_episodes(current)
-        infos: dict[str, Any] = {}
-        if current.failures or current.disturbed or any(answer[4] for answer in current.answers):
+        infos = None if current.failures or current.disturbed else merged([answer[4] for answer in current.answers])
+        if infos is None:
             with self._ending(current, "step"):
                 infos = self._merged(current, "step")
         # Not before: the traceback of what that raises would keep the memory mapped.
@@ -339,14 +339,9 @@ class HostedVectorEnv(VectorCalls):
         failures = self._failures_of(current)
         if failures:
             self._raise(command, failures, current)
-        told = [answer[-1].get("infos", ()) for answer in current.answers]
-        alike = merged(told)
-        if alike is not None:
-            infos = alike
-        else:
-            for rows, pairs in zip(self._slices, told, strict=True):
-                for slot, info in pairs:
-                    self._add_one(infos, info, rows.start + slot)
+        for rows, answer in zip(self._slices, current.answers, strict=True):
+            for slot, info in answer[-1].get("infos", ()):
+                self._add_one(infos, info, rows.start + slot)
         if current.disturbed and command == STEP:
             for index in range(self.num_envs):
                 self._add_info(infos, {"multienv": {"resumed": True}}, index)

@@ -12,6 +12,7 @@ from multienv.errors import MultienvError, WaitTimeout
 from multienv.recovery.group import GroupSupervisor
 from multienv.recovery.phases import RecoveryDue
 from multienv.threads import Pool, Task
+from multienv.turns import Turns
 
 STEP = "step"
 
@@ -95,6 +96,7 @@ class VectorRounds:
         self._groups = list(groups)
         self.at_once = at_once
         self._at_once = min(at_once, len(groups))
+        self._turns = Turns([group.core for group in groups])
         self._pool: Pool | None = None
 
     def begin(self, command: str, arguments: Sequence[Any], *, whole: bool = False) -> None:
@@ -104,8 +106,9 @@ class VectorRounds:
         current = self.current = Round(command, arguments, [group.seq for group in self._groups], whole=whole)
         try:
             if command == STEP:
-                for group, actions in zip(self._groups[: self._at_once], arguments, strict=False):
-                    group.send_step(actions)
+                groups = self._groups
+                for index in self._turns.now() if self._at_once == len(groups) else range(self._at_once):
+                    groups[index].send_step(arguments[index])
             else:
                 for index in range(self._at_once):
                     self._send(current, index)
@@ -153,9 +156,10 @@ class VectorRounds:
         if current.disturbed:
             self._complete(current, until)
             return current
-        answers, command, waiting = current.answers, current.command, self._at_once
+        answers, command, waiting, groups = current.answers, current.command, self._at_once, self._groups
         try:
-            for index, group in enumerate(self._groups):
+            for index in reversed(self._turns.now()) if waiting == len(groups) else range(len(groups)):
+                group = groups[index]
                 if answers[index] is None and current.is_open(index):
                     try:
                         left = None if until is None else max(0.0, until - time.monotonic())
@@ -169,7 +173,7 @@ class VectorRounds:
                         self._in_background(current, index, partial(self._receive, current, index))
                     except MultienvError as error:
                         current.failures[index] = error
-                if waiting < len(self._groups):
+                if waiting < len(groups):
                     self._send_if_open(current, waiting)
                     waiting += 1
             if current.tasks or current.failures:

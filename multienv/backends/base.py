@@ -95,7 +95,7 @@ class Backend(ABC):
         """How many it has taken of itself, and why none at present, if there is a reason."""
         return 0, ""
 
-    def prefer(self, core: int) -> None:  # noqa: B027 - a host without a process of its own has no choice
+    def prefer(self, core: int | None, *, alone: bool) -> None:  # noqa: B027 - a host without a process of its own has no choice
         """Run on this core while steps are short."""
 
     @abstractmethod

@@ -38,7 +38,6 @@ from multienv.wire.messages import (
     pack_message,
     seq_of,
 )
-
 from multienv.wire.numbers import holds_numbers, unpack_numbers
 
 _unpack = REPLY.unpack_from

@@ -94,7 +94,7 @@ class Keeper:
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
     __slots__ = """
-        __weakref__ _anchoring _asked_state _backend _block _buffer _closing _core _command _deadlines _deaths
+        __weakref__ core _anchoring _asked_state _backend _block _buffer _alone _closing _command _deadlines _deaths
         _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _losses _lost_observation
         _message _owed _owner _pending _phase_before _placement _plain_reply _plain_size _policy _recycling
         _sampled_at _seed _step_deadline _steps _steps_before _transmit _views closed due inside
@@ -135,11 +135,12 @@ class Keeper:
         self.due = ""  # why the process is to be replaced before the next request
         anchors = 1 if self._recycling.wanted else ANCHOR_EVERY
         # A report is to be replayed whatever the policy does.
-        kept = replaying or reports is not None
+        kept = replaying or (reports is not None and policy.journal_limit > 0)
         self._journal = Journal(recording=kept, replaying=replaying, anchor_every=anchors)
         self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
         self._transmit: Callable[[bytes], None] = _no_sender
-        self._core: int | None = None
+        self.core: int | None = None
+        self._alone = False
         self._backend: Any = None  # Backend | None; Any because the hot path does not ask
         self._encode: EncodeStep = _no_encoder
         self._decode: Callable[[Any, int], Any] = _no_decoder
@@ -200,8 +201,7 @@ class Keeper:
         self._healer.hand_over()
         self._recycling.begin(self._steps, self.record.episodes)
         self.due = ""
-        if self._core is not None:
-            backend.prefer(self._core)
+        backend.prefer(self.core, alone=self._alone)
         if old is not None and old is not backend:
             old.release()
 
@@ -212,11 +212,11 @@ class Keeper:
     def _size_of_plain_replies(self) -> int:
         return self._placement.plain_size
 
-    def prefer(self, core: int) -> None:
-        """Have the worker, and each that replaces it, run on this core while steps are short."""
-        self._core = core
+    def prefer(self, core: int | None, *, alone: bool) -> None:
+        """Have the worker, and each that replaces it, run on this core while steps are short; or tell it is alone."""
+        self.core, self._alone = core, alone
         if self._backend is not None:
-            self._backend.prefer(core)
+            self._backend.prefer(core, alone=alone)
 
     def _drop_backend(self) -> None:
         old, self._backend = self._backend, None

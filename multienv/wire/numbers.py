@@ -210,9 +210,12 @@ def unpack_numbers(data: bytes) -> Any:
     return {"infos": NumberInfos(columns, data[start:])}
 
 
-def merged(infos: Sequence[Any]) -> dict[str, Any] | None:
-    """The infos of all groups merged, if they are alike and hold only numbers."""
-    first = infos[0]
-    if not all(type(one) is NumberInfos and one.columns is first.columns for one in infos):
+def merged(told: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The infos of all groups merged, if there is nothing else to tell, and they are alike and hold only numbers."""
+    if not any(told):
+        return {}
+    infos = [one["infos"] for one in told if len(one) == 1 and type(one.get("infos")) is NumberInfos]
+    columns = infos[0].columns if infos else None
+    if len(infos) < len(told) or any(one.columns is not columns for one in infos):
         return None
-    return first.columns.merged(b"".join([one.rows for one in infos]))  # type: ignore[no-any-return]
+    return columns.merged(b"".join([one.rows for one in infos]))  # type: ignore[no-any-return,union-attr]

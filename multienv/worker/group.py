@@ -386,7 +386,7 @@ class EnvGroup(GroupStates):
                 observation, info = self._reset(slot, seed=message.seed[slot], options=options.options)
                 self._rows.put(seq, slot, observation)
                 if info:
-                    infos.append((slot, as_info(info)))
+                    infos.append((slot, dict(as_info(info))))  # it may be one that all envs share
             except Exception as error:
                 failures[slot] = self._failed(seq, slot, error)
         self._words[SLOT] = 0

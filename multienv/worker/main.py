@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from multienv.wire.messages import ARRIVED, MARK_SIZE, NOT_ARRIVED, REQUEST, STE
 from multienv.worker.affinity import Affinity
 from multienv.worker.ends import WARD_VARIABLE, Ends
 from multienv.worker.host import Host
+from multienv.worker.lookout import Lookout
 from multienv.worker.snapshots import Snapshots, Woken
 
 # One read takes most requests, and CPython's small-object allocator serves it; the rest of a longer one is
@@ -93,11 +95,16 @@ def _live(ends: Ends, host: Host, control: Control, snapshots: Snapshots) -> Non
 
 def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots, affinity: Affinity) -> None:
     """Answer requests until there are no more."""
-    read, write, times, unpack = os.read, os.write, control.times, REQUEST.unpack_from
+    read, write, times, unpack, clock = os.read, os.write, control.times, REQUEST.unpack_from, time.perf_counter
     last_seq, reply, ahead = -1, b"", b""
     unseen = 0  # it is not known yet how long a step takes
+    lookout, look, replied = Lookout.over(ends.requests, control.words), None, 0.0
     while True:
+        if look is not None and not ahead and not look():
+            look = None
         frame = ahead or read(ends.requests, _CHUNK)
+        if replied:
+            look, replied = lookout.after(clock() - replied), 0.0
         if not frame:
             return
         if len(frame) < REQUEST.size:
@@ -119,6 +126,7 @@ def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots, affin
         if written < len(reply):  # a signal came in between
             _write_rest(ends.replies, memoryview(reply)[written:])
         if sampled:
+            replied = 0.0 if look is not None else clock()
             unseen = min(affinity.unseen, snapshots.unseen(times[STEP_SECONDS]))
             snapshots.consider(seq, times[STEP_SECONDS])
         elif host.closing:

@@ -22,7 +22,7 @@ from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 from multienv import SubprocessVectorEnv
 from multienv.errors import ClosedError
 from multienv.testing import NondeterministicEnv, SlowEnv, SpaceEnv, example_spaces
-from multienv.vector_dealing import STEPS, size_that_pays
+from multienv.vector_dealing import STEPS, core_seconds, size_that_pays
 
 MODES = ["NextStep", "SameStep", "Disabled"]
 slow = partial(SlowEnv, step_seconds=0.005, horizon=3)
@@ -30,12 +30,22 @@ slow = partial(SlowEnv, step_seconds=0.005, horizon=3)
 
 @pytest.fixture(autouse=True)
 def on_two_cores(monkeypatch):
-    monkeypatch.setattr("multienv.subprocess_vector_env._cores", lambda: [0, 1])
+    monkeypatch.setattr("multienv.subprocess_vector_env.cores", lambda: [0, 1])
 
 
 class SlowSpaceEnv(SpaceEnv):
     def step(self, action: Any) -> Any:
         time.sleep(0.005)
+        return super().step(action)
+
+
+class BusySpaceEnv(SpaceEnv):
+    """Computes for about three milliseconds, on whichever machine."""
+
+    def step(self, action: Any) -> Any:
+        until = time.thread_time() + 0.003
+        while time.thread_time() < until:
+            pass
         return super().step(action)
 
 
@@ -103,6 +113,28 @@ def its_death() -> None:
 )
 def test_a_worker_has_a_millisecond_of_work_and_more(largest, seconds, size):
     assert size_that_pays(largest, seconds) == size
+
+
+def test_computing_is_less_of_a_reason_than_waiting():
+    assert size_that_pays(4, 2e-3, 2e-3) == 4
+    assert size_that_pays(4, 20e-3, 20e-3) == 2
+    assert size_that_pays(4, 40e-3, 40e-3) == 1
+    assert size_that_pays(4, 4e-3, 2e-3) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no account")
+def test_how_long_a_process_has_computed():
+    before, until = core_seconds([os.getpid()]), time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    after = core_seconds([os.getpid()])
+    assert after[0] - before[0] >= 0.04
+    assert core_seconds([None, os.getpid()]) == [0.0, 0.0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no account")
+def test_those_that_compute_stay_on_the_cores_there_are():
+    assert undisturbed([BusySpaceEnv] * 4) == [2, 2]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,0 +1,139 @@
+"""Infos of numbers take a way of their own from the env to the caller; nobody sees which."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from vector_pairs import beside_gymnasium, run_side_by_side
+
+from multienv import MultiEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+
+Tell = Callable[[int, int], dict[Any, Any]]  # index, step → info
+
+
+class TellingEnv(gymnasium.Env[Any, Any]):
+    """Counts its steps; its infos are what it is told to tell."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, tell: Tell, index: int = 0, horizon: int = 5) -> None:
+        self.tell, self.index, self.horizon, self.steps = tell, index, horizon, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(1, np.float32), self.tell(self.index, 0)
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        info = self.tell(self.index, self.steps)
+        return np.full(1, self.steps, np.float32), 1.0, self.steps == self.horizon, False, info
+
+
+SHARED = {"count": 0}
+
+
+def numbers(index: int, step: int) -> dict[Any, Any]:
+    return {"x": np.float64(step / 3), "control": np.float32(index / 7), "count": step, "on": bool(step % 2), "y": 0.1}
+
+
+def one_that_all_share(index: int, step: int) -> dict[Any, Any]:
+    SHARED["count"] = 10 * step + index
+    return SHARED
+
+
+TELLS: dict[str, Tell] = {
+    "numbers": numbers,
+    "of_some_envs": lambda index, step: {"a": step} if index % 2 else {},
+    "of_the_first_envs": lambda index, step: {"a": step} if index < 2 else {},
+    "now_and_then": lambda index, step: {"a": 1.5} if step % 3 == 1 else {},
+    "other_types_now_and_then": lambda index, step: {"a": 1.5 if step % 2 else 1},
+    "other_types_in_some": lambda index, step: {"a": 1.5 if index != 1 else 1},
+    "other_keys_in_some": lambda index, step: {"ab"[index % 2]: step},
+    "other_order_in_some": lambda index, step: {"a": 1, "b": 2} if index else {"b": 2, "a": 1},
+    "one_that_all_share": one_that_all_share,
+    "masks_of_its_own": lambda index, step: {"a": 1, "_a": False},
+    "numpys_bool": lambda index, step: {"a": np.bool_(index)},
+    "not_a_number": lambda index, step: {"a": float("nan"), "b": -0.0, "c": np.float32("-inf")},
+    "unsigned": lambda index, step: {"a": np.uint64(2**64 - 1), "b": np.uint8(255)},
+}
+# gymnasium cannot merge these.
+OF_ONE: dict[str, Tell] = {
+    "too_large": lambda index, step: {"a": 2**62 * step},
+    "with_text_at_last": lambda index, step: {"a": 1 if step < 3 else "text"},
+}
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("face", [partial(SubprocessVectorEnv, envs_per_worker=2), SerialVectorEnv])
+@pytest.mark.parametrize("what", TELLS)
+def test_as_gymnasium_has_them(what, face, mode):
+    env_fns = [partial(TellingEnv, TELLS[what], index) for index in range(4)]
+    with beside_gymnasium(face, env_fns, autoreset_mode=mode) as pair:
+        run_side_by_side(*pair, 14)
+
+
+@pytest.mark.parametrize("how", [{"shared_memory": False}, {"envs_per_worker": 3}, {"observation_mode": "different"}])
+def test_however_they_travel(how):
+    own = {key: value for key, value in how.items() if key != "observation_mode"}
+    common = {key: value for key, value in how.items() if key == "observation_mode"}
+    env_fns = [partial(TellingEnv, numbers, index) for index in range(4)]
+    with beside_gymnasium(SubprocessVectorEnv, env_fns, own, **common) as pair:
+        run_side_by_side(*pair, 14)
+
+
+@pytest.mark.parametrize("what", [*TELLS, *OF_ONE])
+def test_one_env_gives_the_very_types(what):
+    tell = (TELLS | OF_ONE)[what]
+    plain = TellingEnv(tell, 2)
+    with closing(SubprocessEnv(partial(TellingEnv, tell, 2))) as env:
+        env.initialize()
+        for one in (plain, env):
+            one.reset(seed=1)
+        for _ in range(4):
+            expected, info = plain.step(0)[4], env.step(0)[4]
+            assert repr(info) == repr(expected)
+            assert list(map(type, info.values())) == list(map(type, expected.values()))
+
+
+def test_many_envs_of_one_process_each():
+    with MultiEnv(create_subprocess_envs([partial(TellingEnv, numbers, index) for index in range(3)])) as envs:
+        envs.reset(seed=1)
+        infos = envs.step([0, 1, None])[4]
+    assert [repr(info) for info in infos] == [repr(numbers(0, 1)), repr(numbers(1, 1)), "None"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_while_workers_are_killed(victim):
+    env_fns = [partial(TellingEnv, numbers, index, horizon=50) for index in range(4)]
+    with beside_gymnasium(SubprocessVectorEnv, env_fns, {"envs_per_worker": 2}) as (ours, theirs):
+
+        def act_and_kill(step: int) -> Any:
+            if step % 20 == 10:
+                os.kill(ours.statistics()[victim].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            return np.zeros(4, np.int64)
+
+        run_side_by_side(ours, theirs, 120, actions=act_and_kill)
+        assert sum(one.losses for one in ours.statistics()) == 6  # type: ignore[attr-defined]
+
+
+def test_what_is_returned_is_the_callers_own():
+    with closing(SerialVectorEnv([partial(TellingEnv, numbers, index) for index in range(2)])) as envs:
+        envs.reset(seed=1)
+        first, second = envs.step(np.zeros(2, np.int64))[4], envs.step(np.zeros(2, np.int64))[4]
+        first["count"][:] = 99
+        first["_count"][:] = False
+        assert second["count"].tolist() == [2, 2]
+        assert second["_x"].all()
+        assert second["_count"].all()
