@@ -82,7 +82,7 @@ class RestartPolicy:
             with the construction of the env. Past it the oldest part is forgotten, half of it is kept, and a replay
             begins there: at a reset, with the random generators put back, or at a state of the env, whichever lies
             further back. Without either the env cannot be replayed until there is one of them, and a lost episode is
-            truncated.
+            truncated. With 0, and a policy that replays nothing, crash reports have no journal either.
         replay_limit: Seconds of env time a replay may take; the journal is shortened likewise.
         state_anchors: The env is asked for its state whenever a quarter of these limits has come since the last one,
             if that takes 1 % of its time at most: pickled, or as its ``get_state()``, ALE, MuJoCo or
