@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
@@ -131,36 +132,13 @@ class SubprocessVectorEnv(HostedVectorEnv):
                 "give recycle_after_steps, recycle_after or max_rss."
             )
         mode, method = mode_of(autoreset_mode), method_of(context)
-        limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
-        limits.append(CAPTURE_DEADLINE if restart.state_anchors else None)
-        shortest = min((limit for limit in limits if limit), default=0.0)
-        sizes = deal(len(env_fns), envs_per_worker, len(cores()))
-        directory = directory_for(reports)
+        sizes, directory = deal(len(env_fns), envs_per_worker, len(cores())), directory_for(reports)
         arena = Arena(shared=True)
+        workers = _Workers(method, restart, deadlines, native_threads, tuple(hooks), directory, entropy, arena)
         groups, first = [], 0
         for size in sizes:
-            mine = env_fns[first : first + size]
-            launch = Launch(method, mine, shortest, native_threads, arena.descriptor)  # type: ignore[arg-type]
-            initialize = Initialize(
-                env_fn=None if method == FORK else _pickled(mine),  # type: ignore[arg-type]
-                seeds=drawn_seeds(entropy),
-                setting=None if method == FORK else _setting(native_threads),
-                inline_limit=INLINE_LIMIT,
-                snapshots=(restart.snapshot_every or 0) if restart.snapshots else -1,
-                group=_group(first, size, len(env_fns), mode, observation_mode, shared_memory, restart),
-                state_hooks=b"" if method == FORK else registered_hooks(),
-            )
-            groups.append(
-                GroupSupervisor(
-                    _Processes(launch, deadlines.start),
-                    initialize,
-                    arena,
-                    policy=restart,
-                    deadlines=deadlines,
-                    hooks=tuple(hooks),
-                    reports=directory,
-                )
-            )
+            seats = _group(first, size, len(env_fns), mode, observation_mode, shared_memory, restart)
+            groups.append(workers.supervisor(env_fns[first : first + size], seats))
             first += size
         if bind_cores:
             spread(groups)
@@ -290,6 +268,46 @@ class _Processes:
 
     def free(self, token: int) -> None:
         pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Workers:
+    """What the workers of a batch have in common."""
+
+    method: int
+    restart: RestartPolicy
+    deadlines: Deadlines
+    native_threads: int | None
+    hooks: tuple[Hook, ...]
+    reports: Path | None
+    entropy: int
+    arena: Arena
+
+    def supervisor(self, env_fns: list[EnvFn], group: Group) -> GroupSupervisor:
+        """Of one more, which holds these envs; nothing is launched yet."""
+        deadlines, forks = self.deadlines, self.method == FORK
+        limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
+        limits.append(CAPTURE_DEADLINE if self.restart.state_anchors else None)
+        shortest = min((limit for limit in limits if limit), default=0.0)
+        launch = Launch(self.method, env_fns, shortest, self.native_threads, self.arena.descriptor)  # type: ignore[arg-type]
+        initialize = Initialize(
+            env_fn=None if forks else _pickled(env_fns),  # type: ignore[arg-type]
+            seeds=drawn_seeds(self.entropy),
+            setting=None if forks else _setting(self.native_threads),
+            inline_limit=INLINE_LIMIT,
+            snapshots=(self.restart.snapshot_every or 0) if self.restart.snapshots else -1,
+            group=group,
+            state_hooks=b"" if forks else registered_hooks(),
+        )
+        return GroupSupervisor(
+            _Processes(launch, deadlines.start),
+            initialize,
+            self.arena,
+            policy=self.restart,
+            deadlines=deadlines,
+            hooks=self.hooks,
+            reports=self.reports,
+        )
 
 
 @dataclass(frozen=True, slots=True)
