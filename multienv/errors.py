@@ -288,6 +288,7 @@ class EnvsFailedError(MultienvError):
         advice: str = "Reset the failed envs; the episodes of the others go on.",
     ) -> MultienvError:
         """One error for all ``failures``; catchable by the cause's own type where there is one cause, or one type."""
+        failures = dict(sorted(failures.items()))  # they may have come in any order
         lines = [f"{len(failures)} of {len(results)} envs failed in {what}. {advice}"]
         lines += [f"  env {index}: {type(error).__name__}: {error}" for index, error in failures.items()]
         message = "\n".join(lines)

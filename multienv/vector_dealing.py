@@ -9,12 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from multienv.errors import MultienvError
 from multienv.recovery.group import GroupSupervisor
 from multienv.recovery.verification import same
 from multienv.vector_env import HostedVectorEnv
 from multienv.vector_rounds import STEP, Round, VectorRounds
-from multienv.wire.batch import copied
+from multienv.wire.batch import Array, copied
 from multienv.wire.messages import GroupOptions
 
 # Seconds that a worker should wait for its envs in a step of the batch: to wake one costs about a fiftieth of it.
@@ -28,37 +30,51 @@ STEPS = 8
 _TAKEN = ("_groups", "_slices", "_arena", "_places", "_rounds", "_loose", "_begun", "_fresh", "envs_per_worker")
 
 
-def size_that_pays(largest: int, seconds: float, computing: float = 0.0) -> int:
+def size_that_pays(largest: int, waiting: float, computing: float = 0.0) -> int:
     """How many envs a worker should have; as many as before if it makes little difference.
 
     Args:
         largest: So many it has.
-        seconds: These take so long for a step.
-        computing: For so much of that they have a core, or want one.
+        waiting: For so long these keep it waiting in a step, seconds.
+        computing: For so long they have a core.
     """
-    reason = max(0.0, seconds - computing) + _COMPUTING * computing
-    size = max(1, int(PAYS * largest / reason))
+    reason = waiting + _COMPUTING * computing
+    size = max(1, int(PAYS * largest / reason)) if reason else largest
     return size if 2 * size <= largest else largest
 
 
-def core_seconds(pids: Sequence[int | None]) -> list[float]:
-    """For how long each process has had a core or wanted one, as the kernel tells; zeros where it does not."""
+def core_seconds(process: int | str | None) -> Array:
+    """For how long a process has had a core, and has wanted one; zeros where the kernel does not tell."""
     try:
-        accounts = [Path(f"/proc/{pid}/schedstat").read_text().split() for pid in pids]
-        return [(int(had) + int(wanted)) * 1e-9 for had, wanted, _ in accounts]
+        had, wanted, _ = Path(f"/proc/{process}/schedstat").read_text().split()
     except (OSError, ValueError):
-        return [0.0] * len(pids)
+        return np.zeros(2)
+    return np.array([int(had), int(wanted)]) * 1e-9
+
+
+def own_core_seconds() -> float:
+    """For how long this thread has done either; the kernel brings its account up to date only when it sleeps."""
+    return time.thread_time() + float(core_seconds("thread-self")[1])
 
 
 class WatchedRounds(VectorRounds):
-    """Rounds of which is noted what they ask, and how long those take that ask and collect in one call."""
+    """Rounds of which is noted what they ask, and what the time went to.
+
+    Attributes:
+        asked: The command of each, ``""`` for one that is more than a plain reset or step, in one call.
+        seconds: How long each has taken.
+        waits: For how much of that neither the trainer nor the slowest worker had a core or wanted one.
+        computing: For how long the busiest worker has had one.
+    """
 
     def __init__(self, groups: Sequence[GroupSupervisor], at_once: int) -> None:
         """Ask nothing yet."""
         super().__init__(groups, at_once)
         self.asked: list[str] = []
         self.seconds: list[float] = []
-        self._begun = 0.0
+        self.waits: list[float] = []
+        self.computing: list[float] = []
+        self._before: tuple[float, float, Array] = 0.0, 0.0, np.zeros((len(groups), 2))
 
     def begin(self, command: str, arguments: Sequence[Any], *, whole: bool = False) -> None:
         """See :class:`VectorRounds`."""
@@ -66,23 +82,30 @@ class WatchedRounds(VectorRounds):
             command == STEP or (command == "reset" and arguments[0].options == GroupOptions(None, None))
         )
         self.asked.append(command if is_plain else "")
-        self._begun = time.perf_counter()
+        self._before = own_core_seconds(), time.perf_counter(), self._spent()
         super().begin(command, arguments, whole=whole)
 
     def collect(self, timeout: float | None = None) -> Round:
         """See :class:`VectorRounds`."""
         current = super().collect(timeout)
-        self.seconds.append(time.perf_counter() - self._begun)
+        own, begun, before = self._before
+        seconds, spent = time.perf_counter() - begun, self._spent() - before
+        self.seconds.append(seconds)
+        self.waits.append(seconds - (own_core_seconds() - own) - float(spent.sum(axis=1).max()))
+        self.computing.append(float(spent[:, 0].max()))
         return current
+
+    def _spent(self) -> Array:
+        return np.array([core_seconds(group.statistics().pid) for group in self._groups])
 
 
 class Trial:
     """Watches the first steps of envs that have been dealt out by cores.
 
     Where each takes long, the envs are dealt to more processes: those that wait do so at the same time, and those that
-    compute for long are spread by the system. They are built again, and brought to
-    where they are as after a loss, by the same seeds and actions. Where that shows anything else than was seen, or
-    fails, all stays as it is; so it does when anything but whole steps was asked after the first reset.
+    compute for long are spread by the system. They are built again, and brought to where they are as after a loss, by
+    the same seeds and actions. Where that shows anything else than was seen, or fails, all stays as it is; so it does
+    when anything but whole steps was asked after the first reset.
 
     Args:
         envs: They have not been reset yet.
@@ -94,7 +117,6 @@ class Trial:
         self._build = build
         self._rounds = envs._rounds = WatchedRounds(envs._groups, envs._rounds.at_once)
         self._actions: list[Any] = []
-        self._computed: list[float] = []  # by each worker, before the first step
         self._shown: list[Any] = []
 
     def goes_on(self, envs: HostedVectorEnv, actions: Any) -> bool:
@@ -109,8 +131,6 @@ class Trial:
             and not envs._groups[0].is_foreign
         ):
             self._shown.append(_rows_of(envs))
-            if not steps:
-                self._computed = core_seconds([group.statistics().pid for group in envs._groups])
             if steps < STEPS:
                 self._actions.append(copy.deepcopy(actions))
                 return True
@@ -123,9 +143,8 @@ class Trial:
         # What they have taken here, on a machine that may be busy with other things; and by the account of the workers,
         # of which the first step is most, with what is only done once.
         seconds = min(median(self._rounds.seconds[1:]), max(group.env_seconds() for group in envs._groups))
-        computed = core_seconds([group.statistics().pid for group in envs._groups])
-        computing = max(after - before for before, after in zip(self._computed, computed, strict=True)) / STEPS
-        size = size_that_pays(largest, seconds, min(seconds, computing))
+        waiting, computing = median(self._rounds.waits[1:]), median(self._rounds.computing[1:])
+        size = size_that_pays(largest, max(0.0, min(seconds, waiting)), computing)
         if size == largest or any(group.statistics().losses for group in envs._groups):
             return
         try:
