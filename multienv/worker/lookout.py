@@ -2,7 +2,7 @@
 
 A process that sleeps is woken by an interrupt from another core; on a virtual machine, whose core has been given away
 meanwhile, that takes 20 to 50 µs, as long as several steps of CartPole, and the caches are cold afterwards. A worker
-that has a core to itself, and whose trainer was back within some 100 µs the last times, therefore looks for that long
+that has a core to itself, and whose trainer was back within some 200 µs the last times, therefore looks for that long
 whether there is a request, before it waits for one. At each look it gives way to whoever wants the core, so only time
 is spent that nobody else has use for; and where the trainer takes longer, because its policy does, it does not look.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from multienv.wire.memory import ALONE
 
 # Seconds: so long it looks, and a trainer that is back by then is worth looking for.
-PATIENCE = 100e-6
+PATIENCE = 200e-6
 # To have looked in vain costs as much as so many times gain; when more is lost than was gained it stops looking.
 COST = 4
 _MOST = 4 * COST
