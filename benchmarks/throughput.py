@@ -134,8 +134,8 @@ def contenders(env_fn: EnvFn, num_envs: int, only: Sequence[str], stack: context
     add("gymnasium.SyncVectorEnv", lambda: SyncVectorEnv(fns))
     add("SB3.SubprocVecEnv", lambda: stable_baselines3("SubprocVecEnv", fns))
     add("SB3.DummyVecEnv", lambda: stable_baselines3("DummyVecEnv", fns))
-    add("Tianshou.SubprocVectorEnv", lambda: tianshou("SubprocVectorEnv", fns))
-    add("Tianshou.ShmemVectorEnv", lambda: tianshou("ShmemVectorEnv", fns))
+    add("Tianshou.SubprocVectorEnv", lambda: Tianshou("SubprocVectorEnv", fns))
+    add("Tianshou.ShmemVectorEnv", lambda: Tianshou("ShmemVectorEnv", fns))
     add("TorchRL.ParallelEnv", lambda: TorchRL(fns))
     benches[LIMIT] = stack.enter_context(limit(env_fn))
     return benches
@@ -149,11 +149,22 @@ def stable_baselines3(name: str, fns: list[EnvFn]) -> Any:
     return getattr(vec_env, name)(fns, **options)
 
 
-def tianshou(name: str, fns: list[EnvFn]) -> Any:
-    """One of its batches."""
-    import tianshou.env
+class Tianshou:
+    """One of its batches, which leaves it to the caller to begin episodes."""
 
-    return getattr(tianshou.env, name)(fns)
+    def __init__(self, name: str, fns: list[EnvFn]) -> None:
+        """Start the processes."""
+        import tianshou.env
+
+        self._envs = getattr(tianshou.env, name)(fns)
+        self.reset, self.close = self._envs.reset, self._envs.close
+
+    def step(self, actions: Any) -> None:
+        """Step, and reset those that have ended."""
+        _, _, terminations, truncations, _ = self._envs.step(actions)
+        ended = np.flatnonzero(terminations | truncations)
+        if ended.size:
+            self._envs.reset(ended)
 
 
 def in_torchrl(env_fn: EnvFn) -> Any:
