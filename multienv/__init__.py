@@ -3,7 +3,7 @@
 Layers, lowest first; none imports one above it::
 
     errors, config, events       what is said
-    threads                      work for other threads
+    threads, cores, turns        work for other threads; which core does what, and when
     wire                         frames, spaces in memory, shared memory
     reports                      crash reports, written and read
     worker                       the dispatcher, and a process around it

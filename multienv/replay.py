@@ -182,8 +182,8 @@ class Replay:
         """Build nothing yet; ``env_fn`` is a list where there is one for each."""
         if report.rows is None:
             raise ReportError(
-                f"{report.path} holds no journal to be replayed: the episode had outgrown the RestartPolicy's "
-                "journal_limit or replay_limit, or too many envs were lost at once."
+                f"{report.path} holds no journal to be replayed: the RestartPolicy's journal_limit is 0, or the "
+                "episode had outgrown that or the replay_limit, or too many envs were lost at once."
             )
         self.env: Any = None
         self._action_space: Any = None

@@ -18,6 +18,7 @@ from multienv.backends.arena import Arena
 from multienv.backends.process import ProcessBackend
 from multienv.backends.serial import SerialBackend
 from multienv.config import Deadlines, RestartPolicy
+from multienv.cores import busy_cores
 from multienv.errors import UsageError
 from multienv.events import Hook
 from multienv.hosted_env import EnvFn
@@ -27,7 +28,7 @@ from multienv.recovery.group import GroupSupervisor
 from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.reports.store import directory_for
 from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting
-from multienv.turns import cores, spread
+from multienv.turns import spread
 from multienv.vector_arguments import check_arguments, deal
 from multienv.vector_dealing import Trial
 from multienv.vector_env import Batch, HostedVectorEnv
@@ -66,10 +67,10 @@ class SubprocessVectorEnv(HostedVectorEnv):
     Args:
         env_fns: Each builds one env, in its process; they travel by cloudpickle. All envs have the same action space.
         envs_per_worker: How many envs share a process; the last one has what is left. ``"auto"``: as many processes as
-            there are cores, with the envs dealt out evenly; and more, if the first eight steps show that each waits for
-            half a millisecond or longer, or computes for five. Before the ninth, the envs are then built again
-            there, brought to the same state, and held against what was seen. Give a number to envs of which there must
-            never be two.
+            there are cores, with the envs dealt out evenly; and more, if the first eight steps show that a worker waits
+            for its envs for a millisecond or two in each, or computes for ten times as long. Before the ninth, the envs
+            are then built again there, brought to the same state, and held against what was seen. Give a number to envs
+            of which there must never be two.
         shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
             not (``None``); must be shareable (``True``); or travel pickled (``False``).
         copy: Give out copies of the observations. If False, they are views into the shared memory: the step or
@@ -132,7 +133,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
                 "give recycle_after_steps, recycle_after or max_rss."
             )
         mode, method = mode_of(autoreset_mode), method_of(context)
-        sizes, directory = deal(len(env_fns), envs_per_worker, len(cores())), directory_for(reports)
+        sizes, directory = deal(len(env_fns), envs_per_worker, busy_cores()), directory_for(reports)
         arena = Arena(shared=True)
         workers = _Workers(method, restart, deadlines, native_threads, tuple(hooks), directory, entropy, arena)
         groups, first = [], 0

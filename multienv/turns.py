@@ -9,9 +9,10 @@ they say does not put it to sleep again.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from multienv.cores import busy_cores, cores
 
 
 class _Worker(Protocol):
@@ -20,25 +21,22 @@ class _Worker(Protocol):
     def prefer(self, core: int | None, *, alone: bool) -> None: ...
 
 
-def cores() -> list[int]:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 def spread(workers: Sequence[_Worker]) -> None:
-    """Deal the workers to the cores; where there are fewer than cores, the scheduler knows better which are idle."""
+    """Deal the workers to the cores; where there are fewer than cores, the scheduler knows better which are idle.
+
+    Where the time of the cores is rationed, nobody is bound, nor looks out for anything while it could sleep.
+    """
     available = cores()
+    several = 1 < len(available) == busy_cores()
     for place, worker in enumerate(workers):
-        core = available[place % len(available)] if 1 < len(available) <= len(workers) else None
-        worker.prefer(core, alone=1 < len(available) >= len(workers))
+        core = available[place % len(available)] if several and len(available) <= len(workers) else None
+        worker.prefer(core, alone=several and len(workers) <= len(available))
 
 
 def _current_core() -> Callable[[], int]:
     """A function that tells which core the calling thread runs on; -1 where nobody knows."""
     try:
-        found: Callable[[], int] = ctypes.CDLL(None).sched_getcpu
+        found: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu  # keeps the GIL
         found()
     except (AttributeError, OSError, TypeError):
         return lambda: -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,18 +44,27 @@ def size_that_pays(largest: int, waiting: float, computing: float = 0.0) -> int:
     return size if 2 * size <= largest else largest
 
 
-def core_seconds(process: int | str | None) -> Array:
-    """For how long a process has had a core, and has wanted one; zeros where the kernel does not tell."""
-    try:
-        had, wanted, _ = Path(f"/proc/{process}/schedstat").read_text().split()
-    except (OSError, ValueError):
+def core_seconds(pid: int | None) -> Array:
+    """For how long a process has had a core, and its main thread has wanted one; zeros where that is not known."""
+    if pid is None or sys.platform != "linux":
         return np.zeros(2)
-    return np.array([int(had), int(wanted)]) * 1e-9
+    try:
+        # All its threads, up to now: the number that the system has for this clock.
+        return np.array([time.clock_gettime(~pid << 3 | 2), _wanted(pid)])
+    except OSError:  # it has just ended
+        return np.zeros(2)
 
 
 def own_core_seconds() -> float:
-    """For how long this thread has done either; the kernel brings its account up to date only when it sleeps."""
-    return time.thread_time() + float(core_seconds("thread-self")[1])
+    """For how long this thread has had a core or wanted one."""
+    return time.thread_time() + _wanted("thread-self")
+
+
+def _wanted(process: int | str) -> float:
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):  # this system keeps no such account
+        return 0.0
 
 
 class WatchedRounds(VectorRounds):

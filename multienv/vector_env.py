@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import logger
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from multienv.backends.arena import Arena
@@ -260,7 +260,9 @@ class HostedVectorEnv(VectorCalls):
         current = self._collect(STEP, timeout)
         if self.autoreset_mode is AutoresetMode.DISABLED:
             self._note_episodes(current)
-        infos = None if current.failures or current.disturbed else merged([answer[4] for answer in current.answers])
+        infos = None
+        if not current.failures and not current.disturbed and type(self)._add_info is VectorEnv._add_info:
+            infos = merged([answer[4] for answer in current.answers])
         if infos is None:
             with self._ending(current, "step"):
                 infos = self._merged(current, "step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -48,6 +49,8 @@ from multienv.worker.snapshots import OBSTACLES
 _BIG_CHUNK = 2**20
 # A pipe takes so much whole or not at all.
 ATOMIC = select.PIPE_BUF
+# What writing raises when nobody reads any more.
+_DEAD = frozenset((errno.EPIPE, errno.ECONNRESET, errno.EBADF))
 _REPLIES = frozenset((STEPPED, VALUE, FAILED))
 
 
@@ -156,8 +159,10 @@ class ProcessBackend(Backend):
                 write(descriptor, frame)  # the whole of it or nothing
             except BlockingIOError:
                 send_long()(frame)  # type: ignore[misc]
-            except OSError:  # it is dead: the replies will end
-                return
+            except OSError as error:
+                if error.errno not in _DEAD:
+                    raise  # a signal handler's: TimeoutError is one
+                return  # the replies will end
 
         return send
 
@@ -174,7 +179,9 @@ class ProcessBackend(Backend):
             self._outbox.flush()
         except BlockingIOError:
             return  # it will be writable again
-        except OSError:  # it is dead: the replies will end
+        except OSError as error:
+            if error.errno not in _DEAD:
+                raise
             self._outbox.raw.close()  # or it would try once more when it is collected
         self._outbox, self.send = None, self._send_directly
 

@@ -132,7 +132,8 @@ class GroupSupervisor(GroupReader):
         self.record.env_index = None if slot < 0 else self._group.first + slot
         if slot < 0:
             return self.record.loss(gone, command, None, None, self._case(command))
-        step = None if command in ("initialize", "reset") else self._steps_of(slot)
+        unknown = command in ("initialize", "reset") or not self._journal.recording
+        step = None if unknown else self._steps_of(slot)
         return self.record.loss(gone, command, step, self._seeds[slot], self._case(command))
 
     def _slot_of(self, gone: Gone) -> int:
@@ -312,7 +313,7 @@ class GroupSupervisor(GroupReader):
         _, seq, info_length, kind, flags, _, _ = _unpack(reply)
         start = len(reply) - info_length
         if (
-            info_length
+            REPLY.size < start < len(reply)
             and kind == STEPPED
             and not flags
             and holds_numbers(reply[start])

@@ -134,7 +134,7 @@ class Keeper:
         self._asked_state: tuple[weakref.ref[Any], bytes] | None = None  # whom, and how: not known to be answered
         self.due = ""  # why the process is to be replaced before the next request
         anchors = 1 if self._recycling.wanted else ANCHOR_EVERY
-        # A report is to be replayed whatever the policy does.
+        # A report is to be replayed whatever the policy does, unless there is to be no journal at all.
         kept = replaying or (reports is not None and policy.journal_limit > 0)
         self._journal = Journal(recording=kept, replaying=replaying, anchor_every=anchors)
         self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply

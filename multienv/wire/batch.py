@@ -173,11 +173,12 @@ def row_writer(observations: Any) -> WriteRow:
 def _array_row_writer(array: Array) -> WriteRow:
     dtype, shape, ndarray = array.dtype, array.shape[1:], np.ndarray
     few = shape[-1] if len(shape) > 2 and shape[-1] <= _FEW else 0
+    pixel = array.strides[-2:]  # where the channels lie beside each other, and the pixels
 
     def write(row: int, value: Any) -> None:
         if type(value) is not ndarray or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
             value = _fitting(value, dtype, shape)
-        if few and not value.flags.c_contiguous:
+        if few and value.strides[-2:] != pixel:
             # A stack of frames whose axis was moved to the end: numpy would copy it a few bytes at a time.
             target = array[row]
             for channel in range(few):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,46 +30,50 @@ _FORMATS: dict[type, str] = {
 }
 _TYPES = list(_FORMATS)
 _CODES = {kind: code for code, kind in enumerate(_TYPES)}
+_PLAIN = frozenset((float, int, bool))
+_NUMBERS, _STRINGS = frozenset(_TYPES), frozenset((str,))
 # What gymnasium merges in a way of its own.
 _SPECIAL = ("final_obs", "final_info")
+# Kinds of infos that are known at a time; one that makes up new keys again and again is better off pickled.
+_MOST = 256
 
 
 class Columns:
-    """The keys of an info, and the types of its values.
-
-    Attributes:
-        keys, types: In the order of the info.
-        head: What they are written as.
-        row: Packs the values of one info.
-    """
+    """The keys of an info, and the types of its values, both in its order."""
 
     def __init__(self, keys: tuple[str, ...], types: tuple[type, ...]) -> None:
         """Lay them out."""
         self.keys, self.types = keys, types
         self.row = struct.Struct("<" + "".join([_FORMATS[kind] for kind in types]))
-        names = pickle.dumps((keys, bytes([_CODES[kind] for kind in types])), protocol=5)
-        self._heads = [_HEAD.pack(kind, len(names)) + names for kind in (_ONE, _ALL)]
-        # One that the values need not be asked of: they are what they were.
-        self._as_it_is = [kind in (float, int, bool) for kind in types]
-        fields = [(key, np.dtype(kind).newbyteorder("<")) for key, kind in zip(keys, types, strict=True)]
-        self._dtype = np.dtype(fields)
-        self._merged = [(key, f"_{key}", np.dtype(kind)) for key, kind in zip(keys, types, strict=True)]
 
-    @property
-    def head(self) -> bytes:
-        """In front of the numbers of one info."""
-        return self._heads[0]
+    def head(self, kind: int) -> bytes:
+        """In front of the numbers: what they are."""
+        names = pickle.dumps((self.keys, bytes([_CODES[kind] for kind in self.types])), protocol=5)
+        return _HEAD.pack(kind, len(names)) + names
 
-    @property
+    @cached_property
+    def head_of_one(self) -> bytes:
+        """In front of one info."""
+        return self.head(_ONE)
+
+    @cached_property
     def head_of_all(self) -> bytes:
         """In front of those of a group."""
-        return self._heads[1]
+        return self.head(_ALL)
+
+    @cached_property
+    def _dtype(self) -> np.dtype[Any]:
+        return np.dtype([(key, _little(kind)) for key, kind in zip(self.keys, self.types, strict=True)])
+
+    @cached_property
+    def _merged(self) -> list[tuple[str, str, np.dtype[Any]]]:
+        return [(key, f"_{key}", np.dtype(kind)) for key, kind in zip(self.keys, self.types, strict=True)]
 
     def info(self, values: Sequence[Any]) -> dict[str, Any]:
         """The info, each value of the type that it had."""
         return {
-            key: value if plain else kind(value)
-            for key, kind, plain, value in zip(self.keys, self.types, self._as_it_is, values, strict=True)
+            key: value if kind in _PLAIN else kind(value)
+            for key, kind, value in zip(self.keys, self.types, values, strict=True)
         }
 
     def merged(self, rows: bytes) -> dict[str, Any]:
@@ -77,23 +81,31 @@ class Columns:
         table = np.frombuffer(rows, self._dtype)
         every = np.ones(len(table), np.bool_)
         infos: dict[str, Any] = {}
-        for key, mask, kind in self._merged:
-            infos[key] = table[key].astype(kind)
+        for key, mask, dtype in self._merged:
+            infos[key] = table[key].astype(dtype)
             infos[mask] = every.copy()
         return infos
 
 
-@lru_cache(maxsize=256)
+def _little(kind: type) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(kind).newbyteorder("<")
+    return dtype
+
+
+_known: dict[tuple[tuple[str, ...], tuple[type, ...]], Columns] = {}
+
+
 def _columns(keys: tuple[str, ...], types: tuple[type, ...]) -> Columns | None:
-    """``None`` if something else is among the types, or keys that are not merged like others."""
-    if not all(map(_FORMATS.__contains__, types)):
-        return None
-    if not all(type(key) is str and key and not key.startswith("_") and key not in _SPECIAL for key in keys):
-        return None
-    return Columns(keys, types)
+    """Those of an info whose keys are strings and whose values are numbers, if it can be merged like others."""
+    known = _known.get((keys, types))
+    if known is None and len(_known) < _MOST:
+        if not all(key and key[0] != "_" and key not in _SPECIAL for key in keys):
+            return None
+        known = _known[keys, types] = Columns(keys, types)
+    return known
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4 * _MOST)
 def _named(names: bytes) -> Columns:
     keys, codes = pickle.loads(names)
     return Columns(keys, tuple(_TYPES[code] for code in codes))
@@ -103,13 +115,16 @@ def _named(names: bytes) -> Columns:
 
 
 def pack_numbers(info: Any) -> bytes:
-    """An info that holds only numbers, or ``b""``."""
+    """An info that holds only numbers, some of them numpy's, or ``b""``: Python's own are pickled as fast."""
     if type(info) is not dict:
         return b""
-    try:
-        columns = _columns(tuple(info), tuple(map(type, info.values())))
-        return b"" if columns is None else columns.head + columns.row.pack(*info.values())
-    except (struct.error, TypeError):  # larger than 64 bits; a key that cannot be hashed, in a dict all the same
+    try:  # the types may be foreign, and have an equality of their own
+        types = tuple(map(type, info.values()))
+        if not _NUMBERS.issuperset(types) or _PLAIN.issuperset(types) or not _STRINGS.issuperset(map(type, info)):
+            return b""
+        columns = _columns(tuple(info), types)
+        return b"" if columns is None else columns.head_of_one + columns.row.pack(*info.values())
+    except Exception:  # also where a number is larger than 64 bits
         return b""
 
 
@@ -128,25 +143,25 @@ class Rows:
         self.count = 0
         self._size = size
         self._columns: Columns | None = None
-        self._keys: tuple[Any, ...] = ()
-        self._types: tuple[type, ...] = ()
         self._rows: list[bytes] = []
 
     def take(self, slot: int, info: Any) -> bool:
         """Whether it fits to what has been taken."""
         if slot != self.count or type(info) is not dict:
             return False
-        keys, types = tuple(info), tuple(map(type, info.values()))
-        try:
-            if keys != self._keys or types != self._types:
-                if slot:
-                    return False
-                self._columns = _columns(keys, types)
-                self._keys, self._types = keys, types
-            if self._columns is None:
+        try:  # as above
+            types = tuple(map(type, info.values()))
+            if not _STRINGS.issuperset(map(type, info)):
                 return False
-            self._rows.append(self._columns.row.pack(*info.values()))
-        except (struct.error, TypeError):
+            columns = self._columns
+            if columns is None or types != columns.types or tuple(info) != columns.keys:
+                if slot or not _NUMBERS.issuperset(types):
+                    return False
+                columns = self._columns = _columns(tuple(info), types)
+                if columns is None:
+                    return False
+            self._rows.append(columns.row.pack(*info.values()))
+        except Exception:
             return False
         self.count = slot + 1
         return True
@@ -165,6 +180,8 @@ class Rows:
 
     def infos(self) -> list[tuple[int, dict[str, Any]]]:
         """Slot and info of those that have been taken; from now on there are none."""
+        if not self._rows:
+            return []
         assert self._columns is not None
         unpack, info = self._columns.row.unpack, self._columns.info
         infos = [(slot, info(unpack(row))) for slot, row in enumerate(self._rows)]
@@ -215,7 +232,7 @@ def merged(told: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     if not any(told):
         return {}
     infos = [one["infos"] for one in told if len(one) == 1 and type(one.get("infos")) is NumberInfos]
-    columns = infos[0].columns if infos else None
-    if len(infos) < len(told) or any(one.columns is not columns for one in infos):
+    if len(infos) < len(told) or any(one.columns is not infos[0].columns for one in infos):
         return None
-    return columns.merged(b"".join([one.rows for one in infos]))  # type: ignore[no-any-return,union-attr]
+    columns: Columns = infos[0].columns
+    return columns.merged(b"".join([one.rows for one in infos]))

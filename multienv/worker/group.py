@@ -333,6 +333,7 @@ class EnvGroup(GroupStates):
                 raise
             return self._packed(seq, infos, failures, state)
         self._told = extras, state
+        self._alike.clear()
         return reply
 
     def _framed(self, seq: int, extras: dict[str, Any], state: bytes | None) -> bytes:

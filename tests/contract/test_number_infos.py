@@ -137,3 +137,14 @@ def test_what_is_returned_is_the_callers_own():
         assert second["count"].tolist() == [2, 2]
         assert second["_x"].all()
         assert second["_count"].all()
+
+
+def test_a_subclass_that_merges_in_its_own_way():
+    class Own(SerialVectorEnv):
+        def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
+            vector_infos[f"count of {env_num}"] = env_info["count"]
+            return vector_infos
+
+    with closing(Own([partial(TellingEnv, numbers, index) for index in range(2)])) as envs:
+        envs.reset(seed=1)
+        assert envs.step(np.zeros(2, np.int64))[4] == {"count of 0": 1, "count of 1": 1}

@@ -30,7 +30,7 @@ slow = partial(SlowEnv, step_seconds=0.005, horizon=3)
 
 @pytest.fixture(autouse=True)
 def on_two_cores(monkeypatch):
-    monkeypatch.setattr("multienv.subprocess_vector_env.cores", lambda: [0, 1])
+    monkeypatch.setattr("multienv.subprocess_vector_env.busy_cores", lambda: 2)
 
 
 class SlowSpaceEnv(SpaceEnv):

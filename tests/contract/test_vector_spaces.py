@@ -242,3 +242,43 @@ def test_a_first_reset_of_some(face):
     theirs.reset(seed=1)
     expect_same(envs.step(np.zeros(2, int)), theirs.step(np.zeros(2, int)))
     envs.close()
+
+
+IMAGE_VIEWS = {
+    "as it is": lambda frame: frame,
+    "channels moved to the end": lambda frame: np.moveaxis(np.ascontiguousarray(np.moveaxis(frame, -1, 0)), 0, -1),
+    "upside down": np.flipud,
+    "mirrored": np.fliplr,
+    "colours reversed": lambda frame: frame[..., ::-1],
+    "cropped": lambda frame: np.pad(frame, ((2, 2), (3, 3), (0, 0)))[2:-2, 3:-3],
+    "one of more channels": lambda frame: np.repeat(frame, 2, axis=-1)[..., ::2],
+    "Fortran's order": np.asfortranarray,
+    "another type": lambda frame: frame.astype(np.int8).astype(np.uint8)[::-1],
+}
+
+
+class PictureEnv(gymnasium.Env[Any, Any]):
+    """Shows noise, laid out in some way."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, view: str, channels: int) -> None:
+        self.view = IMAGE_VIEWS[view]
+        self.observation_space = spaces.Box(0, 255, (12, 10, channels), np.uint8)
+
+    def picture(self) -> Any:
+        return self.view(self.np_random.integers(0, 256, self.observation_space.shape, np.uint8))  # type: ignore[arg-type]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.picture(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.picture(), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4, 9])
+@pytest.mark.parametrize("view", IMAGE_VIEWS)
+def test_pictures_however_they_lie_in_memory(view, channels):
+    with beside_gymnasium(SerialVectorEnv, [partial(PictureEnv, view, channels)] * 2) as pair:
+        run_side_by_side(*pair, 4)

@@ -42,7 +42,7 @@ class Tick(Exception):
     """What the handler raises: an ordinary exception, which must not be taken for the env's."""
 
 
-@pytest.fixture(params=[Tick, KeyboardInterrupt])
+@pytest.fixture(params=[Tick, KeyboardInterrupt, TimeoutError])
 def interruption(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
     def strike(*_: Any) -> None:
         raise request.param

@@ -341,3 +341,19 @@ def test_random_kills_of_whole_groups(start_method, snapshots):
     twin.close()
     assert {event.outcome for event in seen if isinstance(event, Recovery)} == {"exact"}
     assert len([event for event in seen if isinstance(event, Loss)]) > 5
+
+
+@pytest.mark.parametrize("on_crash", ["raise", "truncate"])
+def test_without_a_journal_nobody_says_how_far_it_was(on_crash):
+    """Rather than a wrong number."""
+    policy = RestartPolicy(on_crash=on_crash, on_timeout=on_crash, journal_limit=0)
+    told: list[Event] = []
+    envs = SubprocessVectorEnv(with_culprit(Fault("kill", "step", at=4)), restart=policy, hooks=[told.append])
+    with contextlib.closing(envs):
+        envs.reset(seed=1)
+        with contextlib.suppress(EnvsFailedError):
+            for step in range(4):
+                envs.step(actions_of(step))
+    losses = [event for event in told if isinstance(event, Loss)]
+    assert losses
+    assert {(loss.command, loss.step) for loss in losses} == {("step", None)}

@@ -214,7 +214,7 @@ def every_place_of_call(kind: str, stride: str = "1") -> None:
 
 def every_place_of_dealing(kind: str, stride: str) -> None:
     """The step before which the envs are dealt to more processes is interrupted: by these or by those they go on."""
-    subprocess_vector_env.cores = lambda: [0, 1]  # type: ignore[assignment]
+    subprocess_vector_env.busy_cores = lambda: 2  # type: ignore[assignment]
     dealt = set()
 
     def trial(grouped: Grouped, interruption: Interruption, number: int) -> None:

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from multienv import turns
-from multienv.turns import Turns, cores, spread
+from multienv.cores import cores
+from multienv.turns import Turns, spread
 
 
 class Worker:
@@ -18,8 +19,11 @@ class Worker:
         self.core, self.alone = core, alone
 
 
-def dealt(monkeypatch: pytest.MonkeyPatch, workers: int, available: list[int]) -> list[tuple[int | None, bool]]:
+def dealt(
+    monkeypatch: pytest.MonkeyPatch, workers: int, available: list[int], busy: int = 0
+) -> list[tuple[int | None, bool]]:
     monkeypatch.setattr(turns, "cores", lambda: available)
+    monkeypatch.setattr(turns, "busy_cores", lambda: busy or len(available))
     made = [Worker() for _ in range(workers)]
     spread(made)
     return [(one.core, one.alone) for one in made]
@@ -37,6 +41,11 @@ def test_fewer_than_cores_run_anywhere_and_alone(monkeypatch):
 def test_on_one_core_there_is_no_choice_and_nobody_is_alone(monkeypatch):
     assert dealt(monkeypatch, 1, [0]) == [(None, False)]
     assert dealt(monkeypatch, 2, [0]) == [(None, False)] * 2
+
+
+def test_where_time_is_rationed_nobody_is_bound_or_looks_out(monkeypatch):
+    assert dealt(monkeypatch, 4, [0, 1, 2, 3], busy=2) == [(None, False)] * 4
+    assert dealt(monkeypatch, 2, [0, 1, 2, 3], busy=2) == [(None, False)] * 2
 
 
 def test_none_at_all():
