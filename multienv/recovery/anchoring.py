@@ -9,6 +9,8 @@ from multienv.config import RestartPolicy
 _PACE = 100
 _HURRY = 10
 _CHEAP = 0.1
+# Where there is a snapshot to come back to, only what takes no longer than this is asked for in a hurry, in seconds.
+_CHEAP_BESIDE = 5e-3
 # Steps until it is tried again, and how many times as many with each failure; after one that cost the process, more.
 _PATIENCE = 1024
 _GROWTH = 4
@@ -35,8 +37,10 @@ class Anchoring:
         self._patience = _PATIENCE
         self._seconds = float("inf")
 
-    def may_ask(self, steps: int, *, hurry: bool) -> bool:
-        """Whether it may be asked for after so many steps."""
+    def may_ask(self, steps: int, *, hurry: bool, beside: bool = False) -> bool:
+        """Whether it may be asked for after so many steps, perhaps beside a snapshot."""
+        if beside and self._seconds > _CHEAP_BESIDE:
+            hurry = False
         return self.wanted and steps >= (self._hurry_at if hurry else self._next_at)
 
     def took(self, steps: int, seconds: float, step_seconds: float) -> None:

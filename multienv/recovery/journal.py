@@ -43,6 +43,11 @@ from multienv.wire.messages import (
 # state takes as long as ten steps of CartPole.
 ANCHOR_EVERY = 2048
 
+# Kind, tag and padding in the header of such a request; elsewhere it is found by accident, and that does not matter.
+_LASTING_MARK = bytes((MESSAGE, LASTING, 0, 0))
+# Bytes in which to look for a reply before all are taken apart.
+_GLANCE = 65536
+
 # Steps that must have been seen since a state for a replay to begin there.
 PROOF = 64
 # A state is wanted whenever this part of what may be held has come since the last one.
@@ -126,6 +131,11 @@ class Journal:
                 if reply[KIND_AT] == STEPPED:
                     return reply
         return self._last_forgotten
+
+    def _observes_from(self, place: int) -> bool:
+        """Whether some reply from there on carries an observation: nearly always the first, but not behind a state."""
+        frames = split_frames(self._entries[place : place + _GLANCE])
+        return any(reply[KIND_AT] == STEPPED for reply in frames[1::2])
 
     def __len__(self) -> int:
         """Bytes held."""
@@ -351,7 +361,8 @@ class Journal:
         kept = self._anchors[self._anchors.index(start) :]
         kept = [replace(one, place=one.place - start.place) for one in kept]
         known = self._known - start.place
-        self._last_forgotten = self.last_observed()  # behind a state there may be none
+        if not self._observes_from(start.place):
+            self._last_forgotten = self.last_observed()
         # At one stroke: no interruption comes in between.
         self._lasting, self._entries[: start.place], self._anchors = lasting, b"", kept
         self._steps_before, self._known = start.steps, known
@@ -364,7 +375,8 @@ class Journal:
             if size + len(request) + len(reply) > limit or kept + is_step > step_limit:
                 break
             size, kept = size + len(request) + len(reply), kept + is_step
-        last, cut = self.last_observed(), len(self._entries) - size
+        observed = (reply for reply in frames[::-2] if reply[KIND_AT] == STEPPED)
+        last, cut = next(observed, self._last_forgotten), len(self._entries) - size
         lasting = self._lasting + _lasting_in(self._entries[:cut])
         # At one stroke, as below.
         self._lasting, self._entries[:cut], self._anchors = lasting, b"", []
@@ -373,6 +385,8 @@ class Journal:
 
 def _lasting_in(entries: bytes | bytearray) -> bytes:
     """The calls and attributes set among these requests, with their evidence."""
+    if entries.find(_LASTING_MARK) < 0:  # a glance: to take megabytes apart takes as long as hundreds of steps
+        return b""
     frames = split_frames(entries)
     pairs = zip(frames[::2], frames[1::2], strict=False)
     return b"".join(

@@ -48,7 +48,8 @@ class Preserver(Awaiter):
             return False
         # Half of all that may be held has come since the last one: soon the rest is forgotten.
         hurry = journal.wants_state(policy.journal_limit * 2, step_limit * 2, steps)
-        return anchoring.may_ask(steps, hurry=hurry)
+        taken, obstacle = self._backend.snapshots()
+        return anchoring.may_ask(steps, hurry=hurry, beside=taken > 0 and not obstacle)
 
     def _preserve(self) -> None:
         """Ask for it, between two requests. When the process is lost meanwhile, the next request finds that.

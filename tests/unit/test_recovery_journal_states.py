@@ -281,6 +281,16 @@ def test_asking_takes_one_percent_of_the_time_but_in_a_hurry() -> None:
     assert anchoring.taken == 3
 
 
+def test_beside_a_snapshot_only_what_is_cheap_is_hurried() -> None:
+    for seconds, may in ((1e-3, True), (20e-3, False)):
+        anchoring = Anchoring(RestartPolicy())
+        anchoring.took(1000, seconds, 1e-4)
+        assert anchoring.may_ask(1001, hurry=True)
+        assert anchoring.may_ask(1001, hurry=True, beside=True) is may
+        assert not anchoring.may_ask(1001, hurry=False, beside=True)
+        assert anchoring.may_ask(1000 + int(101 * seconds / 1e-4), hurry=True, beside=True)
+
+
 def test_what_takes_long_may_take_ten_percent_in_a_hurry() -> None:
     anchoring = Anchoring(RestartPolicy())
     anchoring.took(1000, seconds=0.5, step_seconds=0.001)
