@@ -152,6 +152,9 @@ class GroupKeeper(Supervisor):
             array[mine] = 0
         self.seq = (self.seq + 1) & SEQ_MASK
 
+    def _workers_waiting(self) -> float:
+        return self._group.num_envs / self._group.size
+
     def _steps_of(self, slot: int) -> int:
         """How many steps of its episode this env has had, as far as the journal tells; nobody else counts."""
         steps, begins_by_itself = 0, self._group.autoreset == "NEXT_STEP"

@@ -383,9 +383,21 @@ class Journal:
         self._last_forgotten, self._known, self._steps_before, self.usable = last, size, steps - kept, False
 
 
+def _has_lasting(entries: bytes | bytearray) -> bool:
+    """Whether there may be any among them."""
+    place = entries.find(_LASTING_MARK)
+    while place >= 0:
+        start = max(0, place - KIND_OF_REQUEST_AT)
+        reply = start + int.from_bytes(entries[start : start + 4], "little")
+        if entries[start + 4 : start + 8] == entries[reply + 4 : reply + 8]:  # the number of both
+            return True
+        place = entries.find(_LASTING_MARK, place + 1)
+    return False
+
+
 def _lasting_in(entries: bytes | bytearray) -> bytes:
     """The calls and attributes set among these requests, with their evidence."""
-    if entries.find(_LASTING_MARK) < 0:  # a glance: to take megabytes apart takes as long as hundreds of steps
+    if not _has_lasting(entries):  # a glance: to take megabytes apart takes as long as hundreds of steps
         return b""
     frames = split_frames(entries)
     pairs = zip(frames[::2], frames[1::2], strict=False)

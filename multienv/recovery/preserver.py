@@ -92,4 +92,8 @@ class Preserver(Awaiter):
             self._anchoring.refused(self._steps, f"it takes {len(state):,} bytes, a quarter of journal_limit or more")
             return
         self._journal.keep_state(state, self._steps)
-        self._anchoring.took(self._steps, seconds, self.env_seconds())
+        self._anchoring.took(self._steps, seconds * self._workers_waiting(), self.env_seconds())
+
+    def _workers_waiting(self) -> float:
+        """How many workers do nothing while one tells its env's state."""
+        return 1.0

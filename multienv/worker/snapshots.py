@@ -115,11 +115,20 @@ class Snapshots:
         if self._every < 0:
             return
         steps = (seq - self._seq) & SEQ_MASK
-        if steps >= self._every if self._every else steps * step_seconds >= self._interval:
+        if steps >= self._every if self._every else self._is_due(seq, steps, step_seconds):
             obstacle = self._take(seq, 0)
             self._words[NO_SNAPSHOTS] = obstacle
             if obstacle:  # it may go away: try again later
                 self._interval = _PATIENCE * max(_SHORTEST, self._interval)
+
+    def _is_due(self, seq: int, steps: int, step_seconds: float) -> bool:
+        """At steps whose numbers are round: those who are stepped together then fork together, and wait once.
+
+        But no later than after four times as many as are enough: calls have numbers too, perhaps all the round ones.
+        """
+        enough = self._interval / max(step_seconds, 1e-9)
+        is_round = seq % (1 << max(0, int(enough).bit_length() - 1)) == 0
+        return steps >= enough and (is_round or steps >= 4 * enough)
 
     def branch(self, seq: int, token: int) -> str:
         """Take one to be kept under this token. What is in the way, or nothing. `Woken` as above."""
