@@ -96,7 +96,7 @@ class Backend(ABC):
         return 0, ""
 
     def prefer(self, core: int | None, *, alone: bool) -> None:  # noqa: B027 - a host without a process of its own has no choice
-        """Run on this core while steps are short."""
+        """Run on this core while steps are short, ``None``: on any. With ``alone``: look out for the next request."""
 
     @abstractmethod
     def observations(self, size: int) -> Block:

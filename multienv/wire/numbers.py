@@ -131,17 +131,13 @@ def pack_numbers(info: Any) -> bytes:
 class Rows:
     """Takes the infos of one step of a group, as long as they are alike and hold only numbers.
 
-    Args:
-        size: How many envs the group has.
-
     Attributes:
         count: How many have been taken: those of the first envs.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         """Hold nothing."""
         self.count = 0
-        self._size = size
         self._columns: Columns | None = None
         self._rows: list[bytes] = []
 

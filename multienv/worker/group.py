@@ -73,7 +73,7 @@ class EnvGroup(GroupStates):
         self._steps: list[Callable[[Any], Any]] = []
         self._calls: list[Callable[[Any], Any]] = []  # what a step calls: an env's step, or what begins its episode
         self._words: Any = None
-        self._alike = NumberRows(group.size)
+        self._alike = NumberRows()
         self._careful = False  # a request is done again: whose answer it is that ends the process is to be known
 
     def describe(self) -> Description:
@@ -120,7 +120,7 @@ class EnvGroup(GroupStates):
         ]
         step, step_without = self._stepper(words), self._step_without
         shown, laid_out, pack, size = self._rows.shown, self._rows.laid_out, REPLY.pack, REPLY.size
-        packed_numbers = self._alike.packed
+        alike, packed_numbers = self._alike, self._alike.packed
 
         def handle_any(seq: int, kind: int, frame: bytes) -> bytes:
             if kind != STEP:
@@ -134,7 +134,7 @@ class EnvGroup(GroupStates):
                 if infos or failures or not laid_out:
                     reply = self._packed(seq, infos, failures, None)
                 else:
-                    data, numbers = shown[seq & 1](), packed_numbers()
+                    data, numbers = shown[seq & 1](), packed_numbers() if alike.count else b""
                     length = size + len(data) + len(numbers)
                     reply = pack(length, seq, len(numbers), STEPPED, 0, 0, 0.0) + data + numbers
             except Exception as error:

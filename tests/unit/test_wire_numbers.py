@@ -56,7 +56,7 @@ def test_one_comes_back_as_it_was(infos):
 
 @given(alike(3))
 def test_those_of_a_group_come_back_as_they_were(infos):
-    rows = Rows(3)
+    rows = Rows()
     assert all(rows.take(slot, info) for slot, info in enumerate(infos))
     packed = rows.packed()
     assert holds_numbers(packed[0])
@@ -71,7 +71,7 @@ def test_those_of_a_group_come_back_as_they_were(infos):
 
 @given(alike(4))
 def test_they_are_merged_as_gymnasium_merges_them(infos):
-    groups = [Rows(1), Rows(3)]
+    groups = [Rows(), Rows()]
     groups[0].take(0, infos[0])
     for slot, info in enumerate(infos[1:]):
         groups[1].take(slot, info)
@@ -111,13 +111,13 @@ def test_they_are_merged_as_gymnasium_merges_them(infos):
 )
 def test_what_is_left_to_pickle(info):
     assert pack_numbers(info) == b""
-    rows = Rows(1)
+    rows = Rows()
     assert not rows.take(0, info)
     assert rows.packed() == b""
 
 
 def test_what_is_not_alike_is_not_taken():
-    rows = Rows(4)
+    rows = Rows()
     assert rows.take(0, {"a": 1.0, "b": 2})
     assert not rows.take(1, {"a": 1, "b": 2})
     assert not rows.take(1, {"b": 2, "a": 1.0})
@@ -145,7 +145,7 @@ class Odd:
 @pytest.mark.parametrize("key", [Letter.A, type("Key", (str,), {})("a"), Odd()])
 def test_keys_that_only_look_like_strings_are_left_to_pickle(key):
     """Also after the string itself."""
-    rows = Rows(3)
+    rows = Rows()
     assert pack_numbers({"a": np.float64(1)})
     assert rows.take(0, {"a": np.float64(1)})
     assert pack_numbers({key: np.float64(1)}) == b""
@@ -163,7 +163,7 @@ def test_an_info_that_makes_up_keys_is_left_to_pickle_in_the_end(monkeypatch):
 
 
 def test_what_has_been_taken_is_a_copy():
-    rows, info = Rows(2), {"a": 1}
+    rows, info = Rows(), {"a": 1}
     rows.take(0, info)
     info["a"] = 2
     rows.take(1, info)
@@ -172,7 +172,7 @@ def test_what_has_been_taken_is_a_copy():
 
 def test_groups_that_differ_are_not_merged_here():
     def told(info: dict[str, Any]) -> dict[str, Any]:
-        rows = Rows(1)
+        rows = Rows()
         rows.take(0, info)
         one: dict[str, Any] = unpack_numbers(rows.packed())
         return one
