@@ -63,11 +63,13 @@ class Columns:
 
     @cached_property
     def _dtype(self) -> np.dtype[Any]:
-        return np.dtype([(key, _little(kind)) for key, kind in zip(self.keys, self.types, strict=True)])
+        # By numbers, because numpy does not take every string for a name.
+        return np.dtype([(str(place), _little(kind)) for place, kind in enumerate(self.types)])
 
     @cached_property
-    def _merged(self) -> list[tuple[str, str, np.dtype[Any]]]:
-        return [(key, f"_{key}", np.dtype(kind)) for key, kind in zip(self.keys, self.types, strict=True)]
+    def _merged(self) -> list[tuple[str, str, str, np.dtype[Any]]]:
+        columns = enumerate(zip(self.keys, self.types, strict=True))
+        return [(str(place), key, f"_{key}", np.dtype(kind)) for place, (key, kind) in columns]
 
     def info(self, values: Sequence[Any]) -> dict[str, Any]:
         """The info, each value of the type that it had."""
@@ -81,8 +83,8 @@ class Columns:
         table = np.frombuffer(rows, self._dtype)
         every = np.ones(len(table), np.bool_)
         infos: dict[str, Any] = {}
-        for key, mask, dtype in self._merged:
-            infos[key] = table[key].astype(dtype)
+        for place, key, mask, dtype in self._merged:
+            infos[key] = table[place].astype(dtype)
             infos[mask] = every.copy()
         return infos
 
@@ -153,9 +155,10 @@ class Rows:
             if columns is None or types != columns.types or tuple(info) != columns.keys:
                 if slot or not _NUMBERS.issuperset(types):
                     return False
-                columns = self._columns = _columns(tuple(info), types)
-                if columns is None:
+                columns = _columns(tuple(info), types)
+                if columns is None or not columns.head_of_all:  # which raises where the keys are too long
                     return False
+                self._columns = columns
             self._rows.append(columns.row.pack(*info.values()))
         except Exception:
             return False
