@@ -24,7 +24,7 @@ from multienv.vector_rounds import STEP, Refused, Round, VectorRounds
 from multienv.vector_spaces import check_shareable, check_spaces, observation_spaces
 from multienv.wire.batch import BatchLayout, Place, copied, row_of
 from multienv.wire.messages import GroupOptions, Reset
-from multienv.wire.numbers import merged
+from multienv.wire.numbers import Merging
 
 if TYPE_CHECKING:
     from multienv.hosted_env import EnvFn
@@ -71,6 +71,7 @@ class HostedVectorEnv(VectorCalls):
         self._places: tuple[Place, Place] | None = None
         self._begun = np.zeros(self.num_envs, np.bool_)  # has an episode, for DISABLED
         self._fresh = False
+        self._merging = Merging(self.num_envs)
         try:
             self._initialize()
         except BaseException:
@@ -262,7 +263,7 @@ class HostedVectorEnv(VectorCalls):
             self._note_episodes(current)
         infos = None
         if not current.failures and not current.disturbed and type(self)._add_info is VectorEnv._add_info:
-            infos = merged([answer[4] for answer in current.answers])
+            infos = self._merging.merged([answer[4] for answer in current.answers])
         if infos is None:
             with self._ending(current, "step"):
                 infos = self._merged(current, "step")

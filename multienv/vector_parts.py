@@ -12,6 +12,7 @@ from multienv.errors import UsageError
 from multienv.vector_env import Batch, HostedVectorEnv
 from multienv.vector_rounds import VectorRounds
 from multienv.vector_spaces import observation_spaces
+from multienv.wire.numbers import Merging
 
 
 class VectorPart(HostedVectorEnv):
@@ -48,6 +49,7 @@ class VectorPart(HostedVectorEnv):
         self._loose = whole._loose[rows]
         self._begun = whole._begun[rows].copy()
         self._fresh = False
+        self._merging = Merging(self.num_envs)
 
     def send(self, actions: Any) -> None:
         """Send a step for each env; does not wait. The same as ``step_async``."""

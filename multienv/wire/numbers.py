@@ -10,6 +10,7 @@ import pickle
 import struct
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,18 @@ import numpy as np
 # First byte of an info that is not pickled: of one env, or of all envs of a group. Pickles begin with 0x80.
 _ONE, _ALL = 1, 2
 _HEAD = struct.Struct("<BH")  # that byte; bytes of what names the columns
-# Exact types, in the order of their codes, and how their values are laid out.
+# Exact types, in the order of their codes, and how their values are laid out: each in eight bytes, for alignment's sake.
 _FORMATS: dict[type, str] = {
     float: "d",
     int: "q",
-    bool: "?",
+    bool: "?7x",
     np.float64: "d",
-    np.float32: "f",
+    np.float32: "f4x",
     np.int64: "q",
-    np.int32: "i",
-    np.uint8: "B",
+    np.int32: "i4x",
+    np.uint8: "B7x",
 }
+_LANE = 8
 _TYPES = list(_FORMATS)
 _CODES = {kind: code for code, kind in enumerate(_TYPES)}
 _PLAIN = frozenset((float, int, bool))
@@ -44,7 +46,12 @@ class Columns:
     def __init__(self, keys: tuple[str, ...], types: tuple[type, ...]) -> None:
         """Lay them out."""
         self.keys, self.types = keys, types
-        self.row = struct.Struct("<" + "".join([_FORMATS[kind] for kind in types]))
+        self._formats = "".join([_FORMATS[kind] for kind in types])
+        self.row = struct.Struct(f"={self._formats}")
+
+    def rows(self, count: int) -> struct.Struct:
+        """So many of them, one behind the other."""
+        return struct.Struct(f"={self._formats * count}")
 
     def head(self, kind: int) -> bytes:
         """In front of the numbers: what they are."""
@@ -61,37 +68,12 @@ class Columns:
         """In front of those of a group."""
         return self.head(_ALL)
 
-    @cached_property
-    def _dtype(self) -> np.dtype[Any]:
-        # By numbers, because numpy does not take every string for a name.
-        return np.dtype([(str(place), _little(kind)) for place, kind in enumerate(self.types)])
-
-    @cached_property
-    def _merged(self) -> list[tuple[str, str, str, np.dtype[Any]]]:
-        columns = enumerate(zip(self.keys, self.types, strict=True))
-        return [(str(place), key, f"_{key}", np.dtype(kind)) for place, (key, kind) in columns]
-
     def info(self, values: Sequence[Any]) -> dict[str, Any]:
         """The info, each value of the type that it had."""
         return {
             key: value if kind in _PLAIN else kind(value)
             for key, kind, value in zip(self.keys, self.types, values, strict=True)
         }
-
-    def merged(self, rows: bytes) -> dict[str, Any]:
-        """The infos of a batch as gymnasium merges them: an array for each key, and a mask, which is true."""
-        table = np.frombuffer(rows, self._dtype)
-        every = np.ones(len(table), np.bool_)
-        infos: dict[str, Any] = {}
-        for place, key, mask, dtype in self._merged:
-            infos[key] = table[place].astype(dtype)
-            infos[mask] = every.copy()
-        return infos
-
-
-def _little(kind: type) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(kind).newbyteorder("<")
-    return dtype
 
 
 _known: dict[tuple[tuple[str, ...], tuple[type, ...]], Columns] = {}
@@ -130,62 +112,52 @@ def pack_numbers(info: Any) -> bytes:
         return b""
 
 
-class Rows:
-    """Takes the infos of one step of a group, as long as they are alike and hold only numbers.
+class Alike:
+    """Packs the infos of one step of a group, if all its envs tell numbers of the same names and types.
 
-    Attributes:
-        count: How many have been taken: those of the first envs.
+    In few calls for all of them: to look at each env's info by itself takes longer than to copy what it holds.
+
+    Args:
+        size: Number of envs.
     """
 
-    def __init__(self) -> None:
-        """Hold nothing."""
-        self.count = 0
-        self._columns: Columns | None = None
-        self._rows: list[bytes] = []
+    def __init__(self, size: int) -> None:
+        """Know of none."""
+        self._size = size
+        self._head = b""
+        self._keys: list[str] = []  # those of the last infos, and their types, env after env
+        self._types: list[type] = []
+        self._pack = struct.Struct("").pack
 
-    def take(self, slot: int, info: Any) -> bool:
-        """Whether it fits to what has been taken."""
-        if slot != self.count or type(info) is not dict:
-            return False
-        try:  # as above
-            types = tuple(map(type, info.values()))
-            if not _STRINGS.issuperset(map(type, info)):
-                return False
-            columns = self._columns
-            if columns is None or types != columns.types or tuple(info) != columns.keys:
-                if slot or not _NUMBERS.issuperset(types):
-                    return False
-                columns = _columns(tuple(info), types)
-                if columns is None or not columns.head_of_all:  # which raises where the keys are too long
-                    return False
-                self._columns = columns
-            self._rows.append(columns.row.pack(*info.values()))
-        except Exception:
-            return False
-        self.count = slot + 1
-        return True
-
-    def clear(self) -> None:
-        """A step begins."""
-        self.count = 0
-        self._rows.clear()
-
-    def packed(self) -> bytes:
-        """Those that have been taken, one behind the other; ``b""`` if there are none."""
-        if not self._rows:
+    def packed(self, infos: Sequence[tuple[int, dict[Any, Any]]]) -> bytes:
+        """Those of all envs, with their slots; ``b""`` if they are to be pickled."""
+        if len(infos) != self._size:
             return b""
-        assert self._columns is not None
-        return self._columns.head_of_all + b"".join(self._rows)
+        try:  # as above
+            dicts = [info for _, info in infos]
+            keys = list(chain.from_iterable(dicts))
+            values = list(chain.from_iterable(map(dict.values, dicts)))
+            types = list(map(type, values))
+            if not _STRINGS.issuperset(map(type, keys)):
+                return b""
+            if (keys != self._keys or types != self._types) and not self._learn(dicts[0], keys, types):
+                return b""
+            return self._head + self._pack(*values)
+        except Exception:
+            return b""
 
-    def infos(self) -> list[tuple[int, dict[str, Any]]]:
-        """Slot and info of those that have been taken; from now on there are none."""
-        if not self._rows:
-            return []
-        assert self._columns is not None
-        unpack, info = self._columns.row.unpack, self._columns.info
-        infos = [(slot, info(unpack(row))) for slot, row in enumerate(self._rows)]
-        self.clear()
-        return infos
+    def _learn(self, first: dict[str, Any], keys: list[str], types: list[type]) -> bool:
+        """What the first env tells; false if that is no table, or the others tell something else."""
+        own = types[: len(first)]
+        # No key is twice in a dict: where they all come again in the same order, each dict has them once.
+        if keys != [*first] * self._size or types != own * self._size or not _NUMBERS.issuperset(own):
+            return False
+        columns = _columns(tuple(first), tuple(own))
+        if columns is None:
+            return False
+        self._head, self._pack = columns.head_of_all, columns.rows(self._size).pack
+        self._keys, self._types = keys, types
+        return True
 
 
 # --- the trainer's end ------------------------------------------------------------------------
@@ -226,12 +198,50 @@ def unpack_numbers(data: bytes) -> Any:
     return {"infos": NumberInfos(columns, data[start:])}
 
 
-def merged(told: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The infos of all groups merged, if there is nothing else to tell, and they are alike and hold only numbers."""
-    if not any(told):
-        return {}
-    infos = [one["infos"] for one in told if len(one) == 1 and type(one.get("infos")) is NumberInfos]
-    if len(infos) < len(told) or any(one.columns is not infos[0].columns for one in infos):
-        return None
-    columns: Columns = infos[0].columns
-    return columns.merged(b"".join([one.rows for one in infos]))
+class Merging:
+    """Merges the infos of a batch as gymnasium merges them, if they are alike and hold only numbers.
+
+    Always in the same memory: to lay it out again takes longer than to copy what it holds.
+
+    Args:
+        count: Number of envs.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Know of no infos."""
+        self._every = np.ones(count, np.bool_)
+        self._columns: Columns | None = None
+        self._rows = memoryview(b"")
+        self._lanes: list[tuple[str, str, np.ndarray[Any, Any]]] = []  # key, that of its mask, values
+
+    def merged(self, told: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """An array for each key, and a mask, which is true; ``None`` if there is anything else among it."""
+        if not any(told):
+            return {}
+        columns, parts = None, []
+        for one in told:
+            infos = one.get("infos")
+            if type(infos) is not NumberInfos or len(one) > 1 or (columns is not None and columns is not infos.columns):
+                return None
+            columns = infos.columns
+            parts.append(infos.rows)
+        assert columns is not None
+        if columns is not self._columns:
+            self._lay_out(columns)
+        self._rows[:] = b"".join(parts)
+        every, infos = self._every, {}
+        for key, mask, lane in self._lanes:
+            infos[key], infos[mask] = lane.copy(), every.copy()
+        return infos
+
+    def _lay_out(self, columns: Columns) -> None:
+        """What they have in common has changed."""
+        self._columns = None  # an interruption in here is not to leave it half done
+        count, size = len(self._every), columns.row.size
+        rows = bytearray(count * size)
+        self._lanes = [
+            (key, f"_{key}", np.ndarray((count,), kind, rows, place * _LANE, (size,)))
+            for place, (key, kind) in enumerate(zip(columns.keys, columns.types, strict=True))
+        ]
+        self._rows = memoryview(rows)
+        self._columns = columns

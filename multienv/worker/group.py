@@ -35,7 +35,7 @@ from multienv.wire.messages import (
     dumps,
     pack_value,
 )
-from multienv.wire.numbers import Rows as NumberRows
+from multienv.wire.numbers import Alike
 from multienv.worker import generators
 from multienv.worker.eavesdropping import watched
 from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result, wrong_reward
@@ -73,7 +73,7 @@ class EnvGroup(GroupStates):
         self._steps: list[Callable[[Any], Any]] = []
         self._calls: list[Callable[[Any], Any]] = []  # what a step calls: an env's step, or what begins its episode
         self._words: Any = None
-        self._alike = NumberRows()
+        self._alike = Alike(group.size)
         self._careful = False  # a request is done again: whose answer it is that ends the process is to be known
 
     def describe(self) -> Description:
@@ -120,7 +120,7 @@ class EnvGroup(GroupStates):
         ]
         step, step_without = self._stepper(words), self._step_without
         shown, laid_out, pack, size = self._rows.shown, self._rows.laid_out, REPLY.pack, REPLY.size
-        alike, packed_numbers = self._alike, self._alike.packed
+        packed_numbers = self._alike.packed
 
         def handle_any(seq: int, kind: int, frame: bytes) -> bytes:
             if kind != STEP:
@@ -131,12 +131,14 @@ class EnvGroup(GroupStates):
             try:
                 infos, failures = (step_without if frame[TAG_AT] == LEAVING_OUT else step)(seq, frame)
                 words[SLOT] = 0
-                if infos or failures or not laid_out:
+                numbers = packed_numbers(infos) if infos and not failures and not self._careful else b""
+                if failures or not laid_out or (infos and not numbers):
                     reply = self._packed(seq, infos, failures, None)
                 else:
-                    data, numbers = shown[seq & 1](), packed_numbers() if alike.count else b""
+                    data = shown[seq & 1]()
                     length = size + len(data) + len(numbers)
                     reply = pack(length, seq, len(numbers), STEPPED, 0, 0, 0.0) + data + numbers
+                    self._told = infos, failures, None
             except Exception as error:
                 self._rows.keep(seq)
                 words[SLOT] = 0
@@ -154,7 +156,6 @@ class EnvGroup(GroupStates):
         rows, marks = range(group.first, group.first + group.size), range(1, group.size + 1)
         targets = [self._rows.target(side) for side in (0, 1)]
         whole = slice(None)
-        alike, take, laid_out = self._alike, self._alike.take, self._rows.laid_out
 
         def step(seq: int, frame: bytes) -> tuple[_Infos, _Failures]:
             side = seq & 1
@@ -163,7 +164,6 @@ class EnvGroup(GroupStates):
                 self._rows.clear_flags(side)
             infos: _Infos = []
             failures: _Failures = {}
-            alike.clear()
             actions = decode(frame)
             if not is_array:
                 actions = iterate(self._action_space, actions)
@@ -187,12 +187,10 @@ class EnvGroup(GroupStates):
                         cell[whole] = observation
                     except (TypeError, ValueError):
                         write(side, mark - 1, observation)  # it may fit all the same
-                    if info and not take(mark - 1, info):
+                    if info:
                         infos.append((mark - 1, dict(as_info(info))))  # it may be one that all envs share
                 except Exception as error:
                     self._note_error(seq, mark - 1, error, infos, failures)
-            if 0 < alike.count < group.size or (alike.count and (self._careful or not laid_out)):
-                infos[:0] = alike.infos()
             return infos, failures
 
         return step
@@ -332,8 +330,7 @@ class EnvGroup(GroupStates):
             if not self._excuse(seq, infos, failures):
                 raise
             return self._packed(seq, infos, failures, state)
-        self._told = extras, state
-        self._alike.clear()
+        self._told = infos, failures, state
         return reply
 
     def _framed(self, seq: int, extras: dict[str, Any], state: bytes | None) -> bytes:

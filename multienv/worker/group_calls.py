@@ -22,7 +22,6 @@ from multienv.wire.messages import (
     dumps,
     pack_value,
 )
-from multienv.wire.numbers import Rows
 from multienv.worker.failures import failure_of, not_picklable
 from multienv.worker.tenant import Tenant, call_by_name
 
@@ -37,9 +36,9 @@ class GroupCalls(Tenant):
     replies = -1
     _envs: list[gymnasium.Env[Any, Any]]
     _words: Any  # the control words
-    _alike: Rows  # the infos of the last step, if they were numbers
     _spared: tuple[int, ...] | None = None
-    _told: tuple[dict[str, Any], bytes | None] = {}, None  # what went with the last reply that had more than the rows
+    # Infos, failures and state that went with the last reply.
+    _told: tuple[list[tuple[int, Any]], dict[int, Failure], bytes | None] = [], {}, None
 
     @abstractmethod
     def _framed(self, seq: int, extras: dict[str, Any], state: bytes | None) -> bytes:
@@ -47,11 +46,9 @@ class GroupCalls(Tenant):
 
     def tell_apart(self, seq: int) -> bytes:
         """The last reply again, with the infos pickled one by one."""
-        extras, state = self._told
-        if self._alike.count:
-            extras, state = {"infos": self._alike.infos()}, None
-        apart, failures = [], dict(extras.get("failures", {}))
-        for slot, info in extras.get("infos", ()):
+        infos, failures, state = self._told
+        apart, failures = [], dict(failures)
+        for slot, info in infos:
             self._words[SLOT] = slot + 1
             try:
                 apart.append((slot, dumps(info)))

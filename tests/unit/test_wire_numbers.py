@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from multienv.testing import first_difference
 from multienv.wire import numbers
-from multienv.wire.numbers import NumberInfos, Rows, holds_numbers, merged, pack_numbers, unpack_numbers
+from multienv.wire.numbers import Alike, Merging, NumberInfos, holds_numbers, pack_numbers, unpack_numbers
 
 KINDS: list[st.SearchStrategy[Any]] = [
     st.floats(),
@@ -44,38 +44,35 @@ def same(one: Any, other: Any) -> bool:
 
 @given(alike(1))
 def test_one_comes_back_as_it_was(infos):
-    packed = pack_numbers(infos[0])
+    data = pack_numbers(infos[0])
     if not any(isinstance(value, np.generic) for value in infos[0].values()):
-        assert packed == b""  # Python's own are pickled as fast
+        assert data == b""  # Python's own are pickled as fast
         return
-    assert holds_numbers(packed[0])
-    back = unpack_numbers(packed)
+    assert holds_numbers(data[0])
+    back = unpack_numbers(data)
     assert same(back, infos[0])
     assert [type(value) for value in back.values()] == [type(value) for value in infos[0].values()]
 
 
+def packed(*infos: dict[Any, Any]) -> bytes:
+    """As a worker packs those of all its envs."""
+    return Alike(len(infos)).packed(list(enumerate(infos)))
+
+
 @given(alike(3))
 def test_those_of_a_group_come_back_as_they_were(infos):
-    rows = Rows()
-    assert all(rows.take(slot, info) for slot, info in enumerate(infos))
-    packed = rows.packed()
-    assert holds_numbers(packed[0])
-    told = unpack_numbers(packed)["infos"]
-    for back in (list(told), rows.infos()):
-        assert [slot for slot, _ in back] == [0, 1, 2]
-        for (_, one), info in zip(back, infos, strict=True):
-            assert same(one, info)
-            assert [type(value) for value in one.values()] == [type(value) for value in info.values()]
-    assert rows.packed() == b""
+    data = packed(*infos)
+    assert holds_numbers(data[0])
+    told = list(unpack_numbers(data)["infos"])
+    assert [slot for slot, _ in told] == [0, 1, 2]
+    for (_, one), info in zip(told, infos, strict=True):
+        assert same(one, info)
+        assert [type(value) for value in one.values()] == [type(value) for value in info.values()]
 
 
 @given(alike(4))
 def test_they_are_merged_as_gymnasium_merges_them(infos):
-    groups = [Rows(), Rows()]
-    groups[0].take(0, infos[0])
-    for slot, info in enumerate(infos[1:]):
-        groups[1].take(slot, info)
-    ours = merged([unpack_numbers(rows.packed()) for rows in groups])
+    ours = Merging(4).merged([unpack_numbers(packed(infos[0])), unpack_numbers(packed(*infos[1:]))])
     theirs: dict[str, Any] = {}
     envs = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 4)
     for index, info in enumerate(infos):
@@ -111,22 +108,40 @@ def test_they_are_merged_as_gymnasium_merges_them(infos):
 )
 def test_what_is_left_to_pickle(info):
     assert pack_numbers(info) == b""
-    rows = Rows()
-    assert not rows.take(0, info)
-    assert rows.packed() == b""
+    if type(info) is dict:
+        assert packed(info) == b""
+        assert packed({"a": 1.0}, info) == b""
+        assert packed(info, {"a": 1.0}) == b""
 
 
-def test_what_is_not_alike_is_not_taken():
-    rows = Rows()
-    assert rows.take(0, {"a": 1.0, "b": 2})
-    assert not rows.take(1, {"a": 1, "b": 2})
-    assert not rows.take(1, {"b": 2, "a": 1.0})
-    assert not rows.take(1, {"a": 1.0})
-    assert not rows.take(2, {"a": 1.0, "b": 2})  # the one before had something else
-    assert rows.take(1, {"a": math.inf, "b": -2})
-    assert not rows.take(2, {"a": 1.0, "b": 2**64})
-    assert rows.infos() == [(0, {"a": 1.0, "b": 2}), (1, {"a": math.inf, "b": -2})]
-    assert rows.take(0, {"other": True})
+@pytest.mark.parametrize(
+    "infos",
+    [
+        [{"a": 1.0, "b": 2}, {"a": 1, "b": 2}],
+        [{"a": 1.0, "b": 2}, {"b": 2, "a": 1.0}],
+        [{"a": 1.0, "b": 2}, {"a": 1.0}],
+        [{"a": 1.0}, {"a": 1.0, "b": 2}],
+        [{"a": 1.0, "b": 2}, {"a": 1.0, "b": 2**64}],
+        [{"a": 1}, {"b": 1, "a": 1}, {"b": 1}],
+        [{"a": 1, "b": 1, "c": 1}, {"a": 1}, {"b": 1, "c": 1}],
+    ],
+)
+def test_what_is_not_alike_is_left_to_pickle(infos):
+    """Also after some that were, and it does not keep others from being packed."""
+    rows, good = Alike(len(infos)), list(enumerate([{"a": 1.0, "b": 2}] * len(infos)))
+    for _ in range(2):
+        assert rows.packed(list(enumerate(infos))) == b""
+        assert list(unpack_numbers(rows.packed(good))["infos"]) == good
+
+
+def test_infos_of_some_envs_are_left_to_pickle():
+    assert Alike(3).packed([(0, {"a": 1}), (2, {"a": 1})]) == b""
+
+
+def test_infos_may_change_from_step_to_step():
+    rows = Alike(2)
+    for infos in ([{"a": 1.0}, {"a": math.inf}], [{"b": 1}, {"b": -2}], [{"a": True}, {"a": False}]) * 2:
+        assert list(unpack_numbers(rows.packed(list(enumerate(infos))))["infos"]) == list(enumerate(infos))
 
 
 class Letter(str, enum.Enum):
@@ -145,38 +160,28 @@ class Odd:
 @pytest.mark.parametrize("key", [Letter.A, type("Key", (str,), {})("a"), Odd()])
 def test_keys_that_only_look_like_strings_are_left_to_pickle(key):
     """Also after the string itself."""
-    rows = Rows()
-    assert pack_numbers({"a": np.float64(1)})
-    assert rows.take(0, {"a": np.float64(1)})
-    assert pack_numbers({key: np.float64(1)}) == b""
-    assert not rows.take(1, {key: np.float64(1)})
-    rows.clear()
-    assert not rows.take(0, {key: np.float64(1)})
+    rows, plain, odd = Alike(2), {"a": np.float64(1)}, {key: np.float64(1)}
+    assert pack_numbers(plain)
+    assert pack_numbers(odd) == b""
+    assert rows.packed([(0, plain), (1, plain)])
+    assert rows.packed([(0, plain), (1, odd)]) == b""
+    assert rows.packed([(0, odd), (1, odd)]) == b""
 
 
 def test_an_info_that_makes_up_keys_is_left_to_pickle_in_the_end(monkeypatch):
     monkeypatch.setattr(numbers, "_known", {})
-    packed = [bool(pack_numbers({f"unit {number}": np.float64(1)})) for number in range(1000)]
-    assert all(packed[:200])
-    assert not any(packed[300:])
+    taken = [bool(pack_numbers({f"unit {number}": np.float64(1)})) for number in range(1000)]
+    assert all(taken[:200])
+    assert not any(taken[300:])
     assert pack_numbers({"unit 3": np.float64(1)})
-
-
-def test_what_has_been_taken_is_a_copy():
-    rows, info = Rows(), {"a": 1}
-    rows.take(0, info)
-    info["a"] = 2
-    rows.take(1, info)
-    assert rows.infos() == [(0, {"a": 1}), (1, {"a": 2})]
 
 
 def test_groups_that_differ_are_not_merged_here():
     def told(info: dict[str, Any]) -> dict[str, Any]:
-        rows = Rows()
-        rows.take(0, info)
-        one: dict[str, Any] = unpack_numbers(rows.packed())
+        one: dict[str, Any] = unpack_numbers(packed(info))
         return one
 
+    merged = Merging(2).merged
     assert merged([{}, {}]) == {}
     assert merged([told({"a": 1}), {}]) is None
     assert merged([told({"a": 1}), told({"a": 1.0})]) is None
@@ -184,3 +189,13 @@ def test_groups_that_differ_are_not_merged_here():
     assert merged([told({"a": 1}), {**told({"a": 1}), "failures": {}}]) is None
     assert merged([told({"a": 1}), {"infos": [(0, {"a": 1})]}]) is None
     assert type(told({"a": 1})["infos"]) is NumberInfos
+
+
+def test_infos_merged_before_stay_as_they_were():
+    merging = Merging(2)
+    first = merging.merged([unpack_numbers(packed({"a": 1}, {"a": 2}))])
+    other = merging.merged([unpack_numbers(packed({"b": 0.5}, {"b": 1.5}))])
+    again = merging.merged([unpack_numbers(packed({"a": 3}, {"a": 4}))])
+    values = [{key: array.tolist() for key, array in (one or {}).items()} for one in (first, other, again)]
+    every = [True, True]
+    assert values == [{"a": [1, 2], "_a": every}, {"b": [0.5, 1.5], "_b": every}, {"a": [3, 4], "_a": every}]
