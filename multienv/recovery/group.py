@@ -38,9 +38,9 @@ from multienv.wire.messages import (
     pack_message,
     seq_of,
 )
-from multienv.wire.numbers import holds_numbers, unpack_numbers
+from multienv.wire.numbers import Reader, holds_numbers
 
-_unpack = REPLY.unpack_from
+_pack, _unpack = REPLY.pack, REPLY.unpack_from
 # In place of the slot of whoever has ended the process.
 _UNKNOWN = -1
 
@@ -61,6 +61,7 @@ class GroupSupervisor(GroupReader):
         "_blamed",
         "_deaths_of",
         "_encode_plainly",
+        "_numbers",
         "_owed_to",
         "_raised",
         "_resetting_all",
@@ -79,6 +80,7 @@ class GroupSupervisor(GroupReader):
         self._resetting_all = False
         self._retrying = False  # the reply is looked at once more: what raises again is meant
         self._seeds: list[int | None] = [None] * self._group.size
+        self._numbers = Reader()
 
     @property
     def seeds(self) -> tuple[int | None, ...]:
@@ -311,10 +313,10 @@ class GroupSupervisor(GroupReader):
 
     def _finish_step(self, reply: bytes) -> Transition:
         _, seq, info_length, kind, flags, _, _ = _unpack(reply)
-        start = len(reply) - info_length
+        start = self._plain_size
         if (
-            REPLY.size < start < len(reply)
-            and kind == STEPPED
+            kind == STEPPED
+            and 0 < info_length == len(reply) - start
             and not flags
             and holds_numbers(reply[start])
             and seq & SAMPLE
@@ -322,11 +324,12 @@ class GroupSupervisor(GroupReader):
             and self._blamed != seq
         ):
             # A step like most, of envs that tell numbers in each: none has failed, and there is nothing to settle.
-            self._log(reply)
+            self._log_request(self._pending)
+            self._log_reply(_pack(start, seq, 0, STEPPED, 0, 0, 0.0) + reply[REPLY.size : start])
             self._last = reply
             self._steps += 1
             self.phase = DUE if self._recycling.wanted and self._is_due() else RUNNING
-            return None, 0.0, False, False, unpack_numbers(reply[start:])
+            return None, 0.0, False, False, self._numbers.read(reply, start)
         reply = self._legible(reply)
         if self._policy.on_error == "replay" and not self._retrying and self._error_in(reply):
             self._retrying = True

@@ -188,6 +188,28 @@ def holds_numbers(first: int) -> bool:
     return first in (_ONE, _ALL)
 
 
+class Reader:
+    """Reads the infos of a group, reply after reply: what is in front of the numbers is mostly the same."""
+
+    __slots__ = ("_columns", "_head")
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self._head = b""
+        self._columns: Columns | None = None
+
+    def read(self, reply: bytes, start: int) -> dict[str, NumberInfos]:
+        """What lies there, behind the rest of the reply, as :func:`unpack_numbers` tells it."""
+        columns = self._columns
+        if columns is None or not reply.startswith(self._head, start):
+            told: dict[str, NumberInfos] = unpack_numbers(reply[start:])
+            self._columns = None  # an interruption in here is not to leave it half done
+            self._head = reply[start : len(reply) - len(told["infos"].rows)]
+            self._columns = told["infos"].columns
+            return told
+        return {"infos": NumberInfos(columns, reply[start + len(self._head) :])}
+
+
 def unpack_numbers(data: bytes) -> Any:
     """An info; or, of a group, ``{"infos": NumberInfos}``."""
     kind, length = _HEAD.unpack_from(data)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from multienv.testing import first_difference
 from multienv.wire import numbers
-from multienv.wire.numbers import Alike, Merging, NumberInfos, holds_numbers, pack_numbers, unpack_numbers
+from multienv.wire.numbers import Alike, Merging, NumberInfos, Reader, holds_numbers, pack_numbers, unpack_numbers
 
 KINDS: list[st.SearchStrategy[Any]] = [
     st.floats(),
@@ -199,3 +199,10 @@ def test_infos_merged_before_stay_as_they_were():
     values = [{key: array.tolist() for key, array in (one or {}).items()} for one in (first, other, again)]
     every = [True, True]
     assert values == [{"a": [1, 2], "_a": every}, {"b": [0.5, 1.5], "_b": every}, {"a": [3, 4], "_a": every}]
+
+
+def test_replies_are_read_whatever_was_read_before():
+    reader = Reader()
+    for infos in ([{"a": 1}, {"a": 2}], [{"a": 3}, {"a": 4}], [{"a": 0.5, "b": True}] * 2, [{"ab": 3}, {"ab": 4}]) * 2:
+        told = reader.read(b"what comes first" + packed(*infos), len(b"what comes first"))
+        assert list(told["infos"]) == list(enumerate(infos))
