@@ -54,8 +54,8 @@ class MultiEnv:
         autoreset_mode: What happens when an episode ends; see :class:`AutoResetWrapper`.
         bind_cores: Where there are at least as many envs as cores, have workers whose steps are shorter than 0.2 ms
             run on one core each in turn, which is faster by a third for CartPole. They free themselves while
-            somebody else wants their core. And where each worker has a core to itself, have it look out for its next
-            request for 0.2 ms before it sleeps, if that has been enough before. Linux only.
+            somebody else wants their core. And one worker on each core looks out for its next request for 0.2 ms
+            before it sleeps, if that has been enough before. Linux only.
         max_workers: Threads of the executor, and shares the envs are dealt to. ``None``: one share, and
             threads for one env each where a thread is needed.
 

@@ -86,8 +86,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
         deadlines: When a process counts as hung; those of a step and a reset are for all its envs together.
         native_threads: Threads that BLAS, OpenMP and the like may use in each process, unless the environment says
             otherwise; ``None`` leaves them alone.
-        bind_cores: A process whose steps are short keeps to a core, and yields it to others; one that has a core to
-            itself looks out for its next request for 0.2 ms before it sleeps, if that has been enough before.
+        bind_cores: A process whose steps are short keeps to a core, and yields it to others; one on each core looks out
+            for its next request for 0.2 ms before it sleeps, if that has been enough before.
         hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
         reports: As for :class:`SubprocessEnv`.
 

@@ -18,19 +18,20 @@ from multienv.cores import busy_cores, cores
 class _Worker(Protocol):
     core: int | None
 
-    def prefer(self, core: int | None, *, alone: bool) -> None: ...
+    def prefer(self, core: int | None, *, looks: bool) -> None: ...
 
 
 def spread(workers: Sequence[_Worker]) -> None:
     """Deal the workers to the cores; where there are fewer than cores, the scheduler knows better which are idle.
 
-    Where the time of the cores is rationed, nobody is bound, nor looks out for anything while it could sleep.
+    On each core one of them, the last to be asked there, looks out for its next request while it could sleep: so the
+    core is awake when any of them is asked. Where the time of the cores is rationed, nobody is bound, nor looks out.
     """
     available = cores()
     several = 1 < len(available) == busy_cores()
     for place, worker in enumerate(workers):
         core = available[place % len(available)] if several and len(available) <= len(workers) else None
-        worker.prefer(core, alone=several and len(workers) <= len(available))
+        worker.prefer(core, looks=several and place + len(available) >= len(workers))
 
 
 def _current_core() -> Callable[[], int]:

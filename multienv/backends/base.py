@@ -95,8 +95,8 @@ class Backend(ABC):
         """How many it has taken of itself, and why none at present, if there is a reason."""
         return 0, ""
 
-    def prefer(self, core: int | None, *, alone: bool) -> None:  # noqa: B027 - a host without a process of its own has no choice
-        """Run on this core while steps are short, ``None``: on any. With ``alone``: look out for the next request."""
+    def prefer(self, core: int | None, *, looks: bool) -> None:  # noqa: B027 - a host without a process of its own has no choice
+        """Run on this core while steps are short, ``None``: on any. With ``looks``: look out for the next request."""
 
     @abstractmethod
     def observations(self, size: int) -> Block:

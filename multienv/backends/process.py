@@ -18,10 +18,10 @@ from multienv.backends.base import Backend, Gone
 from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
 from multienv.processes.protocol import UNKNOWN_FATE, WAKE, Fate
 from multienv.wire.memory import (
-    ALONE,
     BUSY,
     CORE,
     DEADLINE,
+    LOOKS,
     NO_SNAPSHOTS,
     OBSERVATIONS,
     PID,
@@ -138,10 +138,10 @@ class ProcessBackend(Backend):
         """From a sample of the steps, measured by the worker."""
         return self._times[STEP_SECONDS] or None
 
-    def prefer(self, core: int | None, *, alone: bool) -> None:
+    def prefer(self, core: int | None, *, looks: bool) -> None:
         """The worker looks at this now and then; see ``worker.affinity`` and ``worker.lookout``."""
         words = self._worker.control.words
-        words[CORE], words[ALONE] = 0 if core is None else core + 1, alone
+        words[CORE], words[LOOKS] = 0 if core is None else core + 1, looks
 
     # --- writing --------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class Keeper:
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
     __slots__ = """
-        __weakref__ core _anchoring _asked_state _backend _block _buffer _alone _closing _command _deadlines _deaths
+        __weakref__ core _anchoring _asked_state _backend _block _buffer _looks _closing _command _deadlines _deaths
         _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _losses _lost_observation
         _message _owed _owner _pending _phase_before _placement _plain_reply _plain_size _policy _recycling
         _sampled_at _seed _step_deadline _steps _steps_before _transmit _views closed due inside
@@ -140,7 +140,7 @@ class Keeper:
         self._log_request, self._log_reply = self._journal.log_request, self._journal.log_reply
         self._transmit: Callable[[bytes], None] = _no_sender
         self.core: int | None = None
-        self._alone = False
+        self._looks = False
         self._backend: Any = None  # Backend | None; Any because the hot path does not ask
         self._encode: EncodeStep = _no_encoder
         self._decode: Callable[[Any, int], Any] = _no_decoder
@@ -201,7 +201,7 @@ class Keeper:
         self._healer.hand_over()
         self._recycling.begin(self._steps, self.record.episodes)
         self.due = ""
-        backend.prefer(self.core, alone=self._alone)
+        backend.prefer(self.core, looks=self._looks)
         if old is not None and old is not backend:
             old.release()
 
@@ -212,11 +212,11 @@ class Keeper:
     def _size_of_plain_replies(self) -> int:
         return self._placement.plain_size
 
-    def prefer(self, core: int | None, *, alone: bool) -> None:
+    def prefer(self, core: int | None, *, looks: bool) -> None:
         """Have the worker, and each that replaces it, run on this core while steps are short; or tell it is alone."""
-        self.core, self._alone = core, alone
+        self.core, self._looks = core, looks
         if self._backend is not None:
-            self._backend.prefer(core, alone=alone)
+            self._backend.prefer(core, looks=looks)
 
     def _drop_backend(self) -> None:
         old, self._backend = self._backend, None

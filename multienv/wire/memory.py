@@ -80,7 +80,7 @@ NO_SNAPSHOTS = 6  # u64: why it takes none, see worker.snapshots (worker)
 PID = 7  # u64: of a snapshot that has been woken, else 0 (worker)
 SLOT = 8  # u64: 1 + the place in its group of the env that is being called, 0 when there is none (worker)
 RESETTING = 2**32  # added to that while it is being reset
-ALONE = 9  # u64: 1 if the worker has a core to itself (trainer)
+LOOKS = 9  # u64: 1 if the worker looks out for its next request before it sleeps (trainer)
 WORDS = 10
 DEADLINE = 2  # f64: when the pending request is overdue, CLOCK_MONOTONIC; 0 is never (trainer sets, worker clears)
 

@@ -18,7 +18,7 @@ import numpy as np
 # First byte of an info that is not pickled: of one env, or of all envs of a group. Pickles begin with 0x80.
 _ONE, _ALL = 1, 2
 _HEAD = struct.Struct("<BH")  # that byte; bytes of what names the columns
-# Exact types, in the order of their codes, and how their values are laid out: each in eight bytes, for alignment's sake.
+# Exact types, in the order of their codes, and how their values are laid out: each in eight bytes, to be aligned.
 _FORMATS: dict[type, str] = {
     float: "d",
     int: "q",

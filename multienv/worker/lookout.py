@@ -1,10 +1,11 @@
 """Looking out for the next request before the process sleeps.
 
 A process that sleeps is woken by an interrupt from another core; on a virtual machine, whose core has been given away
-meanwhile, that takes 20 to 50 µs, as long as several steps of CartPole, and the caches are cold afterwards. A worker
-that has a core to itself, and whose trainer was back within some 200 µs the last times, therefore looks for that long
-whether there is a request, before it waits for one. At each look it gives way to whoever wants the core, so only time
-is spent that nobody else has use for; and where the trainer takes longer, because its policy does, it does not look.
+meanwhile, that takes 20 to 50 µs, as long as several steps of CartPole, and the caches are cold afterwards. So on each
+core one worker, if its trainer was back within some 200 µs the last times, looks for that long whether there is a
+request, before it waits for one. At each look it gives way to whoever wants the core, another worker that has been
+asked for instance, so only time is spent that nobody else has use for; and where the trainer takes longer, because its
+policy does, it does not look.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from multienv.wire.memory import ALONE
+from multienv.wire.memory import LOOKS
 
 # Seconds: so long it looks, and a trainer that is back by then is worth looking for.
 PATIENCE = 200e-6
@@ -30,7 +31,7 @@ class Lookout:
     Args:
         ready: Tells, given 0, whether there is a request; ``None`` where that cannot be asked.
         give_way: Lets others have the core, if they want it; ``None`` where that cannot be done.
-        words: The control words; the trainer says there whether this worker has a core to itself.
+        words: The control words; the trainer says there whether this worker is to look at all.
         clock: Tells seconds.
     """
 
@@ -60,7 +61,7 @@ class Lookout:
 
     def after(self, seconds: float) -> Callable[[], bool] | None:
         """What to call before the next request is waited for, if anything, after the trainer has been away so long."""
-        if seconds > PATIENCE or not self._able or not self._words[ALONE]:
+        if seconds > PATIENCE or not self._able or not self._words[LOOKS]:
             return None
         self._credit = COST
         return self.look

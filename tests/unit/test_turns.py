@@ -13,10 +13,10 @@ from multienv.turns import Turns, spread
 
 class Worker:
     core: int | None = None
-    alone = False
+    looks = False
 
-    def prefer(self, core: int | None, *, alone: bool) -> None:
-        self.core, self.alone = core, alone
+    def prefer(self, core: int | None, *, looks: bool) -> None:
+        self.core, self.looks = core, looks
 
 
 def dealt(
@@ -26,19 +26,19 @@ def dealt(
     monkeypatch.setattr(turns, "busy_cores", lambda: busy or len(available))
     made = [Worker() for _ in range(workers)]
     spread(made)
-    return [(one.core, one.alone) for one in made]
+    return [(one.core, one.looks) for one in made]
 
 
-def test_workers_are_dealt_to_the_cores(monkeypatch):
-    assert dealt(monkeypatch, 5, [2, 3]) == [(2, False), (3, False), (2, False), (3, False), (2, False)]
+def test_workers_are_dealt_to_the_cores_and_one_looks_out_on_each(monkeypatch):
+    assert dealt(monkeypatch, 5, [2, 3]) == [(2, False), (3, False), (2, False), (3, True), (2, True)]
     assert dealt(monkeypatch, 2, [2, 3]) == [(2, True), (3, True)]
 
 
-def test_fewer_than_cores_run_anywhere_and_alone(monkeypatch):
+def test_fewer_than_cores_run_anywhere_and_all_look_out(monkeypatch):
     assert dealt(monkeypatch, 2, [0, 1, 2]) == [(None, True)] * 2
 
 
-def test_on_one_core_there_is_no_choice_and_nobody_is_alone(monkeypatch):
+def test_on_one_core_there_is_no_choice_and_nobody_looks_out(monkeypatch):
     assert dealt(monkeypatch, 1, [0]) == [(None, False)]
     assert dealt(monkeypatch, 2, [0]) == [(None, False)] * 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from multienv.wire.memory import ALONE, WORDS
+from multienv.wire.memory import LOOKS, WORDS
 from multienv.worker.lookout import COST, PATIENCE, Lookout
 
 
@@ -13,11 +13,11 @@ class Trainer:
 
     LOOK = 1e-6
 
-    def __init__(self, alone: bool = True, able: bool = True) -> None:
+    def __init__(self, looks: bool = True, able: bool = True) -> None:
         self.now, self.comes_at = 0.0, 0.0
         self.looks = self.gave_way = 0
         words = [0] * WORDS
-        words[ALONE] = alone
+        words[LOOKS] = looks
         give_way = self.give_way if able else None
         self.lookout = Lookout(self.ready, give_way, words, lambda: self.now)
 
@@ -49,8 +49,8 @@ def test_one_that_stays_away_is_not():
     assert Trainer().lookout.after(2 * PATIENCE) is None
 
 
-def test_a_worker_that_shares_its_core_does_not_look():
-    assert Trainer(alone=False).lookout.after(0.0) is None
+def test_a_worker_that_is_not_told_to_does_not_look():
+    assert Trainer(looks=False).lookout.after(0.0) is None
 
 
 def test_nor_where_the_core_cannot_be_given_away():
@@ -89,7 +89,7 @@ def test_in_vain_more_often_than_it_pays_it_stops():
 def test_on_a_pipe():
     requests, ours = os.pipe()
     words = [0] * WORDS
-    words[ALONE] = 1
+    words[LOOKS] = 1
     lookout = Lookout.over(requests, words)
     look = lookout.after(0.0)
     assert look is not None
