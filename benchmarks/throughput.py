@@ -1,9 +1,10 @@
 """Steps a second against the peers and against the limit, interleaved in one run; ratios, because machines are noisy.
 
 The limit is what the cores can do: one process on each, stepping the env itself, autoreset included, all at the same
-time. ``--json`` and ``--plot`` keep the figures. Run it with ``pip install -e ".[bench]"`` on an otherwise idle
-machine; Tianshou and TorchRL are left out where they are not installed. All contenders of a row live at the same time:
-with 128 envs, and one env in each of their processes, that takes some 16 GiB; ``--only`` picks some.
+time. "Bare pipes" is what a batch in processes takes at the least, see ``bare.py``. ``--json`` and ``--plot`` keep the
+figures. Run it with ``pip install -e ".[bench]"`` on an otherwise idle machine; Tianshou and TorchRL are left out where
+they are not installed. All contenders of a row live at the same time: with 128 envs, and one env in each of their
+processes, that takes some 16 GiB; ``--only`` picks some.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from bare import BarePipes
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from multienv import MultiEnv, RestartPolicy, SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
@@ -138,6 +140,7 @@ def contenders(env_fn: EnvFn, num_envs: int, only: Sequence[str], stack: context
     add("Tianshou.SubprocVectorEnv", lambda: Tianshou("SubprocVectorEnv", fns))
     add("Tianshou.ShmemVectorEnv", lambda: Tianshou("ShmemVectorEnv", fns))
     add("TorchRL.ParallelEnv", lambda: TorchRL(fns))
+    add("bare pipes", lambda: BarePipes(fns))
     benches[LIMIT] = stack.enter_context(limit(env_fn))
     return benches
 
@@ -204,19 +207,21 @@ class TorchRL:
 # --- a run ----------------------------------------------------------------------------------------
 
 
-def measure(env_id: str, num_envs: int, seconds: float, repeats: int, only: Sequence[str]) -> dict[str, list[float]]:
+def measure(
+    env_id: str, num_envs: int, warm_up: float, seconds: float, repeats: int, only: Sequence[str]
+) -> dict[str, list[float]]:
     """Rates of all contenders, in turns, in an order drawn for each."""
     with contextlib.ExitStack() as stack:
         benches = contenders(env_fn_of(env_id), num_envs, only, stack)
         rates: dict[str, list[float]] = {name: [] for name in benches}
+        for bench in benches.values():
+            bench(warm_up)
         order, dice = list(benches), random.Random(0)
-        for repeat in range(repeats + 1):
+        for _ in range(repeats):
             # Anew each time: who comes after the limit, which leaves no core cold, pays for it on a virtual machine.
             dice.shuffle(order)
             for name in order:
-                rate = benches[name](seconds)
-                if repeat:  # the first warms up
-                    rates[name].append(rate)
+                rates[name].append(benches[name](seconds))
     return rates
 
 
@@ -252,15 +257,17 @@ def main() -> None:
     parser.add_argument("--env", nargs="+", default=["CartPole-v1", "HalfCheetah-v5", "ALE/Pong-v5"])
     parser.add_argument("--num-envs", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
+    parser.add_argument("--warm-up", type=float, default=2.0, help="seconds, of each before the first turn")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names of contenders")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
+    settings = arguments.warm_up, arguments.seconds, arguments.repeats, arguments.only
     rows = []
     for env_id in arguments.env:
         for num_envs in arguments.num_envs:
-            rates = measure(env_id, num_envs, arguments.seconds, arguments.repeats, arguments.only)
+            rates = measure(env_id, num_envs, *settings)
             print(f"{num_envs} × {env_id}")
             for name, values in rates.items():
                 print(
