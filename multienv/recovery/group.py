@@ -140,7 +140,7 @@ class GroupSupervisor(GroupReader):
 
     def _slot_of(self, gone: Gone) -> int:
         """Whose call it was; after garbage others may have been called since, unless it was asked for once more."""
-        again = self._blamed == self.seq and self._deaths_of[_UNKNOWN] and self.phase in (STEPPING, RESUMED)
+        again = self._blamed == self.seq and self._deaths_of[_UNKNOWN]
         return gone.slot if gone.cause != "broken" or again else _UNKNOWN
 
     def _forget_blame(self) -> None:
@@ -294,8 +294,9 @@ class GroupSupervisor(GroupReader):
         answer = super().receive(command, timeout, defer=defer)
         if command == "reset":
             return answer
-        values, failures = answer
-        return values, {**self._errors(failures, command), **self._raised_now()}
+        pickled, failures = answer
+        values, illegible = self._values(pickled, command)
+        return values, {**self._errors({**failures, **illegible}, command), **self._raised_now()}
 
     def _finish_reset(self, reply: bytes, message: Reset) -> tuple[Any, dict[str, Any]]:
         return self._settled_reset(*super()._finish_reset(reply, message), message)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from multienv.backends.arena import Arena
@@ -78,15 +79,28 @@ class GroupReader(GroupMender):
 
     def _joined(self, extras: dict[str, Any], command: str) -> dict[str, Any]:
         """The infos, and for those that cannot be read a failure."""
-        infos, failures = [], dict(extras.get("failures", {}))
-        for slot, data in extras[APART]:
+        slots = [slot for slot, _ in extras[APART]]
+        told, illegible = self._values([data for _, data in extras[APART]], command)
+        infos = [pair for place, pair in enumerate(zip(slots, told, strict=True)) if place not in illegible]
+        failures = {slots[place]: failure for place, failure in illegible.items()}
+        return {
+            "infos": infos,
+            "failures": {**extras.get("failures", {}), **failures},
+            "illegible": sorted(failures),
+        }
+
+    def _values(self, pickled: Sequence[bytes | None], command: str) -> tuple[list[Any], dict[int, Failure]]:
+        """What has been pickled one by one; ``None`` where there is nothing, and for what cannot be read a failure."""
+        values: list[Any] = [None] * len(pickled)
+        failures: dict[int, Failure] = {}
+        for place, data in enumerate(pickled):
             try:
-                infos.append((slot, self._decoded(pickle.loads, data, command)))
+                if data is not None:
+                    values[place] = self._decoded(pickle.loads, data, command)
             except ResultNotPicklableError as error:
                 told = "".join(traceback.format_exception(error.__cause__))
-                failures[slot] = Failure("", str(error), told, None, result_not_picklable=True)
-        illegible = failures.keys() - extras.get("failures", {}).keys()
-        return {"infos": infos, "failures": failures, "illegible": sorted(illegible)}
+                failures[place] = Failure("", str(error), told, None, result_not_picklable=True)
+        return values, failures
 
     def _error_in(self, reply: bytes) -> Failure | None:
         if _unpack(reply)[3] != STEPPED:

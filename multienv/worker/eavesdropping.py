@@ -16,14 +16,14 @@ NOISY = 71
 
 
 @contextlib.contextmanager
-def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iterator[None]:
-    """While they are called another pipe is in the place of ``replies``, -1 for none.
+def listening(words: Any, replies: int) -> Iterator[Callable[[int], None]]:
+    """Put another pipe in the place of ``replies``, -1 for none; yields what is to be called after each env's turn.
 
     Who has written there, or closed what is not its own, ends the process, marked: the trainer has read the same, or
     nothing, and knows whom to blame.
     """
     if replies < 0:
-        yield
+        yield lambda slot: None
         return
     with _another_pipe(replies) as ear:
 
@@ -39,6 +39,14 @@ def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iter
                     print(f"It {found} the pipe that its worker answers on.", file=sys.stderr, flush=True)
                 os._exit(NOISY)
 
+        yield expose
+
+
+@contextlib.contextmanager
+def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iterator[None]:
+    """Listen to each of the calls, in their order."""
+    with listening(words, replies) as expose:
+
         def watching(slot: int, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def call_and_listen(action: Any) -> Any:
                 if slot:
@@ -52,14 +60,14 @@ def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iter
             return call_and_listen
 
         before = list(calls)
-        listening = [watching(slot, call) for slot, call in enumerate(before)]
-        calls[:] = listening
+        own = [watching(slot, call) for slot, call in enumerate(before)]
+        calls[:] = own
         try:
             yield
             expose(len(calls) - 1)
         finally:
-            for slot, (call, own, plain) in enumerate(zip(calls, listening, before, strict=True)):
-                calls[slot] = plain if call is own else call
+            for slot, (call, mine, plain) in enumerate(zip(calls, own, before, strict=True)):
+                calls[slot] = plain if call is mine else call
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from multienv.wire.messages import (
 )
 from multienv.wire.numbers import Alike
 from multienv.worker import generators
-from multienv.worker.eavesdropping import watched
+from multienv.worker.eavesdropping import listening, watched
 from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result, wrong_reward
 from multienv.worker.group_results import NotBegun, as_info, of_reset
 from multienv.worker.group_states import GroupStates
@@ -373,20 +373,22 @@ class EnvGroup(GroupStates):
         failures: _Failures = {}
         self._careful = options.careful
         self._rows.stale[:] = True, True
-        for slot in range(self._group.size):
-            if slot in options.left_out:
-                self._end(slot)
-            if slot in options.left_out or (options.mask is not None and not options.mask[slot]):
-                self._rows.keep(seq, slot)
-                continue
-            self._begun[slot] = message.seed[slot], options.options
-            try:
-                observation, info = self._reset(slot, seed=message.seed[slot], options=options.options)
-                self._rows.put(seq, slot, observation)
-                if info:
-                    infos.append((slot, dict(as_info(info))))  # it may be one that all envs share
-            except Exception as error:
-                failures[slot] = self._failed(seq, slot, error)
+        with listening(self._words, self.replies if options.careful else -1) as expose:
+            for slot in range(self._group.size):
+                if slot in options.left_out:
+                    self._end(slot)
+                if slot in options.left_out or (options.mask is not None and not options.mask[slot]):
+                    self._rows.keep(seq, slot)
+                    continue
+                self._begun[slot] = message.seed[slot], options.options
+                try:
+                    observation, info = self._reset(slot, seed=message.seed[slot], options=options.options)
+                    self._rows.put(seq, slot, observation)
+                    if info:
+                        infos.append((slot, dict(as_info(info))))  # it may be one that all envs share
+                except Exception as error:
+                    failures[slot] = self._failed(seq, slot, error)
+                expose(slot)
         self._words[SLOT] = 0
         return self._packed(seq, infos, failures, state)
 

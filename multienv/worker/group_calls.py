@@ -22,6 +22,7 @@ from multienv.wire.messages import (
     dumps,
     pack_value,
 )
+from multienv.worker.eavesdropping import listening
 from multienv.worker.failures import failure_of, not_picklable
 from multienv.worker.tenant import Tenant, call_by_name
 
@@ -87,35 +88,32 @@ class GroupCalls(Tenant):
 
     def _each(self, seq: int, name: str, ask: Callable[[int, Any], Any]) -> bytes:
         """The answers of all, and what some have raised instead."""
-        values: list[Any] = []
+        values: list[bytes | None] = []  # pickled one by one: what cannot be unpickled costs its own env alone
         failures: dict[int, Failure] = {}
-        for slot, env in enumerate(self._envs):
-            self._words[SLOT] = slot + 1
-            value = None
-            try:
-                if self._spared is None or slot not in self._spared:
-                    value = ask(slot, env)
-            except Exception as error:
-                failures[slot] = failure_of(error)
-            values.append(value)
-        self._words[SLOT] = 0
-        if self._spared is not None:
-            self._try_out(list(enumerate(values)))
-        try:
-            return pack_value(seq, (values, failures))
-        except Exception:
-            for slot, value in enumerate(values):
+        with listening(self._words, -1 if self._spared is None else self.replies) as expose:
+            for slot, env in enumerate(self._envs):
+                self._words[SLOT] = slot + 1
+                values.append(None)
+                if self._spared is not None and slot in self._spared:
+                    continue
                 try:
-                    dumps(value)
+                    value = ask(slot, env)
+                    try:
+                        values[slot] = dumps(value)
+                    except Exception as error:
+                        raise not_picklable(name, error) from error
                 except Exception as error:
-                    values[slot] = None
-                    failures[slot] = failure_of(not_picklable(name, error))
-            return pack_value(seq, (values, failures))
+                    failures[slot] = failure_of(error)
+                expose(slot)
+        self._words[SLOT] = 0
+        return pack_value(seq, (values, failures))
 
     def _try_out(self, values: list[tuple[int, Any]]) -> None:
-        """Pickle them one by one: who does not survive that is known by the mark."""
-        for slot, value in values:
-            self._words[SLOT] = slot + 1
-            with contextlib.suppress(Exception):  # told of when all are pickled together
-                dumps(value)
+        """Pickle them one by one: who does not survive that, or writes on the pipe, is known by the mark."""
+        with listening(self._words, self.replies) as expose:
+            for slot, value in values:
+                self._words[SLOT] = slot + 1
+                with contextlib.suppress(Exception):  # told of when all are pickled together
+                    dumps(value)
+                expose(slot)
         self._words[SLOT] = 0

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import types
 from collections.abc import Callable
 from functools import partial
@@ -283,3 +284,41 @@ def test_interrupted_while_it_is_read_the_step_is_completed():
         assert list(caught.value.failures) == [CULPRIT]
         assert [result and result[0][0] for result in caught.value.results] == [3, None, 3]
         assert envs.step(actions_of(3))[0][:, 0].tolist() == [4, 3, 4]
+
+
+class Asked(CounterEnv):
+    """Answers with something special when it is asked."""
+
+    def __init__(self, special: Callable[[], Any] = str) -> None:
+        super().__init__()
+        self.special = special
+
+    def ask(self) -> Any:
+        return self.special()
+
+
+@pytest.mark.parametrize("special", [Defiant, of_the_workers_own, threading.Lock])
+@pytest.mark.parametrize("face", [partial(SubprocessVectorEnv, envs_per_worker=3), SerialVectorEnv])
+def test_an_answer_to_a_call_that_cannot_be_read_fails_alone(special, face):
+    if face is SerialVectorEnv and special is of_the_workers_own:
+        pytest.skip("here its class can be imported")
+    with contextlib.closing(face([Asked, partial(Asked, special), Asked])) as envs:
+        envs.reset(seed=1)
+        for _ in range(2):
+            with pytest.raises(EnvsFailedError) as caught:
+                envs.call("ask")
+            assert list(caught.value.failures) == [CULPRIT]
+            assert isinstance(caught.value.failures[CULPRIT], ResultNotPicklableError)
+            assert caught.value.results == ["", None, ""]
+        assert envs.step(actions_of(0))[0][:, 0].tolist() == [1, 1, 1]
+
+
+def test_interrupted_while_an_answer_is_read_the_episodes_go_on():
+    Interrupting.come = False
+    with contextlib.closing(SubprocessVectorEnv([Asked, partial(Asked, Interrupting)], envs_per_worker=2)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(KeyboardInterrupt):
+            envs.call("ask")
+        assert envs.step(np.zeros(2, np.int64))[0][:, 0].tolist() == [1, 1]
+        first, second = envs.call("ask")
+        assert (first, type(second)) == ("", Interrupting)

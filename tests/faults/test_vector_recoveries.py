@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import iterate
 
 from multienv import Deadlines, RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
+from multienv.errors import EnvsFailedError, PoisonError
 from multienv.events import Event, Loss, Recovery, Recycled
 from multienv.testing import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SpaceEnv, descendants, first_difference
 
@@ -293,6 +294,14 @@ class Closes(CounterEnv):
             os.closerange(3, 256)
         return super().step(action)
 
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if options:
+            os.closerange(3, 256)
+        return super().reset(seed=seed, options=options)
+
+    def poke(self) -> None:
+        os.closerange(3, 256)
+
 
 def test_who_closes_the_descriptors_of_its_process_is_found_out():
     """It is done when the process dies of it, and so has not been seen at it."""
@@ -304,4 +313,19 @@ def test_who_closes_the_descriptors_of_its_process_is_found_out():
             assert truncated.tolist() == [step == 2 and index == 1 for index in range(NUM_ENVS)]
             if step == 2:
                 assert "not tried again" in infos["multienv"]["reason"][1]
+        assert envs.statistics()[1].losses == 0
+
+
+@pytest.mark.parametrize("ask", ["call", "reset"])
+def test_and_so_it_is_in_a_reset_or_a_call(ask):
+    envs = SubprocessVectorEnv(fns(env1=partial(Closes, horizon=6)), envs_per_worker=3)
+    with contextlib.closing(envs):
+        envs.reset(seed=3)
+        envs.step(actions_of(0))
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.call("poke") if ask == "call" else envs.reset(options={"some": "options"})
+        assert list(caught.value.failures) == [1]
+        assert isinstance(caught.value.failures[1], PoisonError)
+        observations = envs.step(actions_of(1))[0]
+        assert np.delete(observations, 1, 0)[:, 0].tolist() == [2 if ask == "call" else 1] * (NUM_ENVS - 1)
         assert envs.statistics()[1].losses == 0
