@@ -131,8 +131,9 @@ class EnvGroup(GroupStates):
             try:
                 infos, failures = (step_without if frame[TAG_AT] == LEAVING_OUT else step)(seq, frame)
                 words[SLOT] = 0
-                numbers = packed_numbers(infos) if infos and not failures and not self._careful else b""
-                if failures or not laid_out or (infos and not numbers):
+                plain = laid_out and not failures
+                numbers = packed_numbers(infos) if infos and plain and not self._careful else b""
+                if not plain or (infos and not numbers):
                     reply = self._packed(seq, infos, failures, None)
                 else:
                     data = shown[seq & 1]()
