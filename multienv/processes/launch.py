@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from multienv.worker.ends import WARD_VARIABLE, Ends, ward_mark
 METHODS = {"forkserver": FORKSERVER, "spawn": SPAWN, "fork": FORK}
 # How long the warden may take to report the end of a worker that is known to be dead.
 FATE_TIMEOUT = 5.0
+# Seconds until who waits for the end of a worker looks whether another thread has been told of it.
+_BOTH_WAIT = 0.05
 # How long a worker whose pipe has ended may take to be dead too; then it is killed.
 ENDED_PIPE_TIMEOUT = 1.0
 # Bytes of a reply that nobody waits for any more.
@@ -102,6 +105,7 @@ class Worker:
         self._method = launch.method
         self._owner = os.getpid()
         self._told: list[bytes] = []  # its end, as the warden tells it
+        self._reading = threading.RLock()  # a signal handler may come in between
         self._theirs: list[int] = []
         self._tokens: dict[str, object] = {}
         _reap_strays()
@@ -134,6 +138,7 @@ class Worker:
         self._theirs.append(theirs.detach())
         self._own("ended")
         os.set_blocking(self.requests, False)
+        os.set_blocking(self.ended, False)
 
     def _own(self, name: str) -> None:
         self._tokens[name] = descriptors.own(getattr(self, name))
@@ -213,11 +218,18 @@ class Worker:
     def wait(self, timeout: float) -> Fate | None:
         """How the process ended, or ``None`` if it has not within ``timeout`` seconds."""
         if self.fate is None:
-            if not self._told:
-                if not self._wait_readable(self.ended, timeout):
+            until = time.monotonic() + timeout
+            while not self._told:
+                # By and by: another thread, closing, may take what both are waiting for.
+                left = until - time.monotonic()
+                readable = self._wait_readable(self.ended, max(0.0, min(left, _BOTH_WAIT)))
+                if readable:
+                    with self._reading, contextlib.suppress(BlockingIOError):
+                        if not self._told:
+                            # At one stroke: what an interruption keeps from being noted is told only once.
+                            self._told.extend(map(os.read, (self.ended,), (65_536,)))
+                elif left <= _BOTH_WAIT:
                     return None
-                # At one stroke: what an interruption keeps from being noted is told only once.
-                self._told.extend(map(os.read, (self.ended,), (65_536,)))
             line = self._told[0]
             # Without a line the warden is dead, and took the worker with it.
             self.fate = Fate.decode(line) if line else UNKNOWN_FATE

@@ -333,17 +333,22 @@ class Keeper:
         self.seq = (self.seq + 1) & SEQ_MASK  # so that it sees that its number is no longer current
         with self._ending:
             backend.kill()
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if frame.f_locals.get("self") is self:
+            if frame.f_locals.get("self") is self and frame.f_code.co_name != "close":
                 return  # the call lets go of the pipes itself
             frame = frame.f_back
         until = time.monotonic() + self._deadlines.close
-        # Asked, because whoever would tell would be the hot path: to set an event costs each step a lock.
-        while self.inside and time.monotonic() < until:
-            time.sleep(0.001)
-        if not self.inside:
-            self._release_backend()
+        while True:
+            # Said again before each look: a step on its way has its own idea of the phase. Who comes in after a look
+            # that has found nobody inside is refused.
+            self.phase = CLOSED
+            if not self.inside:
+                self._release_backend()
+                return
+            if time.monotonic() > until:
+                return
+            time.sleep(0.001)  # asked, because to tell would cost each step a lock
 
     def _refuse_if_closed(self, backend: Backend | None = None, command: str = "") -> None:
         """The env was closed meanwhile, by another thread or a signal handler: let go of it here."""

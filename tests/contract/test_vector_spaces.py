@@ -15,7 +15,7 @@ from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
 from multienv import SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, NotShareableError, ResetNeededError, SpaceMismatchError
-from multienv.testing import SpaceEnv, TokenSpace, example_spaces
+from multienv.testing import SlowEnv, SpaceEnv, TokenSpace, example_spaces
 
 SPACES = sorted(example_spaces())
 VARIABLE = {"sequence", "sequence_stacked", "graph", "custom"}  # gymnasium cannot share them either
@@ -184,10 +184,11 @@ def test_views_outlive_the_envs(face, kind):
     del leaf
 
 
-def test_closed_while_another_thread_steps():
-    """The memory that step looks at stays until it has come to its end."""
-    for _ in range(5):
-        envs = SubprocessVectorEnv([CARTPOLE] * 4)
+@pytest.mark.parametrize("env_fn", [CARTPOLE, partial(SlowEnv, step_seconds=0.2)], ids=["short", "long"])
+def test_closed_while_another_thread_steps(env_fn):
+    """The memory that step looks at stays until it has come to its end; then nothing is left."""
+    for _ in range(10 if env_fn is CARTPOLE else 1):
+        envs = SubprocessVectorEnv([env_fn] * 4, envs_per_worker=2)
         envs.reset(seed=1)
         stepping, ended = threading.Event(), []
 
@@ -205,6 +206,8 @@ def test_closed_while_another_thread_steps():
         envs.close()
         thread.join(60)
         assert len(ended) == 1
+        # Not only when garbage is collected.
+        assert [one.pid for one in envs.statistics()] == [None, None]
 
 
 # --- what has no observation yet --------------------------------------------------------------------
