@@ -43,8 +43,8 @@ def listening(words: Any, replies: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iterator[None]:
-    """Listen to each of the calls, in their order."""
+def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iterator[Callable[[int], None]]:
+    """Listen to each of the calls, in their order; yields as above, for what comes after them."""
     with listening(words, replies) as expose:
 
         def watching(slot: int, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -63,7 +63,7 @@ def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iter
         own = [watching(slot, call) for slot, call in enumerate(before)]
         calls[:] = own
         try:
-            yield
+            yield expose
             expose(len(calls) - 1)
         finally:
             for slot, (call, mine, plain) in enumerate(zip(calls, own, before, strict=True)):

@@ -282,22 +282,24 @@ class EnvGroup(GroupStates):
         self._rows.stale[:] = True, True  # the trainer may have written there, to put back what was seen
         for slot in absent:
             self._calls[slot] = _nothing_happens
-        try:
-            with watched(self._calls, self._words, self.replies):
-                stepped, failures = self._stepper(self._words)(seq, frame)
-        finally:
-            for slot in absent:
-                self._end(slot)
-        infos = [(slot, info) for slot, info in stepped if slot not in absent]
-        for slot, one in absent.items():
-            failures.pop(slot, None)
+        with watched(self._calls, self._words, self.replies) as expose:
             try:
-                info = self._stand_in(seq, slot, one)
-            except Exception as error:  # it begins its next episode in there
-                failures[slot] = self._failed(seq, slot, error)
-                continue
-            if info:
-                infos.append((slot, info))
+                stepped, failures = self._stepper(self._words)(seq, frame)
+            finally:
+                for slot in absent:
+                    self._end(slot)
+            expose(self._group.size - 1)
+            infos = [(slot, info) for slot, info in stepped if slot not in absent]
+            for slot, one in absent.items():
+                failures.pop(slot, None)
+                info: dict[str, Any] = {}
+                try:
+                    info = self._stand_in(seq, slot, one)
+                except Exception as error:  # it begins its next episode in there
+                    failures[slot] = self._failed(seq, slot, error)
+                expose(slot)
+                if info:
+                    infos.append((slot, info))
         return infos, failures
 
     def _stand_in(self, seq: int, slot: int, one: LeftOut) -> dict[str, Any]:
