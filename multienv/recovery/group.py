@@ -198,7 +198,10 @@ class GroupSupervisor(GroupReader):
         message = self._message
         if self.phase in (STEPPING, RESUMED):
             frame, before = left_out(self._pending)
-            self._pending = leave_out(frame, {slot: self._told(slot) for slot in self._absent} | before)
+            told = {slot: self._told(slot) for slot in self._absent}
+            # Whose episode has been lost before ends for that reason; but who is to be raised does not begin another.
+            raised = {slot: told[slot] for slot in self._raised if slot in told}
+            self._pending = leave_out(frame, told | before | raised)
         elif isinstance(message, Reset):
             left = tuple({*message.options.left_out, *self._absent})
             self._message = replace(message, options=replace(message.options, left_out=left, careful=True))

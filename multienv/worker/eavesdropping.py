@@ -16,25 +16,26 @@ NOISY = 71
 
 
 @contextlib.contextmanager
-def listening(words: Any, replies: int) -> Iterator[Callable[[int], None]]:
+def listening(words: Any, replies: int) -> Iterator[Callable[..., None]]:
     """Put another pipe in the place of ``replies``, -1 for none; yields what is to be called after each env's turn.
 
+    With its slot, and whether it was in a reset, for where the mark has moved on meanwhile.
     Who has written there, or closed what is not its own, ends the process, marked: the trainer has read the same, or
     nothing, and knows whom to blame.
     """
     if replies < 0:
-        yield lambda slot: None
+        yield lambda slot, resetting=False: None
         return
     with _another_pipe(replies) as ear:
 
-        def expose(slot: int) -> None:
+        def expose(slot: int, resetting: bool = False) -> None:
             try:
                 found = "wrote on" if select.select((ear,), (), (), 0)[0] else ""
             except OSError:
                 found = "closed"
             if found:
                 if words[SLOT] % RESETTING != slot + 1:  # else it is marked already, and whether it was in a reset
-                    words[SLOT] = slot + 1
+                    words[SLOT] = slot + 1 + (RESETTING if resetting else 0)
                 with contextlib.suppress(Exception):
                     print(f"It {found} the pipe that its worker answers on.", file=sys.stderr, flush=True)
                 os._exit(NOISY)
@@ -43,14 +44,14 @@ def listening(words: Any, replies: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iterator[Callable[[int], None]]:
+def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iterator[Callable[..., None]]:
     """Listen to each of the calls, in their order; yields as above, for what comes after them."""
     with listening(words, replies) as expose:
 
         def watching(slot: int, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def call_and_listen(action: Any) -> Any:
                 if slot:
-                    expose(slot - 1)  # by a reset, after its call
+                    expose(slot - 1, True)  # after its call: in the reset that the same step brings
                     words[SLOT] = slot + 1
                 try:
                     return call(action)
@@ -64,7 +65,7 @@ def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iter
         calls[:] = own
         try:
             yield expose
-            expose(len(calls) - 1)
+            expose(len(calls) - 1, True)
         finally:
             for slot, (call, mine, plain) in enumerate(zip(calls, own, before, strict=True)):
                 calls[slot] = plain if call is mine else call

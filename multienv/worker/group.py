@@ -288,7 +288,7 @@ class EnvGroup(GroupStates):
             finally:
                 for slot in absent:
                     self._end(slot)
-            expose(self._group.size - 1)
+            expose(self._group.size - 1, True)
             infos = [(slot, info) for slot, info in stepped if slot not in absent]
             for slot, one in absent.items():
                 failures.pop(slot, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import random
@@ -32,6 +33,7 @@ from multienv import (
 )
 from multienv.errors import NotRestoredError
 from multienv.events import Event, Recovery
+from multienv.recovery import anchoring
 from multienv.recovery.phases import DUE
 from multienv.testing import CounterEnv, assert_no_splice, assert_same_trajectory, descendants, is_alive, rollout
 from multienv.worker import state_hooks
@@ -209,7 +211,8 @@ def test_a_hook_may_be_registered_where_the_env_is_built() -> None:
     assert rungs == ["state"]
 
 
-def test_where_a_snapshot_is_lost_with_its_worker() -> None:
+def test_where_a_snapshot_is_lost_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchoring, "_CHEAP_BESIDE", math.inf)  # on a busy machine no state would be cheap enough
     rungs = Rungs()
     policy = RestartPolicy(journal_limit=200_000, snapshot_every=500)
     with SubprocessEnv(ENDLESS, restart=policy, hooks=[rungs]) as env:
