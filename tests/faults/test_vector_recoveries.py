@@ -316,6 +316,34 @@ def test_who_closes_the_descriptors_of_its_process_is_found_out():
         assert envs.statistics()[1].losses == 0
 
 
+class ClosesLater(CounterEnv):
+    """Closes them when its second episode begins."""
+
+    resets = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.resets += 1
+        if self.resets == 2:
+            os.closerange(3, 256)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_and_so_it_is_in_a_reset_that_a_step_brings(mode):
+    """It does not begin that episode once more, as one whose episode is ended for it would."""
+    envs = SubprocessVectorEnv(fns(env1=partial(ClosesLater, horizon=4)), envs_per_worker=3, autoreset_mode=mode)
+    with contextlib.closing(envs):
+        envs.reset(seed=3)
+        ending = 3 if mode is AutoresetMode.SAME_STEP else 4
+        for step in range(ending):
+            envs.step(actions_of(step))
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.step(actions_of(ending))
+        assert list(caught.value.failures) == [1]
+        assert isinstance(caught.value.failures[1], PoisonError)
+        assert envs.statistics()[1].losses == 0
+
+
 @pytest.mark.parametrize("ask", ["call", "reset"])
 def test_and_so_it_is_in_a_reset_or_a_call(ask):
     envs = SubprocessVectorEnv(fns(env1=partial(Closes, horizon=6)), envs_per_worker=3)
