@@ -138,8 +138,23 @@ def _saved_model(model: Any) -> bytes:
     return buffer.tobytes()
 
 
+class _Compressed:
+    """The last model, and the same compressed: the envs of a process have equal ones as a rule."""
+
+    _model = _compressed = b""
+
+    def __call__(self, model: bytes) -> bytes:
+        if model != self._model:
+            self._model, self._compressed = b"", zlib.compress(model, 1)
+            self._model = model
+        return self._compressed
+
+
+_compressed = _Compressed()
+
+
 def _clone_model(model: Any) -> bytes:
-    return zlib.compress(_saved_model(model), 1)
+    return _compressed(_saved_model(model))
 
 
 def _restore_model(model: Any, state: bytes) -> None:
@@ -169,15 +184,26 @@ def _copy_numbers(mine: Any, theirs: Any) -> None:
 _PARTS_OF_VISUAL = ("global_", "quality", "headlight", "map", "scale", "rgba")
 
 
-def _clone_data(data: Any) -> bytes:
-    """All of it: what was computed in a step is read in the next, before it is computed again."""
-    return zlib.compress(pickle.dumps(data, protocol=5), 1)
+def _clone_data(data: Any) -> tuple[bytes, bool, bytes]:
+    """All of it: what was computed in a step is read in the next, before it is computed again.
+
+    But for its model, three quarters of it: the new env has the same, or is given it.
+    """
+    pickled, model = pickle.dumps(data, protocol=5), _saved_model(data.model)
+    begin = pickled.find(model[:_ENOUGH])
+    if not pickled.startswith(model, begin):
+        return pickled, False, b""
+    return pickled[:begin], True, pickled[begin + len(model) :]
 
 
-def _restore_data(data: Any, state: bytes) -> None:
-    copy = pickle.loads(zlib.decompress(state))
+def _restore_data(data: Any, state: tuple[bytes, bool, bytes]) -> None:
+    before, without_model, behind = state
+    copy = pickle.loads(before + (_saved_model(data.model) if without_model else b"") + behind)
     _mujoco().mj_copyData(data, copy.model, copy)
 
+
+# So many bytes tell where a model begins.
+_ENOUGH = 1024
 
 _BUILT_IN = {
     ("ale_py", "ALEInterface"): StateHook(_clone_ale, _restore_ale),

@@ -149,6 +149,23 @@ def test_a_model_that_is_changed_as_it_goes() -> None:
     agree(expected, go_on(copy, actions))
 
 
+def test_each_state_has_the_model_of_its_time() -> None:
+    """What is compressed for one is used for the next only if that has the same model."""
+    env, other, copy = (gymnasium.make("HalfCheetah-v5") for _ in range(3))
+    for each in (env, other, copy):
+        each.reset(seed=1)
+    other.unwrapped.model.body_mass[:] *= 2  # type: ignore[attr-defined]
+    actions = [env.action_space.sample() for _ in range(50)]
+    captured = []
+    for factor in (1.0, 1.5):
+        env.unwrapped.model.body_mass[:] *= factor  # type: ignore[attr-defined]
+        for each in (env, other):
+            captured.append((states.capture(each), go_on(each, actions)))
+    for state, expected in captured:
+        states.restore(copy, state)
+        agree(expected, go_on(copy, actions))
+
+
 # --- what pickles leave out -----------------------------------------------------------------------
 
 
