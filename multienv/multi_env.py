@@ -34,6 +34,14 @@ Lists = tuple[list[Any], list[Any], list[Any], list[Any], list[dict[str, Any] | 
 _UNTOUCHED = (None, None, None, None, None)
 
 
+def _resumed(transition: Any) -> Any:
+    """The same, saying that it is that of the step before."""
+    if transition is None:
+        return None
+    *seen, info = transition
+    return (*seen, {**info, "multienv": {**info.get("multienv", {}), "resumed": True}})
+
+
 class MultiEnv:
     """Steps and resets several envs at once.
 
@@ -129,7 +137,7 @@ class MultiEnv:
         """Step every env.
 
         A step interrupted by Ctrl-C has been sent all the same: the next call completes it and returns its
-        outcome, whatever its own actions.
+        outcome, whatever its own actions; ``infos[i]["multienv"]`` then says ``resumed``.
 
         Args:
             actions: One for each env; ``None`` leaves that env untouched and gives ``None`` in its five places.
@@ -154,13 +162,18 @@ class MultiEnv:
                     "None for an env to leave untouched. Nothing was sent."
                 )
             current = rounds.step(actions)
+            results = current.results
         else:
             current = rounds.resume_steps()
-        results = current.results
+            results = list(map(_resumed, current.results))
         if current.failures:
-            error = EnvsFailedError.collect("step()", current.failures, results)
-            rounds.unfinished = None
-            raise error
+            if self._closed:  # meanwhile, by a signal handler or another thread: that is no failure of the envs
+                raise ClosedError("step(): this MultiEnv has been closed. Make a new one.")
+            try:
+                raise EnvsFailedError.collect("step()", current.failures, results)
+            except EnvsFailedError:
+                rounds.unfinished = None  # not before: what is interrupted till then is told the next time
+                raise
         if None in results:
             results = [_UNTOUCHED if result is None else result for result in results]
         lists: Any = tuple(map(list, zip(*results, strict=True)))

@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import os
 import pdb
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -254,8 +255,11 @@ class Replay:
     def _answer(self, frame: bytes) -> bytes:
         reply = self._host.answer(frame)
         if _kind(reply) == STEPPED:
-            irregular = REPLY.unpack_from(reply)[4] & IRREGULAR
-            self.observation = irregular_parts(reply)[0] if irregular else self._read(reply, seq_of(frame))
+            if not REPLY.unpack_from(reply)[4] & IRREGULAR:
+                self.observation = self._read(reply, seq_of(frame))
+            else:
+                found = irregular_parts(reply)[0]
+                self.observation = found if self._group is None else list(map(pickle.loads, found))
         return reply
 
     @property

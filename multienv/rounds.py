@@ -41,13 +41,6 @@ class Round:
         """The call is interrupted: the caller may reuse what it has given, before all of it is sent."""
         self.arguments = [_copied(argument) for argument in self.arguments]
 
-    def fail(self, index: int, error: Exception) -> None:
-        """To be called in an except clause: it is the env's failure, or raised again."""
-        # In the main thread it may be a signal handler's. If not, it comes again when another thread resumes the round.
-        if not isinstance(error, MultienvError) and threading.current_thread() is threading.main_thread():
-            raise
-        self.failures[index] = error
-
 
 class Rounds:
     """Makes one call to all envs at a time. What was interrupted is kept: by itself nothing is lost or forgotten.
@@ -127,7 +120,7 @@ class Rounds:
                         lane.step_async(action)
                         sent.append((index, lane, None))
                 except Exception as error:
-                    current.fail(index, error)
+                    self._fail(current, index, error)
         sent.reverse()
         for index, lane, stepping in sent:
             try:
@@ -145,7 +138,7 @@ class Rounds:
             except RecoveryDue:
                 self._begin(current, index, lane.step_wait)
             except Exception as error:
-                current.fail(index, error)
+                self._fail(current, index, error)
 
     def _gather(self, current: Round) -> None:
         for share in current.shares:
@@ -153,12 +146,29 @@ class Rounds:
             error, share.error = share.error, None  # raised once: the round is resumable
             if error is not None:
                 raise error
-        for index, task in current.tasks.items():
+        tasks = current.tasks
+        for index, task in tasks.items():
             task.wait()
             if task.error is None:
                 current.results[index] = task.result
-            else:  # no signal handler's, in a thread of ours; SystemExit and KeyboardInterrupt are the env's as well
+            elif not self._is_resumable(index, task.error):
+                # No signal handler's, in a thread of ours; SystemExit and KeyboardInterrupt are the env's as well.
                 current.failures[index] = task.error
+        broken_off = [tasks.pop(index) for index in [*tasks] if tasks[index].error and index not in current.failures]
+        if broken_off and broken_off[0].error is not None:
+            raise broken_off[0].error  # the next call asks them once more
+
+    def _fail(self, current: Round, index: int, error: Exception) -> None:
+        """To be called in an except clause: it is the env's failure, or raised again."""
+        # In the main thread it may be a signal handler's. If not, it comes again when another thread resumes the round.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if (in_main_thread and not isinstance(error, MultienvError)) or self._is_resumable(index, error):
+            raise
+        current.failures[index] = error
+
+    def _is_resumable(self, index: int, error: BaseException) -> bool:
+        lane = self._lanes[index]
+        return lane.splits and lane.env._supervisor.is_resumable(error)  # type: ignore[attr-defined]
 
     # --- anything else ----------------------------------------------------------------------------
 
@@ -189,14 +199,14 @@ class Rounds:
                 lane.reset_async(**chosen)
                 sent.append((index, lane))
             except Exception as error:
-                current.fail(index, error)
+                self._fail(current, index, error)
         for index, lane in sent:
             try:
                 current.results[index] = lane.reset_wait(defer=True)
             except RecoveryDue:
                 self._begin(current, index, lane.reset_wait)
             except Exception as error:
-                current.fail(index, error)
+                self._fail(current, index, error)
         self._gather(current)
 
     def each(self, calls: list[Callable[[], Any]]) -> list[Task]:

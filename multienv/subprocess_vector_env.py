@@ -183,6 +183,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
 
         For double buffering: the policy computes for one part while the workers of the other step, see
         ``examples/pipelined.py``. From then on the parts are reset, stepped and asked, and the whole is closed.
+        ``max_concurrency`` holds for each part by itself.
 
         Args:
             parts: How many; each gets whole workers, so there must be as many of them. Two for each core, one in each

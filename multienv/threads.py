@@ -7,6 +7,7 @@ touches nothing but locks written in C, and what a task gave stays with the task
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +15,18 @@ from typing import Any
 
 
 class Pool(ThreadPoolExecutor):
-    """Starts all its threads at once, and so never has to count which are idle."""
+    """Starts all its threads at once, and so never has to count which are idle.
+
+    When the interpreter exits, and where the system has none to give, there are fewer, or none.
+    """
 
     def __init__(self, threads: int, name: str) -> None:
         """Start the threads."""
         super().__init__(threads, thread_name_prefix=name)
         self._idle_semaphore = _NobodyIdle()  # type: ignore[assignment]
-        for _ in range(threads):
-            self.submit(bool)
+        with contextlib.suppress(RuntimeError):
+            for _ in range(threads):
+                self.submit(bool)
 
 
 class _NobodyIdle:
@@ -56,9 +61,12 @@ class Task:
         self.error: BaseException | None = None
 
     def start(self, pool: Pool) -> None:
-        """Have a thread make the call; again does nothing."""
+        """Have a thread make the call, or make it here if there are no more to be had; again does nothing."""
         if not self._begun.locked():
-            pool.submit(self._run)
+            try:
+                pool.submit(self._run)
+            except RuntimeError:
+                self._run()
 
     def _run(self) -> None:
         if self._begun.acquire(blocking=False):

@@ -9,7 +9,9 @@ import numpy as np
 from gymnasium import spaces
 
 from multienv.errors import ActionError, UsageError
+from multienv.wire.actions import can
 from multienv.wire.batch import is_laid_out
+from multienv.wire.messages import dumps
 
 
 class WrongTypeError(UsageError, TypeError):
@@ -89,7 +91,22 @@ def normal_batch(space: spaces.Space[Any], actions: Any, num_envs: int) -> Any:
             f"step(): the actions {shown(actions)} have shape {found}; {num_envs} envs with {space} want {shape}. "
             "Nothing was sent."
         )
+    if not isinstance(whole, np.ndarray) or whole.dtype.hasobject:
+        _check_sendable(whole)
     return whole
+
+
+def _check_sendable(actions: Any) -> None:
+    """All of them, before the first worker gets its part."""
+    try:
+        dumps(actions)
+    except Exception as error:
+        if can(dumps, actions):
+            raise
+        raise ActionError(
+            f"step(): the actions {shown(actions)} cannot be pickled: {type(error).__name__}: {error}. "
+            "Nothing was sent."
+        ) from error
 
 
 def sliced(space: spaces.Space[Any], whole: Any, rows: slice) -> Any:

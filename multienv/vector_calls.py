@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from gymnasium.vector import VectorEnv
 
+from multienv.config import check_seconds
 from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, NothingPendingError, UsageError
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.group import GroupSupervisor
@@ -62,10 +63,15 @@ class VectorCalls(VectorEnv[Any, Any, Any]):
             some, failed = current.answers[index]
             values += some
             failures |= {rows.start + slot: error for slot, error in failed.items()}
-        self._rounds.end()
+        answer = tuple(values)
         if failures:
-            raise EnvsFailedError.collect("call()", failures, values, "The others answered; all episodes go on.")
-        return tuple(values)
+            try:
+                raise EnvsFailedError.collect("call()", failures, values, "The others answered; all episodes go on.")
+            except EnvsFailedError:
+                self._rounds.end()  # not before: what is interrupted till then is told the next time
+                raise
+        self._rounds.end()
+        return answer
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every env; a method is called, as gymnasium does."""
@@ -166,6 +172,8 @@ class VectorCalls(VectorEnv[Any, Any, Any]):
             raise NothingPendingError(
                 f"Calling `{command}_wait` without any prior call to `{command}_async`.{pending}", command
             )
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
         self._rounds.collect(timeout)
         if any(type(failure) is ClosedError for failure in current.failures.values()):
             # By a signal handler or another thread: that is no failure of the envs.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -155,9 +154,13 @@ class HostedVectorEnv(VectorCalls):
         """Collect what the resets returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
         current = self._collect("reset", timeout)
         self._note_episodes(current)
-        with self._ending(current, "reset"):
+        try:
             infos = self._merged(current, "reset")
             observations = self._observations(current)
+        except Exception as error:
+            if self._is_outcome(error, current, "reset"):
+                self._rounds.end()
+            raise
         self._rounds.end()
         return observations, infos
 
@@ -265,8 +268,12 @@ class HostedVectorEnv(VectorCalls):
         if not current.failures and not current.disturbed and type(self)._add_info is VectorEnv._add_info:
             infos = self._merging.merged([answer[4] for answer in current.answers])
         if infos is None:
-            with self._ending(current, "step"):
+            try:
                 infos = self._merged(current, "step")
+            except Exception as error:
+                if self._is_outcome(error, current, "step"):
+                    self._rounds.end()
+                raise
         # Not before: the traceback of what that raises would keep the memory mapped.
         place = self._place()
         rewards, terminations = place.rewards.copy(), place.terminations.copy()
@@ -275,22 +282,19 @@ class HostedVectorEnv(VectorCalls):
         self._rounds.end()
         return observations, rewards, terminations, truncations, infos
 
-    @contextlib.contextmanager
-    def _ending(self, current: Round, command: str) -> Iterator[None]:
-        """What raises in there is the outcome of the round: infos that gymnasium cannot merge, for instance."""
+    def _is_outcome(self, error: Exception, current: Round, command: str) -> bool:
+        """Whether this is what the round comes to: failures of envs, or infos that gymnasium cannot merge, say.
+
+        The round ends with it no sooner than it is raised: what is interrupted till then is told the next time.
+        """
+        if isinstance(error, MultienvError):
+            return True
         try:
-            yield
-        except MultienvError:
-            raise
-        except Exception:
-            merged = False
-            with contextlib.suppress(Exception):
-                self._merged(current, command)
-                self._observations(current)
-                merged = True  # they are not to blame: a signal handler raised
-            if not merged:
-                self._rounds.end()
-            raise
+            self._merged(current, command)
+            self._observations(current)
+        except Exception as again:
+            return type(again) is type(error)
+        return False  # it was a signal handler's
 
     def _all_begun(self) -> bool:
         self._fresh = bool(self._begun.all())
@@ -298,7 +302,7 @@ class HostedVectorEnv(VectorCalls):
 
     def _parts(self, actions: Any) -> list[Any]:
         """The actions of each group."""
-        if type(actions) is np.ndarray and actions.shape == self.action_space.shape:
+        if type(actions) is np.ndarray and actions.shape == self.action_space.shape and not actions.dtype.hasobject:
             return [actions[rows] for rows in self._slices]
         try:
             whole = normal_batch(self.single_action_space, actions, self.num_envs)
@@ -336,12 +340,11 @@ class HostedVectorEnv(VectorCalls):
     def _merged(self, current: Round, command: str) -> dict[str, Any]:
         """The infos as gymnasium merges them; or raise what has failed."""
         if isinstance(current, Refused):
-            self._rounds.end()
             raise current.error
         infos: dict[str, Any] = {}
         failures = self._failures_of(current)
         if failures:
-            self._raise(command, failures, current)
+            raise self._error_of(command, failures, current)
         for rows, answer in zip(self._slices, current.answers, strict=True):
             for slot, info in answer[-1].get("infos", ()):
                 self._add_one(infos, info, rows.start + slot)
@@ -357,14 +360,15 @@ class HostedVectorEnv(VectorCalls):
             info = {key: value for key, value in info.items() if key not in final}
         self._add_info(infos, info, index)
 
-    def _raise(self, command: str, failures: dict[int, BaseException], current: Round) -> None:
+    def _error_of(self, command: str, failures: dict[int, BaseException], current: Round) -> MultienvError:
         results = self._results_but(failures, command, current)
-        self._rounds.end()
-        if self.autoreset_mode is AutoresetMode.DISABLED:
+        if current.failures:  # of whole processes: refused, or given up
+            advice = "The episodes of the others go on; what is to be done about these is said below, or reset()."
+        elif self.autoreset_mode is AutoresetMode.DISABLED:
             advice = "The episodes of the others go on; reset the failed ones by options['reset_mask']."
         else:
             advice = "The episodes of the others go on; the next step() begins new ones where they failed, or reset()."
-        raise EnvsFailedError.collect(f"{command}()", failures, results, advice)
+        return EnvsFailedError.collect(f"{command}()", failures, results, advice)
 
     def _results_but(self, failures: dict[int, BaseException], command: str, current: Round) -> list[Any]:
         """What the envs returned that have not failed."""

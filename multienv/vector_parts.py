@@ -41,7 +41,7 @@ class VectorPart(HostedVectorEnv):
         self.envs_per_worker = whole.envs_per_worker[start:stop]
         self._arena, self._groups, self._found = whole._arena, whole._groups[start:stop], whole._found[rows]
         self._slices = [slice(one.start - rows.start, one.stop - rows.start) for one in slices]
-        self._rounds = VectorRounds(self._groups, whole._rounds.at_once)
+        self._rounds = VectorRounds(self._groups, whole._rounds.at_once, whole._rounds.threads())
         assert whole._places is not None
         even, odd = (place.part(rows) for place in whole._places)
         self._places = even, odd
@@ -60,8 +60,7 @@ class VectorPart(HostedVectorEnv):
         return self.step_wait(timeout)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
-        """Leave the workers to the whole; end the threads of its own."""
-        self._rounds.close()
+        """Leave the workers to the whole."""
 
 
 def split(whole: HostedVectorEnv, parts: int) -> tuple[VectorPart, ...]:

@@ -46,9 +46,13 @@ class Round:
         """Its caller has not had its outcome, and asks for something else, or again."""
         return self.whole or self.disturbed
 
+    def is_unanswered(self, index: int) -> bool:
+        """Whether nothing is known yet of this group's answer."""
+        return self.answers[index] is None and index not in self.failures
+
     def is_open(self, index: int) -> bool:
-        """Whether nothing is known yet of this group's answer, and nobody is after it."""
-        return self.answers[index] is None and index not in self.failures and index not in self.tasks
+        """Whether nobody is after it either."""
+        return self.is_unanswered(index) and index not in self.tasks
 
     def disturb(self) -> None:
         """To be called when an exception comes through. The caller may reuse its arrays before all is sent."""
@@ -84,20 +88,21 @@ class VectorRounds:
     Args:
         groups: The groups.
         at_once: How many of them may be busy at a time.
+        pool: The threads to recover in, somebody else's to end; its own by default, once they are needed.
 
     Attributes:
         current: What has been asked and not been handed over.
         at_once: As given.
     """
 
-    def __init__(self, groups: Sequence[GroupSupervisor], at_once: int) -> None:
+    def __init__(self, groups: Sequence[GroupSupervisor], at_once: int, pool: Pool | None = None) -> None:
         """Ask nothing yet."""
         self.current: Round | None = None
         self._groups = list(groups)
         self.at_once = at_once
         self._at_once = min(at_once, len(groups))
         self._turns = Turns([group.core for group in groups])
-        self._pool: Pool | None = None
+        self._pool = pool
 
     def begin(self, command: str, arguments: Sequence[Any], *, whole: bool = False) -> None:
         """Send to as many groups as may be busy."""
@@ -193,7 +198,7 @@ class VectorRounds:
     def _complete(self, current: Round, until: float | None = None) -> None:
         """Bring a disturbed round to its end, whichever line it was disturbed at."""
         for task in current.tasks.values():
-            task.start(self._threads())
+            task.start(self.threads())
         for index in range(len(self._groups)):
             if current.is_open(index):
                 self._in_background(current, index, partial(self._complete_one, current, index))
@@ -208,7 +213,7 @@ class VectorRounds:
 
     def _in_background(self, current: Round, index: int, call: Any) -> None:
         task = current.tasks[index] = Task(call)  # noted first: an interruption does not lose it
-        task.start(self._threads())
+        task.start(self.threads())
 
     def _gather(self, current: Round, until: float | None = None) -> None:
         for index, task in current.tasks.items():
@@ -219,8 +224,11 @@ class VectorRounds:
                 )
             if task.error is None:
                 current.answers[index] = task.result
-            else:
+            elif not self._groups[index].is_resumable(task.error):
                 current.failures[index] = task.error
+        unanswered = [current.tasks.pop(index) for index in [*current.tasks] if current.is_unanswered(index)]
+        if unanswered and unanswered[0].error is not None:
+            raise unanswered[0].error  # the next call asks them once more
         if current.failures:
             self._keep_in_step(current)
 
@@ -232,7 +240,8 @@ class VectorRounds:
         for group, mark in zip(self._groups, current.marks, strict=True):
             group.keep_in_step(mark + moves)
 
-    def _threads(self) -> Pool:
+    def threads(self) -> Pool:
+        """Where recoveries run side by side."""
         if self._pool is None:
             self._pool = Pool(len(self._groups), "multienv-vector")
         return self._pool

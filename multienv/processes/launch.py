@@ -171,11 +171,13 @@ class Worker:
     def _fork(self, launch: Launch, requests: int, replies: int, fate: int) -> None:
         """Fork the worker off the trainer itself; the warden watches over it from beside."""
         guard = warden()
-        stderr_read, stderr_write = os.pipe()
-        stack_read, stack_write = os.pipe()
-        ends = Ends(requests, replies, self.memory, stack_write, arena=launch.arena)
+        ours: list[int] = []
         forked: list[int] = []
         try:
+            for _ in range(2):
+                ours += os.pipe()
+            stderr_read, stderr_write, stack_read, stack_write = ours
+            ends = Ends(requests, replies, self.memory, stack_write, arena=launch.arena)
             forked.extend(starmap(os.fork, [()]))  # one stroke: no interruption comes between the child and its number
             self.pid = forked[0]
             if self.pid == 0:
@@ -196,7 +198,7 @@ class Worker:
             self.pid = forked[0] if forked else None
             raise
         finally:
-            for descriptor in (stderr_read, stderr_write, stack_read, stack_write):
+            for descriptor in ours:
                 os.close(descriptor)
 
     def kill(self) -> None:

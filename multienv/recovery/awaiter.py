@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from typing import Any
-
 from multienv.backends.base import Gone
-from multienv.errors import MultienvError, ResultNotPicklableError
+from multienv.errors import MultienvError
 from multienv.recovery.phases import HALF, PENDING, RESUMED, STEPPING, WHOLE, EpisodeLost, RecoveryDue
 from multienv.recovery.report import env_error
 from multienv.recovery.restorer import Restorer
@@ -67,21 +63,6 @@ class Awaiter(Restorer):
             fate = self._backend.kill()
             raise Gone("broken", fate, pid=self._backend.pid, detail="a reply of the wrong kind")
 
-    def _decoded(self, decode: Callable[[bytes], Any], reply: bytes, command: str) -> Any:
-        """What the env returned, if it can be unpickled here; where not, the request has been done all the same."""
-        try:
-            return decode(reply)
-        except Exception as error:
-            with contextlib.suppress(Exception):
-                decode(reply)
-                reply = b""  # it is not to blame: a signal handler raised
-            if not reply:
-                raise
-            raise ResultNotPicklableError(
-                f"{command}(): what the env returned was pickled, but cannot be unpickled here: "
-                f"{type(error).__name__}: {error}. The {command} itself is done."
-            ) from error
-
     def _env_error(self, reply: bytes, command: str) -> MultienvError:
         step = None if command == "reset" else self._steps - self._steps_before
         return env_error(unpack_value(reply), index=self.record.env_index, command=command, step=step, seed=self._seed)
@@ -110,6 +91,10 @@ class Awaiter(Restorer):
         self.note_interruption(error, extent)
         if not self.interrupted and self._pending and self.seq != before and seq_of(self._pending) == self.seq:
             self.interrupted, self.phase = extent, RESUMED
+
+    def is_resumable(self, error: object) -> bool:
+        """Whether what came through a call, out of descriptors for instance, has left the request pending."""
+        return not isinstance(error, MultienvError) and self.phase in PENDING and not self.closed
 
     def has_asked_since(self, mark: int) -> bool:
         """Whether a request has been made ready since ``seq`` was ``mark``; it may have been sent and answered."""

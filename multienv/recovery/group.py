@@ -311,6 +311,7 @@ class GroupSupervisor(GroupReader):
                 self._owed_to.pop(slot, None)
             if self._is_masked(message.options, slot) and slot not in message.options.left_out:
                 self._seeds[slot] = self._seeds[slot] if seed is None else seed
+        observations, extras = self._read_loose(observations, extras, "reset")
         extras = self._without_illegible(extras)
         self._settle_owed()
         return observations, self._with_errors(extras, "reset")
@@ -349,6 +350,7 @@ class GroupSupervisor(GroupReader):
 
     def _settled_step(self, transition: Transition) -> Transition:
         observations, rewards, terminated, truncated, extras = transition
+        observations, extras = self._read_loose(observations, extras, "step")
         self._owed_to.clear()
         extras = self._without_illegible(extras, truncating=self._group.truncates_errors)
         self._settle_owed()

@@ -16,6 +16,7 @@ from typing import Any
 from multienv.backends.arena import Arena
 from multienv.errors import ResultNotPicklableError
 from multienv.recovery.group_attempts import GroupMender
+from multienv.recovery.report import decoded
 from multienv.wire.messages import (
     APART,
     REPLY,
@@ -96,11 +97,26 @@ class GroupReader(GroupMender):
         for place, data in enumerate(pickled):
             try:
                 if data is not None:
-                    values[place] = self._decoded(pickle.loads, data, command)
+                    values[place] = decoded(pickle.loads, data, command)
             except ResultNotPicklableError as error:
                 told = "".join(traceback.format_exception(error.__cause__))
                 failures[place] = Failure("", str(error), told, None, result_not_picklable=True)
         return values, failures
+
+    def _read_loose(
+        self, pickled: Sequence[bytes] | None, extras: dict[str, Any], command: str
+    ) -> tuple[list[Any] | None, dict[str, Any]]:
+        """Observations that came in the reply, and the extras with those that cannot be read."""
+        if pickled is None:
+            return None, extras
+        values, failures = self._values(pickled, command)
+        if failures:
+            extras = {
+                "infos": [pair for pair in extras.get("infos", ()) if pair[0] not in failures],
+                "failures": {**extras.get("failures", {}), **failures},
+                "illegible": sorted({*extras.get("illegible", ()), *failures}),
+            }
+        return values, extras
 
     def _error_in(self, reply: bytes) -> Failure | None:
         if _unpack(reply)[3] != STEPPED:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from multienv.backends.base import Backend
 from multienv.recovery.doubts import Doubts
 from multienv.recovery.journal import Plan
 from multienv.recovery.supervisor import Supervisor
-from multienv.recovery.verification import first_difference, same
+from multienv.recovery.verification import alike, first_difference, same
 from multienv.wire.batch import BatchLayout, Place, row_of
 from multienv.wire.evidence import GroupEvidence
 from multienv.wire.messages import (
@@ -132,7 +134,11 @@ class GroupKeeper(Supervisor):
         if not seen or places is None:
             return None
         if _unpack(seen)[4] & IRREGULAR:
-            return None if is_cut(seen) else irregular_parts(seen)[0][slot]
+            observation = None
+            if not is_cut(seen):
+                with contextlib.suppress(Exception):  # whoever could not read it has not seen it
+                    observation = pickle.loads(irregular_parts(seen)[0][slot])
+            return observation
         return row_of(places[seq_of(seen) & 1].observations, self._group.first + slot)
 
     def _trim(self) -> None:
@@ -208,8 +214,9 @@ class GroupKeeper(Supervisor):
         return self._differing_parts(before, after)
 
     def _differing_parts(self, before: bytes, after: bytes) -> set[int]:
-        parts = zip(irregular_parts(before), irregular_parts(after), strict=True)
-        return {slot for one, other in parts for slot in range(self._group.size) if not same(one[slot], other[slot])}
+        parts = zip(irregular_parts(before), irregular_parts(after), (alike, same, same, same), strict=True)
+        slots = range(self._group.size)
+        return {slot for one, other, agree in parts for slot in slots if not agree(one[slot], other[slot])}
 
     def _looks_the_same(self, backend: Backend, last: bytes) -> bool:
         """The last observations the caller saw, whole, against those of the replay."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from multienv.errors import (
     NothingPendingError,
     NotInitializedError,
     ResetNeededError,
+    ResultNotPicklableError,
     UsageError,
 )
 from multienv.events import Hook, Statistics
@@ -30,7 +32,8 @@ from multienv.recovery.journal import ANCHOR_EVERY, Journal
 from multienv.recovery.phases import CLOSED, ENDED, LOST, NEW, PENDING, RESUMED, STARTING, STATES, STEPPING, WHOLE
 from multienv.recovery.record import Record
 from multienv.recovery.recycling import Recycling
-from multienv.recovery.verification import same
+from multienv.recovery.report import decoded
+from multienv.recovery.verification import alike
 from multienv.wire.actions import EncodeStep, action_encoder
 from multienv.wire.memory import Block
 from multienv.wire.messages import (
@@ -44,7 +47,7 @@ from multienv.wire.messages import (
     pack_message,
     seq_of,
 )
-from multienv.wire.observations import Placement, array_views, irregular_parts, reader
+from multienv.wire.observations import Placement, array_views, body_of, irregular_parts, reader
 
 _unpack = REPLY.unpack_from
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -234,11 +237,12 @@ class Keeper:
     def _keep_last_observation(self) -> None:
         """For a truncation: the memory it arrived in may be gone by then."""
         last = self._last_reply()
-        self._lost_observation = self._observation_in(last) if last else None
+        with contextlib.suppress(ResultNotPicklableError):  # then what was seen before it
+            self._lost_observation = self._observation_in(last, "step") if last else None
 
-    def _observation_in(self, reply: bytes) -> Any:
+    def _observation_in(self, reply: bytes, command: str) -> Any:
         _, seq, _, _, flags, _, _ = _unpack(reply)
-        return irregular_parts(reply)[0] if flags & IRREGULAR else self._decode(reply, seq)
+        return decoded(irregular_parts, reply, command)[0] if flags & IRREGULAR else self._decode(reply, seq)
 
     def _looks_the_same(self, backend: Backend, last: bytes) -> bool:
         """The last observation the caller saw, whole, against that of the replay."""
@@ -247,7 +251,7 @@ class Keeper:
             return True
         _, seq, _, _, flags, _, _ = _unpack(seen)
         if flags & IRREGULAR:
-            return not last or same(irregular_parts(seen), irregular_parts(last))
+            return not last or alike(body_of(seen), body_of(last))
         if self._block is None:
             return True  # inline: it was compared with the rest of the evidence
         return self._memory_of(seq, self._block) == self._memory_of(seq, backend.observations(self._block.size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -27,6 +28,23 @@ from multienv.errors import (
 from multienv.events import Loss
 from multienv.reports.crash import replay_command
 from multienv.wire.messages import Failure
+
+
+def decoded(decode: Callable[[bytes], Any], reply: bytes, command: str) -> Any:
+    """What the env returned, if it can be unpickled here; where not, the request has been done all the same."""
+    try:
+        return decode(reply)
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            decode(reply)
+            reply = b""  # it is not to blame: a signal handler raised
+        if not reply:
+            raise
+        raise ResultNotPicklableError(
+            f"{command}(): what the env returned was pickled, but cannot be unpickled here: "
+            f"{type(error).__name__}: {error}. The {command} itself is done."
+        ) from error
+
 
 _CLASSES: dict[str, type[WorkerLostError]] = {
     "died": WorkerDiedError,

@@ -16,9 +16,9 @@ from multienv.recovery.journal import Journal, Plan
 from multienv.recovery.keeper import entered
 from multienv.recovery.mender import Mender
 from multienv.recovery.phases import DUE, ENDED, LOST, NEW, PENDING, READY, RUNNING, STARTING, STATES
-from multienv.recovery.verification import same
+from multienv.recovery.verification import alike
 from multienv.wire.messages import IRREGULAR, REPLY, seq_of
-from multienv.wire.observations import irregular_parts
+from multienv.wire.observations import body_of
 
 # Of what state_dict() returns.
 _VERSION = 1
@@ -143,7 +143,7 @@ class Restorer(Mender):
     def _looks_as_saved(self, state: dict[str, Any], backend: Backend, last: bytes) -> bool:
         seen = state["last"]
         if seen and last and _unpack(seen)[4] & IRREGULAR:
-            return same(irregular_parts(seen), irregular_parts(last))
+            return alike(body_of(seen), body_of(last))
         size = self._placement.block_size
         if not state["memory"] or not size:
             return True  # inline: it was compared with the rest of the evidence

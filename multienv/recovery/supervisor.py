@@ -37,6 +37,7 @@ from multienv.recovery.phases import (
     EpisodeLost,
 )
 from multienv.recovery.preserver import Preserver
+from multienv.recovery.report import decoded
 from multienv.wire.messages import (
     FAILED,
     IRREGULAR,
@@ -200,13 +201,13 @@ class Supervisor(Preserver):
         terminated, truncated = bool(flags & TERMINATED), bool(flags & TRUNCATED)
         info = self._info_in(reply, "step")[0] if info_length else {}
         if flags & IRREGULAR:
-            observation, reward, _, _ = irregular_parts(reply)
+            observation, reward, _, _ = decoded(irregular_parts, reply, "step")
             return observation, reward, terminated, truncated, info
         return self._decode(reply, seq), reward_of(tag, reward), terminated, truncated, info
 
     def _info_in(self, reply: bytes, command: str) -> tuple[dict[str, Any], bytes | None]:
         """The info, and the state of the generators where one was asked for."""
-        return self._decoded(info_of, reply, command)  # type: ignore[no-any-return]
+        return decoded(info_of, reply, command)  # type: ignore[no-any-return]
 
     def _truncation(self, reason: str) -> Transition:
         """The honest end of an episode that cannot go on."""
@@ -279,7 +280,7 @@ class Supervisor(Preserver):
         if isinstance(message, Reset):
             return self._finish_reset(reply, message)
         try:
-            value = self._decoded(unpack_value, reply, command)
+            value = decoded(unpack_value, reply, command)
         except ResultNotPicklableError:
             self.phase = self._phase_before
             raise
@@ -301,7 +302,7 @@ class Supervisor(Preserver):
         self._steps_before = self._steps
         self.record.episodes += 1
         self.phase = RUNNING
-        return self._observation_in(reply), info
+        return self._observation_in(reply, "reset"), info
 
     # --- after an interrupted call ------------------------------------------------------------------
 

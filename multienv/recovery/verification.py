@@ -47,9 +47,17 @@ def _irregular_difference(before: bytes, after: bytes) -> str:
     if REPLY.size in lengths or is_cut(before) or is_cut(after):  # too large to keep; the header has the reward
         return "the reward differs" if before[EVIDENCE : min(lengths)] != after[EVIDENCE : min(lengths)] else ""
     # Equal values do not always pickle to equal bytes: what is the same object in one may be a copy in the other.
-    if same(pickle.loads(before[REPLY.size :]), pickle.loads(after[REPLY.size :])):
-        return ""
-    return "the observation or the reward differs"
+    return "" if alike(before[REPLY.size :], after[REPLY.size :]) else "the observation or the reward differs"
+
+
+def alike(one: bytes, other: bytes) -> bool:
+    """Whether these pickles hold the same. Those that cannot be read here do if their bytes are the same."""
+    if one == other:
+        return True
+    try:
+        return same(pickle.loads(one), pickle.loads(other))
+    except Exception:  # foreign code
+        return False
 
 
 def same(one: Any, other: Any) -> bool:

@@ -77,7 +77,8 @@ def _array_encoder(space: spaces.Space[Any]) -> EncodeStep:
     return encode
 
 
-def _can(call: Callable[..., object], *arguments: Any) -> bool:
+def can(call: Callable[..., object], *arguments: Any) -> bool:
+    """Whether this raises nothing: what it has raised the first time was a signal handler's then."""
     try:
         call(*arguments)
     except Exception:
@@ -89,7 +90,7 @@ def _pack_any(space: spaces.Space[Any], seq: int, action: Any) -> bytes:
     try:
         problem = misfit(space, action)
     except Exception as error:  # looking at it runs foreign code
-        if _can(misfit, space, action):
+        if can(misfit, space, action):
             raise  # the action is not to blame: a signal handler raised
         problem = f"The action {_shown(action)} cannot be looked at: {_shown(error)}."
     if problem:

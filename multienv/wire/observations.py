@@ -252,8 +252,14 @@ def reward_of(tag: int, number: float) -> Any:
     return number if tag == 0 else _REWARD_TYPES[tag](number)
 
 
+def body_of(reply: bytes) -> bytes:
+    """Observation, reward and flags of an irregular reply, pickled; what else it tells comes behind them."""
+    info_length = REPLY.unpack_from(reply)[2]
+    return reply[REPLY.size : len(reply) - info_length]
+
+
 def irregular_parts(reply: bytes) -> tuple[Any, Any, bool, bool]:
-    """Observation, reward and flags of an irregular reply."""
+    """Observation, reward and flags of an irregular reply; of a group each env's, the observations pickled."""
     parts: tuple[Any, Any, bool, bool] = pickle.loads(memoryview(reply)[REPLY.size :])
     return parts
 

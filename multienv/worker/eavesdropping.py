@@ -27,13 +27,12 @@ def listening(words: Any, replies: int) -> Iterator[Callable[..., None]]:
         yield lambda slot, resetting=False: None
         return
     with _another_pipe(replies) as ear:
+        poller = select.poll()
+        poller.register(ear, select.POLLIN)
 
         def expose(slot: int, resetting: bool = False) -> None:
-            try:
-                found = "wrote on" if select.select((ear,), (), (), 0)[0] else ""
-            except OSError:
-                found = "closed"
-            if found:
+            for _, event in poller.poll(0):
+                found = "wrote on" if event & select.POLLIN else "closed"
                 if words[SLOT] % RESETTING != slot + 1:  # else it is marked already, and whether it was in a reset
                     words[SLOT] = slot + 1 + (RESETTING if resetting else 0)
                 with contextlib.suppress(Exception):
@@ -75,6 +74,7 @@ def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iter
 def _another_pipe(descriptor: int) -> Iterator[int]:
     inheritable = os.get_inheritable(descriptor)
     ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)  # nobody reads what fills it: who writes much would wait for ever
     kept = os.dup(descriptor)
     try:
         os.dup2(mouth, descriptor, inheritable)

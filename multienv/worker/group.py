@@ -39,7 +39,7 @@ from multienv.wire.numbers import Alike
 from multienv.worker import generators
 from multienv.worker.eavesdropping import listening, watched
 from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result, wrong_reward
-from multienv.worker.group_results import NotBegun, as_info, of_reset
+from multienv.worker.group_results import NotBegun, of_reset, own_info
 from multienv.worker.group_states import GroupStates
 from multienv.worker.rows import Rows
 from multienv.worker.tenant import Handle
@@ -189,7 +189,7 @@ class EnvGroup(GroupStates):
                     except (TypeError, ValueError):
                         write(side, mark - 1, observation)  # it may fit all the same
                     if info:
-                        infos.append((mark - 1, dict(as_info(info))))  # it may be one that all envs share
+                        infos.append((mark - 1, own_info(info)))
                 except Exception as error:
                     self._note_error(seq, mark - 1, error, infos, failures)
             return infos, failures
@@ -247,6 +247,8 @@ class EnvGroup(GroupStates):
 
     def _note_error(self, seq: int, slot: int, error: Exception, infos: _Infos, failures: _Failures) -> None:
         """An env has raised in a step: its failure, or, if it is told to, the honest end of its episode."""
+        if isinstance(error, _Absent):
+            return  # who stands in for it comes later
         if isinstance(error, NotBegun):
             self._note_lost_reset(seq, slot, error, infos, failures)
             return
@@ -284,14 +286,12 @@ class EnvGroup(GroupStates):
             self._calls[slot] = _nothing_happens
         with watched(self._calls, self._words, self.replies) as expose:
             try:
-                stepped, failures = self._stepper(self._words)(seq, frame)
+                infos, failures = self._stepper(self._words)(seq, frame)
             finally:
                 for slot in absent:
                     self._end(slot)
             expose(self._group.size - 1, True)
-            infos = [(slot, info) for slot, info in stepped if slot not in absent]
             for slot, one in absent.items():
-                failures.pop(slot, None)
                 info: dict[str, Any] = {}
                 try:
                     info = self._stand_in(seq, slot, one)
@@ -388,7 +388,7 @@ class EnvGroup(GroupStates):
                     observation, info = self._reset(slot, seed=message.seed[slot], options=options.options)
                     self._rows.put(seq, slot, observation)
                     if info:
-                        infos.append((slot, dict(as_info(info))))  # it may be one that all envs share
+                        infos.append((slot, own_info(info)))
                 except Exception as error:
                     failures[slot] = self._failed(seq, slot, error)
                 expose(slot)
@@ -396,5 +396,9 @@ class EnvGroup(GroupStates):
         return self._packed(seq, infos, failures, state)
 
 
+class _Absent(Exception):  # noqa: N818 - goes no further than the step
+    """An env does not take part in a step."""
+
+
 def _nothing_happens(action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-    raise RuntimeError("this env does not take part in the step")
+    raise _Absent

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import Any
 
+import numpy as np
+
 from multienv.worker.failures import wrong_result
+
+# What nobody can change.
+_FIXED = frozenset((type(None), bool, int, float, str, bytes, np.float64, np.float32, np.int64, np.int32, np.bool_))
+_holds_fixed = _FIXED.issuperset
 
 
 class NotBegun(Exception):  # noqa: N818 - internal
@@ -30,8 +38,19 @@ def of_reset(result: Any) -> tuple[Any, Any]:
     return observation, info
 
 
-def as_info(info: Any) -> dict[str, Any]:
-    """The info, if it is a dict."""
+def own_info(info: Any) -> dict[str, Any]:
+    """The info, if it is a dict, as it is now: envs may share what is in it, and change it with their own steps."""
     if not isinstance(info, dict):
         raise TypeError(f"the env returned {type(info).__name__} {info!r:.200} as info; gymnasium's API wants a dict")
-    return info
+    try:  # a suppress() would cost every step
+        if _holds_fixed(map(type, info.values())):
+            return dict(info)
+    except Exception:  # noqa: S110 - foreign types
+        pass
+    return {key: _copied(value) for key, value in info.items()}
+
+
+def _copied(value: Any) -> Any:
+    with contextlib.suppress(Exception):  # what cannot be copied is told as it is when all are pickled
+        return copy.deepcopy(value)
+    return value

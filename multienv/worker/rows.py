@@ -116,7 +116,9 @@ class Rows:
         place = self._places[seq & 1]
         others = [array[self._mine] for array in (place.rewards, place.terminations, place.truncations)]
         tail = b"".join([array.tobytes() for array in others])
-        return IRREGULAR | TAILED, dumps((self.loose, *[array.tolist() for array in others])) + tail, len(tail)
+        # One by one: who cannot be read by the trainer costs nobody else.
+        pickled = dumps((list(map(dumps, self.loose)), *[array.tolist() for array in others]))
+        return IRREGULAR | TAILED, pickled + tail, len(tail)
 
     def remember(self, seq: int) -> None:
         """Keep them as they are after this request."""

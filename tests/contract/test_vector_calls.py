@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 from contract_envs import FarewellEnv, LockInfoEnv
+from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from vector_pairs import expect_same
@@ -359,3 +361,54 @@ def test_what_it_says_of_itself(face):
         assert envs.metadata["render_fps"] == 50
         assert [one.state for one in envs.statistics()]
     assert envs.closed
+
+
+# --- nothing is sent, or nothing is lost ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["step", "reset", "call"])
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), -1, 10**400, "x", True])
+def test_a_timeout_that_is_none_changes_nothing(command, timeout):
+    with made(SubprocessVectorEnv, [CounterEnv] * 2, envs_per_worker=1) as envs:
+        envs.reset(seed=1)
+        if command == "call":
+            envs.call_async("get_wrapper_attr", "horizon")
+        else:
+            ask(envs, command)
+        with pytest.raises(UsageError, match="timeout is"):
+            getattr(envs, f"{command}_wait")(timeout)
+        getattr(envs, f"{command}_wait")(5)
+        count = 1 if command == "step" else 0
+        assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [count + 1] * 2
+
+
+@both_faces
+@pytest.mark.parametrize("space", [spaces.Text(5, charset="ab"), spaces.Box(-1.0, 1.0, (2,))])
+def test_actions_of_which_one_cannot_be_pickled_are_not_sent(face, space):
+    """Not even to the workers before."""
+    class_options = {"envs_per_worker": 1} if face is SubprocessVectorEnv else {}
+    good = ["a", "b"] if isinstance(space, spaces.Text) else np.zeros((2, 2), np.float32)
+    bad = np.array([[0.0, 0.0], [0.0, threading.Lock()]], object)
+    with made(face, [partial(TextEnv, space)] * 2, **class_options) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ActionError, match="Nothing was sent"):
+            envs.step(["a", threading.Lock()] if isinstance(space, spaces.Text) else bad)
+        assert envs.step(good)[0][:, 0].tolist() == [1.0, 1.0]
+
+
+class TextEnv(gymnasium.Env[Any, Any]):
+    """Counts its steps, whatever the actions."""
+
+    observation_space = spaces.Box(0.0, 1e9, (1,))
+
+    def __init__(self, action_space: spaces.Space[Any]) -> None:
+        self.action_space = action_space
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.full(1, self.steps, np.float32), 0.0, False, False, {}

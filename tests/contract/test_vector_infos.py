@@ -17,7 +17,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
@@ -322,3 +322,34 @@ def test_interrupted_while_an_answer_is_read_the_episodes_go_on():
         assert envs.step(np.zeros(2, np.int64))[0][:, 0].tolist() == [1, 1]
         first, second = envs.call("ask")
         assert (first, type(second)) == ("", Interrupting)
+
+
+class SharingEnv(CounterEnv):
+    """All envs of a process tell of the same things, which change with each step."""
+
+    shared: dict[str, Any] = {"array": np.zeros(2), "nested": {"number": 0, "array": np.zeros(1)}}  # noqa: RUF012
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        number = int(observation.sum())
+        self.shared["array"][:] = number
+        self.shared["nested"]["number"] = number
+        self.shared["nested"]["array"][:] = number
+        return observation, reward, terminated, truncated, self.shared
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("face", [SerialVectorEnv, partial(SubprocessVectorEnv, envs_per_worker=3)])
+def test_what_envs_share_is_told_as_it_was_at_each(face, mode):
+    sharing = [partial(SharingEnv, horizon=3 + index) for index in range(3)]
+    envs, twin = face(sharing, autoreset_mode=mode), SyncVectorEnv(sharing, autoreset_mode=mode)
+    with contextlib.closing(envs), contextlib.closing(twin):
+        envs.reset(seed=1)
+        twin.reset(seed=1)
+        for step in range(12):
+            batch, expected = envs.step(actions_of(step)), twin.step(actions_of(step))
+            assert str(batch[4]) == str(expected[4]), step
+            ended = batch[2] | batch[3]
+            if mode is AutoresetMode.DISABLED and ended.any():
+                envs.reset(options={"reset_mask": ended})
+                twin.reset(options={"reset_mask": ended})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,21 @@ def test_the_whole_is_closed_and_nothing_else():
         with pytest.raises(UsageError, match="split"):
             call()
     envs.close()
+
+
+def test_its_threads_end_with_the_whole():
+    envs = SubprocessVectorEnv(FNS, envs_per_worker=2)
+    parts = envs.split(2)
+    for part in parts:
+        part.reset(seed=3)
+        os.kill(part.statistics()[0].pid or os.getpid(), signal.SIGKILL)
+        part.step(actions_of(0, part.num_envs))
+    parts[0].close()
+    os.kill(parts[1].statistics()[0].pid or os.getpid(), signal.SIGKILL)
+    parts[1].step(actions_of(1, parts[1].num_envs))
+    envs.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("multienv-vector")]
+    assert len(parts) == 2  # somebody still has them
 
 
 @pytest.mark.parametrize("parts", [0, 3, True, 1.0])

@@ -17,6 +17,8 @@ import time
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import MultienvError
 from multienv.testing import CounterEnv, Fault, FaultyEnv, ForkingEnv, PidEnv, is_alive
@@ -532,6 +534,27 @@ def use_in_exit_handlers(method: str) -> None:
             assert file.seek(0, os.SEEK_END) == 0
             file.close()
         say("used")
+
+    atexit.register(use)
+
+
+def close_in_exit_handlers(method: str) -> None:
+    """Several envs at a time: no thread can be started any more."""
+    vector = SubprocessVectorEnv([CounterEnv] * 4, envs_per_worker=1, context=method)
+    multi = MultiEnv(create_subprocess_envs([CounterEnv] * 4, context=method))
+    vector.reset(seed=0)
+    multi.reset(seed=0)
+
+    def use() -> None:
+        for step, actions in ((vector.step, np.zeros(4, int)), (multi.step, [0] * 4)):
+            try:
+                step(actions)
+            except MultienvError as error:
+                say("raised", type(error).__name__)
+        for _ in range(2):
+            vector.close()
+            multi.close()
+        say("closed")
 
     atexit.register(use)
 

@@ -499,7 +499,7 @@ def test_a_checkpoint_of_a_long_episode() -> None:
         actual = [other.step(action)[:4] for action in actions]
         assert other.statistics().steps == 3400
         with pytest.raises(NotRestoredError):
-            other.load_state_dict({**state, "evidence": state["evidence"][::-1]})
+            other.load_state_dict({**state, "evidence": state["evidence"][::-1], "others": ()})
     assert rungs == ["state"]
     for one, two in zip(expected, actual, strict=True):
         np.testing.assert_array_equal(one[0], two[0])

@@ -33,6 +33,11 @@ def test_every_place_of_a_step_that_recovers(kind: str, mode: str, at_once: int,
     run(TRAINERS, "every_place_of_step", kind, mode, at_once, stride, within=100)
 
 
+@pytest.mark.parametrize(("kind", "each"), [("base", 2), ("error", 1)])
+def test_every_place_of_a_step_that_fails(kind: str, each: int) -> None:
+    run(TRAINERS, "every_place_of_a_step_that_fails", kind, each, within=100)
+
+
 @pytest.mark.parametrize("stride", [pytest.param(9, marks=soak), pytest.param(1, marks=soak)])
 def test_every_pair_of_places_of_step(stride: int) -> None:
     run(TRAINERS, "every_two_places_of_step", "base", stride, within=100)

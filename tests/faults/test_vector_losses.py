@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
+import resource
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -156,6 +159,109 @@ def test_garbage_in_the_reset_that_begins_an_episode_is_found_out():
     assert list(caught.value.failures) == [CULPRIT]
     assert isinstance(caught.value.failures[CULPRIT], PoisonError)
     envs.close()
+
+
+class ManyFilesEnv(CounterEnv):
+    """Holds more files than select() can look at, and exits in its third step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+        self._files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+    def step(self, action: Any) -> Any:
+        if self.episode_step == 2:
+            os._exit(9)
+        return super().step(action)
+
+
+class FloodingEnv(CounterEnv):
+    """Writes more on its worker's pipe than that takes, in its third step."""
+
+    def step(self, action: Any) -> Any:
+        if self.episode_step == 2:
+            for name in os.listdir("/proc/self/fd"):
+                descriptor = int(name)
+                with contextlib.suppress(OSError):
+                    kind = os.readlink(f"/proc/self/fd/{name}")
+                    if descriptor > 2 and kind.startswith("pipe:") and is_writable(descriptor):
+                        os.write(descriptor, b"\0" * 200_000)
+        return super().step(action)
+
+
+class ClosingEnv(CounterEnv):
+    """Closes its worker's pipe in its third step."""
+
+    def step(self, action: Any) -> Any:
+        if self.episode_step == 2:
+            for name in os.listdir("/proc/self/fd"):
+                descriptor = int(name)
+                with contextlib.suppress(OSError):
+                    kind = os.readlink(f"/proc/self/fd/{name}")
+                    if descriptor > 2 and kind.startswith("pipe:") and is_writable(descriptor):
+                        os.close(descriptor)
+        return super().step(action)
+
+
+def is_writable(descriptor: int) -> bool:
+    return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+
+
+@pytest.mark.parametrize(
+    ("env_fn", "told"), [(ManyFilesEnv, ""), (FloodingEnv, ""), (ClosingEnv, "It closed the pipe")]
+)
+def test_whose_fault_it_is_shows(env_fn, told):
+    seen: list[Event] = []
+    fns = counters()
+    fns[CULPRIT] = partial(env_fn, horizon=1000)
+    envs, reference = vector(fns, seen), SyncVectorEnv(counters())
+    envs.reset(seed=1)
+    reference.reset(seed=1)
+    truncations = []
+    for step in range(6):
+        batch = envs.step(actions_of(step))
+        expect_equal(batch, reference.step(actions_of(step)), others(), step)
+        truncations += [step] if batch[3][CULPRIT] else []
+    envs.close()
+    assert truncations == [2]  # and at the sixth there is a step of the next episode
+    losses = [event for event in seen if isinstance(event, Loss)]
+    assert losses[-1].env_index == CULPRIT
+    assert told in losses[-1].stderr
+
+
+@pytest.mark.parametrize("on_error", ["raise", "truncate"])
+@pytest.mark.parametrize("on_crash", ["replay", "truncate", "raise"])
+def test_who_is_left_out_begins_one_episode_and_who_is_raised_none(on_error, on_crash):
+    fns: list[EnvFn] = [partial(CountingResets, fault=Fault("kill", "step", at=1000), horizon=1000)] * NUM_ENVS
+    fns[CULPRIT] = partial(CountingResets, fault=Fault("segv", "step", at=3, per="episode"), horizon=1000)
+    policy = RestartPolicy(on_error=on_error, on_crash=on_crash)
+    envs = vector(fns, [], autoreset_mode=AutoresetMode.SAME_STEP, restart=policy)
+    envs.reset(seed=1)
+    for step in range(2):
+        envs.step(actions_of(step))
+    if on_crash == "raise":
+        with pytest.raises(WorkerDiedError):
+            envs.step(actions_of(2))
+    else:
+        assert envs.step(actions_of(2))[3][CULPRIT]
+    assert envs.call("count_resets")[CULPRIT] == (1 if on_crash == "raise" else 2)
+    envs.step(actions_of(3))
+    assert envs.call("count_resets")[CULPRIT] == 2
+    envs.close()
+
+
+class CountingResets(FaultyEnv):
+    """Counts its resets."""
+
+    resets = 0
+
+    def reset(self, **arguments: Any) -> Any:
+        self.resets += 1
+        return super().reset(**arguments)
+
+    def count_resets(self) -> int:
+        return self.resets
 
 
 @pytest.mark.parametrize("manner", ["kill", "hang_c"])

@@ -162,3 +162,12 @@ def test_an_env_is_refused_in_an_exit_handler(method: str) -> None:
     said = run("lifecycle_trainers", "use_in_exit_handlers", method)
     assert said.count("raised ClosedError") >= 3
     assert "used" in said
+
+
+def test_several_envs_are_closed_in_an_exit_handler(method: str) -> None:
+    said = run("lifecycle_trainers", "close_in_exit_handlers", method)
+    assert [word.partition("[")[0] for word in said if word] == [
+        "raised ClosedError",
+        "raised EnvsFailedError",
+        "closed",
+    ]

@@ -15,6 +15,7 @@ from interrupt_trainers import KINDS, at, explore
 from interruption import Interruption, Ledger, every_place
 
 from multienv import SubprocessVectorEnv, subprocess_vector_env
+from multienv.errors import EnvsFailedError
 from multienv.testing import CounterEnv, SlowEnv
 from multienv.vector_dealing import STEPS
 
@@ -26,9 +27,14 @@ class Grouped:
     """Four envs in two processes, a ledger for each."""
 
     def __init__(
-        self, mode: str = "NEXT_STEP", at_once: int | None = None, each: int | str = 2, step_seconds: float = 0.0
+        self,
+        mode: str = "NEXT_STEP",
+        at_once: int | None = None,
+        each: int | str = 2,
+        step_seconds: float = 0.0,
+        env_fn: Any = None,
     ) -> None:
-        fns = [partial(SlowEnv, step_seconds=step_seconds, horizon=HORIZON)] * NUM_ENVS
+        fns = [env_fn or partial(SlowEnv, step_seconds=step_seconds, horizon=HORIZON)] * NUM_ENVS
         self.mode = mode
         self.envs = SubprocessVectorEnv(fns, envs_per_worker=each, autoreset_mode=mode, max_concurrency=at_once)
         self.ledgers = [Ledger(horizon=HORIZON) for _ in fns]
@@ -103,6 +109,49 @@ def every_place_of_step(kind: str, mode: str, at_once: str = "0", stride: str = 
         grouped.go_on()
 
     explore(lambda: Grouped(mode, int(at_once) or None), kind, trial, kills=int(stride))
+
+
+class RaisingEnv(CounterEnv):
+    """Raises when it is given the action 0."""
+
+    def step(self, action: Any) -> Any:
+        if action == 0:
+            raise ValueError("nought")
+        return super().step(action)
+
+
+def every_place_of_a_step_that_fails(kind: str, each: str) -> None:
+    """step() interrupted, of which one env has made an error: the next one raises it, with what the others returned."""
+    culprit = 1
+
+    def fail(grouped: Grouped, envs: Any, actions: Any) -> Any:
+        try:
+            return envs.step(actions)
+        except EnvsFailedError as error:
+            failed = error
+        assert list(failed.failures) == [culprit], failed.failures
+        for index, ledger in enumerate(grouped.ledgers):
+            if index != culprit:
+                observation, reward, *flags = failed.results[index]
+                ledger.step((observation, float(reward), *flags), [1])
+        grouped.ledgers[culprit].ended = True
+        return failed
+
+    def trial(grouped: Grouped, interruption: Interruption, number: int) -> None:
+        grouped.begin(10 * number, anew=True)
+        grouped.go_on()
+        actions = grouped.actions(1)
+        actions[culprit] = 0
+        outcome = None
+        with interruption:
+            outcome = fail(grouped, grouped.envs, actions)
+        if outcome is None:
+            outcome = fail(grouped, grouped.envs, grouped.actions(2))
+        if not isinstance(outcome, EnvsFailedError):  # the first has not been sent
+            grouped.step(outcome, [2])
+        grouped.go_on()
+
+    explore(lambda: Grouped(each=int(each), env_fn=partial(RaisingEnv, horizon=HORIZON)), kind, trial)
 
 
 def every_two_places_of_step(kind: str, stride: str) -> None:

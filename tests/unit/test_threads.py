@@ -71,3 +71,17 @@ def test_all_threads_are_there_from_the_start() -> None:
     before = threading.active_count()
     with Pool(5, "test"):
         assert threading.active_count() == before + 5
+
+
+def test_where_no_thread_can_be_started_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the interpreter exits."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with Pool(2, "test") as pool:
+            tasks = side_by_side(pool, [threading.current_thread, lambda: 1 // 0])
+    assert tasks[0].result is threading.current_thread()
+    assert isinstance(tasks[1].error, ZeroDivisionError)

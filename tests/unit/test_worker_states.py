@@ -159,8 +159,7 @@ def test_each_state_has_the_model_of_its_time() -> None:
     captured = []
     for factor in (1.0, 1.5):
         env.unwrapped.model.body_mass[:] *= factor  # type: ignore[attr-defined]
-        for each in (env, other):
-            captured.append((states.capture(each), go_on(each, actions)))
+        captured += [(states.capture(each), go_on(each, actions)) for each in (env, other)]
     for state, expected in captured:
         states.restore(copy, state)
         agree(expected, go_on(copy, actions))

@@ -1,0 +1,153 @@
+"""An observation that cannot be read in the trainer costs its env that step, and the others of its process nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from multienv import MultiEnv, RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
+from multienv.errors import EnvsFailedError, ResultNotPicklableError
+
+CULPRIT, AT = 1, 3
+OTHERS = [0, 2]
+
+
+class Reading:
+    """What the envs observe; some cannot be unpickled."""
+
+    def __init__(self, count: int, *, legible: bool) -> None:
+        self.count, self.legible = count, legible
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not state["legible"]:
+            raise RuntimeError("smudged")
+        self.__dict__.update(state)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reading) and self.count == other.count
+
+    def __hash__(self) -> int:
+        return self.count
+
+
+class Readings(spaces.Space[Any]):
+    """A space of a user's own."""
+
+    def sample(self, mask: Any = None, probability: Any = None) -> Reading:
+        return Reading(0, legible=True)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, Reading)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Readings)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class ReadingEnv(gymnasium.Env[Any, Any]):
+    """Counts its steps; that of step ``at`` cannot be read."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, at: int = 0, at_reset: bool = False) -> None:
+        self.observation_space = Readings()
+        self.at, self.at_reset = at, at_reset
+        self.count = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.count = 0
+        return Reading(0, legible=not self.at_reset), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        return Reading(self.count, legible=self.count != self.at), float(self.count), False, False, {}
+
+
+def fns(**culprit: Any) -> list[Any]:
+    return [partial(ReadingEnv, **culprit) if index == CULPRIT else ReadingEnv for index in range(3)]
+
+
+def counts(observations: Any) -> list[int]:
+    return [one.count for one in observations]
+
+
+@pytest.mark.parametrize(
+    ("face", "kills"), [(SerialVectorEnv, False), (SubprocessVectorEnv, False), (SubprocessVectorEnv, True)]
+)
+def test_it_fails_alone_and_its_episode_ends_with_the_next_step(face, kills):
+    policy = RestartPolicy(snapshots=False)
+    options: dict[str, Any] = {"envs_per_worker": 3, "restart": policy} if face is SubprocessVectorEnv else {}
+    envs = face(fns(at=AT), **options)
+
+    def strike() -> None:
+        if kills:
+            os.kill(envs.statistics()[0].pid, signal.SIGKILL)
+
+    with contextlib.closing(envs):
+        assert counts(envs.reset(seed=1)[0]) == [0, 0, 0]
+        for step in range(1, AT):
+            assert counts(envs.step(np.zeros(3, int))[0]) == [step] * 3
+        strike()
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.step(np.zeros(3, int))
+        failures, results = caught.value.failures, caught.value.results
+        assert list(failures) == [CULPRIT]
+        assert isinstance(failures[CULPRIT], ResultNotPicklableError)
+        assert "smudged" in str(failures[CULPRIT])
+        assert [(results[row][0].count, results[row][1]) for row in OTHERS] == [(AT, AT)] * 2
+        strike()
+        batch = envs.step(np.zeros(3, int))
+        assert [batch[0][row].count for row in OTHERS] == [AT + 1] * 2
+        assert batch[0][CULPRIT].count == AT - 1  # what was seen last
+        assert batch[3].tolist() == [False, True, False]
+        assert "cannot be unpickled here" in batch[4]["multienv"]["reason"][CULPRIT]
+        strike()
+        assert counts(envs.step(np.zeros(3, int))[0]) == [AT + 2, 0, AT + 2]
+
+
+@pytest.mark.parametrize("face", [SerialVectorEnv, SubprocessVectorEnv])
+def test_one_of_a_reset(face):
+    with contextlib.closing(face(fns(at_reset=True))) as envs:
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.reset(seed=1)
+        assert list(caught.value.failures) == [CULPRIT]
+        assert [caught.value.results[row].count for row in OTHERS] == [0, 0]
+
+
+def test_a_single_env_goes_on_with_the_next_step():
+    with SubprocessEnv(partial(ReadingEnv, AT), restart=RestartPolicy(snapshots=False)) as env:
+        env.reset(seed=1)
+        for step in range(1, 7):
+            if step in (AT, AT + 1, AT + 2):
+                os.kill(env.statistics().pid or os.getpid(), signal.SIGKILL)
+            if step == AT:
+                with pytest.raises(ResultNotPicklableError, match=r"smudged.*The step itself is done"):
+                    env.step(0)
+            else:
+                observation, reward, *_ = env.step(0)
+                assert (observation.count, reward) == (step, step)
+        assert env.statistics().exact_recoveries == 3
+
+
+def test_in_a_multi_env_it_fails_alone():
+    envs = [SubprocessEnv(fn) for fn in fns(at=AT)]
+    with MultiEnv(envs) as m:
+        m.reset(seed=1)
+        for step in range(1, 6):
+            if step == AT:
+                with pytest.raises(EnvsFailedError) as caught:
+                    m.step([0] * 3)
+                assert list(caught.value.failures) == [CULPRIT]
+                assert [caught.value.results[row][0].count for row in OTHERS] == [AT] * 2
+            else:
+                assert counts(m.step([0] * 3)[0]) == [step] * 3

@@ -1,0 +1,177 @@
+"""A recovery that fails for want of something of the trainer's own is no env's failure: the call can be made again."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multienv import MultiEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv.testing import CounterEnv
+
+ENDLESS = partial(CounterEnv, horizon=None)
+
+
+class One:
+    """A single env, stepped as the others are."""
+
+    def __init__(self) -> None:
+        self.env = SubprocessEnv(ENDLESS).initialize()
+        self.close = self.env.close
+
+    def reset(self) -> Any:
+        return self.env.reset()
+
+    def step(self, action: int) -> Any:
+        return self.env.step(action)
+
+    def get_attr(self, name: str) -> Any:
+        return self.env.get_attr(name)
+
+    def pids(self) -> list[int | None]:
+        return [self.env.statistics().pid]
+
+
+class Several(One):
+    """A MultiEnv."""
+
+    def __init__(self) -> None:
+        self.env: Any = MultiEnv(create_subprocess_envs([ENDLESS] * 3))
+        self.close = self.env.close
+
+    def step(self, action: int) -> Any:
+        return self.env.step([action] * 3)
+
+    def get_attr(self, name: str) -> Any:
+        return self.env.get_attr(name)
+
+    def pids(self) -> list[int | None]:
+        return [one.pid for one in self.env.statistics()]
+
+
+class Batch(Several):
+    """A vector env of three processes."""
+
+    def __init__(self) -> None:
+        self.env = SubprocessVectorEnv([ENDLESS] * 3, envs_per_worker=1)
+        self.close = self.env.close
+
+    def step(self, action: int) -> Any:
+        return self.env.step(np.full(3, action))
+
+
+class Shared(Batch):
+    """A vector env of one process."""
+
+    def __init__(self) -> None:
+        self.env = SubprocessVectorEnv([ENDLESS] * 3, envs_per_worker=3)
+        self.close = self.env.close
+
+
+faces = pytest.mark.parametrize("face", [One, Several, Batch, Shared])
+
+
+@contextlib.contextmanager
+def starved() -> Iterator[None]:
+    """No descriptor is to be had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+    filling = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                filling.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in filling:
+            os.close(descriptor)
+
+
+def counts(outcome: Any) -> list[int]:
+    """The steps of their episodes that the envs show."""
+    return np.atleast_2d(outcome[0])[:, 0].astype(int).tolist()  # type: ignore[no-any-return]
+
+
+def bereave(envs: Any) -> None:
+    for pid in envs.pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+@faces
+@pytest.mark.parametrize("tries", [1, 2])
+def test_a_step_is_completed_once_there_are_some(face, tries):
+    envs = face()
+    with contextlib.closing(envs):
+        size = len(envs.pids()) if face is not Shared else 3
+        envs.reset()
+        envs.step(1)
+        bereave(envs)
+        with starved():
+            for _ in range(tries):
+                with pytest.raises(OSError, match="Too many open files"):
+                    envs.step(2)
+        resumed = envs.step(0)  # whatever its action: the one before is completed
+        assert counts(resumed) == [2] * size
+        assert "resumed" in str(resumed[4])
+        assert counts(envs.step(3)) == [3] * size
+
+
+@faces
+@pytest.mark.parametrize("command", ["reset", "get_attr"])
+def test_what_is_asked_besides_is_forgotten_and_the_envs_can_be_used(face, command):
+    envs = face()
+    with contextlib.closing(envs):
+        size = len(envs.pids()) if face is not Shared else 3
+        envs.reset()
+        envs.step(1)
+        bereave(envs)
+        with starved(), pytest.raises(OSError, match="Too many open files"):
+            envs.reset() if command == "reset" else envs.get_attr("horizon")
+        assert counts(envs.step(0)) == [1 if command == "reset" else 2] * size
+        assert counts(envs.reset()) == [0] * size
+        assert counts(envs.step(3)) == [1] * size
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_a_constructor_that_runs_out_of_them_keeps_none(context):
+    """One more is free each time, until there are enough."""
+    SubprocessVectorEnv([ENDLESS] * 2, envs_per_worker=1, context=context).close()  # starts what is for all
+    for free in range(1, 60):
+        before = set(os.listdir("/proc/self/fd"))
+        envs = None
+        with starved_but(free), contextlib.suppress(OSError):
+            envs = SubprocessVectorEnv([ENDLESS] * 2, envs_per_worker=1, context=context)
+        if envs is not None:
+            envs.close()
+        done = envs is not None
+        del envs
+        gc.collect()
+        assert set(os.listdir("/proc/self/fd")) <= before
+        if done:
+            break
+    assert free > 5
+
+
+@contextlib.contextmanager
+def starved_but(free: int) -> Iterator[None]:
+    """So many are to be had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    filling = [os.open(os.devnull, os.O_RDONLY) for number in range(max(used)) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(max(used), *filling, 0) + 1 + free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in filling:
+            os.close(descriptor)
