@@ -161,14 +161,20 @@ class GroupSupervisor(GroupReader):
         killed = f"The same {'reset' if gone.resetting else command} killed {deaths} processes; it was not tried again."
         for one in blamed:
             if on_loss == "raise" and command in ("step", "reset"):
-                self._leave_out(one, self._lost_error(loss, loss.cause, "Its episode is lost; the others go on."))
-            elif poison and (resetting or command != "step"):
+                error = self._lost_error(loss, loss.cause, "Its episode is lost; the others go on.")
+                self._leave_out(one, error, anew=resetting)
+            elif poison and resetting:
+                self._leave_out(one, self._lost_error(loss, "poison", f"{killed} The env is built anew."), anew=True)
+            elif poison and command != "step":
                 self._leave_out(one, self._lost_error(loss, "poison", killed))
             elif command == "step" and not resetting and (poison or on_loss == "truncate"):
                 self._absent[one] = LeftOut(None, f"{what_happened(loss)} {killed if poison else ''}".rstrip())
 
-    def _leave_out(self, slot: int, error: MultienvError) -> None:
-        self._absent[slot], self._raised[slot] = LeftOut(None, ""), error
+    def _leave_out(self, slot: int, error: MultienvError, *, anew: bool = False) -> None:
+        """``anew``: what its reset ends is every process in which the env is as it was."""
+        again = slot in self._absent  # to build it has ended one too
+        lasting = tuple(self._journal.lasting()) if anew and not again else None
+        self._absent[slot], self._raised[slot] = LeftOut(None, "", lasting=lasting), error
 
     def _end_episode(self, slot: int, reason: str, command: str) -> None:
         """Now, if a step is pending; else with the next one."""
@@ -204,7 +210,9 @@ class GroupSupervisor(GroupReader):
             self._pending = leave_out(frame, told | before | raised)
         elif isinstance(message, Reset):
             left = tuple({*message.options.left_out, *self._absent})
-            self._message = replace(message, options=replace(message.options, left_out=left, careful=True))
+            lasting = next((one.lasting for one in self._absent.values() if one.lasting), ())
+            options = replace(message.options, left_out=left, lasting=lasting, careful=True)
+            self._message = replace(message, options=options)
             self._pending = pack_message(self.seq, self._message)
         elif message is not None:
             self._pending = pack_message(self.seq, Sparing(message, tuple(self._absent)))

@@ -226,11 +226,15 @@ class Mender(Keeper):
             self._owed = reason
             self.record.recovery(loss, "truncated", reason, effort)
             raise EpisodeLost(reason)
-        self.phase = READY if command == "reset" else self._phase_before
         self.record.recovery(loss, "raised", reason, effort)
-        raise self._lost_error(
-            loss, "poison", f"The same {command}() killed {self._deaths} processes; it is not tried again."
-        )
+        advice = f"The same {command}() killed {self._deaths} processes; it is not tried again."
+        if command == "reset":  # it may end every process in which the env is as it was
+            self._drop_backend()
+            self.phase = LOST
+            advice += " The next reset() starts a new process."
+        else:
+            self.phase = self._phase_before
+        raise self._lost_error(loss, "poison", advice)
 
     def _give_up(self, loss: Loss | None, effort: Effort, why: Exception) -> MultienvError:
         self._drop_backend()

@@ -143,7 +143,7 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
             "generators": None if value.generators is None else glimpse(value.generators),
         }
     },
-    GroupOptions: lambda value: {"$group": encode([value.mask, value.options, value.left_out])},
+    GroupOptions: lambda value: {"$group": encode([value.mask, value.options, value.left_out, value.lasting])},
     Call: lambda value: {
         "call": {"name": value.name, "args": encode(list(value.args)), "kwargs": _encode_dict(value.kwargs)}
     },

@@ -175,13 +175,15 @@ class GroupOptions:
     Attributes:
         mask: Which of them; ``None``: all.
         options: The envs' own.
-        left_out: Those whose reset has killed the process too often; they stay as they are.
+        left_out: Those whose reset has killed the process too often; they are built anew, and not reset.
+        lasting: What is done to those then: the requests that have changed all envs for longer than an episode.
         careful: The process was lost by what some env has returned: find out whose it is.
     """
 
     mask: tuple[bool, ...] | None
     options: Any
     left_out: tuple[int, ...] = ()
+    lasting: tuple[bytes, ...] = ()
     careful: bool = False
 
 
@@ -193,11 +195,13 @@ class LeftOut:
         observation: What the caller saw last.
         reason: Why its episode ends here, or ``""``: it had ended, and its reset is not to be tried again.
         report: The crash report of that, or ``""``.
+        lasting: If it is built anew: as in :class:`GroupOptions`.
     """
 
     observation: Any
     reason: str
     report: str = ""
+    lasting: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

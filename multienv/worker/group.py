@@ -57,11 +57,19 @@ class EnvGroup(GroupStates):
         envs: The envs, built.
         group: Their place in the batch.
         arena: Gives the memory that all groups share.
+        build: Builds the env of a slot.
     """
 
-    def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]], group: Group, arena: Callable[[int], Block]) -> None:
+    def __init__(
+        self,
+        envs: Sequence[gymnasium.Env[Any, Any]],
+        group: Group,
+        arena: Callable[[int], Block],
+        build: Callable[[int], gymnasium.Env[Any, Any]],
+    ) -> None:
         """Take the envs in; their episodes are to be begun."""
         self._envs = list(envs)
+        self._build = build
         self._group = group
         space = envs[0].observation_space if group.space is None else group.space
         self._action_space = batch_space(envs[0].action_space, group.size)
@@ -294,6 +302,8 @@ class EnvGroup(GroupStates):
             for slot, one in absent.items():
                 info: dict[str, Any] = {}
                 try:
+                    if one.lasting is not None:
+                        self._build_anew(slot, one.lasting)
                     info = self._stand_in(seq, slot, one)
                 except Exception as error:  # it begins its next episode in there
                     failures[slot] = self._failed(seq, slot, error)
@@ -380,6 +390,9 @@ class EnvGroup(GroupStates):
             for slot in range(self._group.size):
                 if slot in options.left_out:
                     self._end(slot)
+                    with contextlib.suppress(Exception):  # it is raised that it was lost
+                        self._build_anew(slot, options.lasting)
+                    expose(slot, True)
                 if slot in options.left_out or (options.mask is not None and not options.mask[slot]):
                     self._rows.keep(seq, slot)
                     continue

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 
-from multienv.wire.memory import SLOT
+from multienv.wire.memory import RESETTING, SLOT
 from multienv.wire.messages import (
     APART,
     Call,
@@ -21,6 +21,7 @@ from multienv.wire.messages import (
     Sparing,
     dumps,
     pack_value,
+    unpack_message,
 )
 from multienv.worker.eavesdropping import listening
 from multienv.worker.failures import failure_of, not_picklable
@@ -36,6 +37,8 @@ class GroupCalls(Tenant):
 
     replies = -1
     _envs: list[gymnasium.Env[Any, Any]]
+    _steps: list[Callable[[Any], Any]]
+    _build: Callable[[int], gymnasium.Env[Any, Any]]
     _words: Any  # the control words
     _spared: tuple[int, ...] | None = None
     # Infos, failures and state that went with the last reply.
@@ -85,6 +88,21 @@ class GroupCalls(Tenant):
     def render(self, seq: int, message: Render) -> bytes:
         """Draw each."""
         return self._each(seq, "render", lambda slot, env: env.render())
+
+    def _build_anew(self, slot: int, lasting: Sequence[bytes]) -> None:
+        """Have another env in the place of one whose reset ends every process that it is brought back in.
+
+        The old one is not closed: that may end this one.
+        """
+        self._words[SLOT] = slot + 1 + RESETTING
+        env = self._envs[slot] = self._build(slot)
+        self._steps[slot] = env.step
+        for message in map(unpack_message, lasting):
+            with contextlib.suppress(Exception):  # as it may have been the first time
+                if isinstance(message, SetAttribute):
+                    env.set_wrapper_attr(message.name, message.value[slot])
+                elif isinstance(message, Call):
+                    call_by_name(env, message)
 
     def _each(self, seq: int, name: str, ask: Callable[[int, Any], Any]) -> bytes:
         """The answers of all, and what some have raised instead."""

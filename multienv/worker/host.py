@@ -172,7 +172,7 @@ class Host:
                 except Exception as error:
                     return pack_value(seq, replace(failure_of(error), slot=len(envs)), FAILED)
             self._words[SLOT] = 0
-            self._tenant = EnvGroup(envs, message.group, self._arena)
+            self._tenant = EnvGroup(envs, message.group, self._arena, lambda slot: built(env_fn[slot], registrations))
             self._tenant.replies = self.replies
         self.handle = self._tenant.compile(self._words, self._handle)
         return packed(seq, self._tenant.describe(), "its constructor (spaces, metadata, spec)")

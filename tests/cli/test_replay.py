@@ -443,6 +443,37 @@ def test_the_envs_of_a_process_are_replayed_together(reports: Path) -> None:
     assert "All 61 answers are as they were recorded." in result.stdout
 
 
+class DoomedEnv(CounterEnv):
+    """After the action 3 each of its resets ends the process."""
+
+    doomed = False
+
+    def reset(self, **arguments: Any) -> Any:
+        if self.doomed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        self.doomed = self.doomed or action == 3
+        return super().step(action)
+
+
+def test_one_of_several_that_was_built_anew_is_so_in_the_replay(reports: Path) -> None:
+    fns = [partial(DoomedEnv, horizon=4)] * 3
+    with contextlib.closing(SubprocessVectorEnv(fns, envs_per_worker=3)) as envs:
+        envs.reset(seed=1)
+        for step in range(9):
+            with contextlib.suppress(WorkerLostError):
+                envs.step(np.array([1, 3 if step == 2 else 2, 1]))
+        os.kill(envs.statistics()[0].pid, signal.SIGKILL)
+        envs.step(np.array([1, 2, 1]))
+        settle()
+    newest = max(reports.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    result = replay(newest, "--trust")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "All 10 answers are as they were recorded." in result.stdout
+
+
 def test_the_culprit_among_several_is_named_and_its_fault_comes_again(reports: Path) -> None:
     fns: list[Any] = [CounterEnv] * 3
     fns[1] = partial(FaultyEnv, fault=Fault("segv", "step", action=3))
