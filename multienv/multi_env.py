@@ -39,7 +39,10 @@ def _resumed(transition: Any) -> Any:
     if transition is None:
         return None
     *seen, info = transition
-    return (*seen, {**info, "multienv": {**info.get("multienv", {}), "resumed": True}})
+    told = info.get("multienv", {}) if isinstance(info, dict) else None
+    if not isinstance(told, dict):  # an env of the caller's own, in this process
+        return transition
+    return (*seen, {**info, "multienv": {**told, "resumed": True}})
 
 
 class MultiEnv:

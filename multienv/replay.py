@@ -198,14 +198,14 @@ class Replay:
         self._group = report.group
         size = 1 if report.group is None else report.group.size
         env_fns = env_fn if isinstance(env_fn, list) else [env_fn] * size
-        self.envs: list[Any] = []
-        building = [partial(self._built, one) for one in env_fns]
+        self.envs: list[Any] = [None] * size
+        building = [partial(self._built, slot, one) for slot, one in enumerate(env_fns)]
         self._host = Host(env_fn=building[0] if report.group is None else building)
         self._read: Callable[[bytes, int], Any] = lambda reply, seq: None
 
-    def _built(self, env_fn: EnvFn) -> Any:
-        self.envs.append(env_fn())
-        return self.envs[-1]
+    def _built(self, slot: int, env_fn: EnvFn) -> Any:
+        self.envs[slot] = env_fn()
+        return self.envs[slot]
 
     def build(self) -> Outcome:
         """Build the env, as a worker does; with a failure it has not been."""

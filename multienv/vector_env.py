@@ -265,20 +265,20 @@ class HostedVectorEnv(VectorCalls):
         if self.autoreset_mode is AutoresetMode.DISABLED:
             self._note_episodes(current)
         infos = None
-        if not current.failures and not current.disturbed and type(self)._add_info is VectorEnv._add_info:
-            infos = self._merging.merged([answer[4] for answer in current.answers])
-        if infos is None:
-            try:
+        try:
+            if not current.failures and not current.disturbed and type(self)._add_info is VectorEnv._add_info:
+                infos = self._merging.merged([answer[4] for answer in current.answers])
+            if infos is None:
                 infos = self._merged(current, "step")
-            except Exception as error:
-                if self._is_outcome(error, current, "step"):
-                    self._rounds.end()
-                raise
+            observations = self._observations(current)
+        except Exception as error:
+            if self._is_outcome(error, current, "step"):
+                self._rounds.end()
+            raise
         # Not before: the traceback of what that raises would keep the memory mapped.
         place = self._place()
         rewards, terminations = place.rewards.copy(), place.terminations.copy()
         truncations = place.truncations.copy()
-        observations = self._observations(current)
         self._rounds.end()
         return observations, rewards, terminations, truncations, infos
 

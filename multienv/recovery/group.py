@@ -59,6 +59,7 @@ class GroupSupervisor(GroupReader):
     __slots__ = (
         "_absent",
         "_blamed",
+        "_built_anew",
         "_deaths_of",
         "_encode_plainly",
         "_numbers",
@@ -72,10 +73,11 @@ class GroupSupervisor(GroupReader):
     def __init__(self, launch: Any, initialize: Initialize, arena: Arena, **options: Any) -> None:
         """Start nothing yet."""
         super().__init__(launch, initialize, arena, **options)
-        self._blamed = -1  # number of the request that the next three are about
+        self._blamed = -1  # number of the request that the next four are about
         self._absent: dict[int, LeftOut] = {}  # who does not take part in it
         self._raised: dict[int, MultienvError] = {}  # what is raised of them
         self._deaths_of: Counter[int] = Counter()  # processes that it has killed, by slot
+        self._built_anew: Counter[int] = Counter()  # how often it was to be built anew for it, by slot
         self._owed_to: dict[int, LeftOut] = {}  # whose episodes end with the next step, and why
         self._resetting_all = False
         self._retrying = False  # the reply is looked at once more: what raises again is meant
@@ -93,14 +95,14 @@ class GroupSupervisor(GroupReader):
         """Bring all back and ask again, without those that are to be left out."""
         self._refuse_if_closed()
         command = self._pending_command()
-        loss = self._note_loss(gone, command)
+        loss, is_news = self._mourn(gone, command)
         effort = self._healer.begin()
         if self._blamed != self.seq:
             self._forget_blame()
             self._blamed = self.seq
         self._deaths += gone.executing
         self._losses += 1
-        if gone.executing:
+        if gone.executing and is_news:
             if gone.cause != "error":  # whether what is raised is meant shows when it is raised again
                 self._blame(gone, loss, self._slot_of(gone), command)
         elif self._losses == LOSSES // 2:  # what some env has done may be what it dies of afterwards
@@ -144,7 +146,7 @@ class GroupSupervisor(GroupReader):
         return gone.slot if gone.cause != "broken" or again else _UNKNOWN
 
     def _forget_blame(self) -> None:
-        self._absent, self._raised, self._deaths_of = {}, {}, Counter()
+        self._absent, self._raised, self._deaths_of, self._built_anew = {}, {}, Counter(), Counter()
 
     def _blame(self, gone: Gone, loss: Loss, slot: int, command: str) -> None:
         """Decide whether the env that was being called takes part when the request is asked again."""
@@ -162,19 +164,28 @@ class GroupSupervisor(GroupReader):
         for one in blamed:
             if on_loss == "raise" and command in ("step", "reset"):
                 error = self._lost_error(loss, loss.cause, "Its episode is lost; the others go on.")
-                self._leave_out(one, error, anew=resetting)
-            elif poison and resetting:
-                self._leave_out(one, self._lost_error(loss, "poison", f"{killed} The env is built anew."), anew=True)
-            elif poison and command != "step":
-                self._leave_out(one, self._lost_error(loss, "poison", killed))
+                self._leave_out(one, error, self._for_anew(one, resetting and slot >= 0))
+            elif poison and (resetting or command != "step"):
+                lasting = self._for_anew(one, resetting and slot >= 0)
+                advice = killed if lasting is None else f"{killed} The env is built anew."
+                self._leave_out(one, self._lost_error(loss, "poison", advice), lasting)
             elif command == "step" and not resetting and (poison or on_loss == "truncate"):
                 self._absent[one] = LeftOut(None, f"{what_happened(loss)} {killed if poison else ''}".rstrip())
 
-    def _leave_out(self, slot: int, error: MultienvError, *, anew: bool = False) -> None:
-        """``anew``: what its reset ends is every process in which the env is as it was."""
-        again = slot in self._absent  # to build it has ended one too
-        lasting = tuple(self._journal.lasting()) if anew and not again else None
+    def _leave_out(self, slot: int, error: MultienvError, lasting: tuple[bytes, ...] | None = None) -> None:
         self._absent[slot], self._raised[slot] = LeftOut(None, "", lasting=lasting), error
+
+    def _for_anew(self, slot: int, anew: bool) -> tuple[bytes, ...] | None:
+        """What is done to an env that is built anew, whose reset would end any process; ``None``: it stays as it is.
+
+        So it does where building it has ended one too, and then another that has left out what was called and set.
+        """
+        if not anew:
+            return None
+        self._built_anew[slot] += 1
+        if self._built_anew[slot] > 1:
+            return () if self._built_anew[slot] == 2 else None
+        return tuple(self._journal.lasting())
 
     def _end_episode(self, slot: int, reason: str, command: str) -> None:
         """Now, if a step is pending; else with the next one."""
@@ -210,8 +221,8 @@ class GroupSupervisor(GroupReader):
             self._pending = leave_out(frame, told | before | raised)
         elif isinstance(message, Reset):
             left = tuple({*message.options.left_out, *self._absent})
-            lasting = next((one.lasting for one in self._absent.values() if one.lasting), ())
-            options = replace(message.options, left_out=left, lasting=lasting, careful=True)
+            anew = {slot: one.lasting for slot, one in self._absent.items() if one.lasting is not None}
+            options = replace(message.options, left_out=left, careful=True, anew=anew)
             self._message = replace(message, options=options)
             self._pending = pack_message(self.seq, self._message)
         elif message is not None:

@@ -25,7 +25,7 @@ from multienv.errors import (
     ResultNotPicklableError,
     UsageError,
 )
-from multienv.events import Hook, Statistics
+from multienv.events import Hook, Loss, Statistics
 from multienv.recovery.anchoring import Anchoring
 from multienv.recovery.healer import Healer, Launcher
 from multienv.recovery.journal import ANCHOR_EVERY, Journal
@@ -99,7 +99,7 @@ class Keeper:
     __slots__ = """
         __weakref__ core _anchoring _asked_state _backend _block _buffer _looks _closing _command _deadlines _deaths
         _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _losses _lost_observation
-        _message _owed _owner _pending _phase_before _placement _plain_reply _plain_size _policy _recycling
+        _message _mourned _owed _owner _pending _phase_before _placement _plain_reply _plain_size _policy _recycling
         _sampled_at _seed _step_deadline _steps _steps_before _transmit _views closed due inside
         interrupted phase record seq snapshots
     """.split()  # noqa: SIM905 - one name a line would take a page
@@ -160,6 +160,7 @@ class Keeper:
         self._phase_before = NEW
         self._last = b""  # the last reply whose evidence is not all of it
         self._deaths = self._losses = 0  # processes that died executing the pending request; and all lost meanwhile
+        self._mourned: tuple[weakref.ref[Any], Loss] | None = None  # whose loss is noted, and how
         self._owed = ""  # why the next step must be a truncation
         self._seed: int | None = None
         self._steps = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import NoReturn
 
@@ -143,7 +144,7 @@ class Mender(Keeper):
         """Bring the env back and ask again; or raise: EpisodeLost, a WorkerLostError, ClosedError."""
         self._refuse_if_closed()
         command = self._pending_command()
-        loss = self._note_loss(gone, command)
+        loss, _ = self._mourn(gone, command)
         effort = self._healer.begin()
         self._deaths += gone.executing
         self._losses += 1
@@ -272,6 +273,16 @@ class Mender(Keeper):
     def _on_loss(self, cause: str) -> OnLoss:
         policy = self._policy
         return {"hung": policy.on_timeout, "error": policy.on_error}.get(cause, policy.on_crash)
+
+    def _mourn(self, gone: Gone, command: str) -> tuple[Loss, bool]:
+        """The loss, and whether it is news: what broke a recovery off may have done so after it was noted."""
+        mourned, backend = self._mourned, self._backend
+        if mourned is not None and backend is not None and mourned[0]() is backend:
+            return mourned[1], False
+        loss = self._note_loss(gone, command)
+        if backend is not None:
+            self._mourned = weakref.ref(backend), loss
+        return loss, True
 
     def _note_loss(self, gone: Gone, command: str) -> Loss:
         step = None if command in ("initialize", "reset") else self._steps - self._steps_before

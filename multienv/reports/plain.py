@@ -122,6 +122,12 @@ def _encode_generator(value: np.random.Generator) -> Any:
     return {"$generator": encode(value.bit_generator)}
 
 
+def _encode_group(value: GroupOptions) -> Any:
+    if value.anew:
+        return {"$opaque": "requests to an env that is built anew"}
+    return {"$group": encode([value.mask, value.options, value.left_out])}
+
+
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
     type(None): lambda value: value,
     bool: lambda value: value,
@@ -143,7 +149,7 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
             "generators": None if value.generators is None else glimpse(value.generators),
         }
     },
-    GroupOptions: lambda value: {"$group": encode([value.mask, value.options, value.left_out, value.lasting])},
+    GroupOptions: _encode_group,
     Call: lambda value: {
         "call": {"name": value.name, "args": encode(list(value.args)), "kwargs": _encode_dict(value.kwargs)}
     },
@@ -189,7 +195,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$bit_generator": _decode_bit_generator,
     "$generator": lambda form: np.random.Generator(decode(form)),
     "$graph": lambda form: GraphInstance(*map(decode, form)),
-    "$group": lambda form: GroupOptions(*decode(form)),
+    "$group": lambda form: GroupOptions(*decode(form)[:3]),  # the rest is unpickled by the worker
 }
 
 
@@ -257,7 +263,27 @@ class _Careful(pickle.Unpickler):
 
 def glimpse(pickled: bytes | memoryview) -> Any:
     """The plain form of what was pickled, with ``$opaque`` where there is none; runs no foreign code."""
+    return _looked_into(lambda: encode(_Careful(io.BytesIO(pickled)).load()))
+
+
+def glimpse_of_group(pickled: bytes) -> Any:
+    """The same of an answer of several envs, whose observations have been pickled one by one."""
+
+    def look() -> Any:
+        observations, *others = _Careful(io.BytesIO(pickled)).load()
+        return [list(map(glimpse, observations)), *map(encode, others)]
+
+    return _looked_into(look)
+
+
+def pickled_for_group(form: Any) -> bytes:
+    """That answer again."""
+    observations, *others = decode(form)
+    return pickle.dumps(([pickle.dumps(one, protocol=5) for one in observations], *others), protocol=5)
+
+
+def _looked_into(look: Callable[[], Any]) -> Any:
     try:
-        return encode(_Careful(io.BytesIO(pickled)).load())
+        return look()
     except Exception as error:  # nested too deep, or of a shape that no harmless thing has
         return {"$opaque": f"something that cannot be looked into ({type(error).__name__})"}

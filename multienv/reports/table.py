@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from multienv.reports.plain import NeedsTrust, decode, glimpse, text_of
+from multienv.reports.plain import NeedsTrust, decode, glimpse, glimpse_of_group, pickled_for_group, text_of
 from multienv.wire.actions import ARRAY, ARRAY_DTYPES, INT, INT64, PICKLED
 from multienv.wire.messages import (
     IRREGULAR,
@@ -108,7 +108,8 @@ def to_arrays(history: bytes, shape: Shape) -> Arrays:
         arrays[f"actions_array_{dtype.name}"] = actions.reshape(wanted) if actions.size == np.prod(wanted) else actions
     chosen = _is_pickled(kind, tag)
     foreign = (steps & (tag != PICKLED))[chosen]  # pickled twice: of the trainer's main script
-    arrays |= _pickles("", history, requests[chosen] + REQUEST.size, (requests + sizes)[chosen], foreign)
+    looks = [_opaque if strange else glimpse for strange in foreign]
+    arrays |= _pickles("", history, requests[chosen] + REQUEST.size, (requests + sizes)[chosen], looks)
     return arrays | _answers(history, data, replies, lengths[1::2], shape)
 
 
@@ -130,9 +131,9 @@ def _answers(history: bytes, data: np.ndarray[Any, Any], replies: Any, sizes: An
         else:
             arrays["observations"] = _observations(body, shape.observation)
     if irregular.any():
-        nothing = np.zeros(int(irregular.sum()), bool)
+        looks = [glimpse_of_group if tailed else glimpse for tailed in (flags & TAILED)[irregular]]
         ends = replies + sizes - np.where(flags & TAILED, arrays["reward"], 0).astype(np.int64)
-        arrays |= _pickles("answer_", history, replies[irregular] + REPLY.size, ends[irregular], nothing)
+        arrays |= _pickles("answer_", history, replies[irregular] + REPLY.size, ends[irregular], looks)
     return arrays
 
 
@@ -146,15 +147,15 @@ def _observations(body: np.ndarray[Any, Any], box: tuple[np.dtype[Any], tuple[in
     )  # without what fills it up to words
 
 
-def _pickles(prefix: str, history: bytes, begins: Any, ends: Any, foreign: Any) -> Arrays:
+def _opaque(pickled: bytes) -> Any:
+    return {"$opaque": "the main script"}
+
+
+def _pickles(prefix: str, history: bytes, begins: Any, ends: Any, looks: Sequence[Callable[[bytes], Any]]) -> Arrays:
     if not len(begins):
         return {}
     pieces = [history[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    opaque = {"$opaque": "the main script"}
-    lines = [
-        text_of(opaque if strange else glimpse(piece) if piece else None)
-        for piece, strange in zip(pieces, foreign, strict=True)
-    ]
+    lines = [text_of(look(piece) if piece else None) for piece, look in zip(pieces, looks, strict=True)]
     return {
         f"{prefix}pickles": np.frombuffer(b"".join(pieces), np.uint8),
         f"{prefix}pickle_ends": np.cumsum([len(piece) for piece in pieces], dtype=np.int64),
@@ -298,7 +299,7 @@ def _evidence(arrays: Arrays, trust: bool) -> Iterator[tuple[bytes, bool]]:
             body, form = next(pickles)
             if body and not trust:
                 try:
-                    body = pickle.dumps(decode(form), protocol=5)
+                    body = pickled_for_group(form) if flags & TAILED else pickle.dumps(decode(form), protocol=5)
                 except NeedsTrust:
                     body, known = b"", False
         elif kind == STEPPED:

@@ -17,7 +17,8 @@ import contextlib
 import pickle
 import secrets
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -175,16 +176,17 @@ class GroupOptions:
     Attributes:
         mask: Which of them; ``None``: all.
         options: The envs' own.
-        left_out: Those whose reset has killed the process too often; they are built anew, and not reset.
-        lasting: What is done to those then: the requests that have changed all envs for longer than an episode.
+        left_out: Those whose reset has killed the process too often; they are not reset.
+        anew: Which of those are built anew, and what is done to each then: the requests that have changed all envs for
+            longer than an episode.
         careful: The process was lost by what some env has returned: find out whose it is.
     """
 
     mask: tuple[bool, ...] | None
     options: Any
     left_out: tuple[int, ...] = ()
-    lasting: tuple[bytes, ...] = ()
     careful: bool = False
+    anew: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ class LeftOut:
         observation: What the caller saw last.
         reason: Why its episode ends here, or ``""``: it had ended, and its reset is not to be tried again.
         report: The crash report of that, or ``""``.
-        lasting: If it is built anew: as in :class:`GroupOptions`.
+        lasting: If it is built anew, what is done to it then: see :class:`GroupOptions`.
     """
 
     observation: Any

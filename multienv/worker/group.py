@@ -70,6 +70,7 @@ class EnvGroup(GroupStates):
         """Take the envs in; their episodes are to be begun."""
         self._envs = list(envs)
         self._build = build
+        self._abandoned = []
         self._group = group
         space = envs[0].observation_space if group.space is None else group.space
         self._action_space = batch_space(envs[0].action_space, group.size)
@@ -390,8 +391,9 @@ class EnvGroup(GroupStates):
             for slot in range(self._group.size):
                 if slot in options.left_out:
                     self._end(slot)
+                if slot in options.anew:
                     with contextlib.suppress(Exception):  # it is raised that it was lost
-                        self._build_anew(slot, options.lasting)
+                        self._build_anew(slot, options.anew[slot])
                     expose(slot, True)
                 if slot in options.left_out or (options.mask is not None and not options.mask[slot]):
                     self._rows.keep(seq, slot)

@@ -16,6 +16,7 @@ from multienv.wire.messages import (
     Failure,
     GetAttribute,
     HasAttribute,
+    Message,
     Render,
     SetAttribute,
     Sparing,
@@ -39,6 +40,7 @@ class GroupCalls(Tenant):
     _envs: list[gymnasium.Env[Any, Any]]
     _steps: list[Callable[[Any], Any]]
     _build: Callable[[int], gymnasium.Env[Any, Any]]
+    _abandoned: list[gymnasium.Env[Any, Any]]
     _words: Any  # the control words
     _spared: tuple[int, ...] | None = None
     # Infos, failures and state that went with the last reply.
@@ -92,17 +94,29 @@ class GroupCalls(Tenant):
     def _build_anew(self, slot: int, lasting: Sequence[bytes]) -> None:
         """Have another env in the place of one whose reset ends every process that it is brought back in.
 
-        The old one is not closed: that may end this one.
+        The old one is neither closed nor let go of: that may end this one.
         """
         self._words[SLOT] = slot + 1 + RESETTING
-        env = self._envs[slot] = self._build(slot)
-        self._steps[slot] = env.step
-        for message in map(unpack_message, lasting):
+        env = self._build(slot)
+        self._abandoned.append(self._envs[slot])
+        self._envs[slot], self._steps[slot] = env, env.step
+        for frame in lasting:
             with contextlib.suppress(Exception):  # as it may have been the first time
-                if isinstance(message, SetAttribute):
-                    env.set_wrapper_attr(message.name, message.value[slot])
-                elif isinstance(message, Call):
-                    call_by_name(env, message)
+                self._do_again(env, slot, unpack_message(frame))
+
+    @staticmethod
+    def _do_again(env: Any, slot: int, message: Message) -> None:
+        """What was asked of all, for one."""
+        if isinstance(message, Sparing):
+            if slot in message.slots:
+                return
+            message = message.message
+        if isinstance(message, SetAttribute):
+            env.set_wrapper_attr(message.name, message.value[slot])
+        elif isinstance(message, Call):
+            call_by_name(env, message)
+        elif isinstance(message, Render):
+            env.render()
 
     def _each(self, seq: int, name: str, ask: Callable[[int, Any], Any]) -> bytes:
         """The answers of all, and what some have raised instead."""
