@@ -18,6 +18,7 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ReportError, WorkerLostError
@@ -469,9 +470,57 @@ def test_one_of_several_that_was_built_anew_is_so_in_the_replay(reports: Path) -
         envs.step(np.array([1, 2, 1]))
         settle()
     newest = max(reports.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    result = replay(newest, "--trust")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = replay(newest, "--trust", "--pdb", stdin="p len(env), [bool(one.doomed) for one in env]\nc\n")
+    assert "(3, [False, False, False])" in result.stdout
     assert "All 10 answers are as they were recorded." in result.stdout
+    assert "--trust" in replay(newest).stderr
+
+
+class Words(spaces.Space[Any]):
+    """Sets of words: what is equal need not be pickled to the same bytes."""
+
+    def sample(self, mask: Any = None, probability: Any = None) -> frozenset[str]:
+        return frozenset()
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, frozenset)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Words)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class WordsEnv(gymnasium.Env[Any, Any]):
+    """Observes some."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.observation_space = Words()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.count = 0
+        return frozenset("abcdefgh"), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        return frozenset(f"{letter}{self.count}" for letter in "abcdefgh"), 1.0, False, False, {}
+
+
+def test_observations_of_several_are_compared_by_what_they_are(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(SubprocessVectorEnv([WordsEnv] * 3, envs_per_worker=3)) as envs:
+        envs.reset(seed=1)
+        for _ in range(3):
+            envs.step(np.zeros(3, int))
+        os.kill(envs.statistics()[0].pid, signal.SIGKILL)
+        envs.step(np.zeros(3, int))
+        settle()
+    (report,) = reports.glob("*.json")
+    monkeypatch.setenv("PYTHONHASHSEED", "5")  # another order in each set
+    result = replay(report, "--trust")
+    assert "All 4 answers are as they were recorded." in result.stdout, result.stdout + result.stderr
 
 
 def test_the_culprit_among_several_is_named_and_its_fault_comes_again(reports: Path) -> None:

@@ -151,3 +151,28 @@ def test_in_a_multi_env_it_fails_alone():
                 assert [caught.value.results[row][0].count for row in OTHERS] == [AT] * 2
             else:
                 assert counts(m.step([0] * 3)[0]) == [step] * 3
+
+
+class WrongShapeEnv(gymnasium.Env[Any, Any]):
+    """Its second observation does not fit its space."""
+
+    observation_space = spaces.Box(-1e9, 1e9, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.count = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        return np.full(7 if self.count == 2 and action else 2, self.count, np.float32), 0.0, False, False, {}
+
+
+def test_one_that_does_not_fit_is_raised_once():
+    envs = SubprocessVectorEnv([WrongShapeEnv] * 3, envs_per_worker=2, shared_memory=False)
+    with contextlib.closing(envs):
+        envs.reset(seed=1)
+        envs.step(np.zeros(3, int))
+        with pytest.raises(ValueError, match="shape"):
+            envs.step(np.array([0, 1, 0]))
+        assert envs.step(np.zeros(3, int))[0][:, 0].tolist() == [3, 3, 3]

@@ -164,6 +164,104 @@ def test_who_cannot_even_be_built_anew_costs_nobody_else_anything(tmp_path):
         assert failures == 4  # each step that would begin its next episode
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_nor_does_it_in_a_reset(mode, tmp_path):
+    policy = RestartPolicy(snapshots=False, backoff=0, max_restarts=20)
+    env_fn = partial(build_once, str(tmp_path / "built"))
+    with contextlib.closing(vector(mode, policy, env_fn=env_fn)) as envs:
+        envs.reset(seed=1)
+        for step in range(4):
+            batch = envs.step(actions_of(step))
+        assert batch[2].tolist() == [False, True, False]
+        for _ in range(2):
+            with pytest.raises(EnvsFailedError) as caught:
+                envs.reset(options={"reset_mask": np.array([False, True, False])})
+            assert list(caught.value.failures) == [CULPRIT]
+            assert isinstance(caught.value.failures[CULPRIT], PoisonError)
+            assert [int(caught.value.results[row][0]) for row in OTHERS] == [4, 4]
+
+
+class HeadstrongEnv(DoomedEnv):
+    """What is called: ``tune`` before its first reset ends the process, ``boost`` that of the first env always."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(horizon=20 if index != CULPRIT else 4)
+        self.index, self.boosts = index, 0
+
+    def tune(self) -> int:
+        if not self.resets:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return 1
+
+    def boost(self, *others: Any) -> int:
+        if self.index == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.boosts += 1
+        return self.boosts
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {**info, "boosts": self.boosts}
+
+
+def test_a_call_that_the_new_one_does_not_survive_is_left_out():
+    policy = RestartPolicy(snapshots=False, backoff=0, max_restarts=20)
+    envs = SubprocessVectorEnv([partial(HeadstrongEnv, row) for row in range(3)], envs_per_worker=3, restart=policy)
+    with contextlib.closing(envs):
+        envs.reset(seed=1)
+        assert envs.call("tune") == (1, 1, 1)
+        seen = go_on(envs, AutoresetMode.NEXT_STEP, 7)
+        assert [list(one.failures) for one in seen if isinstance(one, EnvsFailedError)] == [[CULPRIT]]
+        assert seen[-1][0][:, 0].tolist() == [7, 1, 7]
+
+
+class Unreadable:
+    """Cannot be unpickled in a worker."""
+
+    def __init__(self) -> None:
+        self.trainer = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if os.getpid() != state["trainer"]:
+            raise ValueError("not here")
+        self.__dict__.update(state)
+
+
+def test_what_was_called_is_so_again_and_no_more():
+    """Also where one was spared a call that ends it; and what could not be read then cannot be now."""
+    policy = RestartPolicy(snapshots=False, backoff=0)
+    envs = SubprocessVectorEnv([partial(HeadstrongEnv, row) for row in range(3)], envs_per_worker=3, restart=policy)
+    with contextlib.closing(envs):
+        envs.reset(seed=1)
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.call("boost")
+        assert (list(caught.value.failures), caught.value.results) == ([0], [None, 1, 1])
+        with pytest.raises(EnvsFailedError):
+            envs.call("boost", Unreadable())
+        envs.set_attr("level", [5, 6, 7])
+        seen = go_on(envs, AutoresetMode.NEXT_STEP, 7)
+        assert sum(isinstance(one, EnvsFailedError) for one in seen) == 1
+        assert seen[-1][4]["boosts"].tolist() == [0, 1, 1]
+        assert seen[-1][4]["level"].tolist() == [5, 6, 7]
+
+
+class DyingHard(DoomedEnv):
+    """Ends the process when it is let go of."""
+
+    def __del__(self) -> None:
+        if self.doomed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_old_one_is_not_let_go_of():
+    policy = RestartPolicy(snapshots=False, backoff=0)
+    with contextlib.closing(vector(AutoresetMode.NEXT_STEP, policy, env_fn=partial(DyingHard, horizon=4))) as envs:
+        envs.reset(seed=1)
+        seen = go_on(envs, AutoresetMode.NEXT_STEP, 8)
+        assert [list(one.failures) for one in seen if isinstance(one, EnvsFailedError)] == [[CULPRIT]]
+        assert seen[-1][0][:, 0].tolist() == [8, 2, 8]
+
+
 @pytest.mark.parametrize("on_crash", ["replay", "raise"])
 def test_a_single_env_begins_in_a_new_process(on_crash):
     policy = RestartPolicy(backoff=0, on_crash=on_crash)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from multienv import MultiEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv.testing import CounterEnv
+from multienv.events import Event, Loss, Recovery
+from multienv.testing import CounterEnv, Fault, FaultyEnv
 
 ENDLESS = partial(CounterEnv, horizon=None)
 
@@ -140,6 +141,29 @@ def test_what_is_asked_besides_is_forgotten_and_the_envs_can_be_used(face, comma
         assert counts(envs.step(0)) == [1 if command == "reset" else 2] * size
         assert counts(envs.reset()) == [0] * size
         assert counts(envs.step(3)) == [1] * size
+
+
+@pytest.mark.parametrize("tries", [1, 3])
+def test_a_death_is_counted_once_however_often_its_recovery_is_broken_off(tries, marker):
+    """It takes two to be poison."""
+    seen: list[Event] = []
+    fns: list[Any] = [
+        ENDLESS,
+        partial(FaultyEnv, fault=Fault("kill", "step", at=2, once=marker), horizon=None),
+        ENDLESS,
+    ]
+    envs = SubprocessVectorEnv(fns, envs_per_worker=3, hooks=[seen.append])
+    with contextlib.closing(envs):
+        envs.reset(seed=1)
+        envs.step(np.zeros(3, int))
+        with starved():
+            for _ in range(tries):
+                with pytest.raises(OSError, match="Too many open files"):
+                    envs.step(np.zeros(3, int))
+        batch = envs.step(np.zeros(3, int))
+        assert counts(batch) == [2, 2, 2]
+        assert not batch[3].any()
+    assert [type(event) for event in seen] == [Loss, Recovery]
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])

@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from wire_strategies import ANY_SPACES, fingerprint, spaces_with_values
 
 from multienv.recovery.verification import difference
-from multienv.reports.plain import NeedsTrust, decode, encode, glimpse, is_whole, text_of
+from multienv.reports.plain import (
+    NeedsTrust,
+    decode,
+    encode,
+    glimpse,
+    glimpse_of_group,
+    is_whole,
+    pickled_for_group,
+    text_of,
+)
 from multienv.reports.table import Arrays, Row, Shape, message_of, to_arrays, to_rows
 from multienv.wire.actions import action_decoder, action_encoder
 from multienv.wire.memory import Block
@@ -33,6 +42,7 @@ from multienv.wire.messages import (
     Branch,
     Call,
     GetAttribute,
+    GroupOptions,
     HasAttribute,
     Render,
     Reset,
@@ -332,3 +342,28 @@ def test_what_is_nested_without_end_is_opaque() -> None:
 def test_forms_that_are_none(form: Any) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):
         decode(form)
+
+
+def test_what_a_report_asks_of_an_env_that_is_built_anew_is_not_unpickled_unasked() -> None:
+    """A worker unpickles those requests."""
+    options = GroupOptions(None, None, (1,), anew={1: (b"a pickle",)})
+    form = encode(options)
+    assert not is_whole(form)
+    with pytest.raises(NeedsTrust):
+        decode(form)
+    forged = {"$group": [*encode(["mask", None, (1,)]), False, {"$dict": [[1, {"$tuple": [{"$bytes": "gAQu"}]}]]}]}
+    assert decode(forged) == GroupOptions("mask", None, (1,))  # type: ignore[arg-type]
+
+
+def test_the_observations_of_several_envs_are_plain_where_they_can_be() -> None:
+    observations = [{"a": 1.5}, np.arange(3), ("text", 2)]
+    answer = pickle.dumps(([pickle.dumps(one) for one in observations], [0.5, 1.0, 2.0], [True] * 3, [False] * 3))
+    form = json.loads(text_of(glimpse_of_group(answer)))
+    assert is_whole(form)
+    pickled, *others = pickle.loads(pickled_for_group(form))
+    assert str([pickle.loads(one) for one in pickled]) == str(observations)
+    assert others == [[0.5, 1.0, 2.0], [True] * 3, [False] * 3]
+    # What looks like a pickle in a report is bytes, and nothing else.
+    (once,), *_ = pickle.loads(pickled_for_group([[{"$bytes": "gAQu"}], [], [], []]))
+    assert type(pickle.loads(once)) is bytes
+    assert not is_whole(glimpse_of_group(pickle.dumps(([pickle.dumps(Path("x"))], [0.0], [False], [False]))))
