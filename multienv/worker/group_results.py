@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from typing import Any
 
 import numpy as np
@@ -47,10 +45,19 @@ def own_info(info: Any) -> dict[str, Any]:
             return dict(info)
     except Exception:  # noqa: S110 - foreign types
         pass
-    return {key: _copied(value) for key, value in info.items()}
+    try:
+        return {key: _copied(value) for key, value in info.items()}
+    except RecursionError:  # told of when all are pickled
+        return dict(info)
 
 
 def _copied(value: Any) -> Any:
-    with contextlib.suppress(Exception):  # what cannot be copied is told as it is when all are pickled
-        return copy.deepcopy(value)
+    """What gymnasium merges as it is now. Not deepcopy(): that runs the code of whatever it meets."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return value.copy()
+    if kind is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if kind in (list, tuple):
+        return kind(map(_copied, value))
     return value
