@@ -68,7 +68,7 @@ TELLS: dict[str, Tell] = {
     "not_a_number": lambda index, step: {"a": float("nan"), "b": -0.0, "c": np.float32("-inf")},
     "keys_of_every_kind": lambda index, step: {"\ud800": 1, "a\0": 2.0, "a:b": np.float64(3), " ": True, "0": step},
     "long_keys": lambda index, step: {"a" * 70_000: np.float64(step)},
-    "many_keys": lambda index, step: {f"key {number}": np.float32(step) for number in range(6000)},
+    "many_keys": lambda index, step: {f"key {number}{'.' * 100}": np.float32(step) for number in range(700)},
     "unsigned": lambda index, step: {"a": np.uint64(2**64 - 1), "b": np.uint8(255)},
 }
 # gymnasium cannot merge these.
