@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode
 from multienv.errors import MultienvError, UsageError
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.phases import ASKED
-from multienv.recovery.supervisor import Transition
+from multienv.recovery.supervisor import Transition, resumed
 
 
 class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -59,9 +59,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._interrupted = None
         try:
             if last == supervisor.seq and supervisor.has_asked_since(before):
-                *transition, info = self.resume()
-                info = {**info, "multienv": {**info.get("multienv", {}), "resumed": True}}
-                return (*transition, info)
+                return resumed(self.resume())
             before = supervisor.seq
             return self._step(action)
         except BaseException as error:

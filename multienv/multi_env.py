@@ -21,6 +21,7 @@ from multienv.errors import (
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.phases import STARTING
+from multienv.recovery.supervisor import resumed
 from multienv.rounds import Rounds
 from multienv.subprocess_env import close_all
 from multienv.threads import Pool, side_by_side
@@ -32,17 +33,6 @@ if TYPE_CHECKING:
 Lists = tuple[list[Any], list[Any], list[Any], list[Any], list[dict[str, Any] | None]]
 
 _UNTOUCHED = (None, None, None, None, None)
-
-
-def _resumed(transition: Any) -> Any:
-    """The same, saying that it is that of the step before."""
-    if transition is None:
-        return None
-    *seen, info = transition
-    told = info.get("multienv", {}) if isinstance(info, dict) else None
-    if not isinstance(told, dict):  # an env of the caller's own, in this process
-        return transition
-    return (*seen, {**info, "multienv": {**told, "resumed": True}})
 
 
 class MultiEnv:
@@ -168,7 +158,7 @@ class MultiEnv:
             results = current.results
         else:
             current = rounds.resume_steps()
-            results = list(map(_resumed, current.results))
+            results = [result and resumed(result) for result in current.results]
         if current.failures:
             if self._closed:  # meanwhile, by a signal handler or another thread: that is no failure of the envs
                 raise ClosedError("step(): this MultiEnv has been closed. Make a new one.")

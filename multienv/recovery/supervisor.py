@@ -69,6 +69,15 @@ _JOURNALED = (Reset, Call, SetAttribute, Render)
 _unpack = REPLY.unpack_from
 
 
+def resumed(transition: Transition) -> Transition:
+    """The same, which says in its info that it is that of an interrupted step, beside what else it says there."""
+    *seen, info = transition
+    told = info.get("multienv", {}) if isinstance(info, dict) else None
+    if not isinstance(told, dict):  # an env of the caller's own, in this process
+        return transition
+    return (*seen, {**info, "multienv": {**told, "resumed": True}})
+
+
 class Supervisor(Preserver):
     """Keeps one env alive: what is asked of it, and what it answers."""
 
@@ -162,8 +171,7 @@ class Supervisor(Preserver):
             return None
         self.phase = STEPPING
         try:
-            observation, reward, terminated, truncated, info = self._receive_step_slowly(b"")
-            return observation, reward, terminated, truncated, {**info, "multienv": {"resumed": True}}
+            return resumed(self._receive_step_slowly(b""))
         except BaseException as error:
             if not isinstance(error, MultienvError) and self.phase != OWED:
                 self.phase, self.interrupted = RESUMED, WHOLE  # not delivered, once more

@@ -33,7 +33,7 @@ _LANE = 8
 _TYPES = list(_FORMATS)
 _CODES = {kind: code for code, kind in enumerate(_TYPES)}
 _PLAIN = frozenset((float, int, bool))
-_NUMBERS, _STRINGS = frozenset(_TYPES), frozenset((str,))
+NUMBERS, _STRINGS = frozenset(_TYPES), frozenset((str,))
 # What gymnasium merges in a way of its own.
 _SPECIAL = ("final_obs", "final_info")
 # Kinds of infos that are known at a time; one that makes up new keys again and again is better off pickled.
@@ -104,7 +104,7 @@ def pack_numbers(info: Any) -> bytes:
         return b""
     try:  # the types may be foreign, and have an equality of their own
         types = tuple(map(type, info.values()))
-        if not _NUMBERS.issuperset(types) or _PLAIN.issuperset(types) or not _STRINGS.issuperset(map(type, info)):
+        if not NUMBERS.issuperset(types) or _PLAIN.issuperset(types) or not _STRINGS.issuperset(map(type, info)):
             return b""
         columns = _columns(tuple(info), types)
         return b"" if columns is None else columns.head_of_one + columns.row.pack(*info.values())
@@ -150,7 +150,7 @@ class Alike:
         """What the first env tells; false if that is no table, or the others tell something else."""
         own = types[: len(first)]
         # No key is twice in a dict: where they all come again in the same order, each dict has them once.
-        if keys != [*first] * self._size or types != own * self._size or not _NUMBERS.issuperset(own):
+        if keys != [*first] * self._size or types != own * self._size or not NUMBERS.issuperset(own):
             return False
         columns = _columns(tuple(first), tuple(own))
         if columns is None:

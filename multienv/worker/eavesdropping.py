@@ -64,7 +64,6 @@ def watched(calls: list[Callable[[Any], Any]], words: Any, replies: int) -> Iter
         calls[:] = own
         try:
             yield expose
-            expose(len(calls) - 1, True)
         finally:
             for slot, (call, mine, plain) in enumerate(zip(calls, own, before, strict=True)):
                 calls[slot] = plain if call is mine else call

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from multienv.wire.numbers import NUMBERS
 from multienv.worker.failures import wrong_result
 
 # What nobody can change.
-_FIXED = frozenset((type(None), bool, int, float, str, bytes, np.float64, np.float32, np.int64, np.int32, np.bool_))
-_holds_fixed = _FIXED.issuperset
+_holds_fixed = (NUMBERS | {type(None), str, bytes, np.bool_}).issuperset
 
 
 class NotBegun(Exception):  # noqa: N818 - internal
@@ -41,14 +41,11 @@ def own_info(info: Any) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise TypeError(f"the env returned {type(info).__name__} {info!r:.200} as info; gymnasium's API wants a dict")
     try:  # a suppress() would cost every step
-        if _holds_fixed(map(type, info.values())):
-            return dict(info)
-    except Exception:  # noqa: S110 - foreign types
-        pass
-    try:
-        return {key: _copied(value) for key, value in info.items()}
-    except RecursionError:  # told of when all are pickled
+        if not _holds_fixed(map(type, info.values())):
+            return {key: _copied(value) for key, value in info.items()}
+    except Exception:  # nested too deep, or of a foreign type that has no hash: told as it is
         return dict(info)
+    return dict(info)
 
 
 def _copied(value: Any) -> Any:

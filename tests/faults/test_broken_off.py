@@ -18,7 +18,7 @@ from interruption import every_place
 
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import ActionError, CallPendingError, ClosedError, EnvsFailedError, NothingPendingError, UsageError
-from multienv.multi_env import _resumed
+from multienv.recovery.supervisor import resumed
 from multienv.testing import CounterEnv, first_difference
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
@@ -334,6 +334,5 @@ def test_of_closing_several_envs() -> None:
 @pytest.mark.parametrize("info", [None, {"multienv": "mine"}])
 def test_an_env_in_this_process_tells_what_it_likes(info: Any) -> None:
     """A resumed step says so where there is a dict to say it in."""
-    assert _resumed((1, 0.0, False, False, info)) == (1, 0.0, False, False, info)
-    assert _resumed((1, 0.0, False, False, {"a": 1}))[4] == {"a": 1, "multienv": {"resumed": True}}
-    assert _resumed(None) is None
+    assert resumed((1, 0.0, False, False, info)) == (1, 0.0, False, False, info)
+    assert resumed((1, 0.0, False, False, {"a": 1}))[4] == {"a": 1, "multienv": {"resumed": True}}

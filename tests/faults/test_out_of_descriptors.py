@@ -127,6 +127,23 @@ def test_a_step_is_completed_once_there_are_some(face, tries):
         assert counts(envs.step(3)) == [3] * size
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_resumed_step_that_is_truncated_says_why(several):
+    deadly = partial(FaultyEnv, fault=Fault("kill", "step", at=2), horizon=None)
+    envs: Any = MultiEnv(create_subprocess_envs([deadly])) if several else SubprocessEnv(deadly).initialize()
+    action: Any = [1] if several else 1
+    with contextlib.closing(envs):
+        envs.reset()
+        envs.step(action)
+        with starved(), pytest.raises(OSError, match="Too many open files"):
+            envs.step(action)
+        *_, truncated, info = envs.step(action)
+        assert truncated == ([True] if several else True)
+        told = (info[0] if several else info)["multienv"]
+        assert told["resumed"] is True
+        assert "killed 2 processes" in told["reason"]
+
+
 @faces
 @pytest.mark.parametrize("command", ["reset", "get_attr"])
 def test_what_is_asked_besides_is_forgotten_and_the_envs_can_be_used(face, command):
