@@ -24,57 +24,48 @@ ENDLESS = partial(CounterEnv, horizon=None)
 class One:
     """A single env, stepped as the others are."""
 
-    def __init__(self) -> None:
-        self.env = SubprocessEnv(ENDLESS).initialize()
-        self.close = self.env.close
+    size = 1
 
-    def reset(self) -> Any:
-        return self.env.reset()
+    def __init__(self) -> None:
+        self.env: Any = SubprocessEnv(ENDLESS).initialize()
+        self.close, self.reset, self.get_attr = self.env.close, self.env.reset, self.env.get_attr
 
     def step(self, action: int) -> Any:
         return self.env.step(action)
 
-    def get_attr(self, name: str) -> Any:
-        return self.env.get_attr(name)
-
-    def pids(self) -> list[int | None]:
-        return [self.env.statistics().pid]
+    def workers(self) -> list[Any]:
+        return [self.env.statistics()]
 
 
 class Several(One):
     """A MultiEnv."""
 
+    size = 3
+
     def __init__(self) -> None:
-        self.env: Any = MultiEnv(create_subprocess_envs([ENDLESS] * 3))
-        self.close = self.env.close
+        self.env = MultiEnv(create_subprocess_envs([ENDLESS] * 3))
+        self.close, self.reset, self.get_attr = self.env.close, self.env.reset, self.env.get_attr
 
     def step(self, action: int) -> Any:
         return self.env.step([action] * 3)
 
-    def get_attr(self, name: str) -> Any:
-        return self.env.get_attr(name)
-
-    def pids(self) -> list[int | None]:
-        return [one.pid for one in self.env.statistics()]
+    def workers(self) -> list[Any]:
+        return self.env.statistics()  # type: ignore[no-any-return]
 
 
 class Batch(Several):
     """A vector env of three processes."""
 
-    def __init__(self) -> None:
-        self.env = SubprocessVectorEnv([ENDLESS] * 3, envs_per_worker=1)
-        self.close = self.env.close
-
-    def step(self, action: int) -> Any:
-        return self.env.step(np.full(3, action))
+    def __init__(self, each: int = 1) -> None:
+        self.env = SubprocessVectorEnv([ENDLESS] * 3, envs_per_worker=each)
+        self.close, self.reset, self.get_attr = self.env.close, self.env.reset, self.env.get_attr
 
 
 class Shared(Batch):
     """A vector env of one process."""
 
     def __init__(self) -> None:
-        self.env = SubprocessVectorEnv([ENDLESS] * 3, envs_per_worker=3)
-        self.close = self.env.close
+        super().__init__(3)
 
 
 faces = pytest.mark.parametrize("face", [One, Several, Batch, Shared])
@@ -103,28 +94,30 @@ def counts(outcome: Any) -> list[int]:
     return np.atleast_2d(outcome[0])[:, 0].astype(int).tolist()  # type: ignore[no-any-return]
 
 
-def bereave(envs: Any) -> None:
-    for pid in envs.pids():
-        os.kill(pid, signal.SIGKILL)
+@contextlib.contextmanager
+def bereaved(face: Any) -> Iterator[Any]:
+    """Envs that have made a step, and whose processes have died since."""
+    envs = face()
+    with contextlib.closing(envs):
+        envs.reset()
+        envs.step(1)
+        for worker in envs.workers():
+            os.kill(worker.pid, signal.SIGKILL)
+        yield envs
 
 
 @faces
 @pytest.mark.parametrize("tries", [1, 2])
 def test_a_step_is_completed_once_there_are_some(face, tries):
-    envs = face()
-    with contextlib.closing(envs):
-        size = len(envs.pids()) if face is not Shared else 3
-        envs.reset()
-        envs.step(1)
-        bereave(envs)
+    with bereaved(face) as envs:
         with starved():
             for _ in range(tries):
                 with pytest.raises(OSError, match="Too many open files"):
                     envs.step(2)
         resumed = envs.step(0)  # whatever its action: the one before is completed
-        assert counts(resumed) == [2] * size
+        assert counts(resumed) == [2] * envs.size
         assert "resumed" in str(resumed[4])
-        assert counts(envs.step(3)) == [3] * size
+        assert counts(envs.step(3)) == [3] * envs.size
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -147,17 +140,12 @@ def test_a_resumed_step_that_is_truncated_says_why(several):
 @faces
 @pytest.mark.parametrize("command", ["reset", "get_attr"])
 def test_what_is_asked_besides_is_forgotten_and_the_envs_can_be_used(face, command):
-    envs = face()
-    with contextlib.closing(envs):
-        size = len(envs.pids()) if face is not Shared else 3
-        envs.reset()
-        envs.step(1)
-        bereave(envs)
+    with bereaved(face) as envs:
         with starved(), pytest.raises(OSError, match="Too many open files"):
             envs.reset() if command == "reset" else envs.get_attr("horizon")
-        assert counts(envs.step(0)) == [1 if command == "reset" else 2] * size
-        assert counts(envs.reset()) == [0] * size
-        assert counts(envs.step(3)) == [1] * size
+        assert counts(envs.step(0)) == [1 if command == "reset" else 2] * envs.size
+        assert counts(envs.reset()) == [0] * envs.size
+        assert counts(envs.step(3)) == [1] * envs.size
 
 
 @pytest.mark.parametrize("tries", [1, 3])

@@ -176,8 +176,8 @@ class ManyFilesEnv(CounterEnv):
         return super().step(action)
 
 
-class FloodingEnv(CounterEnv):
-    """Writes more on its worker's pipe than that takes, in its third step."""
+class OnPipesEnv(CounterEnv):
+    """Does something to each pipe of its process that can be written to, in its third step."""
 
     def step(self, action: Any) -> Any:
         if self.episode_step == 2:
@@ -186,22 +186,25 @@ class FloodingEnv(CounterEnv):
                 with contextlib.suppress(OSError):
                     kind = os.readlink(f"/proc/self/fd/{name}")
                     if descriptor > 2 and kind.startswith("pipe:") and is_writable(descriptor):
-                        os.write(descriptor, b"\0" * 200_000)
+                        self.treat(descriptor)
         return super().step(action)
 
+    def treat(self, descriptor: int) -> None:
+        raise NotImplementedError
 
-class ClosingEnv(CounterEnv):
-    """Closes its worker's pipe in its third step."""
 
-    def step(self, action: Any) -> Any:
-        if self.episode_step == 2:
-            for name in os.listdir("/proc/self/fd"):
-                descriptor = int(name)
-                with contextlib.suppress(OSError):
-                    kind = os.readlink(f"/proc/self/fd/{name}")
-                    if descriptor > 2 and kind.startswith("pipe:") and is_writable(descriptor):
-                        os.close(descriptor)
-        return super().step(action)
+class FloodingEnv(OnPipesEnv):
+    """Writes more than it takes."""
+
+    def treat(self, descriptor: int) -> None:
+        os.write(descriptor, b"\0" * 200_000)
+
+
+class ClosingEnv(OnPipesEnv):
+    """Closes it."""
+
+    def treat(self, descriptor: int) -> None:
+        os.close(descriptor)
 
 
 def is_writable(descriptor: int) -> bool:
