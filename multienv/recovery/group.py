@@ -7,7 +7,6 @@ the request that is asked again, and its episode ends there.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from multienv.backends.arena import Arena
 from multienv.backends.base import Gone
 from multienv.errors import MultienvError
 from multienv.events import Loss
-from multienv.recovery.group_infos import GroupReader
+from multienv.recovery.group_blame import UNKNOWN, GroupBlame
 from multienv.recovery.healer import BudgetSpent, BuildFailed, Effort, Unrecoverable
 from multienv.recovery.keeper import entered
 from multienv.recovery.mender import LOSSES
@@ -41,11 +40,9 @@ from multienv.wire.messages import (
 from multienv.wire.numbers import Reader, holds_numbers
 
 _pack, _unpack = REPLY.pack, REPLY.unpack_from
-# In place of the slot of whoever has ended the process.
-_UNKNOWN = -1
 
 
-class GroupSupervisor(GroupReader):
+class GroupSupervisor(GroupBlame):
     """Keeps the envs of one process alive.
 
     A step returns ``(observations, rewards, False, False, extras)``: what counts lies in the arena, except for
@@ -57,14 +54,9 @@ class GroupSupervisor(GroupReader):
     """
 
     __slots__ = (
-        "_absent",
-        "_blamed",
-        "_built_anew",
-        "_deaths_of",
         "_encode_plainly",
         "_numbers",
         "_owed_to",
-        "_raised",
         "_resetting_all",
         "_retrying",
         "_seeds",
@@ -73,11 +65,6 @@ class GroupSupervisor(GroupReader):
     def __init__(self, launch: Any, initialize: Initialize, arena: Arena, **options: Any) -> None:
         """Start nothing yet."""
         super().__init__(launch, initialize, arena, **options)
-        self._blamed = -1  # number of the request that the next four are about
-        self._absent: dict[int, LeftOut] = {}  # who does not take part in it
-        self._raised: dict[int, MultienvError] = {}  # what is raised of them
-        self._deaths_of: Counter[int] = Counter()  # processes that it has killed, by slot
-        self._built_anew: Counter[int] = Counter()  # how often it was to be built anew for it, by slot
         self._owed_to: dict[int, LeftOut] = {}  # whose episodes end with the next step, and why
         self._resetting_all = False
         self._retrying = False  # the reply is looked at once more: what raises again is meant
@@ -106,9 +93,9 @@ class GroupSupervisor(GroupReader):
             if gone.cause != "error":  # whether what is raised is meant shows when it is raised again
                 self._blame(gone, loss, self._slot_of(gone), command)
         elif self._losses == LOSSES // 2:  # what some env has done may be what it dies of afterwards
-            self._deaths_of[_UNKNOWN] += 1
+            self._deaths_of[UNKNOWN] += 1
         elif self._losses >= LOSSES:
-            self._blame(gone, loss, _UNKNOWN, command)
+            self._blame(gone, loss, UNKNOWN, command)
         self._keep()
         try:
             backend = self._brought_back(gone, effort)
@@ -132,60 +119,13 @@ class GroupSupervisor(GroupReader):
         self._ask_again()
 
     def _note_loss(self, gone: Gone, command: str) -> Loss:
-        slot = self._slot_of(gone) if gone.executing else _UNKNOWN
+        slot = self._slot_of(gone) if gone.executing else UNKNOWN
         self.record.env_index = None if slot < 0 else self._group.first + slot
         if slot < 0:
             return self.record.loss(gone, command, None, None, self._case(command))
         unknown = command in ("initialize", "reset") or not self._journal.recording
         step = None if unknown else self._steps_of(slot)
         return self.record.loss(gone, command, step, self._seeds[slot], self._case(command))
-
-    def _slot_of(self, gone: Gone) -> int:
-        """Whose call it was; after garbage others may have been called since, unless it was asked for once more."""
-        again = self._blamed == self.seq and self._deaths_of[_UNKNOWN]
-        return gone.slot if gone.cause != "broken" or again else _UNKNOWN
-
-    def _forget_blame(self) -> None:
-        self._absent, self._raised, self._deaths_of, self._built_anew = {}, {}, Counter(), Counter()
-
-    def _blame(self, gone: Gone, loss: Loss, slot: int, command: str) -> None:
-        """Decide whether the env that was being called takes part when the request is asked again."""
-        self._deaths_of[slot] += 1
-        if slot < 0:  # asked again it is tried out env by env, and whose it is shows
-            deaths = self._deaths_of[_UNKNOWN]
-            if deaths < max(2, self._policy.poison_after):
-                return
-            blamed: list[int] = [one for one in range(self._group.size) if one not in self._absent]
-        else:
-            deaths, blamed = self._deaths_of[slot] + self._deaths_of[_UNKNOWN], [slot]
-        on_loss, resetting = self._on_loss(gone.cause), gone.resetting or command == "reset"
-        poison = deaths >= self._policy.poison_after
-        killed = f"The same {'reset' if gone.resetting else command} killed {deaths} processes; it was not tried again."
-        for one in blamed:
-            if on_loss == "raise" and command in ("step", "reset"):
-                error = self._lost_error(loss, loss.cause, "Its episode is lost; the others go on.")
-                self._leave_out(one, error, self._for_anew(one, resetting and slot >= 0))
-            elif poison and (resetting or command != "step"):
-                lasting = self._for_anew(one, resetting and slot >= 0)
-                advice = killed if lasting is None else f"{killed} The env is built anew."
-                self._leave_out(one, self._lost_error(loss, "poison", advice), lasting)
-            elif command == "step" and not resetting and (poison or on_loss == "truncate"):
-                self._absent[one] = LeftOut(None, f"{what_happened(loss)} {killed if poison else ''}".rstrip())
-
-    def _leave_out(self, slot: int, error: MultienvError, lasting: tuple[bytes, ...] | None = None) -> None:
-        self._absent[slot], self._raised[slot] = LeftOut(None, "", lasting=lasting), error
-
-    def _for_anew(self, slot: int, anew: bool) -> tuple[bytes, ...] | None:
-        """What is done to an env that is built anew, whose reset would end any process; ``None``: it stays as it is.
-
-        So it does where building it has ended one too, and then another that has left out what was called and set.
-        """
-        if not anew:
-            return None
-        self._built_anew[slot] += 1
-        if self._built_anew[slot] > 1:
-            return () if self._built_anew[slot] == 2 else None
-        return tuple(self._journal.lasting())
 
     def _end_episode(self, slot: int, reason: str, command: str) -> None:
         """Now, if a step is pending; else with the next one."""
@@ -210,7 +150,7 @@ class GroupSupervisor(GroupReader):
 
     def _rewrite_pending(self) -> None:
         """The pending request, without those who are left out."""
-        if not self._absent and not self._deaths_of[_UNKNOWN]:
+        if not self._absent and not self._deaths_of[UNKNOWN]:
             return
         message = self._message
         if self.phase in (STEPPING, RESUMED):

@@ -20,7 +20,6 @@ from gymnasium.vector.utils import batch_space, iterate
 from multienv.wire.actions import LEAVING_OUT, action_decoder, left_out
 from multienv.wire.memory import BUSY, RESETTING, SLOT, Block
 from multienv.wire.messages import (
-    ANCHORED,
     FAILED,
     REPLY,
     STEP,
@@ -38,19 +37,16 @@ from multienv.wire.messages import (
 from multienv.wire.numbers import Alike
 from multienv.worker import generators
 from multienv.worker.eavesdropping import listening, watched
-from multienv.worker.failures import failure_of, not_picklable, not_sent, wrong_result, wrong_reward
+from multienv.worker.failures import failure_of, not_sent, wrong_result, wrong_reward
+from multienv.worker.group_replies import Failures, GroupReplies, Infos
 from multienv.worker.group_results import NotBegun, of_reset, own_info
-from multienv.worker.group_states import GroupStates
 from multienv.worker.rows import Rows
 from multienv.worker.tenant import Handle
 
-# What rides in a reply besides the rows: infos by env, and what the envs have raised.
-_Infos = list[tuple[int, dict[str, Any]]]
-_Failures = dict[int, Failure]
 _STEP_RESULT = "observation, reward, terminated, truncated, info"
 
 
-class EnvGroup(GroupStates):
+class EnvGroup(GroupReplies):
     """Holds several envs.
 
     Args:
@@ -83,7 +79,6 @@ class EnvGroup(GroupStates):
         self._calls: list[Callable[[Any], Any]] = []  # what a step calls: an env's step, or what begins its episode
         self._words: Any = None
         self._alike = Alike(group.size)
-        self._careful = False  # a request is done again: whose answer it is that ends the process is to be known
 
     def describe(self) -> Description:
         """What the first env tells of itself, and the spaces of all."""
@@ -158,7 +153,7 @@ class EnvGroup(GroupStates):
 
         return handle_any
 
-    def _stepper(self, words: Any) -> Callable[[int, bytes], tuple[_Infos, _Failures]]:
+    def _stepper(self, words: Any) -> Callable[[int, bytes], tuple[Infos, Failures]]:
         """One loop for every kind of env, because each call, and each object it touches, counts here."""
         group, calls, stale, write = self._group, self._calls, self._rows.stale, self._rows.write
         decode = action_decoder(self._action_space)
@@ -167,13 +162,13 @@ class EnvGroup(GroupStates):
         targets = [self._rows.target(side) for side in (0, 1)]
         whole = slice(None)
 
-        def step(seq: int, frame: bytes) -> tuple[_Infos, _Failures]:
+        def step(seq: int, frame: bytes) -> tuple[Infos, Failures]:
             side = seq & 1
             cells, rewards, terminations, truncations = targets[side]
             if stale[side]:
                 self._rows.clear_flags(side)
-            infos: _Infos = []
-            failures: _Failures = {}
+            infos: Infos = []
+            failures: Failures = {}
             actions = decode(frame)
             if not is_array:
                 actions = iterate(self._action_space, actions)
@@ -254,7 +249,7 @@ class EnvGroup(GroupStates):
         self._rows.put(seq, slot, self._rows.seen(seq, slot))
         return failure_of(error.raised if isinstance(error, NotBegun) else error)
 
-    def _note_error(self, seq: int, slot: int, error: Exception, infos: _Infos, failures: _Failures) -> None:
+    def _note_error(self, seq: int, slot: int, error: Exception, infos: Infos, failures: Failures) -> None:
         """An env has raised in a step: its failure, or, if it is told to, the honest end of its episode."""
         if isinstance(error, _Absent):
             return  # who stands in for it comes later
@@ -272,7 +267,7 @@ class EnvGroup(GroupStates):
         except Exception as again:  # it begins its next episode in there
             failures[slot] = self._failed(seq, slot, again)
 
-    def _note_lost_reset(self, seq: int, slot: int, error: NotBegun, infos: _Infos, failures: _Failures) -> None:
+    def _note_lost_reset(self, seq: int, slot: int, error: NotBegun, infos: Infos, failures: Failures) -> None:
         """What the step has returned is not lost with it: it goes with the failure, or is all there is to tell."""
         observation, info, earned = error.observation, error.info, self._rows.earned(seq, slot)
         if self._group.truncates_errors:
@@ -286,7 +281,7 @@ class EnvGroup(GroupStates):
         returned = dumps((observation, *earned, info))
         failures[slot] = replace(self._failed(seq, slot, error), returned=returned)
 
-    def _step_without(self, seq: int, frame: bytes) -> tuple[_Infos, _Failures]:
+    def _step_without(self, seq: int, frame: bytes) -> tuple[Infos, Failures]:
         """A step in which some envs do not take part: they have killed the process, or are not what they were."""
         frame, absent = left_out(frame)
         self._careful = True
@@ -326,53 +321,6 @@ class EnvGroup(GroupStates):
             self._rows.put(seq, slot, observation, truncated=True)
         return info
 
-    # --- replies --------------------------------------------------------------------------------
-
-    def _packed(self, seq: int, infos: _Infos, failures: _Failures, state: bytes | None) -> bytes:
-        """The reply, with all that is not in the rows."""
-        if self._careful:
-            self._careful = False
-            self._try_out([*infos, *enumerate(self._rows.loose)])
-        extras: dict[str, Any] = {}
-        if infos:
-            extras["infos"] = infos
-        if failures:
-            extras["failures"] = failures
-        try:
-            reply = self._framed(seq, extras, state)
-        except Exception:
-            if not self._excuse(seq, infos, failures):
-                raise
-            return self._packed(seq, infos, failures, state)
-        self._told = infos, failures, state
-        return reply
-
-    def _framed(self, seq: int, extras: dict[str, Any], state: bytes | None) -> bytes:
-        rows = self._rows
-        flags, data, tail = (0, rows.shown[seq & 1](), 0) if rows.laid_out else rows.loose_evidence(seq)
-        info = b"" if not extras and state is None else dumps(extras if state is None else (extras, state))
-        flags |= ANCHORED if state is not None else 0
-        length = REPLY.size + len(data) + len(info)
-        return REPLY.pack(length, seq, len(info), STEPPED, flags, 0, tail) + data + info
-
-    def _excuse(self, seq: int, infos: _Infos, failures: _Failures) -> bool:
-        """Find what cannot be pickled, and take it for the failure of its env; false if there is nothing left."""
-        for slot, info in infos:
-            try:
-                dumps(info)
-            except Exception as error:
-                infos[:] = [one for one in infos if one[0] != slot]
-                failures[slot] = self._failed(seq, slot, not_sent("step", error, info=info))
-                return True
-        for slot, observation in enumerate(self._rows.loose):
-            try:
-                dumps(observation)
-            except Exception as error:
-                self._rows.loose[slot] = None
-                failures[slot] = self._failed(seq, slot, not_picklable("step", error))
-                return True
-        return False
-
     # --- everything but steps -------------------------------------------------------------------
 
     def reset(self, seq: int, message: Reset) -> bytes:
@@ -383,8 +331,8 @@ class EnvGroup(GroupStates):
             for env, state in zip(self._envs, pickle.loads(message.generators), strict=True):
                 generators.restore(env, state)
         state = dumps([generators.capture(env) for env in self._envs]) if message.anchor else None
-        infos: _Infos = []
-        failures: _Failures = {}
+        infos: Infos = []
+        failures: Failures = {}
         self._careful = options.careful
         self._rows.stale[:] = True, True
         with listening(self._words, self.replies if options.careful else -1) as expose:
