@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import is_
+
 import cloudpickle
 import gymnasium
 
@@ -11,7 +13,8 @@ _BUILT_IN = "gymnasium.envs."
 # As gymnasium left it, unless somebody registered before multienv was imported.
 _AT_IMPORT = dict(gymnasium.registry)
 
-_cache: tuple[tuple[int, ...], tuple[bytes, bytes]] = ((), (b"", b""))
+# Specs, and the two pickles of them. The specs themselves: what is registered once they are gone may lie where they lay.
+_cache: tuple[list[gymnasium.envs.registration.EnvSpec], tuple[bytes, bytes]] = [], (b"", b"")
 
 
 def registrations() -> tuple[bytes, bytes]:
@@ -26,9 +29,9 @@ def registrations() -> tuple[bytes, bytes]:
             overrides.append(spec)
         elif name not in _AT_IMPORT or not _is_built_in(spec):
             unknown.append(spec)
-    key = tuple(map(id, (*unknown, *overrides)))
-    if _cache[0] != key or not _cache[1][0]:
-        _cache = key, (_pickled(unknown), _pickled(overrides))
+    specs = [*unknown, *overrides]
+    if not _cache[1][0] or len(specs) != len(_cache[0]) or not all(map(is_, specs, _cache[0])):
+        _cache = specs, (_pickled(unknown), _pickled(overrides))
     return _cache[1]
 
 

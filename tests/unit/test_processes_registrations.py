@@ -1,0 +1,28 @@
+"""What is registered in the trainer, and only in it."""
+
+from __future__ import annotations
+
+import pickle
+
+import gymnasium
+import pytest
+from gymnasium.envs.registration import EnvSpec
+
+from multienv.processes.registrations import registrations
+
+
+@pytest.mark.parametrize("env_id", ["unit/Anew-v0", "CartPole-v1"], ids=["unknown", "override"])
+def test_what_is_registered_anew_is_told_also_where_it_lies_in_the_memory_of_what_was(
+    monkeypatch: pytest.MonkeyPatch, env_id: str
+) -> None:
+    monkeypatch.setattr(gymnasium.envs.registration, "registry", registry := dict(gymnasium.registry))
+    monkeypatch.setattr(gymnasium, "registry", registry)
+    for horizon in range(20):
+        registry.pop(env_id, None)  # and its spec is freed
+        registry[env_id] = EnvSpec(env_id, "here:Env", kwargs={"horizon": horizon})
+        specs = {spec.id: spec for told in registrations() for spec in pickle.loads(told)}
+        assert specs[env_id].kwargs == {"horizon": horizon}
+
+
+def test_they_are_pickled_once() -> None:
+    assert registrations()[0] is registrations()[0]
