@@ -13,7 +13,7 @@ _BUILT_IN = "gymnasium.envs."
 # As gymnasium left it, unless somebody registered before multienv was imported.
 _AT_IMPORT = dict(gymnasium.registry)
 
-# Specs, and the two pickles of them. The specs themselves: what is registered once they are gone may lie where they lay.
+# Specs, and their two pickles. The specs themselves: what is registered once they are gone may lie where they lay.
 _cache: tuple[list[gymnasium.envs.registration.EnvSpec], tuple[bytes, bytes]] = [], (b"", b"")
 
 
