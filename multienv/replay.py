@@ -44,7 +44,8 @@ from multienv.wire.messages import (
     unpack_value,
 )
 from multienv.wire.observations import Placement, irregular_parts, reader, reward_of
-from multienv.worker.host import Host, register
+from multienv.worker.host import Host
+from multienv.worker.registrations import register
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 _HOW_TO_BUILD = (

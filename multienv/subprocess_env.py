@@ -23,13 +23,13 @@ from multienv.processes.client import tell
 from multienv.processes.environment import module_path, worker_environment, working_directory
 from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK, FREE, WAKE_TOKEN
-from multienv.processes.registrations import registrations
 from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
 from multienv.wire.messages import Initialize, Setting, drawn_seeds
 from multienv.wire.observations import INLINE_LIMIT
+from multienv.worker.registrations import registrations
 from multienv.worker.state_hooks import registered_hooks
 
 

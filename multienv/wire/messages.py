@@ -134,7 +134,7 @@ class Setting:
     directory: str
     environment: dict[str, str]
     registrations: bytes  # envs the trainer knows, needed only if the process does not
-    overrides: bytes  # what the trainer has made of gymnasium's own ids
+    overrides: bytes  # gymnasium's own, as they are in the trainer
     authkey: bytes  # for managers of multiprocessing, whose proxies an env_fn may hold; a secret
 
 

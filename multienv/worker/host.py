@@ -6,8 +6,6 @@ second loop to drift. It knows nothing of pipes and processes, and leaves the en
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,6 +44,7 @@ from multienv.worker import generators
 from multienv.worker.entropy import Entropy
 from multienv.worker.failures import failure_of
 from multienv.worker.group import EnvGroup
+from multienv.worker.registrations import adopt, register
 from multienv.worker.single import SingleEnv
 from multienv.worker.state_hooks import register_all
 from multienv.worker.tenant import Handle, Tenant, Words, packed
@@ -156,7 +155,7 @@ class Host:
         env_fn = self._env_fn if message.env_fn is None else cloudpickle.loads(message.env_fn)
         assert env_fn is not None
         if message.setting is not None:
-            gymnasium.registry.update({spec.id: spec for spec in cloudpickle.loads(message.setting.overrides)})
+            adopt(message.setting.registrations, message.setting.overrides)
         register_all(message.state_hooks)
         registrations = None if message.setting is None else message.setting.registrations
         if message.group is None:
@@ -252,23 +251,6 @@ def built(env_fn: Callable[[], Any], registrations: bytes | None) -> gymnasium.E
     if not isinstance(env, gymnasium.Env):
         raise TypeError(f"env_fn returned {env!r:.200}, which is not a gymnasium.Env. Return an env, already built.")
     return env
-
-
-def register(registrations: bytes) -> None:
-    """Register the envs that the trainer knows and this process does not.
-
-    First their packages are imported: they may register their envs themselves, and would do so again.
-    """
-    unknown = [spec for spec in cloudpickle.loads(registrations) if spec.id not in gymnasium.registry]
-    for package in {spec.entry_point.partition(".")[0].partition(":")[0] for spec in unknown if _named(spec)}:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(package)
-    for spec in unknown:
-        gymnasium.registry.setdefault(spec.id, spec)
-
-
-def _named(spec: gymnasium.envs.registration.EnvSpec) -> bool:
-    return isinstance(spec.entry_point, str)
 
 
 def _timed(call: Callable[[], bytes]) -> tuple[float, bytes]:

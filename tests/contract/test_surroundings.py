@@ -14,6 +14,7 @@ import pytest
 from contract_envs import SurroundingsEnv
 
 from multienv import SubprocessEnv
+from multienv.errors import EnvRaisedError
 from multienv.processes.environment import THREAD_VARIABLES
 from multienv.testing import CounterEnv
 
@@ -65,6 +66,56 @@ def test_an_id_registered_anew_in_the_trainer_means_the_same_in_the_worker(regis
     assert horizon_of("CartPole-v1", context)[1] == 3
 
 
+def test_what_was_changed_in_place_is_so_in_the_worker(monkeypatch):
+    spec = gymnasium.registry["CartPole-v1"]
+    for steps in (5, 7):  # also after the first worker
+        monkeypatch.setattr(spec, "max_episode_steps", steps)
+        assert horizon_of("CartPole-v1")[1] == steps
+    monkeypatch.setitem(spec.kwargs, "sutton_barto_reward", True)
+    with SubprocessEnv(partial(gymnasium.make, "CartPole-v1")) as env:
+        env.reset(seed=0)
+        assert env.step(0)[1] == 0.0
+
+
+def test_what_was_taken_out_of_the_registry_is_not_in_the_workers(monkeypatch):
+    monkeypatch.delitem(gymnasium.registry, "CartPole-v1")
+    with pytest.raises(EnvRaisedError, match="CartPole"):
+        horizon_of("CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("register", "steps"),
+    [
+        ('gymnasium.register("CartPole-v1", PATH, max_episode_steps=5)', 5),
+        ('gymnasium.registry["CartPole-v1"].max_episode_steps = 6', 6),
+        ('gymnasium.register("CartPole-v1", lambda: CounterEnv(horizon=7))', 7),
+        ('gymnasium.register("Variant-v0", PATH, max_episode_steps=8)', 8),
+    ],
+)
+def test_what_was_registered_before_the_library_was_imported(register, steps):
+    code = f"""
+import warnings
+import gymnasium
+warnings.simplefilter("ignore")
+PATH = "gymnasium.envs.classic_control:CartPoleEnv"
+{register}
+env_id = "Variant-v0" if "Variant-v0" in gymnasium.registry else "CartPole-v1"
+from functools import partial
+from multienv import SubprocessEnv
+from multienv.errors import EnvRaisedError
+from multienv.testing import CounterEnv
+with SubprocessEnv(partial(gymnasium.make, env_id)) as env:
+    env.reset(seed=0)
+    steps, over = 0, False
+    while not over:
+        _, _, terminated, truncated, _ = env.step(steps % 2)
+        steps, over = steps + 1, terminated or truncated
+assert steps == {steps}, steps
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
+
+
 def test_one_registered_after_the_first_worker_is_found_too(register):
     with SubprocessEnv(CounterEnv):
         register("contract/Later-v0", RegisteredHere, kwargs={"horizon": 2})
@@ -112,6 +163,7 @@ import os
 os.chdir({str(tmp_path)!r})
 os.rmdir({str(tmp_path)!r})
 from multienv import SubprocessEnv
+from multienv.errors import EnvRaisedError
 from multienv.testing import CounterEnv
 with SubprocessEnv(CounterEnv, context={context!r}) as env:
     env.reset(seed=0)
@@ -126,6 +178,7 @@ def test_the_input_is_the_trainers_alone(context):
     code = f"""
 import sys
 from multienv import SubprocessEnv
+from multienv.errors import EnvRaisedError
 from contract_envs import SurroundingsEnv
 print(sys.stdin.readline())
 with SubprocessEnv(SurroundingsEnv, context={context!r}) as env:
