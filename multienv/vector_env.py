@@ -20,7 +20,7 @@ from multienv.threads import Pool, side_by_side
 from multienv.vector_arguments import check_mask, normal_batch, shown, sliced
 from multienv.vector_calls import VectorCalls
 from multienv.vector_rounds import STEP, Refused, Round, VectorRounds
-from multienv.vector_spaces import check_shareable, check_spaces, observation_spaces
+from multienv.vector_spaces import blank, check_shareable, check_spaces, observation_spaces
 from multienv.wire.batch import BatchLayout, Place, copied, row_of
 from multienv.wire.messages import GroupOptions, Reset
 from multienv.wire.numbers import Merging
@@ -189,7 +189,7 @@ class HostedVectorEnv(VectorCalls):
         return failures
 
     def _checked_seeds(self, seed: Any) -> list[int | None]:
-        if seed is None or not hasattr(seed, "__len__"):
+        if seed is None or not hasattr(seed, "__len__") or getattr(seed, "shape", None) == ():
             first = HostedEnv._checked_seed(seed)
             return [None if first is None else first + index for index in range(self.num_envs)]
         if len(seed) != self.num_envs:
@@ -205,8 +205,8 @@ class HostedVectorEnv(VectorCalls):
             return None
         mask: Any = options.pop("reset_mask")
         check_mask(mask, self.num_envs)
-        if not self._laid_out and not (mask | self._begun).all():
-            unseen = np.flatnonzero(~(mask | self._begun)).tolist()
+        unseen = [] if self._laid_out else [index for index in np.flatnonzero(~mask) if self._loose[index] is None]
+        if unseen:
             raise ResetNeededError(
                 f"reset(): envs {unseen} have no observation yet; reset all envs once, without reset_mask."
             )
@@ -326,8 +326,10 @@ class HostedVectorEnv(VectorCalls):
             observations = self._place().observations
             return copied(observations) if self.copy else observations
         self._keep_loose(current)
-        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        return concatenate(self.single_observation_space, self._loose, empty)
+        space = self.single_observation_space
+        loose = [blank(space) if one is None else one for one in self._loose]
+        empty: Any = create_empty_array(space, self.num_envs)
+        return concatenate(space, loose, empty)
 
     def _keep_loose(self, current: Round) -> None:
         """The observations that came in the replies."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from gymnasium import spaces
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector.utils import batch_differing_spaces, batch_space
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, create_empty_array, iterate
 
 from multienv.errors import NotShareableError, SpaceMismatchError
 
@@ -69,6 +69,12 @@ def _are_alike(one: Space, other: Space) -> bool:
         return is_space_dtype_shape_equiv(one, other)
     except NotImplementedError:
         return one == other
+
+
+def blank(space: Space) -> Any:
+    """What stands for an observation where there has been none, as zeros do in an array; ``None`` in a custom space."""
+    batch: Any = create_empty_array(space, 1)
+    return None if batch is None else next(iter(iterate(batch_space(space, 1), batch)))
 
 
 def check_shareable(space: Space) -> None:

@@ -103,6 +103,7 @@ class GroupSupervisor(GroupBlame):
             raise self._give_up(loss, effort, spent) from None
         except Unrecoverable as why:
             self._refuse_if_closed()
+            self._put_back()  # what was seen last is to be told, not what was replayed
             self._go_on_without(loss, effort, f"{what_happened(loss)} It cannot be brought back: {why}.", command)
             return
         finally:
@@ -273,7 +274,19 @@ class GroupSupervisor(GroupBlame):
         observations, extras = self._read_loose(observations, extras, "reset")
         extras = self._without_illegible(extras)
         self._settle_owed()
+        self._show_what_was_seen(observations, message.options)
         return observations, self._with_errors(extras, "reset")
+
+    def _show_what_was_seen(self, observations: Any, options: GroupOptions) -> None:
+        """Of those that are not reset, also where the process knows nothing of it any more."""
+        if observations is not None:
+            for slot in range(self._group.size):
+                if not self._is_masked(options, slot):
+                    observations[slot] = None
+            return
+        for slot, end in self._owed_to.items():
+            if end.observation is not None:
+                self._write(slot, end.observation)
 
     def _finish_step(self, reply: bytes) -> Transition:
         _, seq, info_length, kind, flags, _, _ = _unpack(reply)

@@ -16,7 +16,7 @@ from multienv.recovery.doubts import Doubts
 from multienv.recovery.journal import Plan
 from multienv.recovery.supervisor import Supervisor
 from multienv.recovery.verification import alike, first_difference, same
-from multienv.wire.batch import BatchLayout, Place, row_of
+from multienv.wire.batch import BatchLayout, Place, row_of, row_writer
 from multienv.wire.evidence import GroupEvidence
 from multienv.wire.messages import (
     IRREGULAR,
@@ -71,7 +71,8 @@ class GroupKeeper(Supervisor):
         self._doubts = Doubts(self._ended_in)
         self._strict = False  # none may
         self._failed_at: dict[int, int] = {}  # the last request that ended an episode by an error, by slot
-        self._kept: tuple[bytes, _Rows] | None = None  # the last reply, and the rows as they were with it
+        # The last reply, the rows as they were when the process was lost, and who has been written to since the reply.
+        self._kept: tuple[bytes, _Rows, set[int]] | None = None
         self._size = -1
 
     @property
@@ -117,7 +118,15 @@ class GroupKeeper(Supervisor):
     def _keep(self) -> None:
         """Keep what those rows hold: a replay writes them anew."""
         self._put_back()  # an interruption may have kept the last replay's from being put back
-        self._kept = self._last_reply(), [(rows, rows.copy()) for rows in self._rows()]
+        self._kept = self._last_reply(), [(rows, rows.copy()) for rows in self._rows()], self._rewritten()
+
+    def _rewritten(self) -> set[int]:
+        """Whose rows are not what they were with the reply: who gets views may write there."""
+        seen, places, evidence = self._last_reply(), self._places, self._evidence
+        if evidence is None or places is None or len(seen) < self._size or self._size < 0 or seen[KIND_AT] != STEPPED:
+            return set()
+        shown = evidence.maker(places[seq_of(seen) & 1], self._group.first)()
+        return evidence.differing(seen[: self._size], seen[: REPLY.size] + shown)
 
     def _put_back(self) -> None:
         """Have the rows as they were kept; again does nothing."""
@@ -140,6 +149,11 @@ class GroupKeeper(Supervisor):
                     observation = pickle.loads(irregular_parts(seen)[0][slot])
             return observation
         return row_of(places[seq_of(seen) & 1].observations, self._group.first + slot)
+
+    def _write(self, slot: int, observation: Any) -> None:
+        """Have the caller see this, wherever it looks."""
+        for place in self._places or ():
+            row_writer(place.observations)(self._group.first + slot, observation)
 
     def _trim(self) -> None:
         super()._trim()
@@ -221,8 +235,8 @@ class GroupKeeper(Supervisor):
     def _looks_the_same(self, backend: Backend, last: bytes) -> bool:
         """The last observations the caller saw, whole, against those of the replay."""
         assert self._kept is not None
-        seen, kept = self._kept
-        slots = range(self._group.size)
+        seen, kept, rewritten = self._kept
+        slots = set(range(self._group.size)) - rewritten  # of these the replies alone tell
         found = {slot for rows, before in kept for slot in slots if rows[slot].tobytes() != before[slot].tobytes()}
         if last and _unpack(seen)[4] & IRREGULAR and not is_cut(seen):
             found |= self._differing_parts(seen, last)

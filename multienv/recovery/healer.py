@@ -29,6 +29,8 @@ from multienv.wire.messages import (
 # A replay that dies while the env is being built says nothing of the journal: try more often.
 _BUILD_ATTEMPTS = 6
 _BUILDING = -1
+# A snapshot that has not answered by then is given up, seconds; it takes some milliseconds.
+_UP_WITHIN = 10.0
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
@@ -149,6 +151,10 @@ class Healer:
         """A recovery begins now, or a recycling."""
         return Effort(self._clock(), planned=planned)
 
+    def anew(self, effort: Effort | None) -> Effort:
+        """The same, as the env begins a new life: that has time of its own."""
+        return Effort(self._clock()) if effort is None else replace(effort, began=self._clock())
+
     def _admit(self, effort: Effort, progress: int) -> float | None:
         """Wait for the restart's turn; how long it may take. Raises BudgetSpent, Unrecoverable."""
         planned = effort.planned or effort.admitted
@@ -197,12 +203,26 @@ class Healer:
     ) -> Backend | None:
         self._current = backend
         try:
+            self._see_it_awake(backend, effort)
             if self._difference(backend, plan, effort, looks_the_same):
                 return None
         except Gone:
             return None
         effort.admitted, effort.rung = False, "snapshot"
         return backend
+
+    def _see_it_awake(self, backend: Backend, effort: Effort) -> None:
+        """One that does not get up (it has been stopped, say) is not to take the time that the other ways back need."""
+        remaining = self._remaining(effort)
+        backend.arm(_UP_WITHIN if remaining is None else min(_UP_WITHIN, remaining / 2))
+        try:
+            backend.send(pack_message(1, Replay(())))
+            backend.complete(b"", 1)
+        except BaseException as error:
+            if not isinstance(error, Gone):
+                backend.kill()
+            backend.release()
+            raise
 
     def restart(self, effort: Effort, progress: int) -> Backend:
         """Launch a replacement and build the env in it. Raises Gone, BuildFailed, BudgetSpent, Unrecoverable."""

@@ -255,10 +255,11 @@ class Mender(Keeper):
 
     def _begin_anew(self, effort: Effort | None = None) -> None:
         """A new life for the env: what was called and set before holds in it too."""
+        anew = self._healer.anew(effort)
         self._drop_backend()
         self._healer.draw_seeds()
         frames = self._journal.lasting()
-        self._rebuild(None, effort)
+        self._rebuild(None, anew)
         self._journal.clear(self._steps)
         self._last = b""
         try:
@@ -267,8 +268,10 @@ class Mender(Keeper):
                 self._log_reply(evidence)
         except Gone:  # one of them ends the process: go on without them
             self._drop_backend()
-            self._rebuild(None, effort)
+            self._rebuild(None, anew)
             self._journal.clear(self._steps)
+        if effort is not None:
+            effort.attempts, effort.admitted = anew.attempts, anew.admitted
 
     def _on_loss(self, cause: str) -> OnLoss:
         policy = self._policy

@@ -43,6 +43,7 @@ class Rows:
         evidence = GroupEvidence(layout, group.size)
         self.shown = [evidence.maker(place, group.first) for place in self._places]
         self._writers = [row_writer(place.observations) if self.laid_out else self._keep for place in self._places]
+        self._told: list[bytes | None] = [None] * group.size  # observations as they have travelled, one by one
         self._remembered: list[tuple[Array, Array]] = []
 
     def target(self, side: int) -> tuple[list[Any], memoryview, memoryview, memoryview]:
@@ -88,9 +89,10 @@ class Rows:
         return float(place.rewards[row]), bool(place.terminations[row]), bool(place.truncations[row])
 
     def seen(self, seq: int, slot: int) -> Any:
-        """What the caller saw of this env before this request; ``None`` where it alone has kept that."""
+        """What the caller saw of this env before this request; ``None`` where that is nothing that travelled."""
         if not self.laid_out:
-            return None
+            told = self._told[slot]
+            return None if told is None else pickle.loads(told)
         self._forget_unseen(seq, slot)
         return row_of(self._places[~seq & 1].observations, self._first + slot)
 
@@ -117,7 +119,9 @@ class Rows:
         others = [array[self._mine] for array in (place.rewards, place.terminations, place.truncations)]
         tail = b"".join([array.tobytes() for array in others])
         # One by one: who cannot be read by the trainer costs nobody else.
-        pickled = dumps((list(map(dumps, self.loose)), *[array.tolist() for array in others]))
+        told = list(map(dumps, self.loose))
+        pickled = dumps((told, *[array.tolist() for array in others]))
+        self._told = [None if one is None else data for one, data in zip(self.loose, told, strict=True)]
         return IRREGULAR | TAILED, pickled + tail, len(tail)
 
     def remember(self, seq: int) -> None:
@@ -134,6 +138,7 @@ class Rows:
         """Have them as they were in another one."""
         self.begun[:] = [True] * self._size
         side, self.loose[:], rows = pickle.loads(zlib.decompress(kept))
+        self._told = [None if one is None else dumps(one) for one in self.loose]
         for array, before in zip(self._places[side].arrays, rows, strict=True):
             array[self._mine] = before
         self.stale[:] = [True, True]
