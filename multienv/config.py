@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from multienv.errors import UsageError
 
@@ -25,6 +25,11 @@ def check_seconds(name: str, value: float | None, *, zero: bool = False) -> None
         raise UsageError(
             f"{name} is {value!r}; give a positive number of seconds, at most {_LONGEST:,}, or None for no limit."
         )
+
+
+def integer(value: Any) -> int | None:
+    """What it is as an int, numpy's too; ``None`` if it is none, or a bool."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +153,6 @@ class RestartPolicy:
         return "replay" in (self.on_crash, self.on_timeout, self.on_error)
 
     def _check_integer(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-            raise UsageError(f"RestartPolicy.{name} is {value!r}; give an integer of at least {least}.")
+        value = integer(getattr(self, name))
+        if value is None or value < least:
+            raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; give an integer of at least {least}.")

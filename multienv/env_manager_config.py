@@ -14,6 +14,8 @@ from multienv.errors import UsageError
 from multienv.processes.launch import method_of
 
 _RETRY_TYPES = ("reset", "renew")
+# What its configs say of themselves: which class they are for.
+_OF_DI_ENGINE = ("cfg_type", "type")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,8 @@ class EnvManagerConfig:
         if given is not None and not isinstance(given, cls | Mapping):
             raise UsageError(f"cfg is {given!r:.100}; give an EnvManagerConfig or a dict of its options.")
         start = given if isinstance(given, cls) else defaults
-        named = {**(given if isinstance(given, Mapping) else {}), **options}
+        mapping = given if isinstance(given, Mapping) else {}
+        named = {name: value for name, value in mapping.items() if name not in _OF_DI_ENGINE} | dict(options)
         known = [field.name for field in fields(cls)]
         for name in named:
             if name not in known:

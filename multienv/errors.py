@@ -11,6 +11,7 @@
     │   ├── NothingPendingError               a wait without a request
     │   ├── ReportError                       a crash report cannot be read or replayed so
     │   ├── ActionError                       an action that does not fit the action space
+    │   ├── SeedError                         a seed that is none (also a gymnasium.error.Error)
     │   ├── EnvFnError                        env_fn cannot be sent to a process
     │   ├── SpaceMismatchError                envs with different spaces in one batch (also a RuntimeError)
     │   └── NotShareableError                 observations that shared memory cannot hold
@@ -92,6 +93,10 @@ class NothingPendingError(UsageError, gymnasium.error.NoAsyncCallError):
 
 class ActionError(UsageError, gymnasium.error.InvalidAction):
     """The action does not fit the action space."""
+
+
+class SeedError(UsageError, gymnasium.error.Error):
+    """What is given as a seed is none; a ``gymnasium.error.Error`` too."""
 
 
 class EnvFnError(UsageError, TypeError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 
-from multienv.errors import UsageError
+from multienv.errors import SeedError, UsageError
 from multienv.events import Statistics
 from multienv.recovery.phases import HALF, WHOLE
 from multienv.recovery.restorer import Snapshot
@@ -323,20 +323,26 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     @staticmethod
     def _call_message(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         if name in _OWN_METHODS:
-            raise UsageError(f"call({name!r}): use {name}() itself; its effects on the episode must be seen here.")
+            raise UsageError(
+                f"Trying to call function `{name}` with `call`, use `{name}` directly instead: what it does to the "
+                "episode must be seen here."
+            )
         return Call(name, args, kwargs)
 
     @staticmethod
     def _checked_seed(seed: Any) -> int | None:
         if seed is None:
             return None
+        advice = f"reset(seed={seed!r:.100}): give a non-negative integer, or None."
         try:
-            integer = -1 if isinstance(seed, bool) else operator.index(seed)  # numpy's too; gymnasium wants Python's
+            number = None if isinstance(seed, bool) else operator.index(seed)  # numpy's too; gymnasium wants Python's
         except TypeError:
-            integer = -1
-        if integer < 0:
-            raise UsageError(f"reset(seed={seed!r}): give a non-negative integer, or None.")
-        return integer
+            number = None
+        if number is None:
+            raise SeedError(f"Seed must be a python integer, actual type: {type(seed)}. {advice}")
+        if number < 0:
+            raise SeedError(f"Seed must be greater or equal to zero, actual value: {number}. {advice}")
+        return number
 
 
 class _Interruptible:

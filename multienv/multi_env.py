@@ -11,6 +11,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv.autoreset import AutoResetWrapper, mode_of
+from multienv.config import integer
 from multienv.errors import (
     ActionError,
     ClosedError,
@@ -79,7 +80,7 @@ class MultiEnv:
             raise UsageError("MultiEnv: envs is empty; give at least one env.")
         if len(set(map(id, self.envs))) < len(self.envs):
             raise UsageError("MultiEnv: the same env is given twice; give each its own.")
-        if max_workers is not None and (type(max_workers) is not int or max_workers < 1):
+        if max_workers is not None and (integer(max_workers) or 0) < 1:
             raise UsageError(f"MultiEnv: max_workers is {max_workers!r}; give an integer of at least 1, or None.")
         self.autoreset_mode = mode_of(autoreset_mode)
         self._lanes = [AutoResetWrapper(env, self.autoreset_mode) for env in self.envs]
@@ -89,16 +90,27 @@ class MultiEnv:
             self._initialize()
         except BaseException:
             # An interruption leaves some half built, with a thread waiting for each.
-            close_all([env for env in self.envs if isinstance(env, HostedEnv) and env._supervisor.phase == STARTING])
+            close_all([env for _, env in self._hosted() if env._supervisor.phase == STARTING])
             self._pool.shutdown()
             raise
         self.num_envs = len(self.envs)
         if bind_cores:
-            spread([env._supervisor for env in self.envs if isinstance(env, HostedEnv)])
+            spread([env._supervisor for _, env in self._hosted()])
         self._rounds = Rounds(self._lanes, self._pool, max_workers or 1)
 
+    def _hosted(self) -> list[tuple[int, HostedEnv]]:
+        """The envs of our own, also those that are wrapped, and their places."""
+        hosted = []
+        for index, env in enumerate(self.envs):
+            inner: Any = env
+            while isinstance(inner, gymnasium.Wrapper) and not isinstance(inner, HostedEnv):
+                inner = inner.env
+            if isinstance(inner, HostedEnv):
+                hosted.append((index, inner))
+        return hosted
+
     def _initialize(self) -> None:
-        hosted = [(index, env) for index, env in enumerate(self.envs) if isinstance(env, HostedEnv)]
+        hosted = self._hosted()
         for _, env in hosted:
             env.start()
         tasks = side_by_side(self._pool, [env.initialize for _, env in hosted])

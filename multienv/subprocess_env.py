@@ -15,7 +15,7 @@ import gymnasium
 
 from multienv.backends.process import ProcessBackend
 from multienv.backends.serial import SerialBackend
-from multienv.config import Deadlines, RestartPolicy
+from multienv.config import Deadlines, RestartPolicy, integer
 from multienv.errors import EnvFnError, EnvsFailedError, UsageError
 from multienv.events import Hook
 from multienv.hosted_env import EnvFn, HostedEnv
@@ -244,7 +244,7 @@ def _check_env_fn(env_fn: Any) -> None:
 
 
 def _check_options(restart: Any, deadlines: Any, native_threads: Any) -> None:
-    if native_threads is not None and (type(native_threads) is not int or native_threads < 1):
+    if native_threads is not None and (integer(native_threads) or 0) < 1:
         raise UsageError(f"native_threads is {native_threads!r}; give an integer of at least 1, or None.")
     if not isinstance(restart, RestartPolicy):
         raise UsageError(f"restart is {restart!r:.100}; give a RestartPolicy.")

@@ -74,7 +74,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
         shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
             not (``None``); must be shareable (``True``); or travel pickled (``False``).
         copy: Give out copies of the observations. If False, they are views into the shared memory: the step or
-            reset after the next one overwrites them; they outlive :meth:`close`.
+            reset after the next one overwrites them; they may be written to, and outlive :meth:`close`. While a lost
+            worker is brought back in a step that is waited for with a timeout, they may show other steps.
         context: ``"forkserver"`` (the default on Linux), ``"spawn"`` (elsewhere) or ``"fork"``.
         daemon: Ignored: the processes end with the trainer, whatever it is, and may start processes of their own.
         worker: Refused: the envs are hosted by multienv's own worker.
@@ -135,6 +136,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         mode, method = mode_of(autoreset_mode), method_of(context)
         sizes, directory = deal(len(env_fns), envs_per_worker, busy_cores()), directory_for(reports)
         arena = Arena(shared=True)
+        weakref.finalize(self, arena.close).atexit = False
         workers = _Workers(method, restart, deadlines, native_threads, tuple(hooks), directory, entropy, arena)
         groups, first = [], 0
         for size in sizes:
@@ -146,7 +148,6 @@ class SubprocessVectorEnv(HostedVectorEnv):
         # Without close(): the processes end by themselves once their pipes do.
         for group in groups:
             weakref.finalize(self, _abandon, group, os.getpid()).atexit = False
-        weakref.finalize(self, arena.close).atexit = False
         batched: dict[str, Any] = {
             "shared_memory": shared_memory,
             "copy": copy,
@@ -192,6 +193,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
         Raises:
             UsageError: There are fewer workers than parts, or a call is pending.
         """
+        if isinstance(self._rounds.current, Parted) and not self.closed:
+            raise UsageError("split(): these envs have been split. Step their parts, and close() the whole.")
         self._refuse_pending("split")
         divided = split(self, parts)
         self._rounds.current = Parted()

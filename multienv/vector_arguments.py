@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from multienv.config import integer
 from multienv.errors import ActionError, UsageError
 from multienv.wire.actions import can
 from multienv.wire.batch import is_laid_out
@@ -27,10 +28,11 @@ def deal(num_envs: int, envs_per_worker: int | str, cores: int) -> list[int]:
     if envs_per_worker == "auto":
         workers = min(num_envs, cores)
         return [num_envs // workers + (worker < num_envs % workers) for worker in range(workers)]
-    if type(envs_per_worker) is not int or envs_per_worker < 1:
+    size = integer(envs_per_worker)
+    if size is None or size < 1:
         raise UsageError(f"envs_per_worker is {envs_per_worker!r}; give an integer of at least 1, or 'auto'.")
-    full, rest = divmod(num_envs, envs_per_worker)
-    return [envs_per_worker] * full + [rest] * bool(rest)
+    full, rest = divmod(num_envs, size)
+    return [size] * full + [rest] * bool(rest)
 
 
 def check_arguments(env_fns: Any, observation_mode: Any, max_concurrency: Any, worker: Any) -> None:
@@ -53,7 +55,7 @@ def check_arguments(env_fns: Any, observation_mode: Any, max_concurrency: Any, w
         )
     if max_concurrency is None:
         return
-    if isinstance(max_concurrency, bool) or not isinstance(max_concurrency, int | np.integer):
+    if integer(max_concurrency) is None:
         raise UsageError(
             f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}: {max_concurrency!r:.100}."
         )
@@ -92,20 +94,19 @@ def normal_batch(space: spaces.Space[Any], actions: Any, num_envs: int) -> Any:
             "Nothing was sent."
         )
     if not isinstance(whole, np.ndarray) or whole.dtype.hasobject:
-        _check_sendable(whole)
+        check_sendable(whole, "step(): the actions", ActionError)
     return whole
 
 
-def _check_sendable(actions: Any) -> None:
+def check_sendable(values: Any, what: str, refusal: type[UsageError] = UsageError) -> None:
     """All of them, before the first worker gets its part."""
     try:
-        dumps(actions)
+        dumps(values)
     except Exception as error:
-        if can(dumps, actions):
+        if can(dumps, values):
             raise
-        raise ActionError(
-            f"step(): the actions {shown(actions)} cannot be pickled: {type(error).__name__}: {error}. "
-            "Nothing was sent."
+        raise refusal(
+            f"{what} {shown(values)} cannot be pickled: {type(error).__name__}: {error}. Nothing was sent."
         ) from error
 
 

@@ -12,6 +12,7 @@ from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, Noth
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.group import GroupSupervisor
 from multienv.rendering import Frame, tile_images
+from multienv.vector_arguments import check_sendable
 from multienv.vector_rounds import STEP, Parted, Round, VectorRounds
 from multienv.wire.messages import Message, Render, SetAttribute
 
@@ -94,6 +95,8 @@ class VectorCalls(VectorEnv[Any, Any, Any]):
                 f"Got `{len(values)}` values for {self.num_envs} environments."
             )
         self._refuse_pending("set_attr")
+        if len(self._groups) > 1:
+            check_sendable(tuple(values), "set_attr(): the values")
         self._rounds.begin("call", [SetAttribute(name, tuple(values[rows])) for rows in self._slices], whole=True)
         self.call_wait()
 

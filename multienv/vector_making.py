@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
+from multienv.config import integer
 from multienv.errors import UsageError
 from multienv.hosted_env import EnvFn
 from multienv.subprocess_vector_env import SerialVectorEnv, SubprocessVectorEnv
@@ -18,6 +19,7 @@ from multienv.vector_env import HostedVectorEnv
 _Env = gymnasium.Env[Any, Any]
 _FACES: dict[str, Callable[..., HostedVectorEnv]] = {"subprocess": SubprocessVectorEnv, "serial": SerialVectorEnv}
 # What a spec may hold that a call to make_vec() has left there.
+_OF_GYMNASIUM = {"async": "subprocess", "sync": "serial"}
 _OWN = ("num_envs", "vectorization", "vector_kwargs", "wrappers")
 
 
@@ -61,7 +63,8 @@ def make_vec(
         spec = copy.deepcopy(_find_spec(id) if isinstance(id, str) else id)
         kwargs, spec.kwargs = spec.kwargs, {}
         num_envs = kwargs.pop("num_envs", num_envs)
-        vectorization = kwargs.pop("vectorization", vectorization)
+        mode = kwargs.pop("vectorization_mode", None)  # gymnasium's own make_vec has made the spec
+        vectorization = kwargs.pop("vectorization", _OF_GYMNASIUM.get(getattr(mode, "value", mode), vectorization))
         vector_kwargs = kwargs.pop("vector_kwargs", vector_kwargs)
         wrappers = kwargs.pop("wrappers", wrappers)
         kwargs |= make_kwargs
@@ -71,7 +74,7 @@ def make_vec(
     _check(num_envs, vectorization, kwargs)
     wrappers, vector_kwargs = tuple(wrappers or ()), dict(vector_kwargs or {})
     env_fn = _Build(make, kwargs, wrappers) if kwargs or wrappers or spec is not None else make
-    envs = _FACES[vectorization]([env_fn] * num_envs, **vector_kwargs)
+    envs = _FACES[vectorization]([env_fn] * int(num_envs), **vector_kwargs)
     if spec is not None:
         told = (num_envs, vectorization, vector_kwargs, wrappers)
         envs.spec = copy.deepcopy(spec)
@@ -84,7 +87,7 @@ def _check(num_envs: Any, vectorization: Any, kwargs: dict[str, Any]) -> None:
         raise UsageError("make_vec(): vectorization_mode is gymnasium's; give vectorization: 'subprocess' or 'serial'.")
     if vectorization not in _FACES:
         raise UsageError(f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' or 'serial'.")
-    if type(num_envs) is not int or num_envs < 1:
+    if (integer(num_envs) or 0) < 1:
         raise UsageError(f"make_vec(): num_envs is {num_envs!r}; give an integer of at least 1.")
 
 

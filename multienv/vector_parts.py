@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector.utils import batch_space
 
+from multienv.config import integer
 from multienv.errors import UsageError
 from multienv.vector_env import Batch, HostedVectorEnv
 from multienv.vector_rounds import VectorRounds
@@ -66,10 +67,10 @@ class VectorPart(HostedVectorEnv):
 def split(whole: HostedVectorEnv, parts: int) -> tuple[VectorPart, ...]:
     """So many parts, as even as the workers allow; raises UsageError when there are fewer workers."""
     workers = len(whole._groups)
-    if type(parts) is not int or not 1 <= parts <= workers:
+    if not 1 <= (integer(parts) or 0) <= workers:
         raise UsageError(
             f"split({parts!r}): there are {workers} workers; give an integer from 1 to that, or more workers "
             "(envs_per_worker)."
         )
-    bounds = np.linspace(0, workers, parts + 1).round().astype(int).tolist()
+    bounds = np.linspace(0, workers, int(parts) + 1).round().astype(int).tolist()
     return tuple(VectorPart(whole, start, stop) for start, stop in pairwise(bounds))

@@ -60,7 +60,7 @@ def method_of(context: Any) -> int:
 
 def milliseconds(seconds: float) -> float:
     """For ``poll``, which counts no further than 24 days: long enough to count as waiting for ever."""
-    return min(max(0.0, seconds) * 1000, 2.0**31 - 1)
+    return float(min(max(0.0, seconds) * 1000, 2.0**31 - 1))
 
 
 def _reap_strays() -> None:

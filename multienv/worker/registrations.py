@@ -18,7 +18,8 @@ def registrations() -> tuple[bytes, bytes]:
 
     The first may be many (a package's hundreds) and are looked at only where an id is not found.
     """
-    own, others = [], []
+    own: list[EnvSpec] = []
+    others: list[EnvSpec] = []
     for spec in list(gymnasium.registry.values()):
         (own if _lies_in(spec, _OWN) else others).append(spec)
     return _pickled(others), _pickled(own)

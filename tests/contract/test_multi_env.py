@@ -14,7 +14,7 @@ from contract_envs import CallableAttributes
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit, TransformReward
 
-from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
+from multienv import AutoResetWrapper, MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import (
     ActionError,
     ClosedError,
@@ -407,3 +407,13 @@ def test_global_generators_differ_between_siblings():
         observations, _ = m.reset(seed=[0] * 4)
         assert len({float(one[2]) for one in observations}) == 4
         assert len({float(one[3]) for one in observations}) == 4
+
+
+@pytest.mark.parametrize("wrap", [AutoResetWrapper, partial(TimeLimit, max_episode_steps=3)], ids=["ours", "theirs"])
+def test_wrapped_envs_are_initialized_too(wrap):
+    with MultiEnv([wrap(SubprocessEnv(CounterEnv)) for _ in range(2)]) as envs:
+        envs.reset(seed=0)
+        for step in range(1, 4):
+            observations, _, _, truncated, _ = envs.step([0, 0])
+            assert [observation[0] for observation in observations] == [step, step]
+        assert truncated == [wrap is not AutoResetWrapper] * 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import threading
 from functools import partial
 from typing import Any
 
@@ -13,9 +15,9 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
-from multienv.errors import EnvRaisedError, EnvsFailedError, UsageError, WorkerLostError
-from multienv.testing import CounterEnv, Fault, FaultyEnv
+from multienv import MultiEnv, RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, make_vec
+from multienv.errors import EnvFnError, EnvRaisedError, EnvsFailedError, UsageError, WorkerLostError
+from multienv.testing import CounterEnv, Fault, FaultyEnv, no_leaks
 
 FACES = [SerialVectorEnv, SubprocessVectorEnv]
 ACTIONS = np.array([1, 2])
@@ -250,3 +252,73 @@ class WideEnv(gymnasium.Env[Any, Any]):
 
     def _draw(self) -> Any:
         return self.np_random.random(self.observation_space.shape).astype(np.float32)
+
+
+# --- what gymnasium takes, or refuses by a type of its own --------------------------------------------
+
+
+def test_numbers_may_be_numpys() -> None:
+    two = np.int64(2)
+    envs = make_vec("CartPole-v1", two, vector_kwargs={"envs_per_worker": np.int32(1), "native_threads": two})
+    assert (
+        envs.reset(seed=np.array(3))[0].tobytes()
+        == SyncVectorEnv([partial(gymnasium.make, "CartPole-v1")] * 2).reset(seed=3)[0].tobytes()
+    )
+    envs.step_async(ACTIONS[:2] % 2)
+    assert len(envs.step_wait(np.float32(60))[1]) == 2
+    envs.call_async("get_wrapper_attr", "spec")
+    assert len(envs.call_wait(np.float32(60))) == 2
+    assert len(envs.split(two)) == 2
+    with pytest.raises(UsageError, match="Step their parts"):
+        envs.split()
+    envs.close()
+    single = MultiEnv([CounterEnv()], max_workers=np.int64(1))
+    single.close()
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("seed", "words"),
+    [
+        (-1, "Seed must be greater or equal to zero, actual value: -1"),
+        ([1, 1.5], "Seed must be a python integer, actual type: <class 'float'>"),
+        (True, "Seed must be a python integer, actual type: <class 'bool'>"),
+    ],
+)
+def test_a_wrong_seed_is_gymnasiums_error(face: Any, seed: Any, words: str) -> None:
+    with contextlib.closing(face([CounterEnv] * 2)) as envs:
+        with pytest.raises(gymnasium.error.Error, match=words) as refused:
+            envs.reset(seed=seed)
+        assert isinstance(refused.value, UsageError)
+        envs.reset(seed=1)
+
+
+@pytest.mark.parametrize("envs_per_worker", [1, 2])
+def test_of_values_of_which_one_cannot_be_sent_none_is_set(envs_per_worker: int) -> None:
+    with contextlib.closing(SubprocessVectorEnv([CounterEnv] * 4, envs_per_worker=envs_per_worker)) as envs:
+        envs.set_attr("mark", 0)
+        with pytest.raises(UsageError, match=r"set_attr\(\).*Nothing was sent"):
+            envs.set_attr("mark", [1, 2, 3, threading.Lock()])
+        assert envs.get_attr("mark") == (0,) * 4
+        envs.set_attr("mark", [1, 2, 3, 4])
+        assert envs.get_attr("mark") == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("envs_per_worker", [1, 3])
+def test_an_env_fn_that_cannot_be_sent_leaves_nothing_behind(envs_per_worker: int) -> None:
+    lock = threading.Lock()
+    with SubprocessEnv(CounterEnv), no_leaks():
+        for _ in range(3):
+            with pytest.raises(EnvFnError):
+                SubprocessVectorEnv([CounterEnv, CounterEnv, lambda: lock], envs_per_worker=envs_per_worker)
+
+
+@pytest.mark.parametrize(("mode", "face"), [("sync", SerialVectorEnv), ("async", SubprocessVectorEnv)])
+def test_a_spec_that_gymnasiums_make_vec_has_made(mode: str, face: Any) -> None:
+    theirs = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")
+    spec: Any = theirs.spec
+    theirs.close()
+    spec.kwargs["vectorization_mode"] = mode
+    with contextlib.closing(make_vec(spec)) as envs:
+        assert type(envs) is face
+        assert envs.num_envs == 3

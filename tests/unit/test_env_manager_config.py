@@ -34,10 +34,16 @@ def test_the_states_are_those_of_di_engine():
     assert [(state.name, int(state)) for state in EnvState] == [(name, place) for place, name in enumerate(names)]
 
 
-@pytest.mark.parametrize("cfg", [{"wait_nums": 3}, {"cfg_type": "X"}, {3: 4}])
+@pytest.mark.parametrize("cfg", [{"wait_nums": 3}, {"cfg_types": "X"}, {3: 4}])
 def test_unknown_names_are_refused(cfg):
     with pytest.raises(UsageError, match="is no option"):
         AsyncSubprocessEnvManager([CounterEnv], cfg)
+
+
+def test_what_a_config_of_di_engine_says_of_itself_is_passed_over():
+    cfg = {"cfg_type": "AsyncSubprocessEnvManagerDict", "type": "async_subprocess", "episode_num": 3}
+    manager = AsyncSubprocessEnvManager([CounterEnv], cfg)
+    assert manager.config == AsyncSubprocessEnvManager([CounterEnv], episode_num=3).config
 
 
 def test_a_near_miss_is_told():

@@ -36,6 +36,7 @@ ALSO = {
     "CallPendingError": gymnasium.error.AlreadyPendingCallError,
     "NothingPendingError": gymnasium.error.NoAsyncCallError,
     "ActionError": gymnasium.error.InvalidAction,
+    "SeedError": gymnasium.error.Error,
     "EnvFnError": TypeError,
     "WaitTimeout": TimeoutError,
     "WorkerHungError": TimeoutError,
