@@ -205,7 +205,9 @@ class HostedVectorEnv(VectorCalls):
             return None
         mask: Any = options.pop("reset_mask")
         check_mask(mask, self.num_envs)
-        unseen = [] if self._laid_out else [index for index in np.flatnonzero(~mask) if self._loose[index] is None]
+        unseen = (
+            [] if self._laid_out else [index for index in np.flatnonzero(~mask).tolist() if self._loose[index] is None]
+        )
         if unseen:
             raise ResetNeededError(
                 f"reset(): envs {unseen} have no observation yet; reset all envs once, without reset_mask."

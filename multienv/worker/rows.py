@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import zlib
 from collections.abc import Callable
@@ -91,8 +92,9 @@ class Rows:
     def seen(self, seq: int, slot: int) -> Any:
         """What the caller saw of this env before this request; ``None`` where that is nothing that travelled."""
         if not self.laid_out:
-            told = self._told[slot]
-            return None if told is None else pickle.loads(told)
+            with contextlib.suppress(Exception):  # foreign code; what cannot be had again the caller has
+                return pickle.loads(self._told[slot] or b"")
+            return None
         self._forget_unseen(seq, slot)
         return row_of(self._places[~seq & 1].observations, self._first + slot)
 
