@@ -54,7 +54,7 @@ def go_on(env: gymnasium.Env[Any, Any], actions: list[Any], *, ended: bool) -> l
     return record
 
 
-@pytest.mark.parametrize("steps", [0, 1, 45])
+@pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.soak), 45])
 @pytest.mark.parametrize("name", ENVS)
 def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
     env_fn = ENVS[name]

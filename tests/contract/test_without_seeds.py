@@ -132,7 +132,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("rung", KEPT)
 def test_killed_and_undisturbed_are_equal_without_any_seed(rung, mode):
     """To the bit, for what is seeded anew in the middle of episodes, and however many are in a process."""

@@ -241,7 +241,9 @@ def test_an_exception_with_its_own_constructor_arrives_and_the_worker_lives(mana
 @pytest.mark.parametrize(
     "manager", ["AsyncSubprocessEnvManager", pytest.param("SyncSubprocessEnvManager", marks=pytest.mark.soak)]
 )
-@pytest.mark.parametrize("what", ["step", "ready_obs", "reset", "retry"])
+@pytest.mark.parametrize(
+    "what", ["step", "retry", *(pytest.param(one, marks=pytest.mark.soak) for one in ("ready_obs", "reset"))]
+)
 def test_ctrl_c_retries_nothing_and_loses_nothing(manager: str, what: str, tmp_path: Path) -> None:
     run("manager_trainers", "ctrl_c", manager, what, tmp_path)
 

@@ -180,10 +180,14 @@ def expect_results_of_others(error: EnvsFailedError, own: Sequence[Any], what: s
         assert what != "step" or list(result[1:]) == [part[index] for part in own[1:4]]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("method", "manner"),
-    [("forkserver", "kill"), ("forkserver", "garbage"), pytest.param("fork", "hang", marks=pytest.mark.soak)],
+    ("method", "manner", "mode"),
+    [
+        *(("forkserver", "kill", mode) for mode in MODES),
+        ("forkserver", "garbage", AutoresetMode.NEXT_STEP),
+        pytest.param("forkserver", "garbage", AutoresetMode.SAME_STEP, marks=pytest.mark.soak),
+        *(pytest.param("fork", "hang", mode, marks=pytest.mark.soak) for mode in MODES),
+    ],
 )
 @pytest.mark.parametrize("moment", ["reset", "autoreset", "mask"])
 def test_a_poisonous_reset_is_raised_for_the_culprit(
