@@ -111,6 +111,8 @@ class MultiEnv:
 
     def _initialize(self) -> None:
         hosted = self._hosted()
+        if len({id(env) for _, env in hosted}) < len(hosted):
+            raise UsageError("MultiEnv: one env is given twice, in several wrappers; give each its own.")
         for _, env in hosted:
             env.start()
         tasks = side_by_side(self._pool, [env.initialize for _, env in hosted])

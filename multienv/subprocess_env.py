@@ -23,6 +23,7 @@ from multienv.processes.client import tell
 from multienv.processes.environment import module_path, worker_environment, working_directory
 from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK, FREE, WAKE_TOKEN
+from multienv.recovery.healer import UP_WITHIN
 from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
@@ -84,7 +85,7 @@ class SubprocessEnv(HostedEnv):
         _check_options(restart, deadlines, native_threads)
         method = method_of(context)
         limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
-        limits.append(CAPTURE_DEADLINE if restart.state_anchors else None)
+        limits += [CAPTURE_DEADLINE if restart.state_anchors else None, UP_WITHIN if restart.snapshots else None]
         launch = Launch(method, env_fn, min((limit for limit in limits if limit), default=0.0), native_threads)
         initialize = Initialize(
             env_fn=None if method == FORK else _pickled(env_fn),

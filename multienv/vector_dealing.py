@@ -28,7 +28,7 @@ _COMPUTING = 0.1
 # So many steps decide.
 STEPS = 8
 # What is taken over from the envs that have been dealt anew; spaces stay, the caller may have seeded them.
-_TAKEN = ("_groups", "_slices", "_arena", "_places", "_rounds", "_loose", "_begun", "_fresh", "envs_per_worker")
+_TAKEN = ("_groups", "_slices", "_arena", "_places", "_rounds", "_loose", "_begun", "_met", "_fresh", "envs_per_worker")
 
 
 def size_that_pays(largest: int, waiting: float, computing: float = 0.0) -> int:

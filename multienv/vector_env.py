@@ -69,6 +69,7 @@ class HostedVectorEnv(VectorCalls):
         self._rounds = VectorRounds(self._groups, max_concurrency or len(self._groups))
         self._places: tuple[Place, Place] | None = None
         self._begun = np.zeros(self.num_envs, np.bool_)  # has an episode, for DISABLED
+        self._met = self._begun.copy()  # has had one, or has been asked for it
         self._fresh = False
         self._merging = Merging(self.num_envs)
         try:
@@ -168,6 +169,7 @@ class HostedVectorEnv(VectorCalls):
         """Which envs have an episode after this round."""
         if current.command == "reset":
             self._begun |= True if self._mask is None else self._mask
+            self._met |= self._begun
         elif current.command == STEP and self.autoreset_mode is AutoresetMode.DISABLED:
             place = self._place()
             self._begun &= ~(place.terminations | place.truncations)
@@ -205,10 +207,8 @@ class HostedVectorEnv(VectorCalls):
             return None
         mask: Any = options.pop("reset_mask")
         check_mask(mask, self.num_envs)
-        unseen = (
-            [] if self._laid_out else [index for index in np.flatnonzero(~mask).tolist() if self._loose[index] is None]
-        )
-        if unseen:
+        unseen = np.flatnonzero(~(mask | self._met)).tolist()
+        if unseen and not self._laid_out:
             raise ResetNeededError(
                 f"reset(): envs {unseen} have no observation yet; reset all envs once, without reset_mask."
             )

@@ -72,9 +72,10 @@ def make_vec(
     else:
         raise UsageError(f"make_vec(): {id!r:.200} is no id, no EnvSpec and no function that builds an env.")
     _check(num_envs, vectorization, kwargs)
+    num_envs = int(num_envs)
     wrappers, vector_kwargs = tuple(wrappers or ()), dict(vector_kwargs or {})
     env_fn = _Build(make, kwargs, wrappers) if kwargs or wrappers or spec is not None else make
-    envs = _FACES[vectorization]([env_fn] * int(num_envs), **vector_kwargs)
+    envs = _FACES[vectorization]([env_fn] * num_envs, **vector_kwargs)
     if spec is not None:
         told = (num_envs, vectorization, vector_kwargs, wrappers)
         envs.spec = copy.deepcopy(spec)

@@ -48,7 +48,7 @@ class VectorPart(HostedVectorEnv):
         self._places = even, odd
         self._laid_out = whole._laid_out
         self._loose = whole._loose[rows]
-        self._begun = whole._begun[rows].copy()
+        self._begun, self._met = whole._begun[rows].copy(), whole._met[rows].copy()
         self._fresh = False
         self._merging = Merging(self.num_envs)
 

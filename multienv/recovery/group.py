@@ -271,22 +271,17 @@ class GroupSupervisor(GroupBlame):
                 self._owed_to.pop(slot, None)
             if self._is_masked(message.options, slot) and slot not in message.options.left_out:
                 self._seeds[slot] = self._seeds[slot] if seed is None else seed
+        asked = [self._is_masked(message.options, slot) for slot in range(self._group.size)]
+        if observations is not None:  # the caller has those of the others
+            observations = [one if wanted else None for one, wanted in zip(observations, asked, strict=True)]
         observations, extras = self._read_loose(observations, extras, "reset")
         extras = self._without_illegible(extras)
         self._settle_owed()
-        self._show_what_was_seen(observations, message.options)
+        if observations is None:
+            for slot, end in self._owed_to.items():  # also where the process knows nothing of them any more
+                if end.observation is not None and not asked[slot]:
+                    self._write(slot, end.observation)
         return observations, self._with_errors(extras, "reset")
-
-    def _show_what_was_seen(self, observations: Any, options: GroupOptions) -> None:
-        """Of those that are not reset, also where the process knows nothing of it any more."""
-        if observations is not None:
-            for slot in range(self._group.size):
-                if not self._is_masked(options, slot):
-                    observations[slot] = None
-            return
-        for slot, end in self._owed_to.items():
-            if end.observation is not None:
-                self._write(slot, end.observation)
 
     def _finish_step(self, reply: bytes) -> Transition:
         _, seq, info_length, kind, flags, _, _ = _unpack(reply)

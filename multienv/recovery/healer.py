@@ -30,7 +30,7 @@ from multienv.wire.messages import (
 _BUILD_ATTEMPTS = 6
 _BUILDING = -1
 # A snapshot that has not answered by then is given up, seconds; it takes some milliseconds.
-_UP_WITHIN = 10.0
+UP_WITHIN = 10.0
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
@@ -180,9 +180,9 @@ class Healer:
         looks_the_same: Callable[[Backend, bytes], bool],
     ) -> Backend | None:
         """The snapshot of a lost process, after what came since; ``None`` if it cannot be had so."""
-        remaining = self._admit(effort, progress)
+        self._admit(effort, progress)
         effort.admitted = True
-        backend = lost.wake(remaining)
+        backend = lost.wake(self._up_within(effort))
         if backend is None:
             return None
         effort.attempts += 1
@@ -191,7 +191,8 @@ class Healer:
 
     def branch(self, token: int, effort: Effort, progress: int) -> Backend | None:
         """The snapshot kept under this token; ``None`` if it is gone."""
-        backend = self.launch.branch(token, self._admit(effort, progress))
+        self._admit(effort, progress)
+        backend = self.launch.branch(token, self._up_within(effort))
         return backend and self._follow(backend, Plan((), (), False), effort, lambda backend, last: True)
 
     def free(self, token: int) -> None:
@@ -203,7 +204,7 @@ class Healer:
     ) -> Backend | None:
         self._current = backend
         try:
-            self._see_it_awake(backend, effort)
+            self._see_it_awake(backend)
             if self._difference(backend, plan, effort, looks_the_same):
                 return None
         except Gone:
@@ -211,10 +212,13 @@ class Healer:
         effort.admitted, effort.rung = False, "snapshot"
         return backend
 
-    def _see_it_awake(self, backend: Backend, effort: Effort) -> None:
+    def _up_within(self, effort: Effort) -> float:
         """One that does not get up (it has been stopped, say) is not to take the time that the other ways back need."""
         remaining = self._remaining(effort)
-        backend.arm(_UP_WITHIN if remaining is None else min(_UP_WITHIN, remaining / 2))
+        return UP_WITHIN if remaining is None else min(UP_WITHIN, remaining / 2)
+
+    def _see_it_awake(self, backend: Backend) -> None:
+        """By the deadline that it was woken with."""
         try:
             backend.send(pack_message(1, Replay(())))
             backend.complete(b"", 1)

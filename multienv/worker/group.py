@@ -263,7 +263,8 @@ class EnvGroup(GroupReplies):
         self._end(slot)
         reason = f"The env raised {what.type_name}: {what.text}"
         try:
-            infos.append((slot, self._stand_in(seq, slot, LeftOut(self._rows.seen(seq, slot), reason))))
+            seen = self._rows.told(seq, slot) if self._same_step else self._rows.seen(seq, slot)
+            infos.append((slot, self._stand_in(seq, slot, LeftOut(seen, reason))))
         except Exception as again:  # it begins its next episode in there
             failures[slot] = self._failed(seq, slot, again)
 

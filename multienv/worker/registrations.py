@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 # Where the entry points lie of what every process finds registered by importing gymnasium.
-_OWN = "gymnasium.envs."
+_OWN = "gymnasium.envs"
 
 
 def registrations() -> tuple[bytes, bytes]:
@@ -21,7 +21,7 @@ def registrations() -> tuple[bytes, bytes]:
     own: list[EnvSpec] = []
     others: list[EnvSpec] = []
     for spec in list(gymnasium.registry.values()):
-        (own if _lies_in(spec, _OWN) else others).append(spec)
+        (own if _is_own(spec) else others).append(spec)
     return _pickled(others), _pickled(own)
 
 
@@ -51,8 +51,9 @@ def register(specs: bytes) -> None:
     gymnasium.registry.update({spec.id: spec for spec in told})
 
 
-def _lies_in(spec: EnvSpec, package: str) -> bool:
-    return isinstance(spec.entry_point, str) and spec.entry_point.startswith(package)
+def _is_own(spec: EnvSpec) -> bool:
+    where = spec.entry_point if isinstance(spec.entry_point, str) else getattr(spec.entry_point, "__module__", None)
+    return isinstance(where, str) and (where == _OWN or where.startswith((f"{_OWN}.", f"{_OWN}:")))
 
 
 def _pickled(specs: list[EnvSpec]) -> bytes:
@@ -73,4 +74,4 @@ def _travels(spec: EnvSpec) -> bool:
 
 # In a worker: as a process finds them that knows nothing of the trainer.
 _FOUND = registrations()[1]
-_IDS = frozenset(spec.id for spec in gymnasium.registry.values() if _lies_in(spec, _OWN))
+_IDS = frozenset(spec.id for spec in gymnasium.registry.values() if _is_own(spec))

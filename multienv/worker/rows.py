@@ -90,13 +90,19 @@ class Rows:
         return float(place.rewards[row]), bool(place.terminations[row]), bool(place.truncations[row])
 
     def seen(self, seq: int, slot: int) -> Any:
-        """What the caller saw of this env before this request; ``None`` where that is nothing that travelled."""
+        """What the caller saw of this env before this request; ``None`` where it alone has kept that."""
         if not self.laid_out:
-            with contextlib.suppress(Exception):  # foreign code; what cannot be had again the caller has
-                return pickle.loads(self._told[slot] or b"")
             return None
         self._forget_unseen(seq, slot)
         return row_of(self._places[~seq & 1].observations, self._first + slot)
+
+    def told(self, seq: int, slot: int) -> Any:
+        """The same, also of what travelled; ``None`` where that cannot be had again."""
+        if self.laid_out:
+            return self.seen(seq, slot)
+        with contextlib.suppress(Exception):  # foreign code
+            return pickle.loads(self._told[slot] or b"")
+        return None
 
     def keep(self, seq: int, slot: int | None = None) -> None:
         """Have the caller see once more what it saw before this request: of one env, or of all."""
@@ -123,7 +129,8 @@ class Rows:
         # One by one: who cannot be read by the trainer costs nobody else.
         told = list(map(dumps, self.loose))
         pickled = dumps((told, *[array.tolist() for array in others]))
-        self._told = [None if one is None else data for one, data in zip(self.loose, told, strict=True)]
+        kept = zip(self.loose, told, self._told, strict=True)
+        self._told = [before if one is None else data for one, data, before in kept]
         return IRREGULAR | TAILED, pickled + tail, len(tail)
 
     def remember(self, seq: int) -> None:

@@ -282,7 +282,7 @@ def test_an_attribute_that_is_not_there_is_an_attribute_error(face):
 
 @pytest.mark.parametrize("name", ["reset", "step", "render", "close"])
 def test_what_has_a_method_of_its_own_cannot_be_called_around_it(name):
-    with SubprocessEnv(CounterEnv) as env, pytest.raises(ValueError, match=f"use {name}"):
+    with SubprocessEnv(CounterEnv) as env, pytest.raises(ValueError, match=f"use `{name}`"):
         env.call(name)
 
 

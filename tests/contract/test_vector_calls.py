@@ -76,7 +76,7 @@ def test_calls_and_attributes(face):
         with pytest.raises(ValueError, match="Values must be a list or tuple with length equal .*Got `2` values for 3"):
             envs.set_attr("gravity", (1.0, 2.0))
         for name in ("reset", "step", "close"):
-            with pytest.raises(ValueError, match=f"use {name}"):
+            with pytest.raises(ValueError, match=f"use `{name}`"):
                 envs.call(name)
 
 

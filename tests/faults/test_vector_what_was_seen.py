@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from functools import partial
 from typing import Any
 
@@ -179,6 +180,78 @@ def test_a_truncation_by_an_error_in_the_same_step_has_the_last_observation() ->
         assert observations["text"] == ("0", "3")
 
 
+class Illegible(str):
+    """Can be had again in a worker alone."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return _only_there, (os.getpid(), str(self))
+
+
+def _only_there(pid: int, text: str) -> str:
+    if os.getpid() != pid:
+        raise ValueError("not here")
+    return Illegible(text)
+
+
+class IllegibleEnv(TextEnv):
+    """What it shows in its third step cannot be read in the trainer."""
+
+    def _observe(self) -> Any:
+        shown = super()._observe()
+        return {**shown, "text": Illegible("3")} if self.episode_step == 3 else shown
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_what_the_trainer_could_not_read_does_not_travel_again(mode: AutoresetMode) -> None:
+    envs = SubprocessVectorEnv([TextEnv, IllegibleEnv], envs_per_worker=2, autoreset_mode=mode)
+    with contextlib.closing(envs):
+        envs.reset(seed=0)
+        for _ in range(2):
+            envs.step([0, 0])
+        with pytest.raises(EnvsFailedError) as failed:
+            envs.step([0, 0])
+        assert failed.value.failures.keys() == {1}
+        observations, _, _, truncated, infos = envs.step([0, 0])
+        assert truncated.tolist() == [False, True]
+        if mode is AutoresetMode.NEXT_STEP:
+            assert observations["text"] == ("4", "2")
+        else:
+            assert infos["_final_obs"].tolist() == [False, True]
+        assert envs.step([0, 0])[0]["text"][0] == "5"
+
+
+def test_one_that_could_not_be_read_does_not_keep_the_others_from_their_reset() -> None:
+    envs = SubprocessVectorEnv([TextEnv, IllegibleEnv], envs_per_worker=2)
+    with contextlib.closing(envs):
+        envs.reset(seed=0)
+        for _ in range(2):
+            envs.step([0, 0])
+        with pytest.raises(EnvsFailedError):
+            envs.step([0, 0])
+        observations, _ = envs.reset(options={"reset_mask": np.array([True, False])})
+        assert observations["text"] == ("0", "2")
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_the_observation_of_a_step_that_failed_has_not_been_seen(shared_memory: bool) -> None:
+    envs = SubprocessVectorEnv([CounterEnv, LockInTheThird], envs_per_worker=2, shared_memory=shared_memory)
+    with contextlib.closing(envs):
+        envs.reset(seed=0)
+        for _ in range(2):
+            envs.step([0, 0])
+        with pytest.raises(EnvsFailedError):
+            envs.step([0, 0])
+        observations, _ = envs.reset(options={"reset_mask": np.array([True, False])})
+        assert observations[:, 0].tolist() == [0, 2]
+
+
+class LockInTheThird(CounterEnv):
+    def _info(self) -> dict[str, Any]:
+        return {"lock": threading.Lock()} if self.episode_step == 3 else {}
+
+
 # --- time -------------------------------------------------------------------------------------------
 
 
@@ -201,11 +274,12 @@ def test_past_the_deadline_of_the_recovery_the_step_is_truncated_and_the_envs_go
             assert [row[0] for row in observations] == [step, step]
 
 
-@pytest.mark.parametrize("recovery", [None, 60.0])
+@pytest.mark.parametrize("recovery", [None, 6.0])
 def test_a_snapshot_that_does_not_get_up_leaves_time_for_the_journal(
     monkeypatch: pytest.MonkeyPatch, recovery: float | None
 ) -> None:
-    monkeypatch.setattr(healer, "_UP_WITHIN", 0.5)
+    if recovery is None:
+        monkeypatch.setattr(healer, "UP_WITHIN", 0.5)
     events: list[Event] = []
     policy, deadlines = RestartPolicy(snapshot_every=1), Deadlines(recovery=recovery)
     with SubprocessEnv(ENDLESS, restart=policy, deadlines=deadlines, hooks=[events.append]) as env:
