@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from multienv.backends.arena import Arena
@@ -50,15 +51,16 @@ class GroupMender(GroupKeeper):
         """
         best, tried = None, 0
         try:
-            for backend in self._attempts(gone, effort):
-                attempt, tried = Attempt(backend, self._strays, effort.rung, effort.plan), tried + 1
-                if best is None or len(attempt.strays) < len(best.strays):
-                    best, attempt = attempt, best
-                if attempt is not None:
-                    attempt.let_go()
-                if all(why == DIFFERENT and slot in self._erratic for slot, why in best.strays.items()):
-                    break
-                effort.admitted = True  # for all of them together it is one restart
+            with closing(self._attempts(gone, effort)) as attempts:
+                for backend in attempts:
+                    attempt, tried = Attempt(backend, self._strays, effort.rung, effort.plan), tried + 1
+                    if best is None or len(attempt.strays) < len(best.strays):
+                        best, attempt = attempt, best
+                    if attempt is not None:
+                        attempt.let_go()
+                    if all(why == DIFFERENT and slot in self._erratic for slot, why in best.strays.items()):
+                        break
+                    effort.admitted = True  # for all of them together it is one restart
         except (BudgetSpent, Unrecoverable):
             if best is None:
                 raise
@@ -74,7 +76,7 @@ class GroupMender(GroupKeeper):
             self._journal.learn(effort.refuted, effort.plan)
         return best.backend
 
-    def _attempts(self, gone: Gone, effort: Effort) -> Iterator[Backend]:
+    def _attempts(self, gone: Gone, effort: Effort) -> Generator[Backend, None, None]:
         woken = self._wake(gone, effort)
         if woken is not None:
             yield woken

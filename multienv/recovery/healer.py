@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -271,14 +272,16 @@ class Healer:
         self, plans: list[Plan], effort: Effort, progress: int, looks_the_same: Callable[[Backend, bytes], bool]
     ) -> Backend:
         """A process that holds the env as it was after the last request of the journal."""
-        return next(self.attempts(plans, effort, progress, looks_the_same))
+        with closing(self.attempts(plans, effort, progress, looks_the_same)) as attempts:
+            return next(attempts)
 
     def attempts(
         self, plans: list[Plan], effort: Effort, progress: int, looks_the_same: Callable[[Backend, bytes], bool]
-    ) -> Iterator[Backend]:
+    ) -> Generator[Backend, None, None]:
         """One such process after the other, each by another plan: for who is not content with the first.
 
-        Each is the caller's from then on. Raises :class:`Unrecoverable` at the end, :class:`BudgetSpent`.
+        Each is the caller's from then on. To be closed: what interrupts a generator that is only dropped is swallowed.
+        Raises :class:`Unrecoverable` at the end, :class:`BudgetSpent`.
         """
         reason = "what drove it since its last reset is not all known (see RestartPolicy.journal_limit)"
         for plan in plans:

@@ -8,6 +8,7 @@ import gymnasium
 import pytest
 from gymnasium.envs.registration import EnvSpec
 
+from multienv.worker import registrations as worker_registrations
 from multienv.worker.registrations import adopt, registrations
 
 
@@ -41,7 +42,10 @@ def test_an_id_of_gymnasiums_means_what_it_means_in_the_trainer(registry: dict[s
     assert registry[env_id].entry_point == "here:Env"
 
 
-def test_where_nothing_was_changed_nothing_is_done(registry: dict[str, EnvSpec]) -> None:
+def test_where_nothing_was_changed_nothing_is_done(
+    registry: dict[str, EnvSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_registrations, "_FOUND", registrations()[1])  # other tests may have changed it
     before = dict(registry)
     registry["unit/New-v0"] = EnvSpec("unit/New-v0", "here:Env")
     adopt(*registrations())
