@@ -100,14 +100,8 @@ class MultiEnv:
 
     def _hosted(self) -> list[tuple[int, HostedEnv]]:
         """The envs of our own, also those that are wrapped, and their places."""
-        hosted = []
-        for index, env in enumerate(self.envs):
-            inner: Any = env
-            while isinstance(inner, gymnasium.Wrapper) and not isinstance(inner, HostedEnv):
-                inner = inner.env
-            if isinstance(inner, HostedEnv):
-                hosted.append((index, inner))
-        return hosted
+        inner = [(index, env.unwrapped) for index, env in enumerate(self.envs)]
+        return [(index, env) for index, env in inner if isinstance(env, HostedEnv)]
 
     def _initialize(self) -> None:
         hosted = self._hosted()

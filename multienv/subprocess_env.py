@@ -84,9 +84,7 @@ class SubprocessEnv(HostedEnv):
         _check_env_fn(env_fn)
         _check_options(restart, deadlines, native_threads)
         method = method_of(context)
-        limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
-        limits += [CAPTURE_DEADLINE if restart.state_anchors else None, UP_WITHIN if restart.snapshots else None]
-        launch = Launch(method, env_fn, min((limit for limit in limits if limit), default=0.0), native_threads)
+        launch = Launch(method, env_fn, _shortest_limit(restart, deadlines), native_threads)
         initialize = Initialize(
             env_fn=None if method == FORK else _pickled(env_fn),
             seeds=drawn_seeds(),
@@ -251,6 +249,13 @@ def _check_options(restart: Any, deadlines: Any, native_threads: Any) -> None:
         raise UsageError(f"restart is {restart!r:.100}; give a RestartPolicy.")
     if not isinstance(deadlines, Deadlines):
         raise UsageError(f"deadlines is {deadlines!r:.100}; give Deadlines.")
+
+
+def _shortest_limit(restart: RestartPolicy, deadlines: Deadlines) -> float:
+    """Of all that may be set for a process, seconds; 0 if it has none."""
+    limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
+    limits += [CAPTURE_DEADLINE if restart.state_anchors else None, UP_WITHIN if restart.snapshots else None]
+    return min((limit for limit in limits if limit), default=0.0)
 
 
 def _pickled(env_fn: EnvFn) -> bytes:

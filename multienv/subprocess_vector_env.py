@@ -25,10 +25,8 @@ from multienv.hosted_env import EnvFn
 from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK
 from multienv.recovery.group import GroupSupervisor
-from multienv.recovery.healer import UP_WITHIN
-from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.reports.store import directory_for
-from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting
+from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting, _shortest_limit
 from multienv.turns import spread
 from multienv.vector_arguments import check_arguments, deal
 from multienv.vector_dealing import Trial
@@ -292,12 +290,7 @@ class _Workers:
     def supervisor(self, env_fns: list[EnvFn], group: Group) -> GroupSupervisor:
         """Of one more, which holds these envs; nothing is launched yet."""
         deadlines, forks = self.deadlines, self.method == FORK
-        limits = [getattr(deadlines, name) for name in ("start", "reset", "step", "call", "recovery")]
-        limits += [
-            CAPTURE_DEADLINE if self.restart.state_anchors else None,
-            UP_WITHIN if self.restart.snapshots else None,
-        ]
-        shortest = min((limit for limit in limits if limit), default=0.0)
+        shortest = _shortest_limit(self.restart, deadlines)
         launch = Launch(self.method, env_fns, shortest, self.native_threads, self.arena.descriptor)  # type: ignore[arg-type]
         initialize = Initialize(
             env_fn=None if forks else _pickled(env_fns),  # type: ignore[arg-type]

@@ -222,29 +222,25 @@ def test_what_the_trainer_could_not_read_does_not_travel_again(mode: AutoresetMo
         assert envs.step([0, 0])[0]["text"][0] == "5"
 
 
-def test_one_that_could_not_be_read_does_not_keep_the_others_from_their_reset() -> None:
-    envs = SubprocessVectorEnv([TextEnv, IllegibleEnv], envs_per_worker=2)
-    with contextlib.closing(envs):
+def after_a_failed_third_step(fns: list[Any], **options: Any) -> Any:
+    """What a masked reset shows of a sound env, which is reset, and of one whose third step has failed."""
+    with contextlib.closing(SubprocessVectorEnv(fns, envs_per_worker=2, **options)) as envs:
         envs.reset(seed=0)
         for _ in range(2):
             envs.step([0, 0])
         with pytest.raises(EnvsFailedError):
             envs.step([0, 0])
-        observations, _ = envs.reset(options={"reset_mask": np.array([True, False])})
-        assert observations["text"] == ("0", "2")
+        return envs.reset(options={"reset_mask": np.array([True, False])})[0]
+
+
+def test_one_that_could_not_be_read_does_not_keep_the_others_from_their_reset() -> None:
+    assert after_a_failed_third_step([TextEnv, IllegibleEnv])["text"] == ("0", "2")
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_the_observation_of_a_step_that_failed_has_not_been_seen(shared_memory: bool) -> None:
-    envs = SubprocessVectorEnv([CounterEnv, LockInTheThird], envs_per_worker=2, shared_memory=shared_memory)
-    with contextlib.closing(envs):
-        envs.reset(seed=0)
-        for _ in range(2):
-            envs.step([0, 0])
-        with pytest.raises(EnvsFailedError):
-            envs.step([0, 0])
-        observations, _ = envs.reset(options={"reset_mask": np.array([True, False])})
-        assert observations[:, 0].tolist() == [0, 2]
+    observations = after_a_failed_third_step([CounterEnv, LockInTheThird], shared_memory=shared_memory)
+    assert observations[:, 0].tolist() == [0, 2]
 
 
 class LockInTheThird(CounterEnv):
