@@ -18,8 +18,8 @@ from multienv.vector_env import HostedVectorEnv
 
 _Env = gymnasium.Env[Any, Any]
 _FACES: dict[str, Callable[..., HostedVectorEnv]] = {"subprocess": SubprocessVectorEnv, "serial": SerialVectorEnv}
-# What a spec may hold that a call to make_vec() has left there.
 _OF_GYMNASIUM = {"async": "subprocess", "sync": "serial"}
+# What a spec may hold that a call to make_vec() has left there.
 _OWN = ("num_envs", "vectorization", "vector_kwargs", "wrappers")
 
 
