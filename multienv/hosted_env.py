@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
@@ -14,7 +15,7 @@ from multienv.recovery.phases import HALF, WHOLE
 from multienv.recovery.restorer import Snapshot
 from multienv.recovery.supervisor import Supervisor, Transition
 from multienv.remote_generator import RemoteGenerator
-from multienv.wire.messages import Branch, Call, GetAttribute, HasAttribute, Render, Reset, SetAttribute
+from multienv.wire.messages import Branch, Call, GetAttribute, HasAttribute, Method, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
+_OWN_SPACES = frozenset(("observation_space", "action_space"))
 
 
 class HostedEnv(gymnasium.Env[Any, Any]):
@@ -255,8 +257,9 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             return self._supervisor.receive("call", timeout)
 
     def get_attr(self, name: str) -> Any:
-        """A copy of an attribute of the env or of one of its wrappers."""
-        return self._ask("get_attr", GetAttribute(name))
+        """A copy of an attribute of the env or of one of its wrappers; of a method, what calls it there."""
+        value = self._ask("get_attr", GetAttribute(name))
+        return partial(self.call, name) if isinstance(value, Method) else value
 
     def set_attr(self, name: str, value: Any) -> None:
         """Set an attribute where it is found among env and wrappers, else on the outermost. Recorded, replayed."""
@@ -307,9 +310,16 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         spec = self.spec
         return f"<{type(self).__name__}{'' if spec is None else f'<{spec.id}>'} {self._supervisor.statistics().state}>"
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is this object's: its class has it, or its name begins with ``_``. Else it is the remote env's."""
+        if name[0] == "_" or name in _OWN_SPACES or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            self.set_attr(name, value)
+
     def __getattr__(self, name: str) -> Any:
         """Say what to call when the spaces are asked for too early."""
-        if name in ("observation_space", "action_space") and "_supervisor" in self.__dict__:
+        if name in _OWN_SPACES and "_supervisor" in self.__dict__:
             self._supervisor.refuse(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; the remote env's: get_attr()")
 

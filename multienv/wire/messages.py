@@ -223,6 +223,11 @@ class GetAttribute:
 
 
 @dataclass(frozen=True, slots=True)
+class Method:
+    """Answers :class:`GetAttribute` in the place of a method, which would travel with a copy of its env."""
+
+
+@dataclass(frozen=True, slots=True)
 class HasAttribute:
     """Tell whether there is such an attribute."""
 

@@ -25,6 +25,7 @@ from multienv.wire.messages import (
     Description,
     GetAttribute,
     HasAttribute,
+    Method,
     Render,
     Reset,
     RestoreState,
@@ -35,7 +36,7 @@ from multienv.wire.observations import Placement, packer
 from multienv.worker import generators, states
 from multienv.worker.failures import failure_of, not_sent, wrong_result
 from multienv.worker.states import Beginning
-from multienv.worker.tenant import Handle, Tenant, call_by_name, packed
+from multienv.worker.tenant import Handle, Tenant, call_by_name, is_method, packed
 
 
 class SingleEnv(Tenant):
@@ -157,7 +158,8 @@ class SingleEnv(Tenant):
 
     def get(self, seq: int, message: GetAttribute) -> bytes:
         """Read an attribute of the env or of one of its wrappers."""
-        return packed(seq, self._env.get_wrapper_attr(message.name), message.name)
+        value = self._env.get_wrapper_attr(message.name)
+        return packed(seq, Method() if is_method(value) else value, message.name)
 
     def has(self, seq: int, message: HasAttribute) -> bytes:
         """Tell whether there is such an attribute."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableSequence
+from functools import partial
+from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
 
 from multienv.wire.memory import Block
@@ -101,6 +103,15 @@ def call_by_name(env: Any, message: Call) -> Any:
     for name in inside:
         attribute = getattr(attribute, name)
     return attribute(*message.args, **message.kwargs) if callable(attribute) else attribute
+
+
+def is_method(value: Any) -> bool:
+    """Whether calling a copy of it would call a method of a copy."""
+    while isinstance(value, partial):
+        value = value.func
+    return isinstance(value, MethodType | BuiltinMethodType) and not isinstance(
+        value.__self__, type | ModuleType | None
+    )
 
 
 def packed(seq: int, value: Any, name: str) -> bytes:

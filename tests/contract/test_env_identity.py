@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from gymnasium import wrappers
 from gymnasium.utils.env_checker import check_env
 
 from multienv import SerialEnv, SubprocessEnv
+from multienv.errors import UsageError
 from multienv.testing import (
     CounterEnv,
     GlobalRandomEnv,
@@ -262,6 +264,42 @@ def test_gymnasiums_own_ways_to_attributes(face):
         assert env.get_attr("horizon") == 3
         assert not env.set_wrapper_attr("no_such_thing", 3, force=False)
         assert not env.has_wrapper_attr("no_such_thing")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_what_is_set_on_it_is_set_on_the_env(face):
+    """As Stable-Baselines3's ``set_attr`` and Tianshou's ``set_env_attr`` do, with ``unwrapped``."""
+    with face(CounterEnv) as env:
+        before = env.reset(seed=0)[0][2]
+        wrappers.TimeLimit(env, 5).unwrapped.offset = 2.5
+        assert env.get_attr("offset") == 2.5
+        assert env.get_wrapper_attr("offset") == 2.5
+        assert env.call("_observe")[2] == np.float32(before + 2.5)
+        env.render_mode = "its own"
+        env._mine = 3
+        assert env.get_attr("render_mode") is None
+        with pytest.raises(AttributeError):
+            env.get_attr("_mine")
+    with pytest.raises(UsageError, match="initialize"):
+        face(CounterEnv).offset = 2.5
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("name", ["poke", "poke_later"])
+def test_a_method_is_called_there_and_not_on_a_copy(face, name):
+    """As Stable-Baselines3's ``env_method`` does."""
+    with face(Poked) as env:
+        env.reset(seed=0)
+        wrappers.TimeLimit(env, 5).get_wrapper_attr(name)(0.5)
+        assert env.get_attr(name)(amount=1.0) is not None
+        assert env.get_attr("offset") == 1.5
+
+
+class Poked(CounterEnv):
+    def __init__(self):
+        super().__init__()
+        self.poke_later = partial(self.poke)
+        self.engine = threading.Lock()  # as little to be pickled as a simulator
 
 
 @pytest.mark.parametrize("face", FACES)
