@@ -9,6 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+# What the kernel's list of mappings calls what is shared here.
+SHARED_NAME = "multienv"
+
 
 class Block:
     """A block of memory that several processes map through one descriptor.
@@ -59,8 +62,8 @@ class Block:
 def anonymous_file() -> int:
     """A descriptor of memory, or of a file, that has no name."""
     if sys.platform == "linux":
-        return os.memfd_create("multienv", os.MFD_CLOEXEC)
-    descriptor, path = tempfile.mkstemp(prefix="multienv-")
+        return os.memfd_create(SHARED_NAME, os.MFD_CLOEXEC)
+    descriptor, path = tempfile.mkstemp(prefix=f"{SHARED_NAME}-")
     Path(path).unlink()
     return descriptor
 

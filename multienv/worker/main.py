@@ -24,6 +24,7 @@ from multienv.worker.affinity import Affinity
 from multienv.worker.ends import WARD_VARIABLE, Ends
 from multienv.worker.host import Host
 from multienv.worker.lookout import Lookout
+from multienv.worker.offspring import Offspring
 from multienv.worker.snapshots import Snapshots, Woken
 
 # One read takes most requests, and CPython's small-object allocator serves it; the rest of a longer one is
@@ -39,8 +40,10 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
     """Serve requests until the end; never returns."""
     code = LOOP_FAILED
     try:
+        _take_signals()
         control = _settle(ends)
-        snapshots = Snapshots(control.words, ends, lambda seq: host.remember(seq))
+        offspring = Offspring()
+        snapshots = Snapshots(control.words, ends, lambda seq: host.remember(seq), offspring.fork)
         host = Host(
             env_fn=env_fn,
             words=control.words,
@@ -50,7 +53,9 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
             on_branch=snapshots.branch,
         )
         with contextlib.suppress(BrokenPipeError, EOFError):  # the trainer let go in the middle of a request
-            _live(ends, host, control, snapshots)
+            _live(ends, host, control, snapshots, offspring)
+        if offspring.astray:
+            os._exit(LOOP_FAILED)
         if not host.closing:
             with contextlib.suppress(Exception):  # nobody is left to hear of it
                 host.close_env()
@@ -74,7 +79,7 @@ def spawned(ends: str) -> NoReturn:
     main(Ends.parse(ends))
 
 
-def _live(ends: Ends, host: Host, control: Control, snapshots: Snapshots) -> None:
+def _live(ends: Ends, host: Host, control: Control, snapshots: Snapshots, offspring: Offspring) -> None:
     """Answer requests until there are no more; and whenever this is a snapshot that is woken, begin anew as that."""
     affinity, woken = Affinity.of_this_process(control), False
     while True:
@@ -85,6 +90,7 @@ def _live(ends: Ends, host: Host, control: Control, snapshots: Snapshots) -> Non
                 before.close()
                 affinity = Affinity.of_this_process(control)
                 snapshots.go_on(control.words, ends)
+            offspring.keep_from(ends)
             host.answer_on(ends.replies)
             _serve(ends, host, control, snapshots, affinity)
             return
@@ -159,12 +165,16 @@ def _write_rest(descriptor: int, rest: memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _settle(ends: Ends) -> Control:
-    """Signals, as a worker wants them; and its control words."""
+def _take_signals() -> None:
+    """As a worker wants them; the env may have others."""
     for name in ("SIGTERM", "SIGCHLD", "SIGHUP", "SIGALRM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _settle(ends: Ends) -> Control:
+    """Where stacks are written, and the control words."""
     faulthandler.enable(ends.stack, all_threads=True)
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True, chain=False)

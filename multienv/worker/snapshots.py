@@ -8,8 +8,8 @@ It holds none of the worker's pipes, which would hide a death, and leads a proce
 message on a socket whose other end the warden alone holds: the message wakes it, the socket's end is its own. Once the
 worker is dead it is the warden's child, which reaps its exact exit status too.
 
-An env with threads, child processes, sockets or a GPU would not survive the fork whole; then none is taken, and
-`NO_SNAPSHOTS` says why.
+An env with threads, child processes, sockets, a GPU or shared memory would not survive the fork whole; then none is
+taken, and `NO_SNAPSHOTS` says why.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import contextlib
 import ctypes
 import os
 import random
+import re
+import signal
 import socket
 import struct
 import sys
@@ -26,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from multienv.wire.memory import NO_SNAPSHOTS, PID, SNAPSHOTS
+from multienv.wire.memory import NO_SNAPSHOTS, PID, SHARED_NAME, SNAPSHOTS
 from multienv.wire.messages import SEQ_MASK
 from multienv.worker.affinity import SAMPLE
 from multienv.worker.ends import WARD_VARIABLE, Ends, ward_mark
@@ -38,11 +40,14 @@ WAKING = struct.Struct("<QQQ")  # trainer, warden, number of the worker it is fr
 WAKING_DESCRIPTORS = 6
 
 # Why there are none; control word NO_SNAPSHOTS is an index.
-OBSTACLES = ("", "threads", "child processes", "sockets", "devices", "the fork failed")
-_THREADS, _CHILDREN, _SOCKETS, _DEVICES, _FAILED = range(1, 6)
+OBSTACLES = ("", "threads", "child processes", "sockets", "devices", "the fork failed", "shared memory")
+_THREADS, _CHILDREN, _SOCKETS, _DEVICES, _FAILED, _SHARED = range(1, 7)
 # Pygame starts it, and needs it for callbacks by the clock alone, which no env asks for that is to be deterministic.
 _HARMLESS_THREADS = ("SDLTimer\n",)
 _DEVICE_PREFIXES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/infiniband")
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+# In the kernel's list of mappings: memory that a copy would go on sharing with its worker, unless it is ours.
+_WRITTEN_BY_ALL = re.compile(rb" .w.s .*(?<!/memfd:%s \(deleted\))\n" % SHARED_NAME.encode())
 # Env time between two, in multiples of what the fork takes: it has to pay for the pages that are copied afterwards too,
 # and for the copy's own work, on another core or not.
 _MULTIPLE = 300
@@ -74,6 +79,7 @@ class Snapshots:
         ends: Its descriptors. Without a socket to the warden among them none are taken.
         remember: Called before each fork with the number of the last request, to keep what the copy would not have for
             itself.
+        fork: Makes the copy.
         clock: Tells seconds.
     """
 
@@ -82,6 +88,7 @@ class Snapshots:
         words: Any,
         ends: Ends,
         remember: Callable[[int], None] = lambda seq: None,
+        fork: Callable[[], int] = os.fork,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Take none by itself until told how often."""
@@ -91,10 +98,12 @@ class Snapshots:
         self._words = words
         self._ends = ends
         self._remember = remember
+        self._fork = fork
         self._clock = clock
         self._interval = _SHORTEST
         self._cost = 0.0
         self._pids: set[int] = set()
+        self._size_seen, self._shares = b"", False  # of all memory mapped; whether some of it is shared
 
     def begin(self, every: int, *, at_once: bool = False) -> None:
         """Take one every so many steps; 0 finds out how often is good, -1 is never."""
@@ -147,11 +156,12 @@ class Snapshots:
             with contextlib.suppress(Exception):
                 stream.flush()
         drawn = random.getstate()  # Python seeds it anew in a forked child
+        timers = [signal.getitimer(which) for which in _TIMERS]  # and a child has none
         self._remember(seq)
         ours, theirs = socket.socketpair()
         began = self._clock()
         try:
-            pid = os.fork()
+            pid = self._fork()
         except OSError:
             ours.close()
             theirs.close()
@@ -160,7 +170,7 @@ class Snapshots:
             ours.close()
             random.setstate(drawn)
             self._seq, self._token = seq, token
-            self._freeze(theirs)
+            self._freeze(theirs, timers)
         theirs.close()
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # whoever comes first
@@ -206,11 +216,19 @@ class Snapshots:
                     return _SOCKETS
                 if target.startswith(_DEVICE_PREFIXES):
                     return _DEVICES
-        return 0
+        return _SHARED if self._shares_memory() else 0
+
+    def _shares_memory(self) -> bool:
+        """Whether an env writes to memory that others may see, looked up when there is more or less of any kind."""
+        size = Path("/proc/self/statm").read_bytes().split(maxsplit=1)[0]
+        if size != self._size_seen:
+            self._shares = bool(_WRITTEN_BY_ALL.search(Path("/proc/self/maps").read_bytes()))
+            self._size_seen = size
+        return self._shares
 
     # --- in the copy ----------------------------------------------------------------------------
 
-    def _freeze(self, channel: socket.socket) -> NoReturn:
+    def _freeze(self, channel: socket.socket, timers: list[tuple[float, float]]) -> NoReturn:
         """Let go of what is the worker's, and wait."""
         try:
             with contextlib.suppress(OSError):
@@ -223,6 +241,9 @@ class Snapshots:
             if len(message) < WAKING.size or len(descriptors) < WAKING_DESCRIPTORS:
                 os._exit(0)  # nobody needs it any more
             ends = self._get_up(message, descriptors)
+            for which, timer in zip(_TIMERS, timers, strict=True):
+                if timer[0]:
+                    signal.setitimer(which, *timer)
         except BaseException:
             os._exit(0)
         raise Woken(ends)

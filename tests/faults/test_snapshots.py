@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import random
 import signal
@@ -319,6 +320,46 @@ def test_it_can_be_interrupted_anywhere() -> None:
                 assert (int(observation[0]), truncated) == (6, False), interruption.where
 
 
+# --- signals --------------------------------------------------------------------------------------
+
+
+class Alarmed(CounterEnv):
+    """Goes by a timer, which it sets once, and whose signal it takes."""
+
+    def __init__(self) -> None:
+        super().__init__(horizon=None)
+        self.rung = 0
+        signal.signal(signal.SIGALRM, self.ring)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+
+    def ring(self, *_: Any) -> None:
+        self.rung += 1
+
+    def step(self, action: Any) -> Any:
+        before = self.rung
+        while self.rung == before:
+            signal.pause()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        return super().step(action)
+
+
+def test_handlers_and_timers_are_what_they_were() -> None:
+    with SubprocessEnv(Alarmed, restart=OFTEN) as env:
+        env.reset(seed=0)
+        seen = steps(env, 10)
+        for rung in ("snapshot", "restored"):
+            kept = env.snapshot()
+            if rung == "snapshot":
+                kill(pid_of(env))
+            else:
+                env.restore(kept)
+            seen += steps(env, 10)
+        assert [int(one[0][0]) for one in seen] == list(range(1, 31))
+        assert env.statistics().losses == 1
+        assert env.statistics().last_recovery.rung == "snapshot"  # type: ignore[union-attr]
+
+
 # --- when there is none ---------------------------------------------------------------------------
 
 
@@ -337,11 +378,13 @@ class Obstructed(CounterEnv):
             self.held = subprocess.Popen(["sleep", "1000"])
         elif self.obstacle == "sockets":
             self.held = socket.socketpair()
+        elif self.obstacle == "shared memory":
+            self.held = mmap.mmap(-1, 4096)
         return super().reset(seed=seed, options=options)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("obstacle", ["threads", "child processes", "sockets"])
+@pytest.mark.parametrize("obstacle", ["threads", "child processes", "sockets", "shared memory"])
 def test_an_env_that_cannot_be_forked_has_none(obstacle: str) -> None:
     rungs = Rungs()
     with SubprocessEnv(partial(Obstructed, obstacle), restart=OFTEN, hooks=[rungs]) as env:

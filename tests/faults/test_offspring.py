@@ -1,0 +1,107 @@
+"""An env forks, and its child comes back out of the env's method: nobody takes it for the worker."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from trainer_process import becomes_true
+
+from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv.testing import CounterEnv, descendants, is_alive
+
+METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"]
+WAYS = ["return", "raise", "exit", "fork again"]
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Forking(CounterEnv):
+    """Forks in each step and in each call of `fork`, and may wait for the end of the child."""
+
+    def __init__(self, way: str, *, waits: bool = False) -> None:
+        super().__init__(horizon=7)
+        self.way = way
+        self.waits = waits
+
+    def step(self, action: Any) -> Any:
+        result = super().step(action)
+        return self.fork(result)
+
+    def fork(self, result: Any) -> Any:
+        pid = os.fork()
+        if pid == 0:
+            if self.way == "raise":
+                raise ValueError("in the child")
+            if self.way == "exit":
+                raise SystemExit(3)
+            if self.way == "fork again":
+                os.fork()
+            return np.zeros(4, np.float32), -1.0, False, False, {"child": True}
+        if self.waits:
+            os.waitpid(pid, 0)
+        return result
+
+
+def alone() -> CounterEnv:
+    env = CounterEnv(horizon=7)
+    env.reset(seed=0)
+    return env
+
+
+def no_child_is_left(*pids: int | None) -> bool:
+    """Those that it does not wait for are zombies until it ends."""
+    return not any(is_alive(child) for pid in pids for child in descendants(pid or 0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_child_that_comes_back_answers_nothing(method: str, way: str) -> None:
+    plain = alone()
+    with SubprocessEnv(partial(Forking, way), context=method) as env:
+        env.reset(seed=0)
+        for _ in range(6):
+            mine, theirs = env.step(1), plain.step(1)
+            assert mine[0].tolist() == theirs[0].tolist()
+            assert mine[1:] == theirs[1:]
+            assert env.call("fork", 5) == 5
+        assert env.statistics().losses == 0
+        assert becomes_true(lambda: no_child_is_left(env.statistics().pid))
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_nor_does_it_write_over_what_the_others_have_to_show(method: str, way: str, copy: bool) -> None:
+    fns = [partial(CounterEnv, horizon=7), partial(Forking, way), partial(CounterEnv, horizon=7)]
+    plain = [alone() for _ in fns]
+    with closing(SubprocessVectorEnv(fns, envs_per_worker=3, context=method, copy=copy)) as envs:
+        envs.reset(seed=[0, 0, 0])
+        for _ in range(6):
+            mine = envs.step(np.ones(3, int))
+            theirs = [env.step(1) for env in plain]
+            assert mine[0].tolist() == [one[0].tolist() for one in theirs]
+            assert mine[1].tolist() == [one[1] for one in theirs]
+            assert mine[3].tolist() == [one[3] for one in theirs]
+            assert "child" not in mine[4]
+        assert sum(one.losses for one in envs.statistics()) == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_that_forks_is_brought_back(way: str) -> None:
+    """Its snapshots are children of it too, and have everything."""
+    plain = alone()
+    with SubprocessEnv(partial(Forking, way, waits=True), restart=RestartPolicy(snapshot_every=2)) as env:
+        env.reset(seed=0)
+        for number in range(6):
+            if number == 4:
+                os.kill(env.statistics().pid or 0, 9)
+            mine, theirs = env.step(1), plain.step(1)
+            assert mine[0].tolist() == theirs[0].tolist()
+            assert mine[1:] == theirs[1:]
+        assert env.statistics().last_recovery.rung == "snapshot"  # type: ignore[union-attr]
