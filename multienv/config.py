@@ -62,6 +62,11 @@ class Deadlines:
         if self.close is None:
             raise UsageError("Deadlines.close is None; close() is always bounded: give a number of seconds.")
 
+    @property
+    def any_given(self) -> bool:
+        """Whether there is one for what is asked of a running env."""
+        return any(seconds is not None for seconds in (self.reset, self.step, self.call))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:

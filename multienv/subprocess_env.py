@@ -84,7 +84,8 @@ class SubprocessEnv(HostedEnv):
         _check_env_fn(env_fn)
         _check_options(restart, deadlines, native_threads)
         method = method_of(context)
-        launch = Launch(method, env_fn, _shortest_limit(restart, deadlines), native_threads)
+        shortest = _shortest_limit(restart, deadlines)
+        launch = Launch(method, env_fn, shortest, native_threads, guarded=deadlines.any_given)
         initialize = Initialize(
             env_fn=None if method == FORK else _pickled(env_fn),
             seeds=drawn_seeds(),

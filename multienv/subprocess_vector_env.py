@@ -291,7 +291,14 @@ class _Workers:
         """Of one more, which holds these envs; nothing is launched yet."""
         deadlines, forks = self.deadlines, self.method == FORK
         shortest = _shortest_limit(self.restart, deadlines)
-        launch = Launch(self.method, env_fns, shortest, self.native_threads, self.arena.descriptor)  # type: ignore[arg-type]
+        launch = Launch(
+            self.method,
+            env_fns,  # type: ignore[arg-type]
+            shortest,
+            self.native_threads,
+            self.arena.descriptor,
+            guarded=deadlines.any_given,
+        )
         initialize = Initialize(
             env_fn=None if forks else _pickled(env_fns),  # type: ignore[arg-type]
             seeds=drawn_seeds(self.entropy),

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from multienv.backends.base import Backend, Gone
-from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds
+from multienv.processes.launch import ENDED_PIPE_TIMEOUT, FATE_TIMEOUT, Launch, Worker, milliseconds, reap_strays
 from multienv.processes.protocol import UNKNOWN_FATE, WAKE, Fate
 from multienv.wire.memory import (
     BUSY,
@@ -410,6 +410,7 @@ class ProcessBackend(Backend):
         if self._outbox or not self._worker.ends_within(timeout):
             self.kill()
         self.release()
+        reap_strays(ENDED_PIPE_TIMEOUT)  # replaced ones, under fork
 
     def release(self) -> None:
         """Close the pipes and unmap the memory, unless somebody still looks into it."""

@@ -9,16 +9,19 @@ import json
 import os
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import weakref
+from functools import partial
 from typing import Any, Protocol
 
 from multienv.errors import ClosedError
 from multienv.processes import descriptors
 from multienv.processes.environment import module_path, worker_environment
+from multienv.processes.guard import Guard
 from multienv.processes.protocol import ORDER
 
 PRELOAD = ("numpy", "cloudpickle", "gymnasium", "gymnasium.wrappers", "gymnasium.envs.classic_control")
@@ -100,6 +103,15 @@ def reap() -> None:
     if client is not None:
         with contextlib.suppress(OSError, ValueError):  # another thread has closed it
             client.reap()
+
+
+def _signal(number: signal.Signals) -> None:
+    client = _client
+    if client is not None and client.trainer == os.getpid():
+        client.process.send_signal(number)
+
+
+guard = Guard(partial(_signal, signal.SIGCONT), partial(_signal, signal.SIGKILL))
 
 
 def tell(operation: int, *, number: int = 0, pid: int = 0) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from multienv.errors import ClosedError, UsageError
 from multienv.processes import descriptors, leftovers
-from multienv.processes.client import reap, warden, workers
+from multienv.processes.client import guard, reap, warden, workers
 from multienv.processes.environment import worker_environment
 from multienv.processes.protocol import (
     FORK,
@@ -63,13 +63,19 @@ def milliseconds(seconds: float) -> float:
     return float(min(max(0.0, seconds) * 1000, 2.0**31 - 1))
 
 
-def _reap_strays() -> None:
-    for pid in list(_unreaped):
-        try:
-            if os.waitpid(pid, os.WNOHANG)[0]:
+def reap_strays(patience: float = 0.0) -> None:
+    """Take note of their ends; those that are still to end may take so many seconds."""
+    until = time.monotonic() + patience
+    while True:
+        for pid in list(_unreaped):
+            try:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    _unreaped.discard(pid)
+            except ChildProcessError:
                 _unreaped.discard(pid)
-        except ChildProcessError:
-            _unreaped.discard(pid)
+        if not _unreaped or time.monotonic() >= until:
+            return
+        time.sleep(0.001)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,7 @@ class Launch:
     shortest_deadline: float
     native_threads: int | None = 1
     arena: int = -1  # descriptor of the memory that several workers share
+    guarded: bool = False  # its requests have deadlines, which are to hold though nobody enforces them
 
 
 class Worker:
@@ -105,10 +112,11 @@ class Worker:
         self._method = launch.method
         self._owner = os.getpid()
         self._told: list[bytes] = []  # its end, as the warden tells it
+        self._untold = UNKNOWN_FATE  # what is known of it without
         self._reading = threading.RLock()  # a signal handler may come in between
         self._theirs: list[int] = []
         self._tokens: dict[str, object] = {}
-        _reap_strays()
+        reap_strays()
         with descriptors.lock:
             try:
                 self._make_ends()
@@ -121,6 +129,8 @@ class Worker:
                 for descriptor in self._theirs:
                     os.close(descriptor)
         workers.add(self)
+        if launch.guarded:
+            guard.attend(self.number, self)
 
     def _make_ends(self) -> None:
         """Each is noted as soon as it is made: the next one may be one too many for the system."""
@@ -170,7 +180,7 @@ class Worker:
 
     def _fork(self, launch: Launch, requests: int, replies: int, fate: int) -> None:
         """Fork the worker off the trainer itself; the warden watches over it from beside."""
-        guard = warden()
+        watcher = warden()
         ours: list[int] = []
         forked: list[int] = []
         try:
@@ -183,7 +193,7 @@ class Worker:
             if self.pid == 0:
                 _become_forked_worker(ends, launch, stderr_write, {stderr_read, stack_read, fate}, self.number)
             try:
-                guard.order(
+                watcher.order(
                     WATCH,
                     number=self.number,
                     pid=self.pid,
@@ -217,6 +227,29 @@ class Worker:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(self.pid, signal.SIGKILL)
 
+    def overdue(self) -> float:
+        """The deadline that has passed, and nobody has told of its end; else 0."""
+        if self.fate is not None or self._owner != os.getpid():
+            return 0.0
+        with contextlib.suppress(ValueError):  # it is being released
+            deadline = self.control.times[DEADLINE]
+            if 0 < deadline < time.monotonic() and not self._is_told():
+                return float(deadline)
+        return 0.0
+
+    def _is_told(self) -> bool:
+        """Its end; or the warden's, with which all end but those that the trainer has forked."""
+        if not self._wait_readable(self.ended, 0.0):
+            return False
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.ended)) as fate:
+            return self._method != FORK or bool(fate.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        return False
+
+    def end_overdue(self) -> None:
+        """The warden does not."""
+        self._untold = Fate(None, overdue=True)
+        self._kill_directly()
+
     def wait(self, timeout: float) -> Fate | None:
         """How the process ended, or ``None`` if it has not within ``timeout`` seconds."""
         if self.fate is None:
@@ -234,7 +267,7 @@ class Worker:
                     return None
             line = self._told[0]
             # Without a line the warden is dead, and took the worker with it.
-            self.fate = Fate.decode(line) if line else UNKNOWN_FATE
+            self.fate = Fate.decode(line) if line else self._untold
             if not line:
                 reap()
                 self._kill_directly()
@@ -310,6 +343,7 @@ class Worker:
 
     def release(self) -> None:
         """Close the trainer's ends. A process that is still there ends by itself, or is killed shortly."""
+        guard.leave(self.number)
         if max(self.requests, self.replies, self.memory, self.ended) < 0:
             return
         if os.getpid() == self._owner and descriptors.holds(self._tokens.get("ended")):

@@ -6,12 +6,13 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
 
-from multienv import MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
+from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.events import Event, Recycled
 from multienv.testing import (
     CounterEnv,
@@ -139,3 +140,37 @@ def test_of_several(mode: str) -> None:
     assert none == 0
     assert some >= 9
     assert repr(plain) == repr(recycled)
+
+
+def children() -> set[int]:
+    """Of this process, zombies included."""
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+@pytest.mark.parametrize("how", ["recycled", "loaded", "batch"])
+def test_the_process_that_was_replaced_is_gone_once_it_is_closed(how: str, method: str) -> None:
+    with SubprocessEnv(CounterEnv, context=method):  # from here on there is a warden
+        before = children()
+    before &= children()
+    recycled = RestartPolicy(recycle_after_steps=3)
+    if how == "batch":
+        envs = SubprocessVectorEnv([CounterEnv] * 4, envs_per_worker=2, context=method, restart=recycled)
+        envs.reset(seed=0)
+        for _ in range(100):
+            envs.step([1] * 4)
+        assert all(one.recycled for one in envs.statistics())
+        envs.close()
+    else:
+        with SubprocessEnv(
+            CounterEnv, context=method, restart=recycled if how == "recycled" else RestartPolicy()
+        ) as env:
+            for _ in range(30):
+                env.reset(seed=0)
+                for _ in range(9):
+                    env.step(1)
+            if how == "loaded":
+                env.load_state_dict(env.state_dict())
+            else:
+                assert env.statistics().recycled
+    assert children() == before

@@ -8,13 +8,15 @@ import resource
 import select
 import signal
 import subprocess
+import threading
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
 import pytest
 from trainer_process import becomes_true, run
 
-from multienv import RestartPolicy, SubprocessEnv
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import MultienvError
 from multienv.processes import client
 from multienv.testing import CounterEnv, Fault, FaultyEnv, descendants, is_alive
@@ -156,6 +158,101 @@ def test_what_an_env_started_ends_with_it_although_the_warden_is_dead(method: st
         left = env.get_attr("left")
         os.kill(warden_pid(), signal.SIGKILL)
     assert becomes_true(lambda: not is_alive(left))
+
+
+# --- who guards it --------------------------------------------------------------------------------
+
+LIMITED = Deadlines(step=0.5, reset=0.5)
+
+
+class HangingEnv(CounterEnv):
+    def step(self, action: Any) -> Any:
+        if action == 0:
+            threading.Event().wait()
+        return super().step(action)
+
+
+def reason_of(info: dict[str, Any]) -> str:
+    return str(info["multienv"]["reason"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_deadline_holds_without_the_warden(method: str, number: signal.Signals) -> None:
+    with SubprocessEnv(HangingEnv, context=method, deadlines=LIMITED) as env:
+        env.reset(seed=0)
+        env.step(1)
+        os.kill(warden_pid(), number)
+        _, _, _, truncated, info = env.step(0)
+        assert truncated
+        assert "did not answer within its deadline" in reason_of(info)
+        env.reset(seed=0)
+        assert env.step(1)[0][0] == 1
+
+
+def test_a_death_is_heard_of_though_the_warden_is_stopped(method: str) -> None:
+    with SubprocessEnv(CounterEnv, context=method, deadlines=LIMITED) as env:
+        env.reset(seed=0)
+        env.step(1)
+        os.kill(warden_pid(), signal.SIGSTOP)
+        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        observation, _, _, truncated, info = env.step(1)
+        assert (observation[0], truncated, info.get("multienv")) == (2, False, None)
+
+
+def test_an_env_is_built_though_the_warden_is_stopped(method: str) -> None:
+    with SubprocessEnv(CounterEnv, deadlines=LIMITED):
+        os.kill(warden_pid(), signal.SIGSTOP)
+        with SubprocessEnv(CounterEnv, context=method, deadlines=Deadlines(start=0.5, step=60)) as env:
+            env.reset(seed=0)
+            assert env.step(1)[0][0] == 1
+            os.kill(warden_pid(), signal.SIGCONT)  # nobody else needs it, under fork
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_of_several_in_a_process(method: str, number: signal.Signals) -> None:
+    envs = SubprocessVectorEnv(
+        [CounterEnv, HangingEnv, CounterEnv, CounterEnv], envs_per_worker=2, context=method, deadlines=LIMITED
+    )
+    with closing(envs):
+        envs.reset(seed=0)
+        envs.step([1, 1, 1, 1])
+        os.kill(warden_pid(), number)
+        observations, _, _, truncations, _ = envs.step([1, 0, 1, 1])
+        assert observations[[0, 2, 3], 0].tolist() == [2, 2, 2]
+        assert truncations.tolist() == [False, True, False, False]
+
+
+class Stopping(threading.Thread):
+    """Stops the warden again whenever it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = threading.Event()
+        self.warden = warden_pid()
+
+    def run(self) -> None:
+        with suppress(ProcessLookupError):
+            while not self.over.wait(0.001):
+                os.kill(self.warden, signal.SIGSTOP)
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.over.set()
+        self.join()
+
+
+def test_a_warden_that_does_not_go_on_is_replaced(method: str) -> None:
+    with SubprocessEnv(HangingEnv, context=method, deadlines=LIMITED) as env:
+        env.reset(seed=0)
+        env.step(1)
+        before = warden_pid()
+        with Stopping():
+            assert env.step(0)[3]
+            env.reset(seed=0)
+            assert env.step(1)[0][0] == 1
+        assert warden_pid() != before
 
 
 def test_an_env_is_refused_in_an_exit_handler(method: str) -> None:
