@@ -130,7 +130,9 @@ class Healer:
         value = unpack_value(reply)
         if REPLY.unpack_from(reply)[3] == FAILED:
             raise BuildFailed(value)
-        assert isinstance(value, Description)
+        if not isinstance(value, Description):  # of a multienv that the env has imported anew
+            backend.kill()
+            raise Gone("broken", detail=f"it described the env by a {type(value).__name__}")
         backend.pid = value.pid
         self._compare(value)
 
@@ -221,8 +223,7 @@ class Healer:
     def _see_it_awake(self, backend: Backend) -> None:
         """By the deadline that it was woken with."""
         try:
-            backend.send(pack_message(1, Replay(())))
-            backend.complete(b"", 1)
+            self._run(backend, ())
         except BaseException as error:
             if not isinstance(error, Gone):
                 backend.kill()
@@ -258,9 +259,18 @@ class Healer:
         if not frames:
             return []
         backend.arm(self._deadlines.recovery)
-        backend.send(pack_message(1, Replay(tuple(frames))))
-        evidence: list[bytes] = unpack_value(backend.complete(b"", 1))[0]
-        return evidence
+        return self._run(backend, tuple(frames))[0]
+
+    @staticmethod
+    def _run(backend: Backend, frames: tuple[bytes, ...]) -> tuple[list[bytes], bytes]:
+        """Have it execute requests again: their evidence and the last reply. Raises Gone, also if it cannot do so."""
+        backend.send(pack_message(1, Replay(frames)))
+        reply = backend.complete(b"", 1)
+        value = unpack_value(reply)
+        if REPLY.unpack_from(reply)[3] == FAILED:
+            backend.kill()
+            raise Gone("error", detail=f"it raised {value.type_name}: {value.text}", traceback=value.traceback)
+        return value  # type: ignore[no-any-return]
 
     def stop(self) -> None:
         """The env is being closed: end a recovery that is under way in another thread."""
@@ -331,8 +341,12 @@ class Healer:
     def _replay(self, backend: Backend, plan: Plan, effort: Effort) -> tuple[str, bytes]:
         """The first difference in words, and the last reply whole where its evidence is not."""
         backend.arm(self._remaining(effort))
-        backend.send(pack_message(1, Replay(plan.frames)))
-        evidence, last = unpack_value(backend.complete(b"", 1))
+        try:
+            evidence, last = self._run(backend, plan.frames)
+        except Gone as gone:
+            if gone.cause != "error":
+                raise
+            return gone.detail, b""
         effort.replayed += len(plan.frames)
         return self.compare(plan, evidence), last
 
