@@ -388,6 +388,9 @@ class HostedVectorEnv(VectorCalls):
 
     # --- anything else ----------------------------------------------------------------------------
 
+    def __del__(self) -> None:
+        """Nothing, where gymnasium before 1.2 closes, also what could not be built: workers end by themselves."""
+
     def statistics(self) -> list[Statistics]:
         """Of each worker, as a frozen record; its steps are those of all its envs together."""
         return [group.statistics() for group in self._groups]
