@@ -101,7 +101,7 @@ class RestartPolicy:
             why. Without effect unless ``on_crash`` and ``on_timeout`` are ``"replay"``.
         snapshots: Workers fork themselves now and then, on Linux and unless started by ``fork``: a lost one is
             brought back from its frozen copy, exactly whatever the env is made of. An env with threads, child
-            processes, sockets or a GPU has none; ``statistics().no_snapshots`` says so.
+            processes, sockets, shared memory or a GPU has none; ``statistics().no_snapshots`` says so.
         snapshot_every: Steps between two snapshots; ``None`` finds out what is good: 1 % of the env's time at most.
         max_snapshots: How many that ``env.snapshot()`` has taken may be kept at a time; each is a frozen process.
         recycle_after_steps: A process that has taken so many steps is replaced by a new one, between two

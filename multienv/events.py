@@ -111,7 +111,7 @@ class Statistics:
         journal_bytes: Bytes the journal holds.
         snapshots: Forked snapshots the present process has taken of itself; the newest is kept.
         no_snapshots: Why it takes none at present: ``"threads"``, ``"child processes"``, ``"sockets"``, ``"devices"``,
-            ``"the fork failed"``; or ``""``.
+            ``"shared memory"``, ``"the fork failed"``; or ``""``.
         state_anchors: States of the env that have been kept for a replay to begin at.
         no_state_anchors: Why the last one that was asked for is not, or ``""``.
         rss: Resident memory of the worker in bytes, ``None`` where it cannot be read.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
-_OWN_SPACES = frozenset(("observation_space", "action_space"))
+_SPACES = frozenset(("observation_space", "action_space"))
 
 
 class HostedEnv(gymnasium.Env[Any, Any]):
@@ -189,7 +189,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             To be given to :meth:`restore`. It is freed when nobody holds it any more.
 
         Raises:
-            NotForkableError: The env has threads, child processes, sockets or a GPU; or it is not on Linux, was
+            NotForkableError: The env has threads, child processes, sockets, shared memory or a GPU; or it is not on Linux, was
                 started by ``fork``, or is a :class:`SerialEnv`. Nothing is lost.
             UsageError: ``RestartPolicy.max_snapshots`` are kept already.
         """
@@ -236,7 +236,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     # --- anything else --------------------------------------------------------------------------
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the env or of one of its wrappers; an attribute that is not callable is returned.
 
         Calls are recorded and replayed: the method should be as deterministic as the env.
@@ -246,7 +246,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         """
         return self._ask("call", self._call_message(name, args, kwargs))
 
-    def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Send a call; collect it with :meth:`call_wait`."""
         with _Interruptible(self._supervisor, HALF):
             self._supervisor.send("call", self._call_message(name, args, kwargs))
@@ -258,6 +258,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     def get_attr(self, name: str) -> Any:
         """A copy of an attribute of the env or of one of its wrappers; of a method, what calls it there."""
+        if name in _OWN_METHODS:
+            return getattr(self, name)
         value = self._ask("get_attr", GetAttribute(name))
         return partial(self.call, name) if isinstance(value, Method) else value
 
@@ -311,15 +313,21 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         return f"<{type(self).__name__}{'' if spec is None else f'<{spec.id}>'} {self._supervisor.statistics().state}>"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is this object's: its class has it, or its name begins with ``_``. Else it is the remote env's."""
-        if name[0] == "_" or name in _OWN_SPACES or hasattr(type(self), name):
+        """Set what the remote env has, and this object has not, there; anything else here."""
+        own = name.startswith("_") or name in _SPACES or name in self.__dict__ or hasattr(type(self), name)
+        if own or not self._has_remotely(name):
             super().__setattr__(name, value)
         else:
             self.set_attr(name, value)
 
+    def _has_remotely(self, name: str) -> bool:
+        if "observation_space" not in self.__dict__ or self._supervisor.closed:
+            return False
+        return bool(self._ask("has_attr", HasAttribute(name)))
+
     def __getattr__(self, name: str) -> Any:
         """Say what to call when the spaces are asked for too early."""
-        if name in _OWN_SPACES and "_supervisor" in self.__dict__:
+        if name in _SPACES and "_supervisor" in self.__dict__:
             self._supervisor.refuse(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; the remote env's: get_attr()")
 

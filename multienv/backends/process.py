@@ -410,7 +410,7 @@ class ProcessBackend(Backend):
         if self._outbox or not self._worker.ends_within(timeout):
             self.kill()
         self.release()
-        reap_strays(ENDED_PIPE_TIMEOUT)  # replaced ones, under fork
+        reap_strays(self._launch, ENDED_PIPE_TIMEOUT)  # those it has replaced, under fork
 
     def release(self) -> None:
         """Close the pipes and unmap the memory, unless somebody still looks into it."""

@@ -9,13 +9,12 @@ import json
 import os
 import secrets
 import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from functools import partial
 from typing import Any, Protocol
 
 from multienv.errors import ClosedError
@@ -47,6 +46,7 @@ class WardenClient:
     def __init__(self) -> None:
         """Launch the warden; does not wait until it is up: orders queue in its socket."""
         self.trainer = os.getpid()
+        self.launched = time.monotonic()
         with descriptors.lock:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             self._token = descriptors.own(ours.fileno())
@@ -105,13 +105,9 @@ def reap() -> None:
             client.reap()
 
 
-def _signal(number: signal.Signals) -> None:
-    client = _client
-    if client is not None and client.trainer == os.getpid():
-        client.process.send_signal(number)
-
-
-guard = Guard(partial(_signal, signal.SIGCONT), partial(_signal, signal.SIGKILL))
+guard = Guard()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=guard.forget)
 
 
 def tell(operation: int, *, number: int = 0, pid: int = 0) -> None:

@@ -8,17 +8,15 @@ trainer looks once a second whether one of them has passed and nothing came of i
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Protocol
 
-# Seconds between two looks; and how many in a row have to find the same deadline passed. The first makes a warden that
-# has only been stopped go on, the last ends it. In less than half of that it would have killed whom it can kill.
+# Seconds between two looks; and how many in a row have to find the same deadline passed. The first has a warden go on
+# that has only been stopped, the last does without it: until then it would have killed whom it can kill.
 LOOK = 1.0
-PATIENCE = 5
+PATIENCE = 3
 
 
 class Guarded(Protocol):
@@ -28,8 +26,12 @@ class Guarded(Protocol):
         """The deadline that has passed without news of its end; 0 if there is none."""
         ...
 
+    def rouse(self) -> None:
+        """Have its warden go on if that has been stopped."""
+        ...
+
     def end_overdue(self) -> None:
-        """Kill it, without the warden."""
+        """End it without its warden."""
         ...
 
 
@@ -37,28 +39,29 @@ class Guard:
     """Looks after workers as long as there are any.
 
     Args:
-        rouse: Has the warden go on if it has been stopped.
-        dismiss: Kills the warden.
-        look: Seconds between two looks.
+        seconds: Between two looks.
     """
 
-    def __init__(self, rouse: Callable[[], None], dismiss: Callable[[], None], look: float = LOOK) -> None:
+    def __init__(self, seconds: float = LOOK) -> None:
         """Nobody is to be looked after."""
-        self._rouse, self._dismiss, self._look = rouse, dismiss, look
+        self._seconds = seconds
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: these are another's workers, its thread is not here, and its lock may be held for ever."""
         self._workers: dict[int, weakref.ref[Guarded]] = {}
         self._seen: dict[int, tuple[float, int]] = {}  # of each a deadline that has passed, and for how many looks
         self._starting = threading.RLock()  # a signal handler may start workers too
-        self._thread: tuple[int, threading.Thread] | None = None  # and the process it is in
+        self._thread: threading.Thread | None = None
 
     def attend(self, number: int, worker: Guarded) -> None:
         """Look after this one too."""
         with self._starting:
-            self._workers[number] = weakref.ref(worker, lambda _: self.leave(number))
-            if self._thread is None or self._thread[0] != os.getpid() or not self._thread[1].is_alive():
-                thread = threading.Thread(target=self._watch, name="multienv-guard", daemon=True)
-                self._thread = os.getpid(), thread
+            self._workers[number] = weakref.ref(worker)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._watch, name="multienv-guard", daemon=True)
                 with contextlib.suppress(RuntimeError):  # the system has none to give
-                    thread.start()
+                    self._thread.start()
 
     def leave(self, number: int) -> None:
         """Not any more."""
@@ -66,7 +69,7 @@ class Guard:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(self._look)
+            time.sleep(self._seconds)
             self.look()
             with self._starting:
                 if not self._workers:
@@ -76,16 +79,19 @@ class Guard:
     def look(self) -> None:
         """See to those who have been seen overdue too often."""
         seen, self._seen = self._seen, {}
-        for number, reference in list(self._workers.items()):
-            worker = reference()
-            deadline = 0.0 if worker is None else worker.overdue()
-            if worker is None or not deadline:
+        for number in list(self._workers):  # others come and go meanwhile
+            reference = self._workers.get(number)
+            worker = None if reference is None else reference()
+            if worker is None:
+                self.leave(number)
+                continue
+            deadline = worker.overdue()
+            if not deadline:
                 continue
             before, looks = seen.get(number, (deadline, 0))
             looks = looks + 1 if before == deadline else 1
             self._seen[number] = deadline, looks
             if looks == 1:
-                self._rouse()
+                worker.rouse()
             elif looks >= PATIENCE:
-                self._dismiss()
                 worker.end_overdue()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, starmap
@@ -17,7 +20,7 @@ from typing import Any
 
 from multienv.errors import ClosedError, UsageError
 from multienv.processes import descriptors, leftovers
-from multienv.processes.client import guard, reap, warden, workers
+from multienv.processes.client import WardenClient, guard, reap, warden, workers
 from multienv.processes.environment import worker_environment
 from multienv.processes.protocol import (
     FORK,
@@ -40,12 +43,14 @@ FATE_TIMEOUT = 5.0
 _BOTH_WAIT = 0.05
 # How long a worker whose pipe has ended may take to be dead too; then it is killed.
 ENDED_PIPE_TIMEOUT = 1.0
+# A warden that was launched less than so many seconds ago may still be importing what it preloads.
+_UP_WITHIN = 30.0
 # Bytes of a reply that nobody waits for any more.
 _DROPPED_AT_ONCE = 2**20
 
 _numbers = count(1)
-# Forked workers that were let go of while they lived: our children, so ours to reap.
-_unreaped: set[int] = set()
+# Forked workers that were let go of while they lived, and whose they were: our children, so ours to reap.
+_unreaped: dict[int, Launch] = {}
 
 
 def method_of(context: Any) -> int:
@@ -63,17 +68,17 @@ def milliseconds(seconds: float) -> float:
     return float(min(max(0.0, seconds) * 1000, 2.0**31 - 1))
 
 
-def reap_strays(patience: float = 0.0) -> None:
-    """Take note of their ends; those that are still to end may take so many seconds."""
+def reap_strays(launch: Launch | None = None, patience: float = 0.0) -> None:
+    """Take note of their ends; those launched by this that are still to end may take so many seconds."""
     until = time.monotonic() + patience
     while True:
         for pid in list(_unreaped):
             try:
                 if os.waitpid(pid, os.WNOHANG)[0]:
-                    _unreaped.discard(pid)
+                    _unreaped.pop(pid, None)
             except ChildProcessError:
-                _unreaped.discard(pid)
-        if not _unreaped or time.monotonic() >= until:
+                _unreaped.pop(pid, None)
+        if all(one is not launch for one in list(_unreaped.values())) or time.monotonic() >= until:
             return
         time.sleep(0.001)
 
@@ -109,7 +114,8 @@ class Worker:
         self.number = next(_numbers)
         self.pid: int | None = None
         self.fate: Fate | None = None
-        self._method = launch.method
+        self._launch, self._method = launch, launch.method
+        self._warden: WardenClient | None = None
         self._owner = os.getpid()
         self._told: list[bytes] = []  # its end, as the warden tells it
         self._untold = UNKNOWN_FATE  # what is known of it without
@@ -158,14 +164,16 @@ class Worker:
         if snapshot is not None:
             order, which = snapshot
             ends = (requests, replies, self.memory, fate)
-            warden().order(order, number=self.number, pid=which, shortest=launch.shortest_deadline, fds=ends)
+            self._warden = warden()
+            self._warden.order(order, number=self.number, pid=which, shortest=launch.shortest_deadline, fds=ends)
             return
         if launch.method == FORK:
             self._fork(launch, requests, replies, fate)
             return
         for attempt in (1, 2):
             try:
-                warden().order(
+                self._warden = warden()
+                self._warden.order(
                     LAUNCH,
                     number=self.number,
                     method=launch.method,
@@ -180,7 +188,7 @@ class Worker:
 
     def _fork(self, launch: Launch, requests: int, replies: int, fate: int) -> None:
         """Fork the worker off the trainer itself; the warden watches over it from beside."""
-        watcher = warden()
+        watcher = self._warden = warden()
         ours: list[int] = []
         forked: list[int] = []
         try:
@@ -231,7 +239,7 @@ class Worker:
         """The deadline that has passed, and nobody has told of its end; else 0."""
         if self.fate is not None or self._owner != os.getpid():
             return 0.0
-        with contextlib.suppress(ValueError):  # it is being released
+        with contextlib.suppress(ValueError, OSError):  # it is being released
             deadline = self.control.times[DEADLINE]
             if 0 < deadline < time.monotonic() and not self._is_told():
                 return float(deadline)
@@ -239,16 +247,26 @@ class Worker:
 
     def _is_told(self) -> bool:
         """Its end; or the warden's, with which all end but those that the trainer has forked."""
-        if not self._wait_readable(self.ended, 0.0):
-            return False
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.ended)) as fate:
-            return self._method != FORK or bool(fate.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        return False
+        if self._told or not self._wait_readable(self.ended, 0.0):
+            return bool(self._told)
+        if self._method != FORK:
+            return True
+        left = array("i", [0])
+        fcntl.ioctl(self.ended, termios.FIONREAD, left)
+        return bool(left[0])
+
+    def rouse(self) -> None:
+        """Have the warden go on if it has been stopped."""
+        if self._warden is not None:
+            self._warden.process.send_signal(signal.SIGCONT)
 
     def end_overdue(self) -> None:
-        """The warden does not."""
-        self._untold = Fate(None, overdue=True)
-        self._kill_directly()
+        """The warden does not, so it goes too; unless it may not have got that far itself."""
+        if self._warden is not None and self._warden.launched + _UP_WITHIN < time.monotonic():
+            self._warden.process.kill()
+        if self._warden is None or self._warden.process.poll() is not None:
+            self._untold = Fate(None, overdue=True)
+            self._kill_directly()
 
     def wait(self, timeout: float) -> Fate | None:
         """How the process ended, or ``None`` if it has not within ``timeout`` seconds."""
@@ -317,7 +335,7 @@ class Worker:
             pid = self.pid  # the trainer reaps whichever child it finds
         finally:
             if not pid:
-                _unreaped.add(self.pid)
+                _unreaped[self.pid] = self._launch
 
     def end_requests(self) -> None:
         """End the request pipe: the worker ends once it has answered what it was asked."""
@@ -353,7 +371,7 @@ class Worker:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.ended)) as fate:
                 fate.shutdown(socket.SHUT_RDWR)
         if self._method == FORK and self.pid and self.fate is None:
-            _unreaped.add(self.pid)
+            _unreaped[self.pid] = self._launch
         descriptors.close(*self._tokens.values())
         self.requests = self.replies = self.ended = self.memory = -1
         if hasattr(self, "control"):

@@ -120,11 +120,21 @@ class Warden:
             if ward is not None:
                 self._forsake(ward)
         elif operation == WAKE_TOKEN:
-            self._wake(self._tokens.pop(pid, None), number, shortest, descriptors)
-        elif operation == FREE and pid in self._tokens:
-            self._tokens.pop(pid).channel.close()
+            self._wake(self._announced(pid), number, shortest, descriptors)
+        elif operation == FREE:
+            snapshot = self._announced(pid)
+            if snapshot is not None:
+                snapshot.channel.close()
         elif operation == KILL and number in self._wards:
             killing.begin(self._wards[number], with_stack=False)
+
+    def _announced(self, token: int) -> Standby | None:
+        """The snapshot kept under this token, no longer kept; its announcement may still be waiting to be heard."""
+        for ward in self._wards.values():
+            if ward.announcements is not None:
+                while takes_in(ward.announcements.fileno()) and ward.hear(self._tokens):
+                    pass
+        return self._tokens.pop(token, None)
 
     def _launch(self, method: int, number: int, shortest: float, descriptors: list[int]) -> None:
         warden = os.getpid()

@@ -167,8 +167,8 @@ class Restorer(Mender):
         """The env's process has been asked for one; this was in the way, or nothing."""
         if obstacle:
             raise NotForkableError(
-                f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets and devices do "
-                'not survive it; nor does the trainer take part in it (context="fork", SerialEnv). Nothing is lost.'
+                f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, devices and "
+                'shared memory do not survive it; nor does the trainer take part in it (context="fork", SerialEnv). Nothing is lost.'
             )
         seen = self._last_reply()
         state = BranchState(

@@ -54,8 +54,6 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
         )
         with contextlib.suppress(BrokenPipeError, EOFError):  # the trainer let go in the middle of a request
             _live(ends, host, control, snapshots, offspring)
-        if offspring.astray:
-            os._exit(LOOP_FAILED)
         if not host.closing:
             with contextlib.suppress(Exception):  # nobody is left to hear of it
                 host.close_env()

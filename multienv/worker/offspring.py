@@ -2,35 +2,29 @@
 
 A child that an env forks has all that the worker has: its pipes, and the memory it shares with the trainer. As a rule
 it does some work and ends. But one that comes back out of the env's method, by a return or by an exception, would go on
-as a second worker, take requests from the first one's pipe and answer them. So all that leads outside is taken from it
-at its birth: what it writes is lost, and its next request is the end.
+as a second worker: step the envs beside it, take requests from the worker's pipe and answer them. So all that leads
+outside is taken from it at its birth. The host marks in shared memory what it does, before and after each call of an
+env: there the child ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
+import faulthandler
 import os
 import sys
-from pathlib import Path
 
-from multienv.wire.memory import SHARED_NAME
+from multienv.wire.memory import forbid_writing
 from multienv.worker.ends import Ends
-
-_MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x02, 0x10, 0x20
 
 
 class Offspring:
-    """Looks after what is forked in a worker.
-
-    Attributes:
-        astray: This process is such a child.
-    """
+    """Looks after what is forked in a worker."""
 
     def __init__(self) -> None:
         """From now on, as soon as it is told what there is to be taken."""
-        self.astray = False
+        self._astray = False
+        self._requests = -1
         self._files: frozenset[tuple[int, int]] = frozenset()
         self._spared = False
         if hasattr(os, "register_at_fork"):
@@ -38,6 +32,7 @@ class Offspring:
 
     def keep_from(self, ends: Ends) -> None:
         """These are the worker's own. Its stack's is not: by that the warden knows whose child a process is."""
+        self._requests = ends.requests
         self._files = frozenset(_identity(one) for one in ends.descriptors() if one != ends.stack)
 
     def fork(self) -> int:
@@ -50,32 +45,23 @@ class Offspring:
 
     def _part(self) -> None:
         """In a child, once: its own children may have other things under these numbers."""
-        if self._spared or self.astray:
+        if self._spared or self._astray:
             return
-        self.astray = True
+        self._astray = True
+        faulthandler.disable()  # it would write where the worker's stack is looked for
+        forbid_writing()
+        with contextlib.suppress(OSError):
+            os.close(self._requests)  # the env may have taken all descriptors there are, and two are needed here
         null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, self._requests, inheritable=False)
         for name in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
             with contextlib.suppress(OSError):  # of the listing itself
                 if _identity(int(name)) in self._files:
                     os.dup2(null, int(name), inheritable=False)
-        os.close(null)
-        if sys.platform == "linux":
-            _make_private()
+        if null != self._requests:
+            os.close(null)
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
-
-
-def _make_private() -> None:
-    """Put empty memory in the place of all that other processes look into."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    name = f"/memfd:{SHARED_NAME}"
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if name in line:
-            start, stop = (int(place, 16) for place in line.split(maxsplit=1)[0].split("-"))
-            flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS
-            libc.mmap(start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)

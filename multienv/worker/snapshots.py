@@ -103,7 +103,6 @@ class Snapshots:
         self._interval = _SHORTEST
         self._cost = 0.0
         self._pids: set[int] = set()
-        self._size_seen, self._shares = b"", False  # of all memory mapped; whether some of it is shared
 
     def begin(self, every: int, *, at_once: bool = False) -> None:
         """Take one every so many steps; 0 finds out how often is good, -1 is never."""
@@ -149,6 +148,7 @@ class Snapshots:
         if not token:
             self._seq = seq
         self._reap()
+        began = self._clock()
         obstacle = self._obstacle()
         if obstacle:
             return obstacle
@@ -159,7 +159,6 @@ class Snapshots:
         timers = [signal.getitimer(which) for which in _TIMERS]  # and a child has none
         self._remember(seq)
         ours, theirs = socket.socketpair()
-        began = self._clock()
         try:
             pid = self._fork()
         except OSError:
@@ -216,15 +215,7 @@ class Snapshots:
                     return _SOCKETS
                 if target.startswith(_DEVICE_PREFIXES):
                     return _DEVICES
-        return _SHARED if self._shares_memory() else 0
-
-    def _shares_memory(self) -> bool:
-        """Whether an env writes to memory that others may see, looked up when there is more or less of any kind."""
-        size = Path("/proc/self/statm").read_bytes().split(maxsplit=1)[0]
-        if size != self._size_seen:
-            self._shares = bool(_WRITTEN_BY_ALL.search(Path("/proc/self/maps").read_bytes()))
-            self._size_seen = size
-        return self._shares
+        return _SHARED if _WRITTEN_BY_ALL.search(Path("/proc/self/maps").read_bytes()) else 0
 
     # --- in the copy ----------------------------------------------------------------------------
 

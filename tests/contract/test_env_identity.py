@@ -280,8 +280,30 @@ def test_what_is_set_on_it_is_set_on_the_env(face):
         assert env.get_attr("render_mode") is None
         with pytest.raises(AttributeError):
             env.get_attr("_mine")
-    with pytest.raises(UsageError, match="initialize"):
-        face(CounterEnv).offset = 2.5
+        with pytest.raises(UsageError, match="cannot pickle"):
+            env.offset = threading.Lock()
+        assert env.get_attr("offset") == 2.5
+        assert env.step(1)[3] is False, "the episode goes on"
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_what_the_env_does_not_have_is_its_own(face):
+    class Face(face):
+        def __init__(self, env_fn):
+            super().__init__(env_fn)
+            self.episodes = 0
+
+    with Face(CounterEnv) as env:
+        env.episodes += 1
+        env.lock = threading.Lock()
+        env.reset(seed=0)
+        env.step_async(1)
+        env.episodes += 1
+        assert (env.episodes, env.unwrapped.episodes, hasattr(env, "lock")) == (2, 2, True)
+        env.step_wait()
+        assert not env.call("has_wrapper_attr", "episodes")
+    env.ended = True
+    assert env.ended
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -293,6 +315,8 @@ def test_a_method_is_called_there_and_not_on_a_copy(face, name):
         wrappers.TimeLimit(env, 5).get_wrapper_attr(name)(0.5)
         assert env.get_attr(name)(amount=1.0) is not None
         assert env.get_attr("offset") == 1.5
+        assert env.get_attr("named")(name="an argument's") == 13
+        assert env.get_attr("step")(1)[0][0] == 1
 
 
 class Poked(CounterEnv):
@@ -300,6 +324,9 @@ class Poked(CounterEnv):
         super().__init__()
         self.poke_later = partial(self.poke)
         self.engine = threading.Lock()  # as little to be pickled as a simulator
+
+    def named(self, name):
+        return len(name)
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -191,6 +191,20 @@ def test_wrong_calls() -> None:
         assert env.step_wait()[0][0] == 1
 
 
+def test_one_that_is_freed_before_the_warden_has_heard_of_it() -> None:
+    with SubprocessEnv(ENDLESS) as env:
+        env.reset(seed=0)
+        before = alive()
+        assert client._client is not None
+        client._client.process.send_signal(signal.SIGSTOP)
+        kept, freed = env.snapshot(), env.snapshot()
+        freed.free()
+        client._client.process.send_signal(signal.SIGCONT)
+        assert becomes_true(lambda: len(alive() - before) == 1)
+        kept.free()
+        assert becomes_true(lambda: alive() <= before)
+
+
 @pytest.mark.parametrize("make", [SerialEnv, partial(SubprocessEnv, context="fork")], ids=["serial", "fork"])
 def test_where_there_is_no_forking_it_says_so(make: Any) -> None:
     with make(ENDLESS) as env:

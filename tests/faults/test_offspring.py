@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,3 +106,62 @@ def test_a_worker_that_forks_is_brought_back(way: str) -> None:
             assert mine[0].tolist() == theirs[0].tolist()
             assert mine[1:] == theirs[1:]
         assert env.statistics().last_recovery.rung == "snapshot"  # type: ignore[union-attr]
+
+
+class Counting(Forking):
+    """Counts its steps where all can see it."""
+
+    def __init__(self, way: str, path: str) -> None:
+        super().__init__(way, waits=True)
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        with open(self.path, "a") as file:  # noqa: PTH123
+            file.write(".")
+        return super().step(action)
+
+    def close(self) -> None:
+        with open(self.path, "a") as file:  # noqa: PTH123
+            file.write("closed")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_steps_no_env_in_the_worker_s_place(way: str, tmp_path: Path) -> None:
+    """Neither those beside it, nor what is left of a replay; and it closes none."""
+    counts = tmp_path / "counts"
+    envs = SubprocessVectorEnv(
+        [partial(Counting, way, str(counts))] * 4, envs_per_worker=4, restart=RestartPolicy(snapshots=False)
+    )
+    with closing(envs):
+        envs.reset(seed=0)
+        for _ in range(3):
+            envs.step(np.ones(4, int))
+        os.kill(envs.statistics()[0].pid or 0, 9)
+        envs.step(np.ones(4, int))
+        assert counts.read_text() == "." * 4 * (3 + 3 + 1)
+    assert counts.read_text() == "." * 4 * (3 + 3 + 1) + "closed" * 4
+
+
+class Greedy(Forking):
+    """Leaves no descriptor to its child."""
+
+    def fork(self, result: Any) -> Any:
+        held = []
+        try:
+            while True:
+                held.append(os.dup(0))
+        except OSError:
+            return super().fork(result)
+        finally:
+            for descriptor in held:
+                with suppress(OSError):
+                    os.close(descriptor)
+
+
+def test_a_child_without_a_descriptor_to_open(method: str) -> None:
+    plain = alone()
+    with SubprocessEnv(partial(Greedy, "return", waits=True), context=method) as env:
+        env.reset(seed=0)
+        for _ in range(6):
+            assert env.step(1)[0].tolist() == plain.step(1)[0].tolist()
+        assert env.statistics().losses == 0

@@ -18,7 +18,7 @@ from trainer_process import becomes_true, run
 
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import MultienvError
-from multienv.processes import client
+from multienv.processes import client, launch
 from multienv.testing import CounterEnv, Fault, FaultyEnv, descendants, is_alive
 
 METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"]
@@ -178,7 +178,9 @@ def reason_of(info: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_deadline_holds_without_the_warden(method: str, number: signal.Signals) -> None:
-    with SubprocessEnv(HangingEnv, context=method, deadlines=LIMITED) as env:
+    dies_with_it = number == signal.SIGKILL and method != "fork"
+    policy = RestartPolicy(on_timeout="truncate", on_crash="replay" if dies_with_it else "raise")
+    with SubprocessEnv(HangingEnv, context=method, deadlines=LIMITED, restart=policy) as env:
         env.reset(seed=0)
         env.step(1)
         os.kill(warden_pid(), number)
@@ -243,7 +245,8 @@ class Stopping(threading.Thread):
         self.join()
 
 
-def test_a_warden_that_does_not_go_on_is_replaced(method: str) -> None:
+def test_a_warden_that_does_not_go_on_is_replaced(method: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(launch, "_UP_WITHIN", 0.0)
     with SubprocessEnv(HangingEnv, context=method, deadlines=LIMITED) as env:
         env.reset(seed=0)
         env.step(1)
@@ -253,6 +256,25 @@ def test_a_warden_that_does_not_go_on_is_replaced(method: str) -> None:
             env.reset(seed=0)
             assert env.step(1)[0][0] == 1
         assert warden_pid() != before
+
+
+def test_a_forked_worker_of_a_dead_warden_is_not_the_next_ones_fault() -> None:
+    with (
+        SubprocessEnv(HangingEnv, context="fork", deadlines=LIMITED) as env,
+        SubprocessEnv(CounterEnv, deadlines=LIMITED) as other,
+    ):
+        env.reset(seed=0)
+        other.reset(seed=0)
+        env.step_async(0)
+        pid = other.statistics().pid or 0
+        os.kill(warden_pid(), signal.SIGKILL)
+        assert becomes_true(lambda: not is_alive(pid))
+        other.step(1)
+        warden = warden_pid()
+        assert env.step_wait()[3]
+        other.step(1)
+        assert warden_pid() == warden
+        assert other.statistics().losses == 1
 
 
 def test_an_env_is_refused_in_an_exit_handler(method: str) -> None:
