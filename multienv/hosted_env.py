@@ -189,8 +189,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             To be given to :meth:`restore`. It is freed when nobody holds it any more.
 
         Raises:
-            NotForkableError: The env has threads, child processes, sockets, shared memory or a GPU; or it is not on Linux, was
-                started by ``fork``, or is a :class:`SerialEnv`. Nothing is lost.
+            NotForkableError: The env has threads, child processes, sockets, shared memory or a GPU; or it is not on
+                Linux, was started by ``fork``, or is a :class:`SerialEnv`. Nothing is lost.
             UsageError: ``RestartPolicy.max_snapshots`` are kept already.
         """
         token = self._supervisor.prepare_snapshot()

@@ -168,7 +168,8 @@ class Restorer(Mender):
         if obstacle:
             raise NotForkableError(
                 f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, devices and "
-                'shared memory do not survive it; nor does the trainer take part in it (context="fork", SerialEnv). Nothing is lost.'
+                'shared memory do not survive it; nor does the trainer take part in it (context="fork", SerialEnv). '
+                "Nothing is lost."
             )
         seen = self._last_reply()
         state = BranchState(
