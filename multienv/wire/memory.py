@@ -8,7 +8,6 @@ import mmap
 import os
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 
 # What the kernel's list of mappings calls what is shared here.
@@ -27,7 +26,6 @@ class Block:
         self.size = size
         self.memory = mmap.mmap(descriptor, size) if descriptor < 0 else mmap.mmap(descriptor, size, offset=offset)
         self.view = memoryview(self.memory)
-        _blocks.add(self)
 
     @classmethod
     def private(cls, size: int) -> Block:
@@ -55,6 +53,13 @@ class Block:
             os.close(descriptor)
             raise
 
+    def forbid_writing(self) -> None:
+        """From now on this process ends with SIGSEGV when it writes here."""
+        if _libc is not None:
+            with contextlib.suppress(ValueError):  # it has been closed
+                start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self.memory)))
+                _libc.mprotect(start, ctypes.c_size_t(self.size), mmap.PROT_READ)
+
     def close(self) -> None:
         """Unmap. Arrays that still look into the block keep it mapped until they are gone."""
         with contextlib.suppress(BufferError):
@@ -62,18 +67,7 @@ class Block:
             self.memory.close()
 
 
-_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
 _libc = None if sys.platform == "win32" else ctypes.CDLL(None)
-
-
-def forbid_writing() -> None:
-    """From now on this process ends with SIGSEGV as soon as it writes to any block there is."""
-    if _libc is None:
-        return
-    for block in list(_blocks):
-        with contextlib.suppress(ValueError):  # it has been closed
-            start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(block.memory)))
-            _libc.mprotect(start, ctypes.c_size_t(block.size), mmap.PROT_READ)
 
 
 def anonymous_file() -> int:

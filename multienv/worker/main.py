@@ -41,15 +41,15 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
     code = LOOP_FAILED
     try:
         _take_signals()
-        control = _settle(ends)
         offspring = Offspring()
+        control = _settle(ends, offspring)
         snapshots = Snapshots(control.words, ends, lambda seq: host.remember(seq), offspring.fork)
         host = Host(
             env_fn=env_fn,
             words=control.words,
             on_initialize=lambda message: _find_place(message, snapshots),
-            allocate=partial(_allocate, ends.memory),
-            arena=partial(Block.sized, ends.arena),
+            allocate=partial(_allocate, ends.memory, offspring),
+            arena=lambda size: offspring.keep_block(Block.sized(ends.arena, size)),
             on_branch=snapshots.branch,
         )
         with contextlib.suppress(BrokenPipeError, EOFError):  # the trainer let go in the middle of a request
@@ -83,12 +83,12 @@ def _live(ends: Ends, host: Host, control: Control, snapshots: Snapshots, offspr
     while True:
         try:
             if woken:
-                before, control = control, _settle(ends)
-                host.move(control.words, partial(_allocate, ends.memory))
+                before, control = control, _settle(ends, offspring)
+                host.move(control.words, partial(_allocate, ends.memory, offspring))
                 before.close()
                 affinity = Affinity.of_this_process(control)
                 snapshots.go_on(control.words, ends)
-            offspring.keep_from(ends)
+            offspring.keep_ends(ends)
             host.answer_on(ends.replies)
             _serve(ends, host, control, snapshots, affinity)
             return
@@ -171,12 +171,12 @@ def _take_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _settle(ends: Ends) -> Control:
+def _settle(ends: Ends, offspring: Offspring) -> Control:
     """Where stacks are written, and the control words."""
     faulthandler.enable(ends.stack, all_threads=True)
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True, chain=False)
-    return Control(Block(ends.memory, CONTROL_SIZE))
+    return Control(offspring.keep_block(Block(ends.memory, CONTROL_SIZE)))
 
 
 def _find_place(message: Initialize, snapshots: Snapshots) -> None:
@@ -195,9 +195,9 @@ def _find_place(message: Initialize, snapshots: Snapshots) -> None:
     os.environ.update(setting.environment | kept)
 
 
-def _allocate(descriptor: int, size: int) -> Block:
+def _allocate(descriptor: int, offspring: Offspring, size: int) -> Block:
     os.ftruncate(descriptor, OBSERVATIONS + size)
-    return Block(descriptor, size, OBSERVATIONS)
+    return offspring.keep_block(Block(descriptor, size, OBSERVATIONS))
 
 
 def _exit_code(exit_: SystemExit) -> int:

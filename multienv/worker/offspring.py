@@ -13,8 +13,9 @@ import contextlib
 import faulthandler
 import os
 import sys
+import weakref
 
-from multienv.wire.memory import forbid_writing
+from multienv.wire.memory import Block
 from multienv.worker.ends import Ends
 
 
@@ -26,11 +27,17 @@ class Offspring:
         self._astray = False
         self._requests = -1
         self._files: frozenset[tuple[int, int]] = frozenset()
+        self._blocks: weakref.WeakSet[Block] = weakref.WeakSet()
         self._spared = False
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._part)
 
-    def keep_from(self, ends: Ends) -> None:
+    def keep_block(self, block: Block) -> Block:
+        """This one is for the worker alone to write to."""
+        self._blocks.add(block)
+        return block
+
+    def keep_ends(self, ends: Ends) -> None:
         """These are the worker's own. Its stack's is not: by that the warden knows whose child a process is."""
         self._requests = ends.requests
         self._files = frozenset(_identity(one) for one in ends.descriptors() if one != ends.stack)
@@ -49,11 +56,13 @@ class Offspring:
             return
         self._astray = True
         faulthandler.disable()  # it would write where the worker's stack is looked for
-        forbid_writing()
+        for block in self._blocks:
+            block.forbid_writing()
         with contextlib.suppress(OSError):
             os.close(self._requests)  # the env may have taken all descriptors there are, and two are needed here
         null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, self._requests, inheritable=False)
+        if null != self._requests:
+            os.dup2(null, self._requests, inheritable=False)
         for name in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
             with contextlib.suppress(OSError):  # of the listing itself
                 if _identity(int(name)) in self._files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing, suppress
 from functools import partial
@@ -164,4 +165,63 @@ def test_a_child_without_a_descriptor_to_open(method: str) -> None:
         env.reset(seed=0)
         for _ in range(6):
             assert env.step(1)[0].tolist() == plain.step(1)[0].tolist()
+        assert env.statistics().losses == 0
+
+
+class Looking(CounterEnv):
+    """Tells what descriptors its process has, and what a child of it has."""
+
+    def held(self) -> list[list[str]]:
+        ours, theirs = os.pipe()
+        if os.fork() == 0:
+            with suppress(BaseException):
+                os.write(theirs, json.dumps(self.descriptors()).encode())
+            os._exit(0)
+        os.wait()
+        with open(ours) as told:  # noqa: PTH123
+            os.close(theirs)
+            return [self.descriptors(), json.loads(told.read())]
+
+    @staticmethod
+    def descriptors() -> list[str]:
+        found = []
+        for one in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # of the listing itself
+                found.append(os.readlink(f"/proc/self/fd/{one}"))
+        return found
+
+
+def test_a_child_holds_no_end_of_the_workers(method: str) -> None:
+    with SubprocessEnv(Looking, context=method, shared_memory=False) as env:
+        env.reset(seed=0)
+        workers, childs = env.call("held")
+        lost = [one for one in workers if one not in childs]
+        assert len([one for one in lost if one.startswith("pipe:")]) >= 2
+        assert not [one for one in childs if "memfd:multienv" in one or one.startswith("socket:")]
+
+
+class Nesting(CounterEnv):
+    """Uses multienv itself."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.inner = SubprocessEnv(CounterEnv, context=method).initialize()
+
+    def reset(self, **options: Any) -> Any:
+        self.inner.reset(seed=0)
+        return super().reset(**options)
+
+    def step(self, action: Any) -> Any:
+        observation, *others = super().step(action)
+        return observation + self.inner.step(action)[0], *others
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.parametrize("inner", ["forkserver", "fork"])
+def test_envs_of_an_env(method: str, inner: str) -> None:
+    with SubprocessEnv(partial(Nesting, inner), context=method) as env:
+        env.reset(seed=0)
+        assert [env.step(1)[0][0] for _ in range(5)] == [2, 4, 6, 8, 10]
         assert env.statistics().losses == 0
