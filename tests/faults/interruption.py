@@ -8,7 +8,9 @@ every place gets its turn, and none is left to luck.
 from __future__ import annotations
 
 import dis
+import signal
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -32,6 +34,16 @@ class Interrupted(BaseException):
 
 class HandlerError(Exception):
     """What a signal handler of the user's may raise, as in the usual recipe of a time limit with SIGALRM."""
+
+
+def disarm() -> None:
+    """Stop the timer that interrupts; an interruption that is on its way comes in here.
+
+    CPython 3.11 may overlook a signal until it has next given its lock away: the handlers of 66 of 880,000 timers ran
+    only after `setitimer(…, 0)` had returned, in a loop without multienv, and then beside the next timer's.
+    """
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    time.sleep(0)
 
 
 class Interruption:

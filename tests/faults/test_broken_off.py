@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interruption import every_place
+from interruption import disarm, every_place
 
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import ActionError, CallPendingError, ClosedError, EnvsFailedError, NothingPendingError, UsageError
@@ -50,7 +50,7 @@ def interruption(request: pytest.FixtureRequest) -> Iterator[type[BaseException]
 
     before = signal.signal(signal.SIGALRM, strike)
     yield request.param
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    disarm()
     signal.signal(signal.SIGALRM, before)
 
 
@@ -62,7 +62,7 @@ def count(step: Callable[[], float], interruption: type[BaseException], rounds: 
         try:
             signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 2.5e-4))
             got = step()
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            disarm()
         except interruption:
             hits += 1
         assert (step() if got is None else got) == expected
@@ -103,7 +103,7 @@ def test_of_halves(interruption: type[BaseException], env_fn: Any) -> None:
                         if not isinstance(error.__cause__, interruption):
                             raise
                         continue
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    disarm()
                     return
                 except interruption:
                     hits += 1
@@ -132,7 +132,7 @@ def test_of_building(interruption: type[BaseException], method: str) -> None:
                 try:
                     signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 2e-2))
                     env.initialize()
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    disarm()
                     break
                 except interruption:
                     hits += 1
