@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import MultienvError
 from multienv.testing import CounterEnv
 
@@ -34,7 +34,8 @@ class ForgetfulFromTheStart(CounterEnv):
 @pytest.mark.parametrize("snapshots", [True, False])
 def test_a_replay_that_is_not_understood_is_no_way_back(snapshots: bool) -> None:
     policy = RestartPolicy(snapshots=snapshots, snapshot_every=2 if snapshots else None)
-    with SubprocessEnv(Forgetful, restart=policy) as env:
+    # close() is not understood either
+    with SubprocessEnv(Forgetful, restart=policy, deadlines=Deadlines(close=0.5)) as env:
         env.reset(seed=0)
         for number in range(1, 9):
             if number == 6:

@@ -210,7 +210,7 @@ def test_an_env_is_built_though_the_warden_is_stopped(method: str) -> None:
             os.kill(warden_pid(), signal.SIGCONT)  # nobody else needs it, under fork
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
 def test_of_several_in_a_process(method: str, number: signal.Signals) -> None:
     envs = SubprocessVectorEnv(
         [CounterEnv, HangingEnv, CounterEnv, CounterEnv], envs_per_worker=2, context=method, deadlines=LIMITED
@@ -245,9 +245,9 @@ class Stopping(threading.Thread):
         self.join()
 
 
-def test_a_warden_that_does_not_go_on_is_replaced(method: str, monkeypatch: Any) -> None:
+def test_a_warden_that_does_not_go_on_is_replaced(monkeypatch: Any) -> None:
     monkeypatch.setattr(launch, "_UP_WITHIN", 0.0)
-    with SubprocessEnv(HangingEnv, context=method, deadlines=LIMITED) as env:
+    with SubprocessEnv(HangingEnv, deadlines=LIMITED) as env:
         env.reset(seed=0)
         env.step(1)
         before = warden_pid()
