@@ -69,7 +69,7 @@ class Guard:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(self._seconds)
+            time.sleep(self._seconds)  # there is no handle for it that a deadline passes and nobody does anything
             self.look()
             with self._starting:
                 if not self._workers:

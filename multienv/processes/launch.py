@@ -80,7 +80,7 @@ def reap_strays(launch: Launch | None = None, patience: float = 0.0) -> None:
                 _unreaped.pop(pid, None)
         if all(one is not launch for one in list(_unreaped.values())) or time.monotonic() >= until:
             return
-        time.sleep(0.001)
+        time.sleep(0.001)  # see Worker._reap_own_child
 
 
 @dataclass(frozen=True, slots=True)
