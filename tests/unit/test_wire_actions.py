@@ -202,7 +202,7 @@ ENDLESS: list[Any] = []
 ENDLESS.append(ENDLESS)
 ODD_ACTIONS = [
     Hostile(), [Hostile()], (Hostile(), 1), {"a": Hostile()}, HostileList([1, 2]), HostileDict(a=1), ENDLESS, {1}, b"ab",
-    "ab", {}, [], (), np.array(3), np.array("x"), np.array(None), np.array([]), np.ma.masked, np.datetime64("NaT"),
+    "ab", {}, [], (), np.array(3), np.array("x"), np.array(None), np.array([]), np.ma.masked, np.datetime64("NaT", "s"),
     Ellipsis, NotImplemented, object, len, 1j, float("nan"), 10**400, range(2), memoryview(b"ab"), slice(1), iter(()),
 ]  # fmt: skip
 
