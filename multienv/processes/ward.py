@@ -50,26 +50,26 @@ class Ward:
     pipes: frozenset[str] = frozenset()  # its stderr's and stack's, as /proc names them
 
     def hear(self, tokens: dict[int, Standby]) -> bool:
-        """Take note of a snapshot, if one is announced, here or under its token; false when none will be any more."""
+        """Take note of all snapshots announced so far, here or under their tokens; false when none will be any more."""
         assert self.announcements is not None
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self.announcements, ANNOUNCEMENT.size, 1, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if len(data) < ANNOUNCEMENT.size or not descriptors:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            return False
-        pid, seq, token = ANNOUNCEMENT.unpack(data)
-        snapshot = Standby(pid, seq, socket.socket(fileno=descriptors[0]))
-        if token:
-            tokens[token] = snapshot
-        else:
-            self.drop_standby()
-            self.standby = snapshot
-        return True
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self.announcements, ANNOUNCEMENT.size, 1)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if len(data) < ANNOUNCEMENT.size or not descriptors:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                return False
+            pid, seq, token = ANNOUNCEMENT.unpack(data)
+            snapshot = Standby(pid, seq, socket.socket(fileno=descriptors[0]))
+            if token:
+                tokens[token] = snapshot
+            else:
+                self.drop_standby()
+                self.standby = snapshot
 
     def drop_standby(self) -> None:
         """Let it end."""
@@ -79,6 +79,8 @@ class Ward:
 
     def __post_init__(self) -> None:
         """Remember the pipes by inode: both ends share it, and whatever it forks holds them too."""
+        if self.announcements is not None:
+            self.announcements.setblocking(False)  # the flags that socket.recv_fds() takes are ignored by CPython
         self.pipes = frozenset(f"pipe:[{os.fstat(end).st_ino}]" for end in (self.stderr, self.stack))
 
 
@@ -123,13 +125,6 @@ def dispatch(selector: selectors.BaseSelector, timeout: float | None) -> None:
     for key, _ in selector.select(timeout):
         if selector.get_map().get(key.fd) is key:
             key.data()
-
-
-def takes_in(descriptor: int) -> bool:
-    """Whether there is something to read."""
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 def takes_more(descriptor: int, patience: float = 0.0) -> bool:

@@ -42,7 +42,6 @@ from multienv.processes.ward import (
     dispatch,
     drain,
     kill_group,
-    takes_in,
     takes_more,
     tell_gone,
     text,
@@ -132,8 +131,7 @@ class Warden:
         """The snapshot kept under this token, no longer kept; its announcement may still be waiting to be heard."""
         for ward in self._wards.values():
             if ward.announcements is not None:
-                while takes_in(ward.announcements.fileno()) and ward.hear(self._tokens):
-                    pass
+                ward.hear(self._tokens)
         return self._tokens.pop(token, None)
 
     def _launch(self, method: int, number: int, shortest: float, descriptors: list[int]) -> None:
@@ -163,7 +161,7 @@ class Warden:
             message, ends = WAKING.pack(self._trainer, os.getpid(), number), lines.ends
             handed = [ends.requests, ends.replies, ends.memory, ends.stack, lines.stderr_write, ends.announcements]
             with snapshot.channel:
-                socket.send_fds(snapshot.channel, [message], handed, getattr(socket, "MSG_NOSIGNAL", 0))
+                socket.send_fds(snapshot.channel, [message], handed)
         except (OSError, ValueError) as error:
             decline(descriptors, 1, 3, error)
             return
@@ -279,8 +277,7 @@ class Warden:
         if ward.announcements is None:
             return None
         self._forget(ward.announcements.fileno())
-        while takes_in(ward.announcements.fileno()) and ward.hear(self._tokens):
-            pass
+        ward.hear(self._tokens)
         ward.announcements.close()
         if self._ending_at < float("inf"):
             ward.drop_standby()

@@ -24,6 +24,7 @@ import socket
 import struct
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -149,16 +150,19 @@ class Snapshots:
             self._seq = seq
         self._reap()
         began = self._clock()
-        obstacle = self._obstacle()
-        if obstacle:
-            return obstacle
+        try:
+            obstacle = self._obstacle()
+            if obstacle:
+                return obstacle
+            ours, theirs = socket.socketpair()
+        except OSError:  # no descriptor is left
+            return _FAILED
         for stream in (sys.stdout, sys.stderr):  # or the copy would write it a second time
             with contextlib.suppress(Exception):
                 stream.flush()
         drawn = random.getstate()  # Python seeds it anew in a forked child
         timers = [signal.getitimer(which) for which in _TIMERS]  # and a child has none
         self._remember(seq)
-        ours, theirs = socket.socketpair()
         try:
             pid = self._fork()
         except OSError:
@@ -182,8 +186,9 @@ class Snapshots:
     def _announce(self, message: bytes, channel: socket.socket) -> None:
         """To the warden, who lets go of the one before. Without its ear the copy sees the socket end."""
         with channel, contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._ends.announcements)) as warden:
-            flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
-            socket.send_fds(warden, [message], [channel.fileno()], flags)
+            # Not by socket.send_fds(): CPython ignores the flags it is given.
+            handed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [channel.fileno()]))
+            warden.sendmsg([message], [handed], socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0))
 
     def _note(self, pid: int, seconds: float) -> None:
         self._pids.add(pid)

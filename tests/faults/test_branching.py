@@ -12,6 +12,7 @@ from typing import Any
 import ale_py
 import gymnasium
 import numpy as np
+import psutil
 import pytest
 from interruption import every_place
 from trainer_process import becomes_true
@@ -203,6 +204,31 @@ def test_one_that_is_freed_before_the_warden_has_heard_of_it() -> None:
         assert becomes_true(lambda: len(alive() - before) == 1)
         kept.free()
         assert becomes_true(lambda: alive() <= before)
+
+
+def test_the_warden_hears_of_no_snapshot_twice() -> None:
+    """What it has just been told may be announced to it once more as readable; it must not wait for another."""
+    with SubprocessEnv(ENDLESS) as kept, SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshot_every=1)) as env:
+        for one in (kept, env):
+            one.reset(seed=0)
+        kept.step(np.int64(1))
+        snapshot = kept.snapshot()
+        assert client._client is not None
+        warden = client._client.process
+        taken = env.statistics().snapshots
+        warden.send_signal(signal.SIGSTOP)
+        try:
+            assert becomes_true(lambda: psutil.Process(warden.pid).status() == psutil.STATUS_STOPPED)
+            snapshot.free()
+            assert env.step(np.int64(1))[0][0] == 1
+            assert becomes_true(lambda: env.statistics().snapshots > taken)  # and has been announced
+        finally:
+            warden.send_signal(signal.SIGCONT)
+        pid = kept.statistics().pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        kept.step_async(np.int64(1))
+        assert kept.step_wait(timeout=30)[0][0] == 2
 
 
 @pytest.mark.parametrize("make", [SerialEnv, partial(SubprocessEnv, context="fork")], ids=["serial", "fork"])

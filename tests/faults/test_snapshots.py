@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -508,3 +509,33 @@ def warden() -> int:
 
     assert client._client is not None
     return client._client.process.pid
+
+
+class AllDescriptors(CounterEnv):
+    """Leaves none for anybody else in its process."""
+
+    def reset(self, **arguments: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        self.held = []
+        with contextlib.suppress(OSError):
+            while True:
+                self.held.append(os.open(os.devnull, os.O_RDONLY))
+        for descriptor in self.held[len(self.held) - self.left :]:
+            os.close(descriptor)
+        return super().reset(**arguments)
+
+    left = 0
+
+
+class AllButOne(AllDescriptors):
+    left = 1
+
+
+@pytest.mark.parametrize("env_fn", [AllDescriptors, AllButOne])
+def test_without_descriptors_there_is_none_and_nothing_is_lost(env_fn: Any) -> None:
+    with SubprocessEnv(partial(env_fn, horizon=None), restart=RestartPolicy(snapshot_every=5)) as env:
+        env.reset(seed=0)
+        for _ in range(20):
+            env.step(np.int64(1))
+        assert env.statistics().losses == 0
+        assert env.statistics().no_snapshots == "the fork failed"
