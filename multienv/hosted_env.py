@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 
-from multienv.errors import SeedError, UsageError
+from multienv.errors import ResultNotPicklableError, SeedError, UsageError
 from multienv.events import Statistics
 from multienv.recovery.phases import HALF, WHOLE
 from multienv.recovery.restorer import Snapshot
@@ -74,11 +75,13 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         """
         description = self._supervisor.initialize(timeout)
         if "observation_space" not in self.__dict__:
-            self.observation_space = description.observation_space
-            self.action_space = description.action_space
             self.metadata = description.metadata
             self.spec = description.spec
             self.render_mode = description.render_mode
+            # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these. The one that is
+            # asked about above comes last: an interruption leaves all to do again.
+            self.action_space = copy.deepcopy(description.action_space)
+            self.observation_space = copy.deepcopy(description.observation_space)
         return self
 
     def close(self) -> None:
@@ -275,11 +278,11 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     def has_wrapper_attr(self, name: str) -> bool:
         """Whether this env or the remote one has the attribute."""
-        return hasattr(self, name) or bool(self._ask("has_attr", HasAttribute(name)))
+        return self._has_here(name) or bool(self._ask("has_attr", HasAttribute(name)))
 
     def get_wrapper_attr(self, name: str) -> Any:
         """The attribute of this env, or of the remote one."""
-        return getattr(self, name) if hasattr(self, name) else self.get_attr(name)
+        return getattr(self, name) if self._has_here(name) else self.get_attr(name)
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
         """Set an attribute of the remote env, as :meth:`set_attr` does; False if it has none and not ``force``."""
@@ -314,22 +317,34 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the remote env has, and this object has not, there; anything else here."""
-        own = name.startswith("_") or name in _SPACES or name in self.__dict__ or hasattr(type(self), name)
-        if own or not self._has_remotely(name):
+        if name.startswith("_") or self._has_here(name) or not self._has_remotely(name):
             super().__setattr__(name, value)
         else:
             self.set_attr(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the remote env has, and this object has not: a copy, as :meth:`get_attr` returns it.
+
+        While the remote env cannot be asked, because a call is pending or its process is lost, there is no such thing.
+        """
+        if name in _SPACES and "_supervisor" in self.__dict__:
+            self._supervisor.refuse(name)
+        nowhere = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name.startswith("__") or "_supervisor" not in self.__dict__ or not self._supervisor.is_idle:
+            raise AttributeError(f"{nowhere}; the remote env's: get_attr()")
+        try:
+            return self.get_attr(name)
+        except (AttributeError, ResultNotPicklableError) as error:
+            advice = "A wrapper that needs it belongs into the env_fn."
+            raise AttributeError(f"{nowhere}, nor has the remote env one to be had here. {advice} {error}") from error
+
+    def _has_here(self, name: str) -> bool:
+        return name in _SPACES or name in self.__dict__ or hasattr(type(self), name)
 
     def _has_remotely(self, name: str) -> bool:
         if "observation_space" not in self.__dict__ or self._supervisor.closed:
             return False
         return bool(self._ask("has_attr", HasAttribute(name)))
-
-    def __getattr__(self, name: str) -> Any:
-        """Say what to call when the spaces are asked for too early."""
-        if name in _SPACES and "_supervisor" in self.__dict__:
-            self._supervisor.refuse(name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; the remote env's: get_attr()")
 
     # --- helpers --------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -361,7 +362,7 @@ def _group(
         size=size,
         num_envs=num_envs,
         autoreset=mode.name,
-        space=observation_mode[1] if isinstance(observation_mode, tuple) else None,
+        space=deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None,
         truncates_errors=policy.on_error == "truncate",
         with_observations=shared_memory is not False,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -94,18 +95,19 @@ class HostedVectorEnv(VectorCalls):
         descriptions = [task.result for task in tasks]
         members = [member for description in descriptions for member in description.members]
         first = descriptions[0]
-        self.single_action_space = members[0][1]
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
         found = self._found = [observation_space for observation_space, _ in members]
         check_spaces(type(self).__name__, self.observation_mode, members)
-        self.observation_space, self.single_observation_space = observation_spaces(self.observation_mode, found)
+        # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these.
+        public = observation_spaces(self.observation_mode, copy.deepcopy(found))
+        self.observation_space, self.single_observation_space = public
+        self._single, self._single_action = copy.deepcopy(public[1]), members[0][1]
         if self.shared_memory:
-            check_shareable(self.single_observation_space)
+            check_shareable(self._single)
+        self.single_action_space = copy.deepcopy(self._single_action)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
-        layout = BatchLayout.of(
-            self.single_observation_space, self.num_envs, with_observations=self.shared_memory is not False
-        )
+        layout = BatchLayout.of(self._single, self.num_envs, with_observations=self.shared_memory is not False)
         self._places = self._arena.places(layout)
         self._laid_out = layout.tree is not None
         self._loose: list[Any] = [None] * self.num_envs
@@ -307,12 +309,12 @@ class HostedVectorEnv(VectorCalls):
         if type(actions) is np.ndarray and actions.shape == self.action_space.shape and not actions.dtype.hasobject:
             return [actions[rows] for rows in self._slices]
         try:
-            whole = normal_batch(self.single_action_space, actions, self.num_envs)
+            whole = normal_batch(self._single_action, actions, self.num_envs)
         except ActionError:
             raise
         except Exception as error:
             raise ActionError(f"step(): {shown(actions)} is no batch of {self.action_space}: {error}") from error
-        return [sliced(self.single_action_space, whole, rows) for rows in self._slices]
+        return [sliced(self._single_action, whole, rows) for rows in self._slices]
 
     # --- what came back ---------------------------------------------------------------------------
 
@@ -328,7 +330,7 @@ class HostedVectorEnv(VectorCalls):
             observations = self._place().observations
             return copied(observations) if self.copy else observations
         self._keep_loose(current)
-        space = self.single_observation_space
+        space = self._single
         loose = [blank(space) if one is None else one for one in self._loose]
         empty: Any = create_empty_array(space, self.num_envs)
         return concatenate(space, loose, empty)

@@ -33,6 +33,7 @@ class VectorPart(HostedVectorEnv):
         self.shared_memory, self.copy = whole.shared_memory, whole.copy
         self.observation_mode, self.autoreset_mode = whole.observation_mode, whole.autoreset_mode
         self.metadata, self.render_mode = whole.metadata, whole.render_mode
+        self._single, self._single_action = whole._single, whole._single_action
         self.single_action_space = whole.single_action_space
         self.single_observation_space = whole.single_observation_space
         self.action_space = batch_space(whole.single_action_space, self.num_envs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -79,11 +78,6 @@ class GroupKeeper(Supervisor):
     def size(self) -> int:
         """How many envs there are."""
         return self._group.size
-
-    @property
-    def is_foreign(self) -> bool:
-        """It belongs to another process, from which this one was forked."""
-        return os.getpid() != self._owner
 
     def _lay_out(self, description: Description) -> None:
         group = self._group

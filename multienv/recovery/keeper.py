@@ -29,7 +29,21 @@ from multienv.events import Hook, Loss, Statistics
 from multienv.recovery.anchoring import Anchoring
 from multienv.recovery.healer import Healer, Launcher
 from multienv.recovery.journal import ANCHOR_EVERY, Journal
-from multienv.recovery.phases import CLOSED, ENDED, LOST, NEW, PENDING, RESUMED, STARTING, STATES, STEPPING, WHOLE
+from multienv.recovery.phases import (
+    CLOSED,
+    DUE,
+    ENDED,
+    LOST,
+    NEW,
+    PENDING,
+    READY,
+    RESUMED,
+    RUNNING,
+    STARTING,
+    STATES,
+    STEPPING,
+    WHOLE,
+)
 from multienv.recovery.record import Record
 from multienv.recovery.recycling import Recycling
 from multienv.recovery.report import decoded
@@ -266,13 +280,23 @@ class Keeper:
 
     # --- wrong calls --------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a request could be sent now, to the process there is."""
+        return self.phase in (READY, RUNNING, DUE, ENDED) and self._backend is not None and not self.is_foreign
+
+    @property
+    def is_foreign(self) -> bool:
+        """It belongs to another process, from which this one was forked."""
+        return os.getpid() != self._owner
+
     def _pending_command(self) -> str:
         return "step" if self.phase in (STEPPING, RESUMED) else self._command
 
     def refuse(self, command: str) -> NoReturn:
         """Raise what is wrong with calling ``command`` now, and say what to call instead."""
         phase = self.phase
-        if os.getpid() != self._owner:
+        if self.is_foreign:
             raise UsageError(f"{command}(): this env belongs to process {self._owner}; make one in each process.")
         if self.closed:
             raise ClosedError(f"{command}(): this env has been closed. Make a new one.")
@@ -311,7 +335,7 @@ class Keeper:
         self.phase = CLOSED
         self._closing.set()
         backend = self._backend
-        if os.getpid() != self._owner:  # a forked child of the trainer's lets go of its copies, no more
+        if self.is_foreign:  # a forked child of the trainer's lets go of its copies, no more
             self.abandon()
             return
         self._healer.stop()

@@ -340,9 +340,30 @@ def test_an_attribute_that_is_not_there_is_an_attribute_error(face):
         ):
             with pytest.raises(AttributeError, match="nothing"):
                 ask()
-        with pytest.raises(AttributeError, match="get_attr"):
-            _ = env.horizon
+            with pytest.raises(AttributeError, match="nothing"):
+                _ = env.nothing
         assert env.step(1)[0][0] == 1, "the episode goes on"
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_what_the_env_has_is_read_from_it(face):
+    """As gymnasium's AtariPreprocessing and Tianshou's ``get_env_attr`` do, with ``unwrapped``."""
+    with pytest.raises(AttributeError, match="get_attr"):
+        _ = face(Poked).horizon
+    with face(Poked) as env:
+        env.reset(seed=0)
+        outer = wrappers.TimeLimit(env, 5).unwrapped
+        outer.offset = 1.5
+        outer.offset *= 2
+        assert (outer.offset, outer.named("an argument's"), getattr(outer, "_nothing", 7)) == (3.0, 13, 7)
+        assert hasattr(env, "horizon")
+        assert not hasattr(env, "nothing")
+        with pytest.raises(AttributeError, match="belongs into the env_fn"):
+            _ = env.engine
+        env.step_async(1)
+        assert not hasattr(env, "horizon"), "it cannot be asked"
+        assert env.step_wait()[0][0] == 1
+    assert not hasattr(env, "horizon")
 
 
 @pytest.mark.parametrize("name", ["reset", "step", "render", "close"])

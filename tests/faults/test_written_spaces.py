@@ -1,0 +1,98 @@
+"""Training code writes to the spaces it is given (CleanRL sets a dtype); recovery goes by what the env said."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
+
+POLICY = RestartPolicy(snapshot_every=20)
+
+
+class Float64Env(gymnasium.Env[Any, Any]):
+    def __init__(self) -> None:
+        self.observation_space = spaces.Dict({"a": spaces.Box(-1, 1, (2,), np.float64)})
+        self.action_space = spaces.Box(-1, 1, (1,), np.float64)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return {"a": self.np_random.random(2)}, {}
+
+    def step(self, action: Any) -> Any:
+        return {"a": self.np_random.random(2) + action}, float(action[0]), False, False, {}
+
+
+def set_dtype(space: spaces.Dict) -> None:
+    space["a"].dtype = np.float32  # a class, and no dtype, as CleanRL has it
+
+
+def add_a_mask(space: spaces.Dict) -> None:
+    space.spaces["mask"] = spaces.MultiBinary(2)
+
+
+def narrow(space: spaces.Dict) -> None:
+    space["a"].low[:] = 0  # type: ignore[attr-defined]
+
+
+def kill(pid: int | None) -> None:
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("write", [set_dtype, add_a_mask, narrow])
+@pytest.mark.parametrize("steps", [3, 50], ids=["journal", "snapshot"])
+def test_a_loss_after_it(steps: int, write: Callable[[Any], None], tmp_path: Path) -> None:
+    bare = Float64Env()
+    bare.reset(seed=1)
+    with SubprocessEnv(Float64Env, restart=POLICY, reports=tmp_path) as env:
+        env.reset(seed=1)
+        write(env.observation_space)
+        for _ in range(steps):
+            bare.step(np.array([0.3]))
+            env.step(np.array([0.3]))
+        kill(env.statistics().pid)
+        expected, shown = bare.step(np.array([0.3])), env.step(np.array([0.3]))
+        np.testing.assert_array_equal(shown[0]["a"], expected[0]["a"], strict=True)
+        assert shown[1:] == expected[1:]
+        saved = env.state_dict()
+        expected = bare.step(np.array([0.3]))
+        env.load_state_dict(saved)
+        np.testing.assert_array_equal(env.step(np.array([0.3]))[0]["a"], expected[0]["a"], strict=True)
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize("write", [set_dtype, add_a_mask, narrow])
+@pytest.mark.parametrize("mode", ["same", "different", "custom"])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_loss_in_a_batch_after_it(shared_memory: bool, mode: str, write: Callable[[Any], None]) -> None:
+    single = Float64Env().observation_space
+    pair = (gymnasium.vector.utils.batch_space(single, 2), single)
+    options: dict[str, Any] = {
+        "observation_mode": pair if mode == "custom" else mode,
+        "shared_memory": shared_memory,
+        "restart": POLICY,
+    }
+    make = partial(SubprocessVectorEnv, [Float64Env] * 2, envs_per_worker=1, **options)
+    with closing(SerialVectorEnv([Float64Env] * 2)) as calm, closing(make()) as envs:
+        calm.reset(seed=1), envs.reset(seed=1)
+        for space in (envs.single_observation_space, envs.observation_space, single):
+            write(space)  # type: ignore[arg-type]
+        envs.single_action_space.dtype = np.dtype(np.float32)
+        for step in range(30):
+            if step in (2, 28):
+                kill(envs.statistics()[0].pid)
+            expected, shown = calm.step([np.array([0.3])] * 2), envs.step([np.array([0.3])] * 2)
+            np.testing.assert_array_equal(shown[0]["a"], expected[0]["a"], strict=True)
+            np.testing.assert_array_equal(shown[1], expected[1], strict=True)
+            assert not shown[3].any()
