@@ -85,7 +85,7 @@ class Backend(ABC):
 
     @abstractmethod
     def arm(self, seconds: float | None) -> None:
-        """From now on the pending request may take this long."""
+        """From now on the pending request may take this long; ``None``: as long as it likes."""
 
     def step_seconds(self) -> float | None:
         """How long the env itself takes for a step, if that is known."""

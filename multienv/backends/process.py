@@ -126,8 +126,7 @@ class ProcessBackend(Backend):
 
     def arm(self, seconds: float | None) -> None:
         """Set the deadline; the worker clears it when it is done, the warden enforces it."""
-        if seconds is not None:
-            self._times[DEADLINE] = time.monotonic() + seconds
+        self._times[DEADLINE] = 0.0 if seconds is None else time.monotonic() + seconds
 
     def snapshots(self) -> tuple[int, str]:
         """How many it has taken, and why none at present, if there is a reason."""

@@ -52,6 +52,10 @@ class Anchoring:
         self._next_at = steps + int(_PACE * self._seconds / step_seconds)
         self._hurry_at = steps + (0 if self._seconds <= _CHEAP else int(_HURRY * self._seconds / step_seconds))
 
+    def move(self, steps: int) -> None:
+        """So many steps of its life have been added, or taken away, without having been taken."""
+        self._next_at, self._hurry_at = self._next_at + steps, self._hurry_at + steps
+
     def refused(self, steps: int, why: str, *, lost: bool = False) -> None:
         """There is none; with ``lost`` the process ended of it."""
         self.obstacle = why

@@ -76,9 +76,14 @@ class Awaiter(Restorer):
     # --- a call that was interrupted ----------------------------------------------------------------
 
     def note_interruption(self, error: object, extent: int = WHOLE) -> None:
-        """An exception came through a call. If it is not ours and the request is unanswered, that is settled later."""
+        """An exception came through a call. If it is not ours and the request is unanswered, that is settled later.
+
+        Until then nobody waits, and it may not even have been sent: no deadline holds.
+        """
         if not isinstance(error, MultienvError):
             self.interrupted = extent if self.phase in PENDING else 0
+            if self.interrupted and self._backend is not None and not self.closed:
+                self._backend.arm(None)
 
     def note_interrupted_step(self, error: object, before: int | None) -> None:
         """The same for a step whose outcome may have been logged, and was not delivered all the same.

@@ -117,6 +117,15 @@ class Journal:
         self._anchors: list[Anchor] = []
         self._steps_before = steps
 
+    def begin_anew(self, frames: list[bytes], evidence: list[bytes], steps: int) -> None:
+        """A new life of the env: it has just been built, and has answered these requests so, or none of them."""
+        life = self.twin()
+        life.clear(steps)
+        for frame, answer in zip(frames, evidence, strict=False):
+            life.log_request(frame)
+            life.log_reply(answer)
+        self.become(life)
+
     def _forget_all(self) -> None:
         self._last_forgotten = self.last_observed()
         self._entries.clear()
@@ -289,14 +298,19 @@ class Journal:
 
     def copy(self) -> Journal:
         """What is held now."""
-        twin = Journal(recording=self.recording, replaying=self.replaying, anchor_every=self._anchor_every)
+        twin = self.twin()
         twin.become(self)
         return twin
 
+    def twin(self) -> Journal:
+        """One that holds nothing."""
+        return Journal(recording=self.recording, replaying=self.replaying, anchor_every=self._anchor_every)
+
     def become(self, other: Journal) -> None:
         """Hold what the other one does."""
-        self._entries[:] = other._entries
-        self._anchors = list(other._anchors)
+        anchors = list(other._anchors)
+        # From here on at one stroke: no interruption comes in between.
+        self._entries[:], self._anchors = other._entries, anchors
         self._known, self._lasting, self._last_forgotten = other._known, other._lasting, other._last_forgotten
         self._roomy, self._overgrown, self._steps_before = other._roomy, other._overgrown, other._steps_before
         self.complete, self.usable = other.complete, other.usable

@@ -64,6 +64,7 @@ from multienv.wire.messages import (
 from multienv.wire.observations import Placement, array_views, body_of, irregular_parts, reader
 
 _unpack = REPLY.unpack_from
+_IDLE = (READY, RUNNING, DUE, ENDED)
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
@@ -237,7 +238,11 @@ class Keeper:
             self._backend.prefer(core, looks=looks)
 
     def _drop_backend(self) -> None:
-        old, self._backend = self._backend, None
+        old = self._backend
+        # At one stroke, whatever interrupts then: nothing is sent by descriptors that may soon be somebody else's.
+        self._backend, self._transmit = None, _no_sender
+        if self.phase in _IDLE:
+            self.phase = LOST
         if old is not None:
             old.kill()
             old.release()
@@ -283,7 +288,7 @@ class Keeper:
     @property
     def is_idle(self) -> bool:
         """Whether a request could be sent now, to the process there is."""
-        return self.phase in (READY, RUNNING, DUE, ENDED) and self._backend is not None and not self.is_foreign
+        return self.phase in _IDLE and self._backend is not None and not self.is_foreign
 
     @property
     def is_foreign(self) -> bool:
@@ -327,34 +332,39 @@ class Keeper:
 
         It is asked for ``Deadlines.close`` seconds, or for ``patience`` if that is less.
         """
+        is_foreign = self.is_foreign
         if self.closed:
             if not self.inside:  # a call that the first close() broke off has come to its end since
                 self._release_backend()
             return
-        self.closed = True
-        self.phase = CLOSED
-        self._closing.set()
-        backend = self._backend
-        if self.is_foreign:  # a forked child of the trainer's lets go of its copies, no more
-            self.abandon()
-            return
-        self._healer.stop()
-        for snapshot in list(self.snapshots):
-            snapshot.free()
-        if backend is None:
-            return
-        if self.inside:
-            self._break_off(backend)
-            return
-        self._backend = None
-        self._let_go()
+        # At one stroke: who closes it too, in another thread or a signal handler, finds nothing to do.
+        self.closed, self.phase = True, CLOSED
+        backend, inside = self._backend, self.inside and not is_foreign
+        if not inside:
+            self._backend = None
         try:
+            self._closing.set()
+            if is_foreign:  # a forked child of the trainer's lets go of its copies, no more
+                self._let_go()
+                if backend is not None:
+                    backend.release()
+                return
+            self._healer.stop()
+            for snapshot in list(self.snapshots):
+                snapshot.free()
+            if backend is None:
+                return
+            if inside:
+                self._break_off(backend)
+                return
+            self._let_go()
             backend.send(pack_message((self.seq + 1) & SEQ_MASK, Close()))
             limit = self._deadlines.close
             backend.finish(limit if patience is None else min(limit, max(0.0, patience)))
         except BaseException:  # a signal handler raised: without asking any more
-            backend.kill()
-            backend.release()
+            if backend is not None and not inside:
+                backend.kill()
+                backend.release()
             raise
 
     def _break_off(self, backend: Backend) -> None:
@@ -401,7 +411,8 @@ class Keeper:
         self._release_backend()
 
     def _release_backend(self) -> None:
-        backend, self._backend = self._backend, None
+        backend = self._backend
+        self._backend = None
         self._let_go()
         if backend is not None:
             backend.release()

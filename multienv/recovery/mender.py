@@ -258,18 +258,19 @@ class Mender(Keeper):
         anew = self._healer.anew(effort)
         self._drop_backend()
         self._healer.draw_seeds()
-        frames = self._journal.lasting()
-        self._rebuild(None, anew)
-        self._journal.clear(self._steps)
-        self._last = b""
+        frames, evidence = self._journal.lasting(), []
         try:
-            for frame, evidence in zip(frames, self._healer.repeat(self._backend, frames), strict=True):
-                self._log_request(frame)
-                self._log_reply(evidence)
-        except Gone:  # one of them ends the process: go on without them
-            self._drop_backend()
             self._rebuild(None, anew)
-            self._journal.clear(self._steps)
+            try:
+                evidence = self._healer.repeat(self._backend, frames)
+            except Gone:  # one of them ends the process: go on without them
+                self._drop_backend()
+                self._rebuild(None, anew)
+            self._journal.begin_anew(frames, evidence, self._steps)
+        except BaseException:  # all of it is to be done again, with what was called and set
+            self._drop_backend()
+            raise
+        self._last = b""
         if effort is not None:
             effort.attempts, effort.admitted = anew.attempts, anew.admitted
 

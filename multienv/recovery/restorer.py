@@ -117,8 +117,20 @@ class Restorer(Mender):
             raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
         plans = [Plan(state["frames"], state["evidence"], state["from_construction"], state.get("from_state", False))]
         plans += [Plan(frames, evidence, False, kept) for frames, evidence, kept in state.get("others", ())]
+        target = BranchState(
+            journal=self._journal.twin(),
+            last=state["last"],
+            memory=b"",
+            phase={"ready": READY, "running": RUNNING, "ended": ENDED}[state["state"]],
+            process_seeds=state["process_seeds"],
+            seed=state["seed"],
+            seq=state["seq"],
+            steps=state["steps"],
+            steps_before=state["steps_before"],
+            episodes=state["episodes"],
+        )
         effort = self._healer.begin(planned=True)
-        before, self._healer.seeds = self._healer.seeds, state["process_seeds"]
+        before, self._healer.seeds = self._healer.seeds, target.process_seeds
         try:
             looks_the_same = partial(self._looks_as_saved, state)
             backend = self._healer.bring_back(plans, effort, self._steps, looks_the_same)
@@ -130,15 +142,7 @@ class Restorer(Mender):
                     "The env is as it was before."
                 ) from error
             raise
-        self._refuse_if_closed(backend)
-        assert effort.plan is not None
-        self._journal.load(effort.plan, state["steps"])
-        self._last, self._owed, self._pending = state["last"], "", b""
-        self._seed, self.seq = state["seed"], state["seq"]
-        self._steps, self._steps_before = state["steps"], state["steps_before"]
-        self.record.episodes = state["episodes"]
-        self._adopt(backend)
-        self.phase = {"ready": READY, "running": RUNNING, "ended": ENDED}[state["state"]]
+        self._go_on_as(backend, target, effort.plan)
 
     def _looks_as_saved(self, state: dict[str, Any], backend: Backend, last: bytes) -> bool:
         seen = state["last"]
@@ -204,7 +208,7 @@ class Restorer(Mender):
         if self._backend is not None:
             self._backend.kill()  # it is ours until it is dead, whatever interrupts
         self._drop_backend()
-        self.phase = LOST
+        self.phase = LOST  # a truncation that is owed is not any more
         self._healer.seeds = state.process_seeds
         try:
             backend = self._healer.branch(snapshot.token, effort, self._steps)
@@ -215,16 +219,36 @@ class Restorer(Mender):
             raise NotRestoredError(
                 f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
             ) from reason
+        self._go_on_as(backend, state)
+
+    # --- both -------------------------------------------------------------------------------------
+
+    def _go_on_as(self, backend: Backend, state: BranchState, plan: Plan | None = None) -> None:
+        """From now on this backend is the env's, which stands so; with its journal yet to be loaded with this plan.
+
+        Interrupted, the env is what it was, or lost: nobody is asked for an episode that is not told of.
+        """
         self._refuse_if_closed(backend)
-        self._journal.become(state.journal)
-        self._last, self._owed, self._pending = state.last, "", b""
-        self._seed, self.seq = state.seed, state.seq
-        self._steps, self._steps_before = state.steps, state.steps_before
-        self.record.episodes = state.episodes
-        self._adopt(backend)
-        if state.memory and self._block:
-            self._memory_of(seq_of(state.last), self._block)[:] = state.memory
-        self.phase = state.phase
+        try:
+            if plan is not None:
+                state.journal.load(plan, state.steps)
+            self._drop_backend()
+            self.phase = LOST
+            self._journal.become(state.journal)
+            self._last, self._owed, self._pending = state.last, "", b""
+            self._seed, self.seq = state.seed, state.seq
+            self._anchoring.move(state.steps - self._steps)
+            self._steps, self._steps_before = state.steps, state.steps_before
+            self.record.episodes = state.episodes
+            self._adopt(backend)
+            if state.memory and self._block:
+                self._memory_of(seq_of(state.last), self._block)[:] = state.memory
+            self.phase = state.phase
+        except BaseException:
+            if self._backend is not backend:
+                backend.kill()
+                backend.release()
+            raise
 
     def _looks_as_kept(self, state: BranchState, backend: Backend, last: bytes) -> bool:
         return self._looks_as_saved({"last": state.last, "memory": state.memory}, backend, last)

@@ -119,7 +119,7 @@ def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots, affin
         ahead = frame[length:]  # a Close, or a mark, may have been sent meanwhile
         if ahead:
             if not length:
-                ahead = _answer_mark(ends, frame, reply if seq == last_seq else b"")
+                ahead = _answer_mark(ends, frame, reply if seq == last_seq else b"", times)
                 continue
             frame = frame[:length]
         sampled = kind == STEP and not seq & unseen
@@ -137,8 +137,10 @@ def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots, affin
             return
 
 
-def _answer_mark(ends: Ends, frame: bytes, reply: bytes) -> bytes:
+def _answer_mark(ends: Ends, frame: bytes, reply: bytes, times: Any) -> bytes:
     """Tell an interrupted trainer where to go on reading; returns what came behind its frame."""
+    if reply:
+        times[DEADLINE] = 0.0  # it was set anew: the trainer did not know that there was an answer
     end = REQUEST.size + MARK_SIZE
     if len(frame) < end:
         frame = _read_rest(ends.requests, frame, end)

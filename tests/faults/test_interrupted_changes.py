@@ -1,0 +1,197 @@
+"""Interrupted anywhere while an env is given up for another life or another state: it is the one, the other, or lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from interruption import Interrupted, every_place
+
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv.errors import ResetNeededError
+from multienv.recovery.journal import Journal
+from multienv.testing import CounterEnv
+
+ENDLESS = partial(CounterEnv, horizon=None)
+STEP = np.int64(1)
+
+
+class Unrepeatable(CounterEnv):
+    """No replay shows what was seen."""
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        observation[1] = int.from_bytes(os.urandom(2), "little") / 65536
+        return observation, *rest
+
+
+def kill(pid: int | None) -> None:
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def discarded(env: SubprocessEnv) -> None:
+    env.set_attr("offset", 2.0)
+    env._supervisor.discard()
+    env.reset(seed=3)
+
+
+def reset_in_a_new_process(env: SubprocessEnv) -> None:
+    env._supervisor.due = "the test wants it"
+    env.reset(seed=3)
+
+
+@pytest.mark.parametrize("change", [discarded, reset_in_a_new_process])
+def test_nothing_is_written_to_descriptors_that_are_somebody_elses(
+    change: Callable[[SubprocessEnv], None], tmp_path: Path
+) -> None:
+    """Opened by whoever was interrupted, a checkpoint's may have the number that the pipe's end had."""
+    env_fn = partial(Unrepeatable, horizon=None)
+    for interruption in every_place(stride=17):
+        with SubprocessEnv(env_fn, restart=RestartPolicy(snapshots=False, state_anchors=False)) as env:
+            env.reset(seed=0)
+            env.step(STEP)
+            with interruption:
+                change(env)
+            with contextlib.ExitStack() as files:
+                mine = [files.enter_context((tmp_path / str(number)).open("wb")) for number in range(8)]
+                with contextlib.suppress(ResetNeededError):
+                    env.step(STEP)
+                assert [os.fstat(file.fileno()).st_size for file in mine] == [0] * 8, interruption.where
+            env.reset(seed=3)
+            assert env.step(STEP)[0][0] == 1, interruption.where
+
+
+def test_an_env_that_is_given_another_state() -> None:
+    with SubprocessEnv(ENDLESS) as env:
+        env.reset(seed=5)
+        for _ in range(40):
+            env.step(STEP)
+        saved = env.state_dict()
+    policy = RestartPolicy(snapshots=False)
+    for interruption in every_place(stride=7):
+        with SubprocessEnv(ENDLESS, restart=policy) as env:
+            env.reset(seed=1)
+            for _ in range(10):
+                env.step(STEP)
+            with interruption:
+                env.load_state_dict(saved)
+            pid = env.statistics().pid
+            if pid is not None:
+                kill(pid)
+            try:
+                observation, _, _, truncated, _ = env.step(STEP)
+            except ResetNeededError:
+                assert env.reset(seed=1)[0][0] == 0
+            else:
+                assert (int(observation[0]), truncated) in ((11, False), (41, False)), interruption.where
+
+
+def test_half_a_journal_is_not_taken_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = RestartPolicy(snapshots=False, state_anchors=False)
+    with SubprocessEnv(ENDLESS, restart=policy) as env:
+        env.reset(seed=5)
+        for _ in range(40):
+            env.step(STEP)
+        saved = env.state_dict()
+    load = Journal.load
+
+    def interrupted(self: Journal, plan: Any, steps: int) -> None:
+        load(self, plan, steps)
+        del self._entries[len(self._entries) // 2 :]
+        raise Interrupted
+
+    with SubprocessEnv(ENDLESS, restart=policy) as env:
+        env.reset(seed=1)
+        env.step(STEP)
+        monkeypatch.setattr(Journal, "load", interrupted)
+        with pytest.raises(Interrupted):
+            env.load_state_dict(saved)
+        kill(env.statistics().pid)
+        assert env.step(STEP)[0][0] == 2
+
+
+class Napping(Unrepeatable):
+    def nap(self) -> None:
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("face", ["one", "batch"])
+@pytest.mark.parametrize("after", [0.1, 0.3, 0.6])
+def test_what_was_set_is_not_forgotten_when_a_new_life_is_interrupted(face: str, after: float) -> None:
+    policy = RestartPolicy(snapshots=False, state_anchors=False, on_crash="truncate" if face == "one" else "replay")
+    make: Any = SubprocessEnv if face == "one" else lambda env_fn, **options: SubprocessVectorEnv([env_fn], **options)
+    env = make(partial(Napping, horizon=None), restart=policy)
+    with contextlib.closing(env):
+        if face == "one":
+            env.initialize()
+        env.call("nap")
+        env.set_attr("offset", 5.0)
+        env.reset(seed=0)
+        env.step(STEP if face == "one" else [1])
+        statistics = env.statistics()
+        kill((statistics if face == "one" else statistics[0]).pid)
+        before = signal.signal(signal.SIGALRM, raise_interrupted)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, after)
+            with contextlib.suppress(Interrupted):
+                env.step(STEP if face == "one" else [1])
+                env.reset(seed=1)
+                time.sleep(1)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        env.reset(seed=1)
+        assert env.get_attr("offset") == (5.0 if face == "one" else (5.0,))
+
+
+def raise_interrupted(*_: Any) -> None:
+    raise Interrupted
+
+
+@pytest.mark.parametrize("on_timeout", ["replay", "raise", "truncate"])
+def test_an_interrupted_step_has_no_deadline_while_nobody_waits(on_timeout: Any) -> None:
+    """Wherever it was interrupted, before it was sent or after it was answered; nor has it one when it is resumed."""
+    make = partial(SubprocessEnv, ENDLESS, deadlines=Deadlines(step=0.2), restart=RestartPolicy(on_timeout=on_timeout))
+    with make() as env:
+        env.reset(seed=0)
+        for interruption in every_place():
+            with interruption:
+                env.step(STEP)
+            if interruption.fired and interruption.place % 6 == 0:
+                time.sleep(0.3)
+            assert not env.step(STEP)[3], interruption.where
+            if interruption.place % 6 == 3:
+                time.sleep(0.3)
+        assert env.statistics().losses == 0
+
+
+def test_closing_twice_at_once() -> None:
+    """In two threads: neither raises, and no descriptor is closed that is not the env's."""
+    for _ in range(40):
+        env = SubprocessEnv(ENDLESS).initialize()
+        errors: list[BaseException] = []
+        ready = threading.Barrier(2)
+
+        def close(env: SubprocessEnv = env, ready: Any = ready, errors: Any = errors) -> None:
+            ready.wait()
+            try:
+                env.close()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
