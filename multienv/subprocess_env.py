@@ -19,6 +19,7 @@ from multienv.config import Deadlines, RestartPolicy, integer
 from multienv.errors import EnvFnError, EnvsFailedError, UsageError
 from multienv.events import Hook
 from multienv.hosted_env import EnvFn, HostedEnv
+from multienv.processes import descriptors
 from multienv.processes.client import tell
 from multienv.processes.environment import module_path, worker_environment, working_directory
 from multienv.processes.launch import Launch, method_of
@@ -27,7 +28,7 @@ from multienv.recovery.healer import UP_WITHIN
 from multienv.recovery.preserver import CAPTURE_DEADLINE
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
-from multienv.threads import Pool, side_by_side
+from multienv.threads import Pool, close_at_once, side_by_side
 from multienv.wire.messages import Initialize, Setting, drawn_seeds
 from multienv.wire.observations import INLINE_LIMIT
 from multienv.worker.registrations import registrations
@@ -227,8 +228,7 @@ def initialize_all(envs: Sequence[SubprocessEnv]) -> None:
 
 def close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
     """Close envs side by side, so that several stuck ones take no longer than one."""
-    with Pool(max(1, len(envs)), "multienv-close") as pool:
-        side_by_side(pool, [env.close for env in envs])
+    close_at_once([env.close for env in envs], here=descriptors.is_held_here())
 
 
 def _abandon(supervisor: Supervisor, owner: int) -> None:

@@ -64,11 +64,12 @@ class Task:
         """Have a thread make the call, or make it here if there are no more to be had; again does nothing."""
         if not self._begun.locked():
             try:
-                pool.submit(self._run)
+                pool.submit(self.run)
             except RuntimeError:
-                self._run()
+                self.run()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Make the call here, if nobody has begun it."""
         if self._begun.acquire(blocking=False):
             try:
                 self.result = self._call()
@@ -90,11 +91,26 @@ class Task:
             self.wait()
 
 
+def close_at_once(calls: Iterable[Callable[[], Any]], *, here: bool) -> None:
+    """Make these calls, so that several that take their time take no longer than one; or ``here``, in this thread."""
+    tasks = [Task(call) for call in calls]
+    if here:
+        for task in tasks:
+            task.run()
+        return
+    with Pool(max(1, len(tasks)), "multienv-close") as pool:
+        _make(pool, tasks)
+
+
 def side_by_side(pool: Pool, calls: Iterable[Callable[[], Any]]) -> list[Task]:
     """Make these calls, each in a thread, and wait for all of them."""
     tasks = [Task(call) for call in calls]
+    _make(pool, tasks)
+    return tasks
+
+
+def _make(pool: Pool, tasks: list[Task]) -> None:
     for task in tasks:
         task.start(pool)
     for task in tasks:
         task.wait()
-    return tasks

@@ -165,7 +165,8 @@ class Trial:
         try:
             if self._is_reached(others, [seed for group in groups for seed in group.seeds]) and not envs.closed:
                 # At once, for an interruption. What the processes end with stays tied to the others.
-                vars(envs).update({name: vars(others)[name] for name in _TAKEN}, _successor=others)
+                taken = {name: vars(others)[name] for name in _TAKEN}
+                vars(envs).update(taken, _successor=others, _retired=groups)
         finally:
             if envs._groups is groups:
                 others.close()
@@ -173,6 +174,7 @@ class Trial:
             others.closed, others._places = True, None
             for group in groups:
                 group.close()
+            envs._retired = ()
             arena.close()
             self._rounds.close()
             if envs.closed:  # meanwhile, by another thread, which knew nothing of the others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,9 @@ from multienv.backends.arena import Arena
 from multienv.errors import ActionError, EnvsFailedError, MultienvError, ResetNeededError, UsageError
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
+from multienv.processes import descriptors
 from multienv.recovery.group import GroupSupervisor
-from multienv.threads import Pool, side_by_side
+from multienv.threads import Pool, close_at_once, side_by_side
 from multienv.vector_arguments import check_mask, normal_batch, shown, sliced
 from multienv.vector_calls import VectorCalls
 from multienv.vector_rounds import STEP, Refused, Round, VectorRounds
@@ -44,6 +46,8 @@ class HostedVectorEnv(VectorCalls):
         autoreset_mode: What happens when an episode ends.
         envs_per_worker: The sizes of the groups.
     """
+
+    _retired: Sequence[GroupSupervisor] = ()  # others have taken their envs over, and they are yet to be closed
 
     def __init__(
         self,
@@ -409,11 +413,11 @@ class HostedVectorEnv(VectorCalls):
             UserWarning: An answer is pending that nobody has collected. All is closed nevertheless.
         """
         patience = 0.0 if terminate else timeout
-        for group in self._groups:
+        groups = [*self._groups, *self._retired]
+        for group in groups:
             if group.inside:  # perhaps by this very thread, below a signal handler: another could wait for it in vain
                 group.close(patience)
-        with Pool(max(1, len(self._groups)), "multienv-close") as pool:
-            side_by_side(pool, [lambda group=group: group.close(patience) for group in self._groups])  # type: ignore[misc]
+        close_at_once([partial(group.close, patience) for group in groups], here=descriptors.is_held_here())
         self._rounds.close()
         self._places = None
         self._arena.close()

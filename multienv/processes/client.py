@@ -106,8 +106,17 @@ def reap() -> None:
 
 
 guard = Guard()
+
+
+def _forget() -> None:
+    """In a forked child: whichever thread held the lock is not here."""
+    global _client_lock
+    _client_lock = threading.Lock()
+    guard.forget()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=guard.forget)
+    os.register_at_fork(after_in_child=_forget)
 
 
 def tell(operation: int, *, number: int = 0, pid: int = 0) -> None:

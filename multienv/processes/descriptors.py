@@ -16,6 +16,21 @@ lock = threading.RLock()
 _trainers: dict[object, int] = {}
 
 
+def _begin_anew() -> None:
+    """In a forked child: whichever thread held it is not here."""
+    global lock
+    lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
+def is_held_here() -> bool:
+    """Whether this thread launches a process, and is now below a signal handler: others would wait for it in vain."""
+    return lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+
+
 def own(descriptor: int) -> object:
     """This one is the trainer's: no worker may keep it. Returns what :func:`close` takes."""
     token = object()

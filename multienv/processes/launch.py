@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count, starmap
 from typing import Any
 
-from multienv.errors import ClosedError, UsageError
+from multienv.errors import UsageError
 from multienv.processes import descriptors, leftovers
 from multienv.processes.client import WardenClient, guard, reap, warden, workers
 from multienv.processes.environment import worker_environment
@@ -221,10 +221,11 @@ class Worker:
 
     def kill(self) -> None:
         """Have the process killed: SIGTERM, then SIGKILL, children included."""
-        if self.fate is None:
+        if self.fate is None and self._owner == os.getpid():
             try:
-                warden().order(KILL, number=self.number)
-            except (OSError, ClosedError):
+                if self._warden is not None:  # its own, and without a lock: a signal handler's close() comes here
+                    self._warden.order(KILL, number=self.number)
+            except OSError:
                 self._kill_directly()
 
     def _kill_directly(self) -> None:
@@ -378,22 +379,31 @@ class Worker:
             self.control.close()
 
 
+def _above_standard(descriptor: int) -> int:
+    """It, or a copy if its number is that of a standard stream."""
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) if 0 <= descriptor < 3 else descriptor
+
+
 def _become_forked_worker(ends: Ends, launch: Launch, stderr: int, not_ours: set[int], number: int) -> None:
     """In the forked child. Never returns."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)
-        os.dup2(stderr, 2)
+        # Where the trainer's own are closed, some of ours have their numbers.
+        taken = {0, 1} & {*ends.descriptors(), *not_ours, stderr}
+        ends, own_stderr = ends.moved(_above_standard), _above_standard(stderr)
         descriptors.close_inherited({ends.memory, ends.arena})
-        for descriptor in (*not_ours, stderr):
+        for descriptor in not_ours:
             os.close(descriptor)
-        if 0 not in ends.descriptors():  # the trainer's own may be closed
-            null = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(null, 0)
-            if null:
-                os.close(null)
-            sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the old one may have read ahead
+        os.dup2(own_stderr, 2)
+        os.close(own_stderr)
+        null = os.open(os.devnull, os.O_RDWR)
+        for one in {0} | taken:
+            os.dup2(null, one)
+        if null:
+            os.close(null)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the old one may have read ahead
         environment = worker_environment(launch.native_threads)
         os.environ.clear()
         os.environ.update(environment | {WARD_VARIABLE: ward_mark(os.getppid(), number)})

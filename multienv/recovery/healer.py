@@ -235,7 +235,12 @@ class Healer:
         remaining = self._admit(effort, progress)
         effort.attempts += 1
         self.restarts += not effort.planned
-        backend = self._current = self.launch()
+        try:
+            backend = self._current = self.launch()
+        except OSError:
+            if self._stopped:  # a signal handler has closed what it was to be launched with
+                raise Unrecoverable("the env was closed") from None
+            raise
         try:
             if self._stopped:
                 raise Unrecoverable("the env was closed")

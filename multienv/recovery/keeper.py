@@ -112,10 +112,10 @@ class Keeper:
 
     # Slots, because an object with so many attributes would lose CPython's fast path to them.
     __slots__ = """
-        __weakref__ core _anchoring _asked_state _backend _block _buffer _looks _closing _command _deadlines _deaths
-        _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _losses _lost_observation
-        _message _mourned _owed _owner _pending _phase_before _placement _plain_reply _plain_size _policy _recycling
-        _sampled_at _seed _step_deadline _steps _steps_before _transmit _views closed due inside
+        __weakref__ core _anchoring _asked_state _backend _block _branching _buffer _looks _closing _command _deadlines
+        _deaths _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _losses
+        _lost_observation _message _mourned _owed _owner _pending _phase_before _placement _plain_reply _plain_size
+        _policy _recycling _sampled_at _seed _step_deadline _steps _steps_before _transmit _views closed due inside
         interrupted phase record seq snapshots
     """.split()  # noqa: SIM905 - one name a line would take a page
 
@@ -150,6 +150,7 @@ class Keeper:
         self._recycling = Recycling(policy)
         self._anchoring = Anchoring(policy)
         self._asked_state: tuple[weakref.ref[Any], bytes] | None = None  # whom, and how: not known to be answered
+        self._branching = 0  # the token of a snapshot that has been asked for, until somebody holds it
         self.due = ""  # why the process is to be replaced before the next request
         anchors = 1 if self._recycling.wanted else ANCHOR_EVERY
         # A report is to be replayed whatever the policy does, unless there is to be no journal at all.
@@ -336,6 +337,7 @@ class Keeper:
         if self.closed:
             if not self.inside:  # a call that the first close() broke off has come to its end since
                 self._release_backend()
+            self._free_snapshots()
             return
         # At one stroke: who closes it too, in another thread or a signal handler, finds nothing to do.
         self.closed, self.phase = True, CLOSED
@@ -350,8 +352,6 @@ class Keeper:
                     backend.release()
                 return
             self._healer.stop()
-            for snapshot in list(self.snapshots):
-                snapshot.free()
             if backend is None:
                 return
             if inside:
@@ -366,6 +366,21 @@ class Keeper:
                 backend.kill()
                 backend.release()
             raise
+        finally:
+            self._free_snapshots()
+
+    def _free_snapshots(self) -> None:
+        """Once the process has ended: nobody has heard yet of one that it is just taking."""
+        if not self.is_foreign:
+            for snapshot in list(self.snapshots):
+                snapshot.free()
+            self._free_forsaken()
+
+    def _free_forsaken(self) -> None:
+        """That which has been asked for by a snapshot() that was interrupted."""
+        if self._branching:
+            self._healer.free(self._branching)
+            self._branching = 0
 
     def _break_off(self, backend: Backend) -> None:
         """End a call that this thread is in, below a signal handler, or that another one is in."""

@@ -165,11 +165,14 @@ class Restorer(Mender):
                 f"snapshot(): {kept} are kept, as many as RestartPolicy.max_snapshots allows. "
                 "free() some, or let go of them."
             )
-        return next(_tokens)
+        self._free_forsaken()
+        self._branching = next(_tokens)
+        return self._branching
 
     def keep_snapshot(self, token: int, obstacle: str) -> Snapshot:
         """The env's process has been asked for one; this was in the way, or nothing."""
         if obstacle:
+            self._branching = 0
             raise NotForkableError(
                 f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, devices and "
                 'shared memory do not survive it; nor does the trainer take part in it (context="fork", SerialEnv). '
@@ -190,6 +193,7 @@ class Restorer(Mender):
         )
         snapshot = Snapshot(token, state, self._healer.free)
         self.snapshots.add(snapshot)
+        self._branching = 0
         return snapshot
 
     @entered

@@ -344,6 +344,7 @@ class Supervisor(Preserver):
             self._settle()
             with contextlib.suppress(MultienvError):  # nobody waits for it any more
                 self.receive(self._command)
+            self._free_forsaken()
         elif self.phase not in (STARTING, *PENDING):
             self.interrupted = 0
         elif step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 # In each worker's environment, so that the processes it starts can be told from others'.
@@ -32,6 +33,10 @@ class Ends:
     def __str__(self) -> str:
         """For the command line of a spawned worker."""
         return ",".join(map(str, self._all()))
+
+    def moved(self, move: Callable[[int], int]) -> Ends:
+        """The same by other numbers."""
+        return Ends(*map(move, self._all()))
 
     def descriptors(self) -> list[int]:
         """All there are."""

@@ -48,6 +48,10 @@ class Entropy:
         words = np.random.SeedSequence((self._seed, place, count)).generate_state(-(-bits // _WORD))
         return int.from_bytes(words.tobytes(), "little") >> -bits % _WORD
 
+    def begin_life(self, number: int) -> None:
+        """The env that is being called is another one now: it draws what none has drawn before it."""
+        self.counts[self._place()] = number << _WORD
+
     def install(self) -> None:
         """From now on numpy asks here, in this process."""
         global _installed
@@ -62,6 +66,12 @@ class Entropy:
         if _installed is self:
             setattr(_MODULE, _NAME, self._before)
             _installed = self._outer
+
+
+def begin_life(number: int) -> None:
+    """See :class:`Entropy`; ``number`` is that of the request in which it begins."""
+    if _installed is not None:
+        _installed.begin_life(number)
 
 
 def capture() -> dict[int, int] | None:

@@ -300,7 +300,7 @@ class EnvGroup(GroupReplies):
                 info: dict[str, Any] = {}
                 try:
                     if one.lasting is not None:
-                        self._build_anew(slot, one.lasting)
+                        self._build_anew(seq, slot, one.lasting)
                     info = self._stand_in(seq, slot, one)
                 except Exception as error:  # it begins its next episode in there
                     failures[slot] = self._failed(seq, slot, error)
@@ -342,7 +342,7 @@ class EnvGroup(GroupReplies):
                     self._end(slot)
                 if slot in options.anew:
                     with contextlib.suppress(Exception):  # it is raised that it was lost
-                        self._build_anew(slot, options.anew[slot])
+                        self._build_anew(seq, slot, options.anew[slot])
                     expose(slot, True)
                 if slot in options.left_out or (options.mask is not None and not options.mask[slot]):
                     self._rows.keep(seq, slot)

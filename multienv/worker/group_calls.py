@@ -24,6 +24,7 @@ from multienv.wire.messages import (
     pack_value,
     unpack_message,
 )
+from multienv.worker import entropy
 from multienv.worker.eavesdropping import listening
 from multienv.worker.failures import failure_of, not_picklable
 from multienv.worker.tenant import Tenant, call_by_name
@@ -91,12 +92,14 @@ class GroupCalls(Tenant):
         """Draw each."""
         return self._each(seq, "render", lambda slot, env: env.render())
 
-    def _build_anew(self, slot: int, lasting: Sequence[bytes]) -> None:
+    def _build_anew(self, seq: int, slot: int, lasting: Sequence[bytes]) -> None:
         """Have another env in the place of one whose reset ends every process that it is brought back in.
 
-        The old one is neither closed nor let go of: that may end this one.
+        The old one is neither closed nor let go of: that may end this one. The new one is not seeded as it was, or it
+        would draw what the old one has died of.
         """
         self._words[SLOT] = slot + 1 + RESETTING
+        entropy.begin_life(seq)
         env = self._build(slot)
         self._abandoned.append(self._envs[slot])
         self._envs[slot], self._steps[slot] = env, env.step
