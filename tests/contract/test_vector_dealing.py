@@ -218,6 +218,24 @@ def test_closed_by_another_thread_meanwhile(tmp_path):
     thread.join()
 
 
+def test_interrupted_as_the_others_take_over(monkeypatch):
+    """Nothing is left of the first workers: the fixture of all tests looks."""
+    with closing(SubprocessVectorEnv([slow] * 4)) as envs:
+        envs.reset(seed=1)
+        for _ in range(STEPS):
+            envs.step(np.zeros(4, int))
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        for group in envs._groups:
+            monkeypatch.setattr(type(group), "close", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(np.zeros(4, int))
+        monkeypatch.undo()
+        assert envs.envs_per_worker == [1] * 4
+
+
 def lose_one(envs: SubprocessVectorEnv) -> None:
     os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
 

@@ -143,6 +143,22 @@ def test_it_can_be_interrupted_anywhere() -> None:
             assert env.step(np.int64(1))[0][0] == 4, interruption.where
 
 
+def test_one_that_nobody_was_given_is_freed() -> None:
+    """The frozen process of a snapshot() that was interrupted, wherever: with the env at the latest."""
+    for interruption in every_place(stride=5):
+        with SubprocessEnv(ENDLESS) as env:
+            env.reset(seed=1)
+            play(env, [np.int64(1)] * 3)
+            before = alive()
+            with interruption:
+                env.snapshot().free()
+            if interruption.place % 2:
+                play(env, [np.int64(1)] * 3)
+                env.snapshot().free()
+                assert becomes_true(lambda before=before: not alive() - before), interruption.where  # type: ignore[misc]
+        assert becomes_true(lambda: alive() <= {warden_pid()}), interruption.where
+
+
 def test_they_are_freed(method: str) -> None:
     with SubprocessEnv(ENDLESS, context=method, restart=RestartPolicy(snapshots=False)) as env:
         env.reset(seed=1)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 
-from multienv import SubprocessEnv
-from multienv.errors import ClosedError
+from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv.errors import ClosedError, EnvsFailedError
+from multienv.processes import client, descriptors
+from multienv.processes.launch import Worker
 from multienv.testing import CounterEnv, Fault, FaultyEnv, is_alive
 
 ENDLESS = partial(CounterEnv, horizon=None)
@@ -124,3 +130,91 @@ def test_close_interrupted_leaves_no_process() -> None:
     env.close()
     assert pid is not None
     assert not is_alive(pid)
+
+
+class Unrepeatable(CounterEnv):
+    """No replay shows what was seen."""
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        observation[1] = int.from_bytes(os.urandom(2), "little") / 65536
+        return observation, *rest
+
+
+def lost_batch() -> SubprocessVectorEnv:
+    policy = RestartPolicy(on_crash="raise", snapshots=False, state_anchors=False)
+    batch = SubprocessVectorEnv([partial(Unrepeatable, horizon=None)] * 2, envs_per_worker=1, restart=policy)
+    batch.reset(seed=0)
+    batch.step([0, 0])
+    os.kill(batch.statistics()[0].pid or 0, signal.SIGKILL)
+    with pytest.raises(EnvsFailedError):
+        batch.step([0, 0])
+    return batch
+
+
+@pytest.mark.parametrize("where", ["_start", "_make_ends", "kill"])
+def test_a_batch_while_a_process_is_launched_or_killed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who launches holds a lock; the threads that close the others must not need it, nor must this one wait for them."""
+    batch, plain, closed = lost_batch(), getattr(Worker, where), []
+
+    def close(*_: Any) -> None:
+        batch.close()
+        closed.append(True)
+
+    def interrupted(self: Worker, *arguments: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGUSR1)
+        return plain(self, *arguments)
+
+    before = signal.signal(signal.SIGUSR1, close)
+    try:
+        monkeypatch.setattr(Worker, where, interrupted)
+        with contextlib.suppress(ClosedError):
+            batch.reset(seed=1)
+            batch.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert closed or where == "kill"
+    batch.close()
+
+
+def test_a_child_that_is_forked_while_another_thread_launches() -> None:
+    """It lets go of its copies of the env without waiting for a lock that nobody holds there."""
+    kept = SubprocessEnv(ENDLESS).initialize()
+    kept.reset(seed=0)
+    with descriptors.lock, client._client_lock:
+        pid = fork_in_a_thread(kept)
+    until = time.monotonic() + 10
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended or time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert ended, "it hangs in close()"
+    assert status == 0
+    assert kept.step(1)[0][0] == 1
+    kept.close()
+
+
+def fork_in_a_thread(env: SubprocessEnv) -> int:
+    forked: list[int] = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                env.close()
+                code = 0
+            finally:
+                os._exit(code)
+        forked.append(pid)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    return forked[0]

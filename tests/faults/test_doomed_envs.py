@@ -287,3 +287,42 @@ def test_so_does_one_of_a_multi_env():
             except EnvsFailedError as error:
                 failed.append((step, list(error.failures)))
         assert failed == [(4, [CULPRIT])]
+
+
+class FatalDraws(gymnasium.Env[Any, Any]):
+    """What it draws at a reset without a seed may be what it dies of."""
+
+    def __init__(self, fatal: float) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float64)
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self._fatal = fatal
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        layout = self.np_random.random()
+        if layout < self._fatal and seed is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.array([layout]), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1), 0.0, True, False, {}
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_one_that_is_built_anew_draws_anew(mode: AutoresetMode) -> None:
+    """It died of the same number, in each of its lives."""
+    policy = RestartPolicy(backoff=0.001, max_backoff=0.01)
+    envs = SubprocessVectorEnv(
+        [partial(FatalDraws, 0.0), partial(FatalDraws, 0.25)], envs_per_worker=2, autoreset_mode=mode, restart=policy
+    )
+    with contextlib.closing(envs):
+        for seed in range(3):
+            envs.reset(seed=seed)
+            in_a_row = 0
+            for _ in range(60):
+                try:
+                    envs.step(np.zeros(2, int))
+                    in_a_row = 0
+                except EnvsFailedError:
+                    in_a_row += 1
+                assert in_a_row < 16, "a chance of 1 in 4 billion"
