@@ -106,11 +106,11 @@ class RestartPolicy:
         max_snapshots: How many that ``env.snapshot()`` has taken may be kept at a time; each is a frozen process.
         recycle_after_steps: A process that has taken so many steps is replaced by a new one, between two
             steps and without a trace in the trajectory: the same replay as after a loss. An env that cannot be
-            replayed exactly keeps its process until the next reset. For simulators that leak.
+            replayed exactly keeps its process until the next reset. For simulators that leak. This and what follows is
+            looked at every 64 steps, and when an episode ends or begins.
         recycle_after_episodes: The same after so many episodes.
         recycle_after: The same after so many seconds.
-        max_rss: The same when its resident memory exceeds so many bytes; looked at every 64 steps, and when
-            an episode ends. More than the env takes when it is new.
+        max_rss: The same when its resident memory exceeds so many bytes: more than the env takes when it is new.
     """
 
     on_crash: OnLoss = "replay"

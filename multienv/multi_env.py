@@ -75,15 +75,17 @@ class MultiEnv:
         bind_cores: bool = True,
     ) -> None:
         """Initialize what needs it, and compare the spaces."""
+        if isinstance(envs, gymnasium.Env):
+            raise UsageError("MultiEnv: envs is a single env; give a list of them.")
         self.envs: list[gymnasium.Env[Any, Any]] = list(envs)
         if not self.envs:
             raise UsageError("MultiEnv: envs is empty; give at least one env.")
-        if len(set(map(id, self.envs))) < len(self.envs):
-            raise UsageError("MultiEnv: the same env is given twice; give each its own.")
         if max_workers is not None and (integer(max_workers) or 0) < 1:
             raise UsageError(f"MultiEnv: max_workers is {max_workers!r}; give an integer of at least 1, or None.")
         self.autoreset_mode = mode_of(autoreset_mode)
         self._lanes = [AutoResetWrapper(env, self.autoreset_mode) for env in self.envs]
+        if len(set(map(id, self.envs))) < len(self.envs):
+            raise UsageError("MultiEnv: the same env is given twice; give each its own.")
         self._closed = self._all_closed = False
         self._pool = Pool(max_workers or len(self.envs), "multienv")
         try:

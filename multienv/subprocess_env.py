@@ -197,12 +197,19 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
         EnvsFailedError: Some could not be built. The others are closed again; ``failures`` has every
             cause. With a single cause it is catchable by that cause's own type.
     """
-    fns = list(env_fns)
+    fns = listed("create_subprocess_envs", env_fns)
     if not fns:
         raise UsageError("create_subprocess_envs: env_fns is empty; give one function for each env.")
     envs = [SubprocessEnv(env_fn, env_index=index, **options) for index, env_fn in enumerate(fns)]
     initialize_all(envs)
     return envs
+
+
+def listed(face: str, env_fns: Any) -> list[EnvFn]:
+    """Of what is given for several envs, a function for each."""
+    if callable(env_fns):
+        raise EnvFnError(f"{face}: env_fns is a single function; give a list of them, one for each env.")
+    return list(env_fns)
 
 
 def initialize_all(envs: Sequence[SubprocessEnv]) -> None:

@@ -27,7 +27,7 @@ from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK
 from multienv.recovery.group import GroupSupervisor
 from multienv.reports.store import directory_for
-from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting, _shortest_limit
+from multienv.subprocess_env import _abandon, _check_env_fn, _check_options, _pickled, _setting, _shortest_limit, listed
 from multienv.turns import spread
 from multienv.vector_arguments import check_arguments, deal
 from multienv.vector_dealing import Trial
@@ -52,7 +52,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
     says what of the former is not here, and why. When a process
     dies, by whatever cause, its envs are brought back as :class:`SubprocessEnv` brings back one, and the step returns
     what it would have returned. An env that is itself to blame and cannot be brought back ends its episode with
-    ``truncated`` and the reason in ``infos["multienv"]``; the others of its process go on exactly.
+    ``truncated`` and the reason in ``infos["multienv"]`` (with SAME_STEP in ``infos["final_info"]["multienv"]``, as all
+    that is told of the end of an episode); the others of its process go on exactly.
 
     A step returns observations, batched as ``observation_space`` says, rewards (float64, ``(num_envs,)``), terminations
     and truncations (bool, ``(num_envs,)``), and the envs' infos merged: a key has a value for each env, and ``_key``
@@ -122,7 +123,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         _entropy: int | None = None,  # for the same envs, dealt anew
     ) -> None:
         """Launch the workers, and build all envs."""
-        env_fns = list(env_fns)
+        env_fns = listed(type(self).__name__, env_fns)
         entropy = secrets.randbits(64) if _entropy is None else _entropy
         check_arguments(env_fns, observation_mode, max_concurrency, worker)
         for env_fn in env_fns:
@@ -232,7 +233,7 @@ class SerialVectorEnv(HostedVectorEnv):
         hooks: Sequence[Hook] = (),
     ) -> None:
         """Build all envs."""
-        env_fns = list(env_fns)
+        env_fns = listed(type(self).__name__, env_fns)
         self.envs: list[Any] = [None] * len(env_fns)
         check_arguments(env_fns, observation_mode, None, None)
         for env_fn in env_fns:

@@ -73,6 +73,8 @@ def make_vec(
         raise UsageError(f"make_vec(): {id!r:.200} is no id, no EnvSpec and no function that builds an env.")
     _check(num_envs, vectorization, kwargs)
     num_envs = int(num_envs)
+    if callable(wrappers):
+        raise UsageError(f"make_vec(): wrappers is a single one, {wrappers!r:.100}; give a list of them.")
     wrappers, vector_kwargs = tuple(wrappers or ()), dict(vector_kwargs or {})
     env_fn = _Build(make, kwargs, wrappers) if kwargs or wrappers or spec is not None else make
     envs = _FACES[vectorization]([env_fn] * num_envs, **vector_kwargs)

@@ -58,6 +58,10 @@ class WardenClient:
                     env=worker_environment() | {"PYTHONHASHSEED": _HASH_SEED},
                     **_APART,
                 )
+            except BaseException:
+                ours.detach()
+                descriptors.close(self._token)
+                raise
             finally:
                 theirs.close()
         self._control = ours

@@ -86,7 +86,7 @@ class Supervisor(Preserver):
     # --- the hot path -----------------------------------------------------------------------------
 
     def send_step(self, action: Any) -> None:
-        """Send a step; does not block."""
+        """Send a step; does not block, unless the process is due to be replaced first, or asked for the env's state."""
         self.inside = True
         try:
             if self.phase != RUNNING and self._cannot_step():
@@ -236,7 +236,10 @@ class Supervisor(Preserver):
 
     @entered
     def send(self, command: str, message: Message) -> None:
-        """Send a request that is not a step; blocks only when a reset finds the process due to be replaced."""
+        """Send a request that is not a step.
+
+        Blocks where there is no process to send it to any more, or a reset finds that due to be replaced.
+        """
         if self.interrupted == WHOLE:
             self._drain(step=isinstance(message, Reset))
         if self.closed or self.phase in (NEW, STARTING, *PENDING) or os.getpid() != self._owner:
@@ -247,6 +250,8 @@ class Supervisor(Preserver):
             self._revive()
         observes = isinstance(message, Reset)
         if isinstance(message, Reset):
+            if self._recycling.wanted:
+                self._is_due()
             if self.due:
                 self._recycle(resetting=True)
             message = self._complete_reset(message)

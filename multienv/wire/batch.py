@@ -198,13 +198,17 @@ def _fitting(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
             "observation_space."
         )
     same_kind = np.can_cast(array.dtype, dtype, "same_kind")
-    if not same_kind and not (isinstance(value, int) and np.issubdtype(dtype, np.integer)):
+    if not same_kind and not (isinstance(value, int) and _holds(dtype, value)):
         raise TypeError(
             f"An observation has dtype {array.dtype}; the env's observation space wants {dtype}. Mend the env, or its "
             "observation_space."
         )
     fitting: Array = array.astype(dtype, copy=False)
     return fitting
+
+
+def _holds(dtype: np.dtype[Any], value: int) -> bool:
+    return np.issubdtype(dtype, np.integer) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -25,7 +25,7 @@ class Offspring:
     def __init__(self) -> None:
         """From now on, as soon as it is told what there is to be taken."""
         self._astray = False
-        self._requests = -1
+        self._pipes: tuple[int, ...] = ()
         self._files: frozenset[tuple[int, int]] = frozenset()
         self._blocks: weakref.WeakSet[Block] = weakref.WeakSet()
         self._spared = False
@@ -39,7 +39,7 @@ class Offspring:
 
     def keep_ends(self, ends: Ends) -> None:
         """These are the worker's own. Its stack's is not: by that the warden knows whose child a process is."""
-        self._requests = ends.requests
+        self._pipes = ends.requests, ends.replies
         self._files = frozenset(_identity(one) for one in ends.descriptors() if one != ends.stack)
 
     def fork(self) -> int:
@@ -58,16 +58,18 @@ class Offspring:
         faulthandler.disable()  # it would write where the worker's stack is looked for
         for block in self._blocks:
             block.forbid_writing()
-        with contextlib.suppress(OSError):
-            os.close(self._requests)  # the env may have taken all descriptors there are, and two are needed here
+        for descriptor in self._pipes:  # the env may have taken all there are, and two are needed here
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
         null = os.open(os.devnull, os.O_RDWR)
-        if null != self._requests:
-            os.dup2(null, self._requests, inheritable=False)
         for name in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
             with contextlib.suppress(OSError):  # of the listing itself
                 if _identity(int(name)) in self._files:
                     os.dup2(null, int(name), inheritable=False)
-        if null != self._requests:
+        for descriptor in self._pipes:
+            if descriptor != null:
+                os.dup2(null, descriptor, inheritable=False)
+        if null not in self._pipes:
             os.close(null)
 
 

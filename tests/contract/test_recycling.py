@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
@@ -174,3 +175,14 @@ def test_the_process_that_was_replaced_is_gone_once_it_is_closed(how: str, metho
             else:
                 assert env.statistics().recycled
     assert children() == before
+
+
+def test_it_is_looked_at_when_an_episode_begins() -> None:
+    """An episode that the caller breaks off has no end."""
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(recycle_after_steps=10))
+    with env:
+        for episode in range(5):
+            env.reset(seed=episode)
+            for step in range(1, 21):
+                assert env.step(np.int64(1))[0][0] == step
+        assert env.statistics().recycled == 4

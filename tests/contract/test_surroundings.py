@@ -192,6 +192,28 @@ print(sys.stdin.readline())
     assert lines.split() == ["first", "second"]
 
 
+@pytest.mark.parametrize("streams", ["0", "1", "2", "01", "12", "012"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_trainer_without_standard_streams(context, streams):
+    """As a daemon: their numbers are given to whatever it opens next, also to what is a worker's."""
+    code = f"""
+import os, sys
+from multienv import SubprocessVectorEnv
+from multienv.testing import CounterEnv
+envs = SubprocessVectorEnv([CounterEnv] * 4, envs_per_worker=2, context={context!r})
+envs.reset(seed=0)
+for _ in range(3):
+    envs.step([1] * 4)
+os._exit(int(envs.step([1] * 4)[0][3][0]))
+"""
+    command = " ".join(f"{stream}{'<' if stream == '0' else '>'}&-" for stream in streams)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {command}', sys.executable, code], env=environment, timeout=60
+    )
+    assert ended.returncode == 4
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_the_arguments_are_the_trainers(monkeypatch, context):
     monkeypatch.setattr(sys, "argv", ["train.py", "--level", "3"])

@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 from contract_envs import EchoEnv, FarewellEnv, LockInfoEnv, OldEnv, failures, raising_env
 
-from multienv import Deadlines, RestartPolicy, SerialEnv, SubprocessEnv
+from multienv import (
+    Deadlines,
+    MultiEnv,
+    RestartPolicy,
+    SerialEnv,
+    SerialVectorEnv,
+    SubprocessEnv,
+    SubprocessVectorEnv,
+    create_subprocess_envs,
+    make_vec,
+)
 from multienv.errors import (
     ActionError,
     CallPendingError,
@@ -455,3 +465,18 @@ def test_an_array_in_the_place_of_a_flag_or_of_the_info_is_named(face, name, wan
     first = (np.zeros(2, np.float32), np.array([1, 2]))
     with face(partial(EchoEnv, first=first)) as env, pytest.raises(EnvRaisedError, match=r"reset\(\) .* as info"):
         env.reset(seed=0)
+
+
+@pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv, create_subprocess_envs])
+def test_a_single_function_for_several_envs_is_refused(face):
+    with pytest.raises(UsageError, match="single function"):
+        face(partial(EchoEnv))
+
+
+def test_single_things_for_several_are_refused():
+    with pytest.raises(UsageError, match="single env"):
+        MultiEnv(EchoEnv())
+    with pytest.raises(TypeError, match=r"function; give a gymnasium\.Env"):
+        MultiEnv([lambda: EchoEnv()] * 2)
+    with pytest.raises(UsageError, match="single one"):
+        make_vec("CartPole-v1", 2, wrappers=gymnasium.wrappers.RecordEpisodeStatistics)

@@ -18,7 +18,7 @@ from trainer_process import becomes_true, run
 
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import MultienvError
-from multienv.processes import client, launch
+from multienv.processes import client, descriptors, launch
 from multienv.testing import CounterEnv, Fault, FaultyEnv, descendants, is_alive
 
 METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"]
@@ -290,3 +290,18 @@ def test_several_envs_are_closed_in_an_exit_handler(method: str) -> None:
         "raised EnvsFailedError",
         "closed",
     ]
+
+
+def test_one_that_cannot_be_launched_leaves_no_number_behind() -> None:
+    """A worker forked later would close whatever has that number then."""
+    noted = set(descriptors._trainers.values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(BlockingIOError):
+            client.WardenClient()
+    gc.collect()
+    assert set(descriptors._trainers.values()) == noted
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise BlockingIOError("Resource temporarily unavailable")
