@@ -167,7 +167,7 @@ class ProcessBackend(Backend):
 
     def _send_long(self, frame: bytes) -> None:
         raw = io.FileIO(self._worker.requests, "w", closefd=False)
-        outbox = io.BufferedWriter(raw, len(frame))
+        outbox = io.BufferedWriter(raw, len(frame) + 1)  # what fills it would be written at once, from Python 3.13 on
         outbox.write(frame)
         self._outbox, self.fill, self.send = outbox, self._pump, _send_nothing
         self._write_outbox()

@@ -473,7 +473,7 @@ def test_every_place_of_a_step_that_asks(then: str, dies: bool, stride: int) -> 
                 ledger.step(env.step(np.int64(2)), [1, 2])
             if dies:  # or the journal grows with each
                 ledger.reset(env.reset(seed=0), 0)
-        assert fired > 5
+        assert fired > 2
         assert env.statistics().truncated_recoveries == 0
 
 

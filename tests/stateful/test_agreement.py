@@ -287,7 +287,7 @@ class CartPoleAgreement(Agreement):
 class SeveralAgreement(RuleBasedStateMachine):
     """A MultiEnv of three against three AutoResetWrappers around the plain env."""
 
-    env_fn: Callable[[], Any] = partial(CounterEnv, horizon=4)
+    env_fn: Callable[[], Any] = staticmethod(partial(CounterEnv, horizon=4))
     max_workers: int | None = None
 
     @initialize(mode=st.sampled_from(list(gymnasium.vector.AutoresetMode)), workers=st.sampled_from([None, 1, 2, 3]))
