@@ -215,7 +215,7 @@ class Lane:
                 if self._video is None and supervisor.phase in (RUNNING, OWED):
                     supervisor.send_step(request.argument)
                     return
-            elif self._video is None and not supervisor.due and supervisor.phase not in (LOST, OWED):
+            elif self._video is None and supervisor.phase != OWED and not supervisor.takes_long_to_reset():
                 self.env.reset_async(**request.argument)
                 return
         except MultienvError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 
-from multienv.errors import ResultNotPicklableError, SeedError, UsageError
+from multienv.errors import MultienvError, ResultNotPicklableError, SeedError, UsageError
 from multienv.events import Statistics
 from multienv.recovery.phases import HALF, WHOLE
 from multienv.recovery.restorer import Snapshot
@@ -317,7 +317,8 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the remote env has, and this object has not, there; anything else here."""
-        if name.startswith("_") or self._has_here(name) or not self._has_remotely(name):
+        own = name.startswith("_") or name in _SPACES or self._has_here(name)
+        if own or not self._has_remotely(name):
             super().__setattr__(name, value)
         else:
             self.set_attr(name, value)
@@ -325,12 +326,13 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def __getattr__(self, name: str) -> Any:
         """What the remote env has, and this object has not: a copy, as :meth:`get_attr` returns it.
 
-        While the remote env cannot be asked, because a call is pending or its process is lost, there is no such thing.
+        Names that begin with ``_`` are this object's own. While the remote env cannot be asked, because a call is
+        pending or its process is known to be lost, there is no such thing.
         """
         if name in _SPACES and "_supervisor" in self.__dict__:
             self._supervisor.refuse(name)
         nowhere = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name.startswith("__") or "_supervisor" not in self.__dict__ or not self._supervisor.is_idle:
+        if name.startswith("_") or "_supervisor" not in self.__dict__ or not self._supervisor.is_idle:
             raise AttributeError(f"{nowhere}; the remote env's: get_attr()")
         try:
             return self.get_attr(name)
@@ -339,7 +341,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             raise AttributeError(f"{nowhere}, nor has the remote env one to be had here. {advice} {error}") from error
 
     def _has_here(self, name: str) -> bool:
-        return name in _SPACES or name in self.__dict__ or hasattr(type(self), name)
+        return name in self.__dict__ or hasattr(type(self), name)
 
     def _has_remotely(self, name: str) -> bool:
         if "observation_space" not in self.__dict__ or self._supervisor.closed:
@@ -393,3 +395,5 @@ class _Interruptible:
     def __exit__(self, *error: object) -> None:
         if error[1] is not None:
             self._supervisor.note_interruption(error[1], self._extent)
+            if not isinstance(error[1], MultienvError):
+                self._supervisor.rest()

@@ -78,8 +78,10 @@ class Rounds:
         self.unfinished = ("step", current)
         try:
             self._run_steps(current)
-        except BaseException:
+        except BaseException as error:
             current.keep_arguments()
+            if not current.shares:
+                self._let_rest(current, error)
             raise
         return current
 
@@ -182,9 +184,18 @@ class Rounds:
             current.keep_arguments()
             for supervisor in self.supervisors:
                 supervisor.note_interruption(error)
+            self._let_rest(current, error)
             raise
         self.unfinished = None
         return current
+
+    def _let_rest(self, current: Round, error: BaseException) -> None:
+        """Interrupted: nobody waits for those for whom no other thread does."""
+        if not isinstance(error, MultienvError):
+            for share, _ in self._shares:
+                for index, _, supervisor in share:
+                    if index not in current.tasks:
+                        supervisor.rest()
 
     def _reset_chosen(self, current: Round) -> None:
         sent = []
@@ -192,7 +203,7 @@ class Rounds:
             chosen = current.arguments[index]
             if chosen is None:
                 continue
-            if not lane.splits or lane.env._supervisor.due or lane.env._supervisor.phase == LOST:  # type: ignore[attr-defined]
+            if not lane.splits or lane.env._supervisor.takes_long_to_reset():  # type: ignore[attr-defined]
                 self._begin(current, index, partial(lane.reset, **chosen))
                 continue
             try:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from multienv.errors import MultienvError
+
 
 class Pool(ThreadPoolExecutor):
     """Starts all its threads at once, and so never has to count which are idle.
@@ -97,6 +99,9 @@ def close_at_once(calls: Iterable[Callable[[], Any]], *, here: bool) -> None:
     if here:
         for task in tasks:
             task.run()
+        interruptions = [task.error for task in tasks if task.error and not isinstance(task.error, MultienvError)]
+        if interruptions:  # by a signal handler's exception
+            raise interruptions[0]
         return
     with Pool(max(1, len(tasks)), "multienv-close") as pool:
         _make(pool, tasks)

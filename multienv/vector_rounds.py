@@ -120,8 +120,15 @@ class VectorRounds:
         except MultienvError as error:
             self._note_refusal(current, error)
         except BaseException:
-            current.disturb()
+            self._disturb(current)
             raise
+
+    def _disturb(self, current: Round) -> None:
+        """It was interrupted; nobody waits for those for whom no other thread does."""
+        current.disturb()
+        for index, group in enumerate(self._groups):
+            if index not in current.tasks:
+                group.rest()
 
     def refuse(self, command: str, error: Exception) -> None:
         """Send nothing; the error is raised when the round is collected."""
@@ -136,7 +143,7 @@ class VectorRounds:
             for index in range(self._at_once):
                 self._send_if_open(current, index)
         except BaseException:
-            current.disturb()
+            self._disturb(current)
             raise
 
     def _send_if_open(self, current: Round, index: int) -> None:
@@ -186,7 +193,7 @@ class VectorRounds:
         except WaitTimeout:
             raise
         except BaseException:
-            current.disturb()
+            self._disturb(current)
             raise
         return current
 

@@ -381,7 +381,7 @@ class Worker:
 
 def _above_standard(descriptor: int) -> int:
     """It, or a copy if its number is that of a standard stream."""
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) if 0 <= descriptor < 3 else descriptor
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3) if 0 <= descriptor < 3 else descriptor
 
 
 def _become_forked_worker(ends: Ends, launch: Launch, stderr: int, not_ours: set[int], number: int) -> None:

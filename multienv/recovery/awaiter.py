@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from multienv.backends.base import Gone
 from multienv.errors import MultienvError
 from multienv.recovery.phases import HALF, PENDING, RESUMED, STEPPING, WHOLE, EpisodeLost, RecoveryDue
@@ -76,14 +78,16 @@ class Awaiter(Restorer):
     # --- a call that was interrupted ----------------------------------------------------------------
 
     def note_interruption(self, error: object, extent: int = WHOLE) -> None:
-        """An exception came through a call. If it is not ours and the request is unanswered, that is settled later.
-
-        Until then nobody waits, and it may not even have been sent: no deadline holds.
-        """
+        """An exception came through a call. If it is not ours and the request is unanswered, that is settled later."""
         if not isinstance(error, MultienvError):
             self.interrupted = extent if self.phase in PENDING else 0
-            if self.interrupted and self._backend is not None and not self.closed:
-                self._backend.arm(None)
+
+    def rest(self) -> None:
+        """Nobody waits for what has been asked, and it may not even have been sent: no deadline until it is settled."""
+        backend = self._backend
+        if backend is not None and not self.closed and (self.phase in PENDING or self._asked_state is not None):
+            with contextlib.suppress(ValueError):  # closed by another thread just now
+                backend.arm(None)
 
     def note_interrupted_step(self, error: object, before: int | None) -> None:
         """The same for a step whose outcome may have been logged, and was not delivered all the same.
@@ -92,6 +96,7 @@ class Awaiter(Restorer):
         """
         if isinstance(error, MultienvError) or self.closed:
             return
+        self.rest()
         extent = HALF if before is None else WHOLE
         self.note_interruption(error, extent)
         if not self.interrupted and self._pending and self.seq != before and seq_of(self._pending) == self.seq:

@@ -337,7 +337,6 @@ class Keeper:
         if self.closed:
             if not self.inside:  # a call that the first close() broke off has come to its end since
                 self._release_backend()
-            self._free_snapshots()
             return
         # At one stroke: who closes it too, in another thread or a signal handler, finds nothing to do.
         self.closed, self.phase = True, CLOSED

@@ -255,11 +255,11 @@ class Mender(Keeper):
 
     def _begin_anew(self, effort: Effort | None = None) -> None:
         """A new life for the env: what was called and set before holds in it too."""
-        anew = self._healer.anew(effort)
+        anew, seeds = self._healer.anew(effort), self._healer.seeds
         self._drop_backend()
-        self._healer.draw_seeds()
         frames, evidence = self._journal.lasting(), []
         try:
+            self._healer.draw_seeds()
             self._rebuild(None, anew)
             try:
                 evidence = self._healer.repeat(self._backend, frames)
@@ -269,6 +269,7 @@ class Mender(Keeper):
             self._journal.begin_anew(frames, evidence, self._steps)
         except BaseException:  # all of it is to be done again, with what was called and set
             self._drop_backend()
+            self._healer.seeds = seeds
             raise
         self._last = b""
         if effort is not None:
@@ -315,6 +316,15 @@ class Mender(Keeper):
         if not self.due:
             self.due = self._recycling.due(self._steps, self.record.episodes, lambda: resident_bytes(self._backend.pid))
         return bool(self.due) and not self._recycling.put_off
+
+    def takes_long_to_reset(self) -> bool:
+        """Whether a reset finds the process lost, or due to be replaced first."""
+        return self.phase == LOST or self._is_due_at_reset()
+
+    def _is_due_at_reset(self) -> bool:
+        if self._backend is not None and self._recycling.wanted:
+            self._is_due()
+        return bool(self.due)
 
     def _recycle(self, *, resetting: bool) -> None:
         """Replace the process between two requests, if the env can be had again as it is."""

@@ -61,10 +61,10 @@ class Preserver(Awaiter):
         if backend is None:
             self._asked_state = None
             return
-        asked = self._asked_state
-        backend.arm(capture_deadline(self._deadlines))
+        asked, deadline = self._asked_state, capture_deadline(self._deadlines)
         if asked is not None and asked[0]() is backend:
             frame = asked[1]
+            self._backend.arm(deadline)
             self._backend.ask_again(frame)
         else:
             before = self._pending
@@ -73,6 +73,7 @@ class Preserver(Awaiter):
             seq = (self.seq + 2) & SEQ_MASK
             frame = pack_message(seq, CaptureState(step))
             self.seq, self._asked_state = seq, (weakref.ref(backend), frame)
+            backend.arm(deadline)
             backend.send(frame)
         try:
             reply = backend.complete(b"", seq_of(frame))

@@ -134,14 +134,13 @@ class Restorer(Mender):
         try:
             looks_the_same = partial(self._looks_as_saved, state)
             backend = self._healer.bring_back(plans, effort, self._steps, looks_the_same)
-        except BaseException as error:
-            self._healer.seeds = before
-            if isinstance(error, Unrecoverable):
-                raise NotRestoredError(
-                    f"load_state_dict(): {error}. Is the env_fn the same, and the env deterministic? "
-                    "The env is as it was before."
-                ) from error
-            raise
+        except Unrecoverable as reason:
+            raise NotRestoredError(
+                f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
+                "The env is as it was before."
+            ) from reason
+        finally:
+            self._healer.seeds = before  # until it is that env
         self._go_on_as(backend, target, effort.plan)
 
     def _looks_as_saved(self, state: dict[str, Any], backend: Backend, last: bytes) -> bool:
@@ -238,6 +237,7 @@ class Restorer(Mender):
                 state.journal.load(plan, state.steps)
             self._drop_backend()
             self.phase = LOST
+            self._healer.seeds = state.process_seeds
             self._journal.become(state.journal)
             self._last, self._owed, self._pending = state.last, "", b""
             self._seed, self.seq = state.seed, state.seq
@@ -253,6 +253,7 @@ class Restorer(Mender):
                 backend.kill()
                 backend.release()
             raise
+        self._refuse_if_closed(command="restore")
 
     def _looks_as_kept(self, state: BranchState, backend: Backend, last: bytes) -> bool:
         return self._looks_as_saved({"last": state.last, "memory": state.memory}, backend, last)

@@ -250,9 +250,7 @@ class Supervisor(Preserver):
             self._revive()
         observes = isinstance(message, Reset)
         if isinstance(message, Reset):
-            if self._recycling.wanted:
-                self._is_due()
-            if self.due:
+            if self._is_due_at_reset():
                 self._recycle(resetting=True)
             message = self._complete_reset(message)
         # Steps and resets alternate between even and odd, which says where a large observation lies: that of the

@@ -192,7 +192,9 @@ print(sys.stdin.readline())
     assert lines.split() == ["first", "second"]
 
 
-@pytest.mark.parametrize("streams", ["0", "1", "2", "01", "12", "012"])
+@pytest.mark.parametrize(
+    "streams", [*(pytest.param(one, marks=pytest.mark.soak) for one in ("0", "1", "01", "12")), "2", "012"]
+)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_trainer_without_standard_streams(context, streams):
     """As a daemon: their numbers are given to whatever it opens next, also to what is a worker's."""

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from interruption import Interrupted, every_place
+from trainer_process import becomes_true
 
-from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
-from multienv.errors import ResetNeededError
+from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv.errors import EnvsFailedError, ResetNeededError, WorkerLostError
 from multienv.recovery.journal import Journal
-from multienv.testing import CounterEnv
+from multienv.testing import CounterEnv, descendants, is_alive
 
 ENDLESS = partial(CounterEnv, horizon=None)
 STEP = np.int64(1)
@@ -56,7 +57,7 @@ def test_nothing_is_written_to_descriptors_that_are_somebody_elses(
 ) -> None:
     """Opened by whoever was interrupted, a checkpoint's may have the number that the pipe's end had."""
     env_fn = partial(Unrepeatable, horizon=None)
-    for interruption in every_place(stride=17):
+    for interruption in every_place(stride=43):
         with SubprocessEnv(env_fn, restart=RestartPolicy(snapshots=False, state_anchors=False)) as env:
             env.reset(seed=0)
             env.step(STEP)
@@ -113,11 +114,14 @@ def test_half_a_journal_is_not_taken_for_all_of_it(monkeypatch: pytest.MonkeyPat
     with SubprocessEnv(ENDLESS, restart=policy) as env:
         env.reset(seed=1)
         env.step(STEP)
+        its_own = env._supervisor._healer.seeds
         monkeypatch.setattr(Journal, "load", interrupted)
         with pytest.raises(Interrupted):
             env.load_state_dict(saved)
         kill(env.statistics().pid)
+        seeds = env._supervisor._healer.seeds
         assert env.step(STEP)[0][0] == 2
+        assert seeds == its_own
 
 
 class Napping(Unrepeatable):
@@ -126,7 +130,7 @@ class Napping(Unrepeatable):
 
 
 @pytest.mark.parametrize("face", ["one", "batch"])
-@pytest.mark.parametrize("after", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("after", [pytest.param(0.1, marks=pytest.mark.soak), 0.3, 0.6])
 def test_what_was_set_is_not_forgotten_when_a_new_life_is_interrupted(face: str, after: float) -> None:
     policy = RestartPolicy(snapshots=False, state_anchors=False, on_crash="truncate" if face == "one" else "replay")
     make: Any = SubprocessEnv if face == "one" else lambda env_fn, **options: SubprocessVectorEnv([env_fn], **options)
@@ -158,7 +162,10 @@ def raise_interrupted(*_: Any) -> None:
     raise Interrupted
 
 
-@pytest.mark.parametrize("on_timeout", ["replay", "raise", "truncate"])
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize("on_timeout", ["raise", *(pytest.param(one, marks=SOAK) for one in ("replay", "truncate"))])
 def test_an_interrupted_step_has_no_deadline_while_nobody_waits(on_timeout: Any) -> None:
     """Wherever it was interrupted, before it was sent or after it was answered; nor has it one when it is resumed."""
     make = partial(SubprocessEnv, ENDLESS, deadlines=Deadlines(step=0.2), restart=RestartPolicy(on_timeout=on_timeout))
@@ -173,6 +180,81 @@ def test_an_interrupted_step_has_no_deadline_while_nobody_waits(on_timeout: Any)
             if interruption.place % 6 == 3:
                 time.sleep(0.3)
         assert env.statistics().losses == 0
+
+
+@pytest.mark.parametrize("several", ["batch", "MultiEnv"])
+def test_a_batch_has_no_deadline_either_while_nobody_waits(several: str) -> None:
+    deadlines = Deadlines(step=0.2)
+    with contextlib.ExitStack() as stack:
+        if several == "batch":
+            batch = SubprocessVectorEnv([ENDLESS] * 2, envs_per_worker=1, deadlines=deadlines)
+            envs: Any = stack.enter_context(contextlib.closing(batch))
+        else:
+            envs = stack.enter_context(MultiEnv(create_subprocess_envs([ENDLESS] * 2, deadlines=deadlines)))
+        envs.reset(seed=0)
+        for interruption in every_place():
+            with interruption:
+                envs.step([1, 1])
+            if interruption.fired and interruption.place % 12 == 0:
+                time.sleep(0.3)
+            assert not any(envs.step([1, 1])[3]), interruption.where
+        assert [one.losses for one in envs.statistics()] == [0, 0]
+
+
+class HangsTheSecondTime(CounterEnv):
+    """Told to, the first process dies in a reset, and the next one hangs there."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if options:
+            marker = Path(options["marker"])
+            if marker.exists():
+                time.sleep(3600)
+            marker.touch()
+            os._exit(1)
+        return super().reset(seed=seed)
+
+
+def test_who_is_waited_for_by_another_thread_keeps_the_deadline(tmp_path: Path) -> None:
+    options = {"marker": str(tmp_path / "died")}
+    with MultiEnv(create_subprocess_envs([HangsTheSecondTime] * 2, deadlines=Deadlines(reset=2.0))) as envs:
+        envs.reset(seed=0)
+        before = signal.signal(signal.SIGALRM, raise_interrupted)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            with pytest.raises(Interrupted):
+                envs.reset(options=[options, None])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        with contextlib.suppress(WorkerLostError, EnvsFailedError):
+            envs.reset(seed=0)
+        assert envs.reset(seed=0)[0][0][0] == 0
+
+
+class SlowToFork(CounterEnv):
+    def __init__(self) -> None:
+        super().__init__(horizon=None)
+        os.register_at_fork(before=lambda: time.sleep(0.6))
+
+
+def test_closing_twice_frees_a_snapshot_that_is_still_being_taken() -> None:
+    env = SubprocessEnv(SlowToFork, restart=RestartPolicy(snapshots=False)).initialize()
+    env.reset(seed=0)
+    before = signal.signal(signal.SIGALRM, raise_interrupted)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            env.snapshot()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    alive = set(descendants(os.getpid()))
+    thread = threading.Thread(target=env.close)
+    thread.start()
+    time.sleep(0.1)
+    env.close()
+    thread.join()
+    assert becomes_true(lambda: not [pid for pid in set(descendants(os.getpid())) - alive if is_alive(pid)])
 
 
 def test_closing_twice_at_once() -> None:
