@@ -308,7 +308,9 @@ class FatalDraws(gymnasium.Env[Any, Any]):
         return np.zeros(1), 0.0, True, False, {}
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize(
+    "mode", [AutoresetMode.NEXT_STEP, pytest.param(AutoresetMode.SAME_STEP, marks=pytest.mark.soak)]
+)
 def test_one_that_is_built_anew_draws_anew(mode: AutoresetMode) -> None:
     """It died of the same number, in each of its lives."""
     policy = RestartPolicy(backoff=0.001, max_backoff=0.01)

@@ -72,7 +72,9 @@ def test_a_loss_after_it(steps: int, write: Callable[[Any], None], tmp_path: Pat
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
-@pytest.mark.parametrize("write", [set_dtype, add_a_mask, narrow])
+@pytest.mark.parametrize(
+    "write", [set_dtype, *(pytest.param(one, marks=pytest.mark.soak) for one in (add_a_mask, narrow))]
+)
 @pytest.mark.parametrize("mode", ["same", "different", "custom"])
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_loss_in_a_batch_after_it(shared_memory: bool, mode: str, write: Callable[[Any], None]) -> None:

@@ -387,7 +387,9 @@ class SeveralAgreement(RuleBasedStateMachine):
 MACHINES = [CounterAgreement, ForkedAgreement, SnapshotAgreement, NestedAgreement, CartPoleAgreement, SeveralAgreement]
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "machine", [pytest.param(one, marks=pytest.mark.soak) if one is NestedAgreement else one for one in MACHINES]
+)
 def test_agreement(machine: Any) -> None:
     run_state_machine_as_test(machine, settings=DEFAULT)
 
