@@ -23,7 +23,9 @@ def test_every_place_of_step_and_ready_obs(manager: str, inplace: int, kind: str
     run("manager_trainers", "every_place_of_a_managers_step", manager, kind, inplace)
 
 
-@pytest.mark.parametrize("manager", ["AsyncSubprocessEnvManager", "SyncSubprocessEnvManager"])
+@pytest.mark.parametrize(
+    "manager", ["AsyncSubprocessEnvManager", pytest.param("SyncSubprocessEnvManager", marks=pytest.mark.soak)]
+)
 def test_every_place_of_reset(manager: str) -> None:
     run("manager_trainers", "every_place_of_a_managers_reset", manager, "base")
 

@@ -322,7 +322,7 @@ class DiesGoingBack(OwnWord):
 SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in (CannotGoBack, DiesGoingBack)]
 
 
-@pytest.mark.parametrize("kind", [Forgetful, InTheClass, *SOAKED])
+@pytest.mark.parametrize("kind", [pytest.param(Forgetful, marks=pytest.mark.soak), InTheClass, *SOAKED])
 def test_a_state_that_does_not_hold_is_found_out(kind: Callable[..., Any]) -> None:
     rungs, actions = Rungs(), [np.int64(index % 4) for index in range(10_500)]
     env_fn = partial(kind, horizon=None)
