@@ -152,7 +152,7 @@ REAL: dict[str, tuple[EnvFn, int, float, int]] = {
 }
 
 
-QUICK = {"CartPole", "Pong"}
+QUICK = {"CartPole"}
 ROWS = [
     pytest.param(rounds, name, marks=[] if rounds == 1 and name in QUICK else pytest.mark.soak)
     for name in REAL

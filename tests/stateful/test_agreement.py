@@ -384,11 +384,12 @@ class SeveralAgreement(RuleBasedStateMachine):
             self.multi.close()
 
 
+LONG = (NestedAgreement, CartPoleAgreement)
 MACHINES = [CounterAgreement, ForkedAgreement, SnapshotAgreement, NestedAgreement, CartPoleAgreement, SeveralAgreement]
 
 
 @pytest.mark.parametrize(
-    "machine", [pytest.param(one, marks=pytest.mark.soak) if one is NestedAgreement else one for one in MACHINES]
+    "machine", [pytest.param(one, marks=pytest.mark.soak) if one in LONG else one for one in MACHINES]
 )
 def test_agreement(machine: Any) -> None:
     run_state_machine_as_test(machine, settings=DEFAULT)
