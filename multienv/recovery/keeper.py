@@ -31,14 +31,12 @@ from multienv.recovery.healer import Healer, Launcher
 from multienv.recovery.journal import ANCHOR_EVERY, Journal
 from multienv.recovery.phases import (
     CLOSED,
-    DUE,
     ENDED,
+    IDLE,
     LOST,
     NEW,
     PENDING,
-    READY,
     RESUMED,
-    RUNNING,
     STARTING,
     STATES,
     STEPPING,
@@ -64,7 +62,6 @@ from multienv.wire.messages import (
 from multienv.wire.observations import Placement, array_views, body_of, irregular_parts, reader
 
 _unpack = REPLY.unpack_from
-_IDLE = (READY, RUNNING, DUE, ENDED)
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
@@ -242,7 +239,7 @@ class Keeper:
         old = self._backend
         # At one stroke, whatever interrupts then: nothing is sent by descriptors that may soon be somebody else's.
         self._backend, self._transmit = None, _no_sender
-        if self.phase in _IDLE:
+        if self.phase in IDLE:
             self.phase = LOST
         if old is not None:
             old.kill()
@@ -289,7 +286,7 @@ class Keeper:
     @property
     def is_idle(self) -> bool:
         """Whether a request could be sent now, to the process there is."""
-        return self.phase in _IDLE and self._backend is not None and not self.is_foreign
+        return self.phase in IDLE and self._backend is not None and not self.is_foreign
 
     @property
     def is_foreign(self) -> bool:
@@ -338,18 +335,16 @@ class Keeper:
             if not self.inside:  # a call that the first close() broke off has come to its end since
                 self._release_backend()
             return
-        # At one stroke: who closes it too, in another thread or a signal handler, finds nothing to do.
+        if is_foreign:  # a forked child of the trainer's lets go of its copies, no more
+            self.abandon()
+            return
+        # At one stroke: who closes it too, in another thread or a signal handler, finds no backend to end.
         self.closed, self.phase = True, CLOSED
-        backend, inside = self._backend, self.inside and not is_foreign
+        backend, inside = self._backend, self.inside
         if not inside:
             self._backend = None
         try:
             self._closing.set()
-            if is_foreign:  # a forked child of the trainer's lets go of its copies, no more
-                self._let_go()
-                if backend is not None:
-                    backend.release()
-                return
             self._healer.stop()
             if backend is None:
                 return
@@ -370,10 +365,9 @@ class Keeper:
 
     def _free_snapshots(self) -> None:
         """Once the process has ended: nobody has heard yet of one that it is just taking."""
-        if not self.is_foreign:
-            for snapshot in list(self.snapshots):
-                snapshot.free()
-            self._free_forsaken()
+        for snapshot in list(self.snapshots):
+            snapshot.free()
+        self._free_forsaken()
 
     def _free_forsaken(self) -> None:
         """That which has been asked for by a snapshot() that was interrupted."""
@@ -425,8 +419,7 @@ class Keeper:
         self._release_backend()
 
     def _release_backend(self) -> None:
-        backend = self._backend
-        self._backend = None
+        backend, self._backend = self._backend, None
         self._let_go()
         if backend is not None:
             backend.release()

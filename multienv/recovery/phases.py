@@ -8,6 +8,7 @@ from __future__ import annotations
 NEW, STARTING, READY, RUNNING, ENDED, STEPPING, ASKED, RESUMED, OWED, DUE, LOST, CLOSED = range(12)
 STATES = ["new", "starting", "ready", "running", "ended", *["running"] * 5, "lost", "closed"]
 PENDING = (STEPPING, ASKED, RESUMED)
+IDLE = (READY, RUNNING, DUE, ENDED)
 
 # What is known of a call that an exception from outside came through. WHOLE: the caller lost interest, or calls
 # again to have the answer. HALF: it stands between the halves of a call; what was sent is still to be collected.

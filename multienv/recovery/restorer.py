@@ -15,7 +15,7 @@ from multienv.recovery.healer import Unrecoverable
 from multienv.recovery.journal import Journal, Plan
 from multienv.recovery.keeper import entered
 from multienv.recovery.mender import Mender
-from multienv.recovery.phases import DUE, ENDED, LOST, NEW, PENDING, READY, RUNNING, STARTING, STATES
+from multienv.recovery.phases import ENDED, IDLE, LOST, NEW, PENDING, READY, RUNNING, STARTING, STATES
 from multienv.recovery.verification import alike
 from multienv.wire.messages import IRREGULAR, REPLY, seq_of
 from multienv.wire.observations import body_of
@@ -76,7 +76,7 @@ class Restorer(Mender):
 
     def state_dict(self) -> dict[str, Any]:
         """All it takes to have the env again as it stands between two requests: plain data."""
-        if self.closed or self.phase not in (READY, RUNNING, DUE, ENDED):
+        if self.closed or self.phase not in IDLE:
             self.refuse("state_dict")
         plans = self._journal.plans()
         if not plans:
@@ -141,7 +141,7 @@ class Restorer(Mender):
             ) from reason
         finally:
             self._healer.seeds = before  # until it is that env
-        self._go_on_as(backend, target, effort.plan)
+        self._go_on_as("load_state_dict", backend, target, effort.plan)
 
     def _looks_as_saved(self, state: dict[str, Any], backend: Backend, last: bytes) -> bool:
         seen = state["last"]
@@ -156,7 +156,7 @@ class Restorer(Mender):
 
     def prepare_snapshot(self) -> int:
         """Whether one can be taken now; a token for it."""
-        if self.closed or self.phase not in (READY, RUNNING, DUE, ENDED):
+        if self.closed or self.phase not in IDLE:
             self.refuse("snapshot")
         kept = sum(not one.is_free for one in self.snapshots)
         if kept >= self._policy.max_snapshots:
@@ -222,16 +222,16 @@ class Restorer(Mender):
             raise NotRestoredError(
                 f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
             ) from reason
-        self._go_on_as(backend, state)
+        self._go_on_as("restore", backend, state)
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _go_on_as(self, backend: Backend, state: BranchState, plan: Plan | None = None) -> None:
+    def _go_on_as(self, command: str, backend: Backend, state: BranchState, plan: Plan | None = None) -> None:
         """From now on this backend is the env's, which stands so; with its journal yet to be loaded with this plan.
 
         Interrupted, the env is what it was, or lost: nobody is asked for an episode that is not told of.
         """
-        self._refuse_if_closed(backend)
+        self._refuse_if_closed(backend, command)
         try:
             if plan is not None:
                 state.journal.load(plan, state.steps)
@@ -253,7 +253,7 @@ class Restorer(Mender):
                 backend.kill()
                 backend.release()
             raise
-        self._refuse_if_closed(command="restore")
+        self._refuse_if_closed(command=command)
 
     def _looks_as_kept(self, state: BranchState, backend: Backend, last: bytes) -> bool:
         return self._looks_as_saved({"last": state.last, "memory": state.memory}, backend, last)

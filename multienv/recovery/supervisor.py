@@ -10,7 +10,6 @@ at the first branch.
 from __future__ import annotations
 
 import contextlib
-import os
 from time import perf_counter
 from typing import Any
 
@@ -242,7 +241,7 @@ class Supervisor(Preserver):
         """
         if self.interrupted == WHOLE:
             self._drain(step=isinstance(message, Reset))
-        if self.closed or self.phase in (NEW, STARTING, *PENDING) or os.getpid() != self._owner:
+        if self.closed or self.phase in (NEW, STARTING, *PENDING) or self.is_foreign:
             self.refuse(command)
         if self._asked_state is not None:
             self._preserve()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interruption import Interrupted, every_place
+from interruption import Interrupted, every_place, interrupted_after
 from trainer_process import becomes_true
 
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
@@ -146,22 +146,12 @@ def test_what_was_set_is_not_forgotten_when_a_new_life_is_interrupted(face: str,
         env.step(STEP if face == "one" else [1])
         statistics = env.statistics()
         kill((statistics if face == "one" else statistics[0]).pid)
-        before = signal.signal(signal.SIGALRM, raise_interrupted)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, after)
-            with contextlib.suppress(Interrupted):
-                env.step(STEP if face == "one" else [1])
-                env.reset(seed=1)
-                time.sleep(1)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        with contextlib.suppress(Interrupted), interrupted_after(after):
+            env.step(STEP if face == "one" else [1])
+            env.reset(seed=1)
+            time.sleep(1)
         env.reset(seed=1)
         assert env.get_attr("offset") == (5.0 if face == "one" else (5.0,))
-
-
-def raise_interrupted(*_: Any) -> None:
-    raise Interrupted
 
 
 SOAK = pytest.mark.soak
@@ -220,14 +210,8 @@ def test_who_is_waited_for_by_another_thread_keeps_the_deadline(tmp_path: Path) 
     options = {"marker": str(tmp_path / "died")}
     with MultiEnv(create_subprocess_envs([HangsTheSecondTime] * 2, deadlines=Deadlines(reset=2.0))) as envs:
         envs.reset(seed=0)
-        before = signal.signal(signal.SIGALRM, raise_interrupted)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 1.0)
-            with pytest.raises(Interrupted):
-                envs.reset(options=[options, None])
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        with pytest.raises(Interrupted), interrupted_after(1.0):
+            envs.reset(options=[options, None])
         with contextlib.suppress(WorkerLostError, EnvsFailedError):
             envs.reset(seed=0)
         assert envs.reset(seed=0)[0][0][0] == 0
@@ -242,14 +226,8 @@ class SlowToFork(CounterEnv):
 def test_closing_twice_frees_a_snapshot_that_is_still_being_taken() -> None:
     env = SubprocessEnv(SlowToFork, restart=RestartPolicy(snapshots=False)).initialize()
     env.reset(seed=0)
-    before = signal.signal(signal.SIGALRM, raise_interrupted)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(Interrupted):
-            env.snapshot()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(Interrupted), interrupted_after(0.2):
+        env.snapshot()
     alive = set(descendants(os.getpid()))
     thread = threading.Thread(target=env.close)
     thread.start()
@@ -257,25 +235,3 @@ def test_closing_twice_frees_a_snapshot_that_is_still_being_taken() -> None:
     env.close()
     thread.join()
     assert becomes_true(lambda: not [pid for pid in set(descendants(os.getpid())) - alive if is_alive(pid)])
-
-
-def test_closing_twice_at_once() -> None:
-    """In two threads: neither raises, and no descriptor is closed that is not the env's."""
-    for _ in range(15):
-        env = SubprocessEnv(ENDLESS).initialize()
-        errors: list[BaseException] = []
-        ready = threading.Barrier(2)
-
-        def close(env: SubprocessEnv = env, ready: Any = ready, errors: Any = errors) -> None:
-            ready.wait()
-            try:
-                env.close()
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=close) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors

@@ -167,22 +167,25 @@ def test_a_hundredth_close_is_as_good_as_the_first(method: str) -> None:
 
 
 def test_close_from_many_threads_at_once(method: str) -> None:
-    env = SubprocessEnv(CounterEnv, context=method).initialize()
-    errors: list[BaseException] = []
+    for _ in range(15):
+        env = SubprocessEnv(CounterEnv, context=method).initialize()
+        errors: list[BaseException] = []
+        ready = threading.Barrier(8)
 
-    def close() -> None:
-        try:
-            env.close()
-        except BaseException as error:
-            errors.append(error)
+        def close(env: SubprocessEnv = env, ready: threading.Barrier = ready, errors: Any = errors) -> None:
+            ready.wait()
+            try:
+                env.close()
+            except BaseException as error:
+                errors.append(error)
 
-    threads = [threading.Thread(target=close) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    assert not errors
+        threads = [threading.Thread(target=close) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert not errors
 
 
 # --- nothing is left ----------------------------------------------------------------------------
