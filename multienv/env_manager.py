@@ -63,6 +63,7 @@ class EnvManager(EnvCalls):
 
     config: EnvManagerConfig
     _defaults = EnvManagerConfig()
+    _way_to_collect = "step({})"
 
     def __init__(
         self,
@@ -347,7 +348,9 @@ class EnvManager(EnvCalls):
             lane = loop.lanes[index]
             state = lane.now.state
             if lane.is_stepping or (lane.is_idle and lane not in ready):
-                raise CallPendingError(f"step(): env {index} is stepping; step({{}}) collects it. Nothing was sent.")
+                raise CallPendingError(
+                    f"step(): env {index} is stepping; {self._way_to_collect} collects it. Nothing was sent."
+                )
             if state != EnvState.RUN:
                 reason = _NO_REASON_TO_STEP[state].format(index)
                 raise ResetNeededError(f"step(): env {index} {reason}. Nothing was sent.")

@@ -36,6 +36,7 @@ class StackedSubprocessEnvManager(EnvManager):
     """
 
     _defaults = EnvManagerConfig(wait_num=math.inf, step_wait_timeout=None)
+    _way_to_collect = "a step() of the batch that ready_obs gives now"
     _handed_out: list[int] | None = None
     _implied: list[int] | None = None  # the batch to be stepped though nobody has read it
 

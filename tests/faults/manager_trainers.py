@@ -14,6 +14,7 @@ from interrupt_trainers import KINDS, explore
 from interruption import Interruption, Ledger
 
 import multienv
+from multienv.errors import ActionError, UsageError
 from multienv.testing import CounterEnv
 
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
@@ -83,8 +84,9 @@ class Managed:
         self.given: dict[int, list[int]] = {}
         self.ledgers = [Ledger(horizon=3) for _ in range(3)]
         self.numbers = [0] * 3
-        for index, observation in self.manager.ready_obs.items():
-            self._begun(index, observation)
+        ready = self.manager.ready_obs
+        for index in range(3):
+            self._begun(index, ready[index])
 
     def _begun(self, index: int, observation: Any) -> None:
         seed = self.manager._seed_of(index, self.numbers[index])
@@ -167,3 +169,49 @@ def every_place_of_a_managers_reset(name: str, kind: str) -> None:
                 managed.take(manager.step({}))
 
     explore(lambda: Managed(name), kind, trial)  # type: ignore[type-var]
+
+
+def every_place_of_a_stacked_step(kind: str) -> None:
+    """step() interrupted; the same again is taken or refused, with what to do said; ready_obs says what can be stepped."""
+
+    def trial(managed: Managed, interruption: Interruption, number: int) -> None:
+        manager = managed.manager
+
+        def see(batch: Any) -> list[int]:
+            ids = manager.ready_obs_id
+            managed.see(dict(zip(ids, batch, strict=True)))
+            return ids
+
+        def give(ids: list[int], actions: list[int]) -> None:
+            managed.given.update({index: [action] for index, action in zip(ids, actions, strict=True)})
+
+        def take(timesteps: list[Any]) -> None:
+            managed.take({timestep.env_id: timestep for timestep in timesteps})
+
+        ids = see(manager.ready_obs)
+        actions = [(number + index) % 4 for index in ids]
+        timesteps = None
+        with interruption:
+            timesteps = manager.step(actions)
+        if timesteps is None:  # which of them were sent?
+            still = set(manager.ready_env)
+            give(ids, actions)
+            for index in still:
+                managed.given.pop(index, None)
+            timesteps, refusal = [], "ready_obs"
+            try:
+                timesteps = manager.step(actions)
+                give(ids, actions)
+            except (UsageError, ActionError) as error:
+                refusal = str(error)
+            assert "ready_obs" in refusal
+        else:
+            give(ids, actions)
+        take(timesteps)
+        while managed.given:
+            ids = see(manager.ready_obs)
+            give(ids, [1] * len(ids))
+            take(manager.step([1] * len(ids)))
+        see(manager.ready_obs)
+
+    explore(lambda: Managed("StackedSubprocessEnvManager"), kind, trial)  # type: ignore[type-var]

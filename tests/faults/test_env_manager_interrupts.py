@@ -23,6 +23,10 @@ def test_every_place_of_step_and_ready_obs(manager: str, inplace: int, kind: str
     run("manager_trainers", "every_place_of_a_managers_step", manager, kind, inplace)
 
 
+def test_every_place_of_a_stacked_step() -> None:
+    run("manager_trainers", "every_place_of_a_stacked_step", "base")
+
+
 @pytest.mark.parametrize(
     "manager", ["AsyncSubprocessEnvManager", pytest.param("SyncSubprocessEnvManager", marks=pytest.mark.soak)]
 )
