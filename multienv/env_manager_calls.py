@@ -10,6 +10,7 @@ from multienv.env_lane import Lane
 from multienv.env_manager_loop import Loop
 from multienv.errors import ClosedError, MultienvError, catchable_as
 from multienv.subprocess_env import SubprocessEnv
+from multienv.unique import Unique
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -28,7 +29,7 @@ def surfacing(call: _Call) -> _Call:
     return wrapper  # type: ignore[return-value]
 
 
-class EnvCalls:
+class EnvCalls(Unique):
     """What a manager passes on to its envs."""
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from multienv.recovery.phases import HALF, WHOLE
 from multienv.recovery.restorer import Snapshot
 from multienv.recovery.supervisor import Supervisor, Transition
 from multienv.remote_generator import RemoteGenerator
+from multienv.unique import Unique
 from multienv.wire.messages import Branch, Call, GetAttribute, HasAttribute, Method, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
 _SPACES = frozenset(("observation_space", "action_space"))
 
 
-class HostedEnv(gymnasium.Env[Any, Any]):
+class HostedEnv(Unique, gymnasium.Env[Any, Any]):
     """An env that answers requests from somewhere else.
 
     The calls come whole (``step``) and in two halves: ``step_async`` sends and does not block,

@@ -27,6 +27,7 @@ from multienv.rounds import Rounds
 from multienv.subprocess_env import close_all
 from multienv.threads import Pool, side_by_side
 from multienv.turns import spread
+from multienv.unique import Unique
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,7 +37,7 @@ Lists = tuple[list[Any], list[Any], list[Any], list[Any], list[dict[str, Any] | 
 _UNTOUCHED = (None, None, None, None, None)
 
 
-class MultiEnv:
+class MultiEnv(Unique):
     """Steps and resets several envs at once.
 
     ::

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
@@ -61,6 +62,12 @@ def check_arguments(env_fns: Any, observation_mode: Any, max_concurrency: Any, w
         )
     if max_concurrency < 1:
         raise UsageError(f"`max_concurrency` must be a positive or None, got {max_concurrency}; give at least 1.")
+
+
+def check_options(options: Any) -> None:
+    """Refuse what cannot hold a ``reset_mask``."""
+    if not (options is None or isinstance(options, Mapping)):
+        raise WrongTypeError(f"reset(): options is {shown(options)}; give a dict, or None. Nothing was sent.")
 
 
 def check_mask(mask: Any, num_envs: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gymnasium.vector import VectorEnv
 
@@ -12,17 +13,31 @@ from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, Noth
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.group import GroupSupervisor
 from multienv.rendering import Frame, tile_images
+from multienv.unique import Unique
 from multienv.vector_arguments import check_sendable
 from multienv.vector_rounds import STEP, Parted, Round, VectorRounds
 from multienv.wire.messages import Message, Render, SetAttribute
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class VectorCalls(VectorEnv[Any, Any, Any]):
+
+class VectorCalls(Unique, VectorEnv[Any, Any, Any]):
     """Calls, attributes, generators and pictures; and who may ask what when."""
 
     _groups: list[GroupSupervisor]
     _rounds: VectorRounds
     _slices: list[slice]
+
+    def __enter__(self) -> Self:
+        """Nothing more to do: the envs are built."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every env, or of one of its wrappers; an attribute that is not callable is returned.

@@ -20,7 +20,7 @@ from multienv.hosted_env import HostedEnv
 from multienv.processes import descriptors
 from multienv.recovery.group import GroupSupervisor
 from multienv.threads import Pool, close_at_once, side_by_side
-from multienv.vector_arguments import check_mask, normal_batch, shown, sliced
+from multienv.vector_arguments import check_mask, check_options, normal_batch, shown, sliced
 from multienv.vector_calls import VectorCalls
 from multienv.vector_rounds import STEP, Refused, Round, VectorRounds
 from multienv.vector_spaces import blank, check_shareable, check_spaces, observation_spaces
@@ -141,6 +141,7 @@ class HostedVectorEnv(VectorCalls):
     def _begin_reset(self, seed: Any, options: dict[str, Any] | None, *, whole: bool) -> None:
         self._refuse_pending("reset" if whole else "reset_async")
         seeds = self._checked_seeds(seed)
+        check_options(options)
         options = None if options is None else dict(options)
         mask = self._checked_mask(options)
         self._mask = mask

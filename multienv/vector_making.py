@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +73,10 @@ def make_vec(
         raise UsageError(f"make_vec(): {id!r:.200} is no id, no EnvSpec and no function that builds an env.")
     _check(num_envs, vectorization, kwargs)
     num_envs = int(num_envs)
-    if callable(wrappers):
-        raise UsageError(f"make_vec(): wrappers is a single one, {wrappers!r:.100}; give a list of them.")
+    if callable(wrappers) or not isinstance(wrappers or (), Iterable):
+        raise UsageError(f"make_vec(): wrappers is {wrappers!r:.100}; give a list of functions of an env.")
+    if not isinstance(vector_kwargs or {}, Mapping):
+        raise UsageError(f"make_vec(): vector_kwargs is {vector_kwargs!r:.100}; give a dict, or None.")
     wrappers, vector_kwargs = tuple(wrappers or ()), dict(vector_kwargs or {})
     env_fn = _Build(make, kwargs, wrappers) if kwargs or wrappers or spec is not None else make
     envs = _FACES[vectorization]([env_fn] * num_envs, **vector_kwargs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from multienv import (
     SerialVectorEnv,
     SubprocessEnv,
     SubprocessVectorEnv,
+    SyncSubprocessEnvManager,
     create_subprocess_envs,
     make_vec,
 )
@@ -478,5 +481,40 @@ def test_single_things_for_several_are_refused():
         MultiEnv(EchoEnv())
     with pytest.raises(TypeError, match=r"function; give a gymnasium\.Env"):
         MultiEnv([lambda: EchoEnv()] * 2)
-    with pytest.raises(UsageError, match="single one"):
-        make_vec("CartPole-v1", 2, wrappers=gymnasium.wrappers.RecordEpisodeStatistics)
+    for wrappers in (gymnasium.wrappers.RecordEpisodeStatistics, 3):
+        with pytest.raises(UsageError, match="give a list of functions"):
+            make_vec("CartPole-v1", 2, wrappers=wrappers)
+    with pytest.raises(UsageError, match="give a dict"):
+        make_vec("CartPole-v1", 2, vector_kwargs=3)
+
+
+@pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])
+@pytest.mark.parametrize("options", [3, [None, None], "reset_mask"])
+def test_options_of_a_batch_that_are_no_dict(face, options):
+    with face([CounterEnv] * 2) as envs:
+        envs.reset(seed=0)
+        for error in (UsageError, TypeError):
+            with pytest.raises(error, match="give a dict"):
+                envs.reset(options=options)
+        assert envs.step(np.array([1, 2]))[0][:, 3].tolist() == [1, 2]
+    assert envs.closed
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SubprocessEnv(CounterEnv),
+        lambda: SerialEnv(CounterEnv),
+        lambda: SubprocessVectorEnv([CounterEnv] * 2),
+        lambda: SerialVectorEnv([CounterEnv] * 2),
+        lambda: MultiEnv([CounterEnv(), CounterEnv()]),
+        lambda: SyncSubprocessEnvManager([CounterEnv] * 2),
+    ],
+)
+def test_what_owns_envs_is_not_copied(make, copied):
+    envs = make()
+    for error in (UsageError, TypeError):
+        with pytest.raises(error, match="cannot be copied or pickled"):
+            copied(envs)
+    envs.close()

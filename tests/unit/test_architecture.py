@@ -44,7 +44,7 @@ PUBLIC_TESTING = [
 # Lowest first; modules of one line may import each other.
 LAYERS = [
     ["errors", "config", "events"],
-    ["threads", "cores", "turns"],
+    ["threads", "cores", "turns", "unique"],
     ["wire"],
     ["reports"],
     ["worker"],
