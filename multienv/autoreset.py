@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv.errors import MultienvError, UsageError
 from multienv.hosted_env import HostedEnv
-from multienv.recovery.phases import ASKED
+from multienv.recovery.phases import ASKED, IN_EPISODE
 from multienv.recovery.supervisor import Transition, resumed
 
 
@@ -38,15 +38,20 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.mode = mode_of(mode)
         self.metadata = {**(env.metadata or {}), "autoreset_mode": self.mode}
         self.splits = isinstance(env, HostedEnv)
-        self.ended = False  # a reset is due
+        self._reset_is_due = False
         self._final: Transition | None = None  # the last transition of the episode that ended last, in SAME_STEP
         self._interrupted: tuple[int, int] | None = None  # of an interrupted step: the last request before and of it
+
+    @property
+    def ended(self) -> bool:
+        """A reset is due, unless the caller has begun or restored an episode of the env itself: that one goes on."""
+        return self._reset_is_due and not (self.splits and self._hosted._supervisor.phase in IN_EPISODE)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, whatever became of the last one."""
         self._interrupted = None
         result = self.env.reset(seed=seed, options=options)
-        self.ended = False
+        self._reset_is_due = False
         return result
 
     def step(self, action: Any) -> Transition:
@@ -82,7 +87,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :meth:`HostedEnv.load_state_dict`."""
         self._hosted.load_state_dict(state["env"])
-        self.ended, self._final = state["ended"], state["final"]
+        self._reset_is_due, self._final = state["ended"], state["final"]
         self._interrupted = None
 
     # --- in two halves --------------------------------------------------------------------------
@@ -112,7 +117,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset_wait(self, timeout: float | None = None, *, defer: bool = False) -> tuple[Any, dict[str, Any]]:
         """Collect what the reset returned; ``defer`` is for who has a thread to recover in."""
         result = self._hosted._supervisor.receive("reset", timeout, defer=defer)
-        self.ended = False
+        self._reset_is_due = False
         return result  # type: ignore[no-any-return]
 
     def resume(self) -> Any:
@@ -125,7 +130,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def resume_reset(self) -> Any:
         """Complete the reset that was interrupted."""
         first = self._hosted.resume()
-        self.ended = False
+        self._reset_is_due = False
         return first
 
     # --- helpers --------------------------------------------------------------------------------
@@ -138,7 +143,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def end(self, transition: Transition) -> bool:
         """The episode has ended with this transition; true when the caller gets it only after a reset."""
-        self.ended = self.mode is not AutoresetMode.DISABLED
+        self._reset_is_due = self.mode is not AutoresetMode.DISABLED
         self._final = transition if self.mode is AutoresetMode.SAME_STEP else None
         return self._final is not None
 
@@ -148,7 +153,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _begun(self, first: tuple[Any, dict[str, Any]]) -> Transition:
         """The reset that was due returned this: what the caller gets. It may be asked for again."""
         observation, info = first
-        self.ended = False
+        self._reset_is_due = False
         if self._final is None:
             return observation, 0.0, False, False, info
         final_observation, reward, terminated, truncated, final_info = self._final

@@ -138,6 +138,9 @@ def test_a_reset_in_between_forgets_that_one_was_due():
         assert wrapped.step(0)[2]
         wrapped.reset()
         assert wrapped.step(0)[2], "a step, not the reset that was due before"
+        env.reset()
+        assert not wrapped.ended
+        assert wrapped.step(0)[2], "the env's own is one, too"
 
 
 def test_disabled_leaves_the_reset_to_the_caller():

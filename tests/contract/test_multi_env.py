@@ -309,6 +309,28 @@ def test_an_env_of_a_multi_env_still_heals_when_it_is_used_alone(use):
         assert envs[1].statistics().restarts == 1
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+@pytest.mark.parametrize("how", ["reset", "restore"])
+@pytest.mark.parametrize("killed", [None, 0, 1, 3])
+def test_an_episode_that_the_caller_begins_for_an_ended_env_goes_on(mode, how, killed):
+    """Whether its process is lost or not, in whichever step."""
+    with MultiEnv(create_subprocess_envs([partial(CounterEnv, horizon=5)] * 2), autoreset_mode=mode) as m:
+        m.reset(seed=0)
+        first = m.envs[0]
+        token = first.snapshot()
+        assert m.step([1, None])[2][0] is False
+        for _ in range(4):
+            ended = m.step([1, None])[2][0]
+        assert ended
+        first.reset() if how == "reset" else first.restore(token)
+        for step in range(5):
+            if step == killed:
+                kill(first)
+            observations, _, ends, _, _ = m.step([step % 4, None])
+            assert observations[0][[0, 3]].tolist() == [step + 1, step % 4]
+            assert ends[0] is (step == 4)
+
+
 def test_the_others_go_on_while_envs_are_killed_all_the_time():
     twins = MultiEnv([GlobalFree() for _ in range(3)])
     with MultiEnv(create_subprocess_envs([GlobalFree] * 3), max_workers=2) as m, twins:
