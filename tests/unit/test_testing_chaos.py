@@ -89,8 +89,7 @@ def test_scripted_strikes_come_as_often_as_scripted(victims):
 def test_a_killer_may_be_content_with_so_many_kills(victims):
     with Killer(victims.pid, interval=(0.0, 0.0), kills=2) as killer:
         victims.await_death()
-        victims.await_death()
-        killer._thread.join()
+        killer._thread.join()  # the second one may have met the first victim, while that was dying
     assert killer.delivered == 2
 
 
