@@ -32,6 +32,9 @@ CASES += [
     if (method, manner) not in CASES
 ]
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP]
+# Of the poisonous resets.
+BY_DEFAULT = [("kill", mode, moment) for mode in MODES for moment in ("autoreset", "mask")]
+BY_DEFAULT += [("kill", AutoresetMode.NEXT_STEP, "reset"), ("garbage", AutoresetMode.NEXT_STEP, "mask")]
 START = {"forkserver": 2.0, "spawn": 8.0, "fork": 2.0}
 Fns = list[Callable[[], gymnasium.Env[Any, Any]]]
 
@@ -181,17 +184,17 @@ def expect_results_of_others(error: EnvsFailedError, own: Sequence[Any], what: s
 
 
 @pytest.mark.parametrize(
-    ("method", "manner", "mode"),
+    ("method", "manner", "mode", "moment"),
     [
-        *(("forkserver", "kill", mode) for mode in MODES),
-        ("forkserver", "garbage", AutoresetMode.NEXT_STEP),
-        pytest.param("forkserver", "garbage", AutoresetMode.SAME_STEP, marks=pytest.mark.soak),
-        *(pytest.param("fork", "hang", mode, marks=pytest.mark.soak) for mode in MODES),
+        pytest.param(method, manner, mode, moment, marks=[] if row in BY_DEFAULT else pytest.mark.soak)
+        for moment in ("reset", "autoreset", "mask")
+        for mode in MODES
+        for method, manner in (("forkserver", "kill"), ("forkserver", "garbage"), ("fork", "hang"))
+        for row in [(manner, mode, moment)]
     ],
 )
-@pytest.mark.parametrize("moment", ["reset", "autoreset", "mask"])
 def test_a_poisonous_reset_is_raised_for_the_culprit(
-    method: str, manner: str, moment: str, mode: AutoresetMode
+    method: str, manner: str, mode: AutoresetMode, moment: str
 ) -> None:
     seen: list[Event] = []
     envs = open_envs(partial(faulty, fault_of(moment, manner, mode)), method, seen, autoreset_mode=mode)
@@ -284,7 +287,7 @@ class DiesReplaying(CounterEnv):
         return super().step(action)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"])
 def test_lost_again_while_replaying(method: str, marker: str) -> None:
     culprit = partial(DiesReplaying, marker, horizon=HORIZON + CULPRIT, render_mode="rgb_array")
     seen: list[Event] = []
