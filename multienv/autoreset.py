@@ -86,6 +86,8 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :meth:`HostedEnv.load_state_dict`."""
+        if not isinstance(state, dict) or not {"env", "ended", "final"} <= state.keys():
+            raise UsageError("load_state_dict(): give what the state_dict() of an AutoResetWrapper returned.")
         self._hosted.load_state_dict(state["env"])
         self._reset_is_due, self._final = state["ended"], state["final"]
         self._interrupted = None

@@ -50,7 +50,7 @@ def checked_seeds(seed: Any, env_num: int) -> dict[int, int | None]:
     """A seed for each env, or for some."""
     if isinstance(seed, Mapping):
         given = {checked_id("seed()", index, env_num): one for index, one in seed.items()}
-    elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
+    elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str) and getattr(seed, "shape", None) != ():
         if len(seed) != env_num:
             raise UsageError(f"seed(): {len(seed)} seeds for {env_num} envs; give one for each.")
         given = dict(enumerate(seed))

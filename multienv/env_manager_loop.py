@@ -16,7 +16,7 @@ from multienv.env_states import EnvState, Timestep
 from multienv.errors import ClosedError, EnvsFailedError
 from multienv.processes.launch import milliseconds
 from multienv.subprocess_env import close_all
-from multienv.threads import Task
+from multienv.threads import Task, refuse_from_within
 
 _ADVICE = (
     "Reset those that are in EnvState.ERROR: reset({id: None}). What others have returned is in `results`; "
@@ -47,6 +47,9 @@ class Loop:
         if self.closed:
             raise ClosedError(f"{what}: the manager has been closed. Call launch() first.")
         if self._inside:
+            requests = [lane.now.request for lane in self.lanes]
+            tasks = [request.task for request in requests if request is not None and request.task is not None]
+            refuse_from_within([*self._calls, *tasks], what)
             for task in self._calls:
                 task.drop()
             for lane in self.lanes:

@@ -156,8 +156,10 @@ class MultiEnv(Unique):
         if self._closed:
             raise ClosedError("step(): this MultiEnv has been closed. Make a new one.")
         rounds = self._rounds
-        if rounds.unfinished is not None and not rounds.step_is_unfinished():
-            rounds.forget()
+        if rounds.unfinished is not None:
+            rounds.refuse_from_within("step()")
+            if not rounds.step_is_unfinished():
+                rounds.forget()
         if rounds.unfinished is None:
             if not hasattr(actions, "__len__") or len(actions) != len(self._lanes):
                 given = len(actions) if hasattr(actions, "__len__") else repr(actions)[:100]
@@ -211,6 +213,7 @@ class MultiEnv(Unique):
         """
         if self._closed:
             raise ClosedError("reset(): this MultiEnv has been closed. Make a new one.")
+        self._rounds.refuse_from_within("reset()")
         self._rounds.forget()
         if isinstance(options, dict) and "reset_mask" in options:
             options = dict(options)
@@ -290,7 +293,7 @@ class MultiEnv(Unique):
         """
         self._refuse_unfinished("load_state_dict()")
         lanes = state.get("lanes") if isinstance(state, dict) else None
-        if lanes is None or len(lanes) != self.num_envs:
+        if not isinstance(lanes, list | tuple) or len(lanes) != self.num_envs:
             raise UsageError(f"load_state_dict(): give what the state_dict() of {self.num_envs} such envs returned.")
         tasks = self._rounds.each(
             [partial(lane.load_state_dict, one) for lane, one in zip(self._lanes, lanes, strict=True)]
@@ -308,6 +311,7 @@ class MultiEnv(Unique):
     def _refuse_unfinished(self, what: str) -> None:
         if self._closed:
             raise ClosedError(f"{what}: this MultiEnv has been closed. Make a new one.")
+        self._rounds.refuse_from_within(what)
         if self._rounds.step_is_unfinished():
             raise UsageError(f"{what}: a step was interrupted. Call step() to complete it, or reset() to drop it.")
         self._rounds.forget()

@@ -284,7 +284,7 @@ def _pickled(env_fn: EnvFn) -> bytes:
 def _setting(native_threads: int | None) -> Setting:
     return Setting(
         tuple(module_path()),
-        tuple(sys.argv),
+        tuple(getattr(sys, "argv", ())),  # an embedded interpreter has none
         working_directory(),
         worker_environment(native_threads),
         *registrations(),

@@ -55,6 +55,10 @@ def core_seconds(pid: int | None) -> Array:
         return np.zeros(2)
 
 
+def _spent_by(groups: Sequence[GroupSupervisor]) -> Array:
+    return np.array([core_seconds(group.statistics().pid) for group in groups])
+
+
 def own_core_seconds() -> float:
     """For how long this thread has had a core or wanted one."""
     return time.thread_time() + _wanted("thread-self")
@@ -92,21 +96,19 @@ class WatchedRounds(VectorRounds):
             command == STEP or (command == "reset" and arguments[0].options == GroupOptions(None, None))
         )
         self.asked.append(command if is_plain else "")
-        self._before = own_core_seconds(), time.perf_counter(), self._spent()
+        self._before = own_core_seconds(), time.perf_counter(), _spent_by(self._groups)
         super().begin(command, arguments, whole=whole)
 
     def collect(self, timeout: float | None = None) -> Round:
         """See :class:`VectorRounds`."""
         current = super().collect(timeout)
         own, begun, before = self._before
-        seconds, spent = time.perf_counter() - begun, self._spent() - before
+        # By nothing of this class's own: a step from within this one, which is refused, may have ended the trial.
+        seconds, spent = time.perf_counter() - begun, _spent_by(self._groups) - before
         self.seconds.append(seconds)
         self.waits.append(seconds - (own_core_seconds() - own) - float(spent.sum(axis=1).max()))
         self.computing.append(float(spent[:, 0].max()))
         return current
-
-    def _spent(self) -> Array:
-        return np.array([core_seconds(group.statistics().pid) for group in self._groups])
 
 
 class Trial:

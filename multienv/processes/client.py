@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from array import array
 from typing import Any, Protocol
 
 from multienv.errors import ClosedError
@@ -77,7 +78,10 @@ class WardenClient:
         fds: tuple[int, ...] = (),
     ) -> None:
         """Give an order; raises OSError when the warden is gone."""
-        socket.send_fds(self._control, [ORDER.pack(operation, method, number, pid, shortest)], fds)
+        # Not by socket.send_fds(): CPython ignores the flags it is given.
+        handed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        message = ORDER.pack(operation, method, number, pid, shortest)
+        self._control.sendmsg([message], handed, getattr(socket, "MSG_NOSIGNAL", 0))
 
     def reap(self) -> None:
         """Take note of its end, if its socket says that it was killed."""

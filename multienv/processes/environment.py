@@ -38,4 +38,5 @@ def working_directory() -> str:
 def module_path() -> list[str]:
     """``sys.path`` as it is to be read in another directory."""
     directory = working_directory()
-    return [entry or directory for entry in sys.path if entry or directory]
+    # A path object is passed over by the import system, too.
+    return [entry or directory for entry in sys.path if isinstance(entry, str) and (entry or directory)]

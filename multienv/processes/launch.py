@@ -107,7 +107,7 @@ class Worker:
     """
 
     # Until they are made: an interruption may come first.
-    requests = replies = memory = ended = -1
+    requests = replies = memory = ended = unread = -1
 
     def __init__(self, launch: Launch, start_deadline: float | None, snapshot: tuple[int, int] | None = None) -> None:
         """Launch the process, or wake a snapshot: the order and the number to give; does not wait for it."""
@@ -146,6 +146,10 @@ class Worker:
         requests_read, self.requests = os.pipe()
         self._theirs.append(requests_read)
         self._own("requests")
+        if signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL:
+            # Who wants to be ended by a broken pipe means that of its output: this one is not to break.
+            self.unread = os.dup(requests_read)
+            self._own("unread")
         self.replies, replies_write = os.pipe()
         self._theirs.append(replies_write)
         self._own("replies")
@@ -344,6 +348,8 @@ class Worker:
             if descriptors.holds(self._tokens["requests"]):
                 # Not closed: a step in an exit handler would write to whoever was given its number.
                 read, broken = os.pipe()
+                if self.unread >= 0:
+                    os.dup2(read, self.unread, inheritable=False)
                 os.close(read)
                 os.dup2(broken, self.requests, inheritable=False)
                 os.close(broken)
@@ -374,7 +380,7 @@ class Worker:
         if self._method == FORK and self.pid and self.fate is None:
             _unreaped[self.pid] = self._launch
         descriptors.close(*self._tokens.values())
-        self.requests = self.replies = self.ended = self.memory = -1
+        self.requests = self.replies = self.ended = self.memory = self.unread = -1
         if hasattr(self, "control"):
             self.control.close()
 

@@ -25,6 +25,12 @@ class Standby:
     seq: int  # of the last request it has executed
     channel: socket.socket  # a message wakes it, closing ends it
 
+    def end(self) -> None:
+        """Have it end, also if somebody has stopped it."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGCONT)
+        self.channel.close()
+
 
 @dataclass(slots=True)
 class Ward:
@@ -75,7 +81,7 @@ class Ward:
         """Let it end."""
         standby, self.standby = self.standby, None
         if standby is not None:
-            standby.channel.close()
+            standby.end()
 
     def __post_init__(self) -> None:
         """Remember the pipes by inode: both ends share it, and whatever it forks holds them too."""

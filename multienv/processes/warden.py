@@ -123,7 +123,7 @@ class Warden:
         elif operation == FREE:
             snapshot = self._announced(pid)
             if snapshot is not None:
-                snapshot.channel.close()
+                snapshot.end()
         elif operation == KILL and number in self._wards:
             killing.begin(self._wards[number], with_stack=False)
 
@@ -363,7 +363,7 @@ class Warden:
         for ward in list(self._bereaved.values()):
             self._forsake(ward)
         while self._tokens:
-            self._tokens.popitem()[1].channel.close()
+            self._tokens.popitem()[1].end()
         for descriptor in self._lifelines:
             self._forget(descriptor)
         self._control.setblocking(False)
@@ -382,6 +382,8 @@ class Warden:
 
 def main(control: int, trainer: int, preload: list[str], spawn_command: list[str]) -> None:
     """The warden process."""
+    # The trainer's thread may have blocked SIGCHLD, and a mask is inherited: no death would ever be told.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     for name in preload:
@@ -389,4 +391,5 @@ def main(control: int, trainer: int, preload: list[str], spawn_command: list[str
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # workers share these objects' pages; a collection would touch and so copy them
-    Warden(socket.socket(fileno=control), trainer, spawn_command).run()
+    with socket.socket(fileno=control) as orders:
+        Warden(orders, trainer, spawn_command).run()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from typing import Any
 
@@ -21,7 +23,7 @@ from multienv.wire.messages import IRREGULAR, REPLY, seq_of
 from multienv.wire.observations import body_of
 
 # Of what state_dict() returns.
-_VERSION = 1
+_VERSION = 2
 _unpack = REPLY.unpack_from
 _tokens = count(1)
 
@@ -88,7 +90,7 @@ class Restorer(Mender):
         (plan, *others), seen = plans, self._last_reply()
         if plan.from_construction:  # all of them once more, for an env that is not made twice alike
             others = []
-        return {
+        state = {
             "version": _VERSION,
             "frames": plan.frames,
             "evidence": plan.evidence,
@@ -105,6 +107,7 @@ class Restorer(Mender):
             "steps_before": self._steps_before,
             "episodes": self.record.episodes,
         }
+        return state | {"digest": _digest_of(state)}
 
     @entered
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,6 +116,8 @@ class Restorer(Mender):
             self.refuse("load_state_dict")
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
+        if state.get("digest") != _digest_of(state):
+            raise UsageError("load_state_dict(): this state is damaged: it is not what state_dict() returned.")
         if not self._journal.replaying:
             raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
         plans = [Plan(state["frames"], state["evidence"], state["from_construction"], state.get("from_state", False))]
@@ -257,3 +262,25 @@ class Restorer(Mender):
 
     def _looks_as_kept(self, state: BranchState, backend: Backend, last: bytes) -> bool:
         return self._looks_as_saved({"last": state.last, "memory": state.memory}, backend, last)
+
+
+def _digest_of(state: dict[str, Any]) -> bytes:
+    """Of all that it holds: what is damaged is to be found out before anything of it is run."""
+    digest = blake2b(digest_size=16)
+    for key in sorted(state, key=str):
+        if key != "digest":
+            _feed(digest.update, (key, state[key]))
+    return digest.digest()
+
+
+def _feed(update: Callable[[bytes], None], value: Any) -> None:
+    if isinstance(value, bytes):
+        update(b"bytes %d:" % len(value) + value)
+    elif not isinstance(value, list | tuple):
+        update(f"{value!r};".encode())
+    elif set(map(type, value)) == {bytes}:  # frames: as many as there were steps
+        update(b"%d pieces:" % len(value) + array("Q", map(len, value)).tobytes() + b"".join(value))
+    else:
+        update(b"%d values:" % len(value))
+        for one in value:
+            _feed(update, one)

@@ -7,7 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
+from multienv import AutoResetWrapper, MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, NotRestoredError, UsageError
 from multienv.testing import (
     CounterEnv,
@@ -133,6 +133,45 @@ def test_what_cannot_be_restored_leaves_the_env_as_it_was() -> None:
         assert env.statistics().losses == 0
 
 
+def damaged(state: Any) -> Iterator[Any]:
+    """It, with one thing in it that is not as it was, or missing; each in turn."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield {name: one for name, one in state.items() if name != key}
+            yield from ({**state, key: worse} for worse in damaged(value))
+    elif isinstance(state, list | tuple):
+        yield (*state, b"")
+        for place, value in enumerate(state):
+            yield (*state[:place], *state[place + 1 :])
+            yield from ((*state[:place], worse, *state[place + 1 :]) for worse in damaged(value))
+    elif isinstance(state, bytes):
+        yield from (state[:-1], state + b"x", state[:-1] + bytes([state[-1] ^ 1])) if state else (b"x",)
+        yield None
+    else:
+        yield from (None, "x") if state is not None else (0,)
+
+
+@pytest.mark.parametrize("env_fn", [partial(CounterEnv, horizon=None), partial(gymnasium.make, "CartPole-v1")])
+def test_a_damaged_one_is_refused(env_fn: Any) -> None:
+    with SubprocessEnv(env_fn) as env:
+        env.reset(seed=0)
+        for _ in range(3):
+            env.step(1)
+        state = env.state_dict()
+        pid = env.statistics().pid
+        worse = list(damaged(state))
+        assert len(worse) > 40
+        for one in worse:
+            with pytest.raises(UsageError, match="state_dict"):
+                env.load_state_dict(one)
+        assert env.statistics().pid == pid
+        env.load_state_dict({name: state[name] for name in reversed(state)})
+        wrapped = AutoResetWrapper(env)
+        for bad in (state, {"env": state}, None):
+            with pytest.raises(UsageError, match="state_dict"):
+                wrapped.load_state_dict(bad)  # type: ignore[arg-type]
+
+
 def test_wrong_calls() -> None:
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
@@ -178,8 +217,9 @@ def test_of_several(mode: str) -> None:
         if mode == "DISABLED":
             m.reset(mask=[True, False, False])
         assert repr([m.step(row) for row in actions]) == repr(expected)
-        with pytest.raises(UsageError, match="3 such envs"):
-            m.load_state_dict({"lanes": state["lanes"][:2]})
+        for lanes in (state["lanes"][:2], 3, None):
+            with pytest.raises(UsageError, match="3 such envs"):
+                m.load_state_dict({"lanes": lanes})
         broken = {"lanes": [state["lanes"][0], {**state["lanes"][1], "env": {}}, state["lanes"][2]]}
         with pytest.raises(EnvsFailedError) as failed:
             m.load_state_dict(broken)

@@ -182,6 +182,26 @@ def test_they_are_freed(method: str) -> None:
         env.snapshot()
 
 
+@pytest.mark.parametrize("how", ["freed", "closed"])
+def test_one_that_has_been_stopped_ends_too(how: str) -> None:
+    """The one that is kept and the worker's own; another env keeps the warden busy."""
+    with SubprocessEnv(ENDLESS) as other, SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshot_every=2)) as env:
+        other.reset(seed=0)
+        env.reset(seed=0)
+        before = alive()
+        for _ in range(3):
+            env.step(np.int64(1))
+        token = env.snapshot()
+        assert becomes_true(lambda: len(alive() - before) == 2)
+        for pid in alive() - before:
+            os.kill(pid, signal.SIGSTOP)
+        if how == "freed":
+            token.free()
+            assert becomes_true(lambda: len(alive() - before) == 1)
+        env.close()
+        assert becomes_true(lambda: not alive() - before)
+
+
 def alive() -> set[int]:
     return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
 

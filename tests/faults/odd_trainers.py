@@ -1,0 +1,45 @@
+"""Trainers in a state that envs in this process do not mind: see test_odd_trainers.py and trainer_process.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+from trainer_process import becomes_true
+
+from multienv import SubprocessEnv
+from multienv.testing import CounterEnv, is_alive
+
+ODDITIES = {
+    # Of a launcher, or a program that waits by sigwait() or signalfd().
+    "sigchld_blocked": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD]),
+    "all_signals_blocked": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()),
+    # The idiom of a program that is to end when its reader does.
+    "ended_by_broken_pipes": lambda: signal.signal(signal.SIGPIPE, signal.SIG_DFL),
+    # Passed over by imports.
+    "path_objects_in_sys_path": lambda: sys.path.insert(0, Path("/nowhere")),  # type: ignore[arg-type]
+    "no_argv": lambda: delattr(sys, "argv"),
+}
+
+
+def train(oddity: str, method: str) -> None:
+    """A loss of the worker, one of the warden with it, and the end."""
+    ODDITIES[oddity]()
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    env.reset(seed=0)
+    for step in range(9):
+        if step in (3, 6):
+            pid = env.statistics().pid or 0
+            os.kill(pid, signal.SIGKILL)
+            assert becomes_true(lambda pid=pid: not is_alive(pid))  # type: ignore[misc]
+        if step == 6:
+            from multienv.processes import client
+
+            assert client._client is not None
+            client._client.process.kill()
+        assert env.step(step % 4)[0][[0, 3]].tolist() == [step + 1, step % 4]
+    assert env.statistics().exact_recoveries == 2
+    env.close()

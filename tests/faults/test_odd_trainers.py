@@ -1,0 +1,23 @@
+"""What the state of the trainer's process has to do with its envs: nothing."""
+
+from __future__ import annotations
+
+import pytest
+from odd_trainers import ODDITIES
+from trainer_process import run
+
+QUICK = {("ended_by_broken_pipes", "fork"), ("path_objects_in_sys_path", "spawn")}
+
+
+@pytest.mark.parametrize(
+    ("oddity", "method"),
+    [
+        pytest.param(
+            oddity, method, marks=[] if method == "forkserver" or (oddity, method) in QUICK else pytest.mark.soak
+        )
+        for oddity in ODDITIES
+        for method in ("forkserver", "spawn", "fork")
+    ],
+)
+def test_losses_leave_no_trace(oddity: str, method: str) -> None:
+    run("odd_trainers", "train", oddity, method)
