@@ -114,10 +114,11 @@ class Warden:
         elif operation == WATCH:
             self._watch(number, pid, shortest, descriptors)
         elif operation == WAKE:
-            ward = self._bereaved.get(pid)
-            self._wake(ward.standby if ward else None, number, shortest, descriptors)
+            ward, snapshot = self._bereaved.get(pid), None
             if ward is not None:
+                snapshot, ward.standby = ward.standby, None
                 self._forsake(ward)
+            self._wake(snapshot, number, shortest, descriptors)
         elif operation == WAKE_TOKEN:
             self._wake(self._announced(pid), number, shortest, descriptors)
         elif operation == FREE:
@@ -163,6 +164,8 @@ class Warden:
             with snapshot.channel:
                 socket.send_fds(snapshot.channel, [message], handed)
         except (OSError, ValueError) as error:
+            if snapshot is not None:
+                snapshot.end()
             decline(descriptors, 1, 3, error)
             return
         ward = lines.ward(number, snapshot.pid, shortest)

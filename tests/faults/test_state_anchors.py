@@ -35,6 +35,7 @@ from multienv.errors import NotRestoredError
 from multienv.events import Event, Recovery
 from multienv.recovery import anchoring
 from multienv.recovery.phases import DUE
+from multienv.recovery.restorer import _digest_of
 from multienv.testing import CounterEnv, assert_no_splice, assert_same_trajectory, descendants, is_alive, rollout
 from multienv.worker import state_hooks
 
@@ -498,8 +499,9 @@ def test_a_checkpoint_of_a_long_episode() -> None:
         kill(other)
         actual = [other.step(action)[:4] for action in actions]
         assert other.statistics().steps == 3400
+        elsewhere = {**state, "evidence": state["evidence"][::-1], "others": ()}
         with pytest.raises(NotRestoredError):
-            other.load_state_dict({**state, "evidence": state["evidence"][::-1], "others": ()})
+            other.load_state_dict({**elsewhere, "digest": _digest_of(elsewhere)})
     assert rungs == ["state"]
     for one, two in zip(expected, actual, strict=True):
         np.testing.assert_array_equal(one[0], two[0])
