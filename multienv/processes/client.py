@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from multienv.errors import ClosedError
 from multienv.processes import descriptors
-from multienv.processes.environment import module_path, worker_environment
+from multienv.processes.environment import module_path, refuse_other_namespace, worker_environment
 from multienv.processes.guard import Guard
 from multienv.processes.protocol import ORDER
 
@@ -46,6 +46,7 @@ class WardenClient:
 
     def __init__(self) -> None:
         """Launch the warden; does not wait until it is up: orders queue in its socket."""
+        refuse_other_namespace()
         self.trainer = os.getpid()
         self.launched = time.monotonic()
         with descriptors.lock:

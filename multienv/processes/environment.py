@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+
+from multienv.errors import UsageError
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -33,6 +36,24 @@ def working_directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return ""
+
+
+def refuse_other_namespace() -> None:
+    """Refuse to start children whose numbers are not those by which they would be killed from here."""
+    if _children_are_elsewhere():
+        raise UsageError(
+            "The trainer's children are in another PID namespace than itself, and their numbers there are those of "
+            "other processes here. Fork after unshare(CLONE_NEWPID), or use `unshare --pid --fork`."
+        )
+
+
+def _children_are_elsewhere() -> bool:
+    namespaces = Path("/proc/thread-self/ns")
+    children = namespaces / "pid_for_children"
+    try:
+        return children.readlink() != (namespaces / "pid").readlink()
+    except OSError:  # it dangles until the first child is there; or this system has no namespaces
+        return children.is_symlink()
 
 
 def module_path() -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from multienv.errors import UsageError
 from multienv.processes import descriptors, leftovers
 from multienv.processes.client import WardenClient, guard, reap, warden, workers
-from multienv.processes.environment import worker_environment
+from multienv.processes.environment import refuse_other_namespace, worker_environment
 from multienv.processes.protocol import (
     FORK,
     FORKSERVER,
@@ -192,6 +192,7 @@ class Worker:
 
     def _fork(self, launch: Launch, requests: int, replies: int, fate: int) -> None:
         """Fork the worker off the trainer itself; the warden watches over it from beside."""
+        refuse_other_namespace()
         watcher = self._warden = warden()
         ours: list[int] = []
         forked: list[int] = []

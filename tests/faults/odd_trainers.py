@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -11,7 +13,10 @@ from pathlib import Path
 from trainer_process import becomes_true
 
 from multienv import SubprocessEnv
+from multienv.errors import UsageError
 from multienv.testing import CounterEnv, is_alive
+
+CLONE_NEWPID = 0x20000000
 
 ODDITIES = {
     # Of a launcher, or a program that waits by sigwait() or signalfd().
@@ -43,3 +48,17 @@ def train(oddity: str, method: str) -> None:
         assert env.step(step % 4)[0][[0, 3]].tolist() == [step + 1, step % 4]
     assert env.statistics().exact_recoveries == 2
     env.close()
+
+
+def children_elsewhere(method: str) -> None:
+    """Their numbers are those of other processes here: none is started, and none is killed."""
+    env = SubprocessEnv(CounterEnv, context=method)
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
+        print("unshare:", os.strerror(ctypes.get_errno()), flush=True)
+        return
+    for _ in range(2):
+        with contextlib.suppress(UsageError):
+            env.initialize()
+            raise AssertionError("it has been started")
+    env.close()
+    print("refused", flush=True)

@@ -21,3 +21,11 @@ QUICK = {("ended_by_broken_pipes", "fork"), ("path_objects_in_sys_path", "spawn"
 )
 def test_losses_leave_no_trace(oddity: str, method: str) -> None:
     run("odd_trainers", "train", oddity, method)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_children_in_another_pid_namespace_are_refused(method: str) -> None:
+    """As after ``unshare --pid`` without ``--fork``."""
+    said = run("odd_trainers", "children_elsewhere", method)
+    if "refused" not in said:
+        pytest.skip(said[0])
