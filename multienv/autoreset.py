@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv.errors import MultienvError, UsageError
 from multienv.hosted_env import HostedEnv
-from multienv.recovery.phases import ASKED, IN_EPISODE
+from multienv.recovery.phases import ASKED
 from multienv.recovery.supervisor import Transition, resumed
 
 
@@ -39,13 +39,14 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.metadata = {**(env.metadata or {}), "autoreset_mode": self.mode}
         self.splits = isinstance(env, HostedEnv)
         self._reset_is_due = False
+        self._ended_in = 0  # the number of the episode that is over; see `Supervisor.begun`
         self._final: Transition | None = None  # the last transition of the episode that ended last, in SAME_STEP
         self._interrupted: tuple[int, int] | None = None  # of an interrupted step: the last request before and of it
 
     @property
     def ended(self) -> bool:
         """A reset is due, unless the caller has begun or restored an episode of the env itself: that one goes on."""
-        return self._reset_is_due and not (self.splits and self._hosted._supervisor.phase in IN_EPISODE)
+        return self._reset_is_due and not (self.splits and self._hosted._supervisor.begun != self._ended_in)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, whatever became of the last one."""
@@ -89,8 +90,9 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not isinstance(state, dict) or not {"env", "ended", "final"} <= state.keys():
             raise UsageError("load_state_dict(): give what the state_dict() of an AutoResetWrapper returned.")
         self._hosted.load_state_dict(state["env"])
-        self._reset_is_due, self._final = state["ended"], state["final"]
         self._interrupted = None
+        self._final = state["final"]
+        self._note_end(due=state["ended"])
 
     # --- in two halves --------------------------------------------------------------------------
 
@@ -145,9 +147,14 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def end(self, transition: Transition) -> bool:
         """The episode has ended with this transition; true when the caller gets it only after a reset."""
-        self._reset_is_due = self.mode is not AutoresetMode.DISABLED
+        self._note_end(due=self.mode is not AutoresetMode.DISABLED)
         self._final = transition if self.mode is AutoresetMode.SAME_STEP else None
         return self._final is not None
+
+    def _note_end(self, *, due: bool) -> None:
+        if self.splits:
+            self._ended_in = self._hosted._supervisor.begun
+        self._reset_is_due = due
 
     def _ended(self, transition: Transition) -> Transition:
         return self._begun(self.env.reset()) if self.end(transition) else transition

@@ -25,7 +25,7 @@ from multienv.errors import (
     ResetNeededError,
     UsageError,
 )
-from multienv.events import Hook, Statistics
+from multienv.events import Hook, Statistics, checked_hooks
 from multienv.hosted_env import EnvFn
 from multienv.subprocess_env import SubprocessEnv, close_all, initialize_all
 
@@ -79,13 +79,15 @@ class EnvManager(EnvCalls):
         """Start nothing yet."""
         if callable(env_fn):
             raise UsageError("env_fn is a single function; give a list of them, one for each env.")
+        if not isinstance(env_fn, Iterable):
+            raise UsageError(f"env_fn is {env_fn!r:.100}; give a list of functions, one for each env.")
         self._env_fns = list(env_fn)
         if not self._env_fns:
             raise UsageError("env_fn is empty; give one function for each env.")
         self.config = EnvManagerConfig.of(cfg, options, self._defaults)
         self._options = {
             "restart": restart,
-            "hooks": tuple(hooks),
+            "hooks": checked_hooks(hooks),
             "native_threads": native_threads,
             "reports": reports,
             "deadlines": self.config.deadlines,

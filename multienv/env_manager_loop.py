@@ -15,8 +15,9 @@ from multienv.env_lane import Crew, Lane
 from multienv.env_states import EnvState, Timestep
 from multienv.errors import ClosedError, EnvsFailedError
 from multienv.processes.launch import milliseconds
+from multienv.recovery.record import refuse_in_hook
 from multienv.subprocess_env import close_all
-from multienv.threads import Task, refuse_from_within
+from multienv.threads import Task
 
 _ADVICE = (
     "Reset those that are in EnvState.ERROR: reset({id: None}). What others have returned is in `results`; "
@@ -46,10 +47,8 @@ class Loop:
         """A call begins. If the last one was interrupted, what is under way goes on."""
         if self.closed:
             raise ClosedError(f"{what}: the manager has been closed. Call launch() first.")
+        refuse_in_hook((lane.supervisor for lane in self.lanes), what)
         if self._inside:
-            requests = [lane.now.request for lane in self.lanes]
-            tasks = [request.task for request in requests if request is not None and request.task is not None]
-            refuse_from_within([*self._calls, *tasks], what)
             for task in self._calls:
                 task.drop()
             for lane in self.lanes:

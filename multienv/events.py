@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from multienv.errors import UsageError
 
 Cause = Literal["died", "hung", "broken", "error"]
 Outcome = Literal["exact", "truncated", "fresh", "raised"]
@@ -143,3 +145,11 @@ class Statistics:
 
 Event = Loss | Recovery | Recycled
 Hook = Callable[[Event], None]
+
+
+def checked_hooks(hooks: Any) -> tuple[Hook, ...]:
+    """Them, if that is what they are."""
+    given = tuple(hooks) if isinstance(hooks, Iterable) else (hooks, None)
+    if not all(map(callable, given)):
+        raise UsageError(f"hooks is {hooks!r:.100}; give a list of functions that take an event.")
+    return given

@@ -22,6 +22,7 @@ from multienv.errors import (
 from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.phases import STARTING
+from multienv.recovery.record import refuse_in_hook
 from multienv.recovery.supervisor import resumed
 from multienv.rounds import Rounds
 from multienv.subprocess_env import close_all
@@ -78,6 +79,8 @@ class MultiEnv(Unique):
         """Initialize what needs it, and compare the spaces."""
         if isinstance(envs, gymnasium.Env):
             raise UsageError("MultiEnv: envs is a single env; give a list of them.")
+        if not isinstance(envs, Iterable):
+            raise UsageError(f"MultiEnv: envs is {envs!r:.100}; give a list of envs.")
         self.envs: list[gymnasium.Env[Any, Any]] = list(envs)
         if not self.envs:
             raise UsageError("MultiEnv: envs is empty; give at least one env.")
@@ -88,7 +91,7 @@ class MultiEnv(Unique):
         if len(set(map(id, self.envs))) < len(self.envs):
             raise UsageError("MultiEnv: the same env is given twice; give each its own.")
         self._closed = self._all_closed = False
-        self._pool = Pool(max_workers or len(self.envs), "multienv")
+        self._pool = Pool(min(max_workers or len(self.envs), len(self.envs)), "multienv")
         try:
             self._initialize()
         except BaseException:
@@ -157,12 +160,13 @@ class MultiEnv(Unique):
             raise ClosedError("step(): this MultiEnv has been closed. Make a new one.")
         rounds = self._rounds
         if rounds.unfinished is not None:
-            rounds.refuse_from_within("step()")
+            refuse_in_hook(rounds.supervisors, "step()")
             if not rounds.step_is_unfinished():
                 rounds.forget()
         if rounds.unfinished is None:
-            if not hasattr(actions, "__len__") or len(actions) != len(self._lanes):
-                given = len(actions) if hasattr(actions, "__len__") else repr(actions)[:100]
+            several = hasattr(actions, "__len__") and getattr(actions, "shape", None) != ()
+            if not several or len(actions) != len(self._lanes):
+                given = len(actions) if several else repr(actions)[:100]
                 raise ActionError(
                     f"step(): {given} actions for {len(self._lanes)} envs; give one for each, "
                     "None for an env to leave untouched. Nothing was sent."
@@ -213,7 +217,7 @@ class MultiEnv(Unique):
         """
         if self._closed:
             raise ClosedError("reset(): this MultiEnv has been closed. Make a new one.")
-        self._rounds.refuse_from_within("reset()")
+        refuse_in_hook(self._rounds.supervisors, "reset()")
         self._rounds.forget()
         if isinstance(options, dict) and "reset_mask" in options:
             options = dict(options)
@@ -311,7 +315,7 @@ class MultiEnv(Unique):
     def _refuse_unfinished(self, what: str) -> None:
         if self._closed:
             raise ClosedError(f"{what}: this MultiEnv has been closed. Make a new one.")
-        self._rounds.refuse_from_within(what)
+        refuse_in_hook(self._rounds.supervisors, what)
         if self._rounds.step_is_unfinished():
             raise UsageError(f"{what}: a step was interrupted. Call step() to complete it, or reset() to drop it.")
         self._rounds.forget()

@@ -15,7 +15,7 @@ from multienv.errors import MultienvError
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.phases import LOST, RUNNING, RecoveryDue
 from multienv.recovery.supervisor import Supervisor
-from multienv.threads import Pool, Task, refuse_from_within
+from multienv.threads import Pool, Task
 from multienv.turns import Turns
 
 # The envs with calls in two halves that one thread steps: index, autoreset, supervisor.
@@ -232,13 +232,6 @@ class Rounds:
         return tasks
 
     # --- after an interrupted call ----------------------------------------------------------------
-
-    def refuse_from_within(self, command: str) -> None:
-        """See :func:`multienv.threads.refuse_from_within`."""
-        if self.unfinished is not None:
-            kind, pending = self.unfinished
-            tasks = pending if kind == "each" else (*pending.shares, *pending.tasks.values())
-            refuse_from_within(tasks, command)
 
     def step_is_unfinished(self) -> bool:
         """Whether a step was interrupted."""

@@ -17,7 +17,7 @@ from multienv.backends.process import ProcessBackend
 from multienv.backends.serial import SerialBackend
 from multienv.config import Deadlines, RestartPolicy, integer
 from multienv.errors import EnvFnError, EnvsFailedError, UsageError
-from multienv.events import Hook
+from multienv.events import Hook, checked_hooks
 from multienv.hosted_env import EnvFn, HostedEnv
 from multienv.processes import descriptors
 from multienv.processes.client import tell
@@ -102,7 +102,7 @@ class SubprocessEnv(HostedEnv):
                 policy=restart,
                 deadlines=deadlines,
                 env_index=env_index,
-                hooks=tuple(hooks),
+                hooks=checked_hooks(hooks),
                 reports=directory_for(reports),
             )
         )
@@ -147,7 +147,7 @@ class SerialEnv(HostedEnv):
                 policy=policy,
                 deadlines=Deadlines(),
                 env_index=env_index,
-                hooks=tuple(hooks),
+                hooks=checked_hooks(hooks),
             )
         )
 
@@ -209,6 +209,8 @@ def listed(face: str, env_fns: Any) -> list[EnvFn]:
     """Of what is given for several envs, a function for each."""
     if callable(env_fns):
         raise EnvFnError(f"{face}: env_fns is a single function; give a list of them, one for each env.")
+    if not isinstance(env_fns, Iterable):
+        raise EnvFnError(f"{face}: env_fns is {env_fns!r:.100}; give a list of functions, one for each env.")
     return list(env_fns)
 
 
@@ -284,7 +286,7 @@ def _pickled(env_fn: EnvFn) -> bytes:
 def _setting(native_threads: int | None) -> Setting:
     return Setting(
         tuple(module_path()),
-        tuple(getattr(sys, "argv", ())),  # an embedded interpreter has none
+        tuple(getattr(sys, "argv", None) or ()),  # an embedded interpreter has none
         working_directory(),
         worker_environment(native_threads),
         *registrations(),

@@ -21,7 +21,7 @@ from multienv.backends.serial import SerialBackend
 from multienv.config import Deadlines, RestartPolicy
 from multienv.cores import busy_cores
 from multienv.errors import UsageError
-from multienv.events import Hook
+from multienv.events import Hook, checked_hooks
 from multienv.hosted_env import EnvFn
 from multienv.processes.launch import Launch, method_of
 from multienv.processes.protocol import FORK
@@ -138,7 +138,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         sizes, directory = deal(len(env_fns), envs_per_worker, busy_cores()), directory_for(reports)
         arena = Arena(shared=True)
         weakref.finalize(self, arena.close).atexit = False
-        workers = _Workers(method, restart, deadlines, native_threads, tuple(hooks), directory, entropy, arena)
+        workers = _Workers(method, restart, deadlines, native_threads, checked_hooks(hooks), directory, entropy, arena)
         groups, first = [], 0
         for size in sizes:
             seats = _group(first, size, len(env_fns), mode, observation_mode, shared_memory, restart)
@@ -247,7 +247,7 @@ class SerialVectorEnv(HostedVectorEnv):
             arena,
             policy=policy,
             deadlines=Deadlines(),
-            hooks=tuple(hooks),
+            hooks=checked_hooks(hooks),
         )
         super().__init__(
             env_fns,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from multienv.errors import CallPendingError, MultienvError
+from multienv.errors import MultienvError
 
 
 class Pool(ThreadPoolExecutor):
@@ -51,7 +51,7 @@ class Task:
         error: What it raised.
     """
 
-    __slots__ = ("_begun", "_call", "_done", "_finished", "_thread", "error", "result")
+    __slots__ = ("_begun", "_call", "_done", "_finished", "error", "result")
 
     def __init__(self, call: Callable[[], Any]) -> None:
         """Nobody makes it yet."""
@@ -59,7 +59,6 @@ class Task:
         self._begun, self._finished = threading.Lock(), threading.Lock()
         self._finished.acquire()
         self._done = False
-        self._thread = 0
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -74,7 +73,6 @@ class Task:
     def run(self) -> None:
         """Make the call here, if nobody has begun it."""
         if self._begun.acquire(blocking=False):
-            self._thread = threading.get_ident()
             try:
                 self.result = self._call()
             except BaseException as error:
@@ -89,24 +87,10 @@ class Task:
             self._finished.release()
         return self._done
 
-    def is_made_here(self) -> bool:
-        """Whether this thread is making the call, and would wait for itself."""
-        return not self._done and self._thread == threading.get_ident()
-
     def drop(self) -> None:
         """Wait for its end if it has begun; otherwise it never will."""
         if not self._begun.acquire(blocking=False):
             self.wait()
-
-
-def refuse_from_within(tasks: Iterable[Task], command: str) -> None:
-    """Refuse a call that would wait for these, in a thread that makes one of them."""
-    if any(task.is_made_here() for task in tasks):
-        raise CallPendingError(
-            f"{command}: it is called while an env is being brought back, by a hook for instance, and would wait for "
-            "itself. Leave it to the training loop.",
-            command,
-        )
 
 
 def close_at_once(calls: Iterable[Callable[[], Any]], *, here: bool) -> None:

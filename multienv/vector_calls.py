@@ -12,8 +12,8 @@ from multienv.config import check_seconds
 from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, NothingPendingError, UsageError
 from multienv.hosted_env import HostedEnv
 from multienv.recovery.group import GroupSupervisor
+from multienv.recovery.record import refuse_in_hook
 from multienv.rendering import Frame, tile_images
-from multienv.threads import refuse_from_within
 from multienv.unique import Unique
 from multienv.vector_arguments import check_sendable
 from multienv.vector_rounds import STEP, Parted, Round, VectorRounds
@@ -163,7 +163,7 @@ class VectorCalls(Unique, VectorEnv[Any, Any, Any]):
             return
         if isinstance(current, Parted):
             raise UsageError(f"{command}(): these envs have been split; call {command}() of their parts, or close().")
-        refuse_from_within(current.tasks.values(), f"{command}()")
+        refuse_in_hook(self._groups, f"{command}()")
         if not current.interrupted:
             raise CallPendingError(
                 f"Calling `{command}` while waiting for a pending call to `{current.command}` to complete. Call "
@@ -194,8 +194,7 @@ class VectorCalls(Unique, VectorEnv[Any, Any, Any]):
             )
         if timeout is not None:
             check_seconds("timeout", timeout, zero=True)
-        if current.tasks:
-            refuse_from_within(current.tasks.values(), f"{command}_wait()")
+        refuse_in_hook(self._groups, f"{command}_wait()")
         self._rounds.collect(timeout)
         if any(type(failure) is ClosedError for failure in current.failures.values()):
             # By a signal handler or another thread: that is no failure of the envs.

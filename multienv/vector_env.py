@@ -19,7 +19,8 @@ from multienv.events import Statistics
 from multienv.hosted_env import HostedEnv
 from multienv.processes import descriptors
 from multienv.recovery.group import GroupSupervisor
-from multienv.threads import Pool, close_at_once, refuse_from_within, side_by_side
+from multienv.recovery.record import refuse_in_hook
+from multienv.threads import Pool, close_at_once, side_by_side
 from multienv.vector_arguments import check_mask, check_options, normal_batch, shown, sliced
 from multienv.vector_calls import VectorCalls
 from multienv.vector_rounds import STEP, Refused, Round, VectorRounds
@@ -243,7 +244,7 @@ class HostedVectorEnv(VectorCalls):
         """
         unfinished = self._rounds.current
         if unfinished is not None and unfinished.command == STEP and unfinished.interrupted:
-            refuse_from_within(unfinished.tasks.values(), "step()")
+            refuse_in_hook(self._groups, "step()")
             unfinished.disturbed = True  # to be completed, whichever line it has come to
         else:
             self._begin_step(actions, whole=True)

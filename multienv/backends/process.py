@@ -122,7 +122,8 @@ class ProcessBackend(Backend):
 
     @pid.setter
     def pid(self, pid: int) -> None:
-        self._pid = self._worker.pid = pid
+        if self._pid is None:  # else the system has said it, not the worker
+            self._pid = self._worker.pid = pid
 
     def arm(self, seconds: float | None) -> None:
         """Set the deadline; the worker clears it when it is done, the warden enforces it."""

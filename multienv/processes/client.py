@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from multienv.errors import ClosedError
 from multienv.processes import descriptors
-from multienv.processes.environment import module_path, refuse_other_namespace, worker_environment
+from multienv.processes.environment import import_path, refuse_other_namespace, worker_environment
 from multienv.processes.guard import Guard
 from multienv.processes.protocol import ORDER
 
@@ -152,7 +152,7 @@ def warden() -> WardenClient:
 
 def _warden_command(control: int) -> list[str]:
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-    where = f"import sys; sys.path[:] = {module_path()!r}; "
+    where = f"import sys; sys.path[:] = {import_path()!r}; "
     spawn = [*interpreter, "-c", where + "from multienv.worker.main import spawned; spawned(sys.argv[1])"]
     code = (
         where

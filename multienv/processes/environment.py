@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 from multienv.errors import UsageError
@@ -54,6 +55,13 @@ def _children_are_elsewhere() -> bool:
         return children.readlink() != (namespaces / "pid").readlink()
     except OSError:  # it dangles until the first child is there; or this system has no namespaces
         return children.is_symlink()
+
+
+def import_path() -> list[str]:
+    """The same for what is imported before any env is built: no file stands in for the standard library's there."""
+    library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    library |= {str(Path(directory) / "lib-dynload") for directory in library}
+    return sorted(module_path(), key=lambda entry: entry not in library)
 
 
 def module_path() -> list[str]:

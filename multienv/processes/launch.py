@@ -58,7 +58,7 @@ def method_of(context: Any) -> int:
     name = context if context is None or isinstance(context, str) else getattr(context, "_name", context)
     if name is None:
         return FORKSERVER if sys.platform == "linux" else SPAWN
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise UsageError(f"context is {context!r}; choose one of {', '.join(map(repr, METHODS))}, or None.")
     return METHODS[name]
 
@@ -234,7 +234,7 @@ class Worker:
                 self._kill_directly()
 
     def _kill_directly(self) -> None:
-        if self.pid:
+        if self.pid and self.pid > 1:  # by its own account: 1 would be everybody
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             if self._method == FORK:  # it may have no group of its own yet

@@ -112,8 +112,8 @@ class Keeper:
         __weakref__ core _anchoring _asked_state _backend _block _branching _buffer _looks _closing _command _deadlines
         _deaths _decode _encode _ending _healer _inline_limit _journal _last _log_reply _log_request _losses
         _lost_observation _message _mourned _owed _owner _pending _phase_before _placement _plain_reply _plain_size
-        _policy _recycling _sampled_at _seed _step_deadline _steps _steps_before _transmit _views closed due inside
-        interrupted phase record seq snapshots
+        _policy _recycling _sampled_at _seed _step_deadline _steps _steps_before _transmit _views begun closed due
+        inside interrupted phase record seq snapshots
     """.split()  # noqa: SIM905 - one name a line would take a page
 
     def __init__(
@@ -132,6 +132,7 @@ class Keeper:
         replaying = policy.replays if recording is None else recording
         self.seq = 0
         self.phase = NEW
+        self.begun = 0  # how often the caller has had another episode: resets, and returns to an earlier state
         self.interrupted = 0
         self.inside = False  # some thread is in a call that uses the pipes
         self.record = Record(env_index, hooks, reports)

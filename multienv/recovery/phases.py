@@ -9,7 +9,6 @@ NEW, STARTING, READY, RUNNING, ENDED, STEPPING, ASKED, RESUMED, OWED, DUE, LOST,
 STATES = ["new", "starting", "ready", "running", "ended", *["running"] * 5, "lost", "closed"]
 PENDING = (STEPPING, ASKED, RESUMED)
 IDLE = (READY, RUNNING, DUE, ENDED)
-IN_EPISODE = (RUNNING, STEPPING, RESUMED, OWED, DUE)
 
 # What is known of a call that an exception from outside came through. WHOLE: the caller lost interest, or calls
 # again to have the answer. HALF: it stands between the halves of a call; what was sent is still to be collected.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from multienv.backends.base import Gone
+from multienv.errors import CallPendingError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
 from multienv.recovery.healer import Effort
 from multienv.recovery.report import exit_text, replay_advice, what_happened
@@ -67,6 +70,25 @@ class Reports:
         store.writer.submit(job)
         if recovery.outcome in ("raised", "truncated"):
             store.writer.finish(job)
+
+
+class _Telling(threading.local):
+    """Whose hooks this thread is in."""
+
+    records: tuple[Record, ...] = ()
+
+
+_telling = _Telling()
+
+
+def refuse_in_hook(supervisors: Iterable[Any], call: str) -> None:
+    """Refuse what a hook of one of these asks of them: it would wait for the request that waits for the hook."""
+    records = _telling.records
+    if records and any(supervisor.record in records for supervisor in supervisors):
+        raise CallPendingError(
+            f"{call}: a hook calls it, in the middle of another call to the same env. Leave it to the training loop.",
+            call,
+        )
 
 
 class Record:
@@ -148,11 +170,16 @@ class Record:
         return last.report if last is not None and last.reason == reason else ""
 
     def _tell(self, event: Event) -> None:
-        for hook in self._hooks:
-            try:
-                hook(event)
-            except Exception:  # a hook must not break a recovery
-                logger.exception("A hook failed on %r", event)
+        outer = _telling.records
+        try:
+            _telling.records = (*outer, self)
+            for hook in self._hooks:
+                try:
+                    hook(event)
+                except Exception:  # a hook must not break a recovery
+                    logger.exception("A hook failed on %r", event)
+        finally:
+            _telling.records = outer
 
     def statistics(
         self,

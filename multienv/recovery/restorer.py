@@ -114,8 +114,13 @@ class Restorer(Mender):
         """Have the env as it stood then, verified; in a new process."""
         if self.closed or self.phase in PENDING:
             self.refuse("load_state_dict")
-        if not isinstance(state, dict) or state.get("version") != _VERSION:
+        if not isinstance(state, dict) or "version" not in state:
             raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
+        if state["version"] != _VERSION:
+            raise UsageError(
+                f"load_state_dict(): this is what the state_dict() of another multienv returned, its version is "
+                f"{state['version']!r:.20}. This one knows version {_VERSION}."
+            )
         if state.get("digest") != _digest_of(state):
             raise UsageError("load_state_dict(): this state is damaged: it is not what state_dict() returned.")
         if not self._journal.replaying:
@@ -249,6 +254,7 @@ class Restorer(Mender):
             self._anchoring.move(state.steps - self._steps)
             self._steps, self._steps_before = state.steps, state.steps_before
             self.record.episodes = state.episodes
+            self.begun += 1
             self._adopt(backend)
             if state.memory and self._block:
                 self._memory_of(seq_of(state.last), self._block)[:] = state.memory

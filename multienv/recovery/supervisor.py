@@ -307,12 +307,18 @@ class Supervisor(Preserver):
             self._journal.anchor(self._pending, evidence_of(reply), generators, self._steps)
         if message.seed is not None:
             self._seed = message.seed
+        try:
+            observation = self._observation_in(reply, "reset")
+        except ResultNotPicklableError:
+            self.phase = READY
+            raise
         self._last = reply
         self._owed = ""
         self._steps_before = self._steps
         self.record.episodes += 1
+        self.begun += 1
         self.phase = RUNNING
-        return self._observation_in(reply, "reset"), info
+        return observation, info
 
     # --- after an interrupted call ------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from functools import partial
 from typing import Any
 
@@ -80,8 +81,8 @@ def test_actions_may_be_an_array_or_any_sequence():
 
 @pytest.mark.parametrize(
     "actions",
-    [[], [0], [0, 0, 0], np.zeros(4, int), None, 0, (action for action in (0, 0))],
-    ids=["none", "one", "three", "array", "None", "int", "generator"],
+    [[], [0], [0, 0, 0], np.zeros(4, int), np.array(2), None, 0, (action for action in (0, 0))],
+    ids=["none", "one", "three", "array", "scalar", "None", "int", "generator"],
 )
 def test_a_wrong_number_of_actions_is_refused_and_nothing_is_sent(actions):
     with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
@@ -89,6 +90,14 @@ def test_a_wrong_number_of_actions_is_refused_and_nothing_is_sent(actions):
         with pytest.raises(ActionError, match="2 envs"):
             m.step(actions)
         assert [observation[0] for observation in m.step([0, 0])[0]] == [1, 1]
+
+
+def test_more_threads_than_envs_are_not_started():
+    before = threading.active_count()
+    with MultiEnv([CounterEnv(), CounterEnv()], max_workers=2**31) as m:
+        assert threading.active_count() - before <= 2
+        m.reset(seed=0)
+        assert [observation[0] for observation in m.step([1, 1])[0]] == [1, 1]
 
 
 def test_none_for_all_touches_nothing():
@@ -329,6 +338,19 @@ def test_an_episode_that_the_caller_begins_for_an_ended_env_goes_on(mode, how, k
             observations, _, ends, _, _ = m.step([step % 4, None])
             assert observations[0][[0, 3]].tolist() == [step + 1, step % 4]
             assert ends[0] is (step == 4)
+
+
+def test_an_episode_that_the_caller_begins_for_an_ended_env_and_that_fails_is_not_begun_anew():
+    fault = partial(FaultyEnv, fault=Fault("raise", "step", at=3), horizon=2)
+    with MultiEnv(create_subprocess_envs([fault] * 2)) as m:
+        m.reset(seed=0)
+        m.step([1, None])
+        assert m.step([1, None])[2][0]
+        m.envs[0].reset()
+        with pytest.raises(FaultError):
+            m.step([1, None])
+        with pytest.raises(ResetNeededError):
+            m.step([1, None])
 
 
 def test_the_others_go_on_while_envs_are_killed_all_the_time():

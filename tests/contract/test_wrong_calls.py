@@ -476,6 +476,29 @@ def test_a_single_function_for_several_envs_is_refused(face):
         face(partial(EchoEnv))
 
 
+@pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv, create_subprocess_envs, MultiEnv])
+@pytest.mark.parametrize("several", [None, 2])
+def test_what_is_no_list_is_refused(face, several):
+    with pytest.raises(UsageError, match=f"is {several}; give a list"):
+        face(several)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(SubprocessEnv, EchoEnv),
+        partial(SerialEnv, EchoEnv),
+        partial(SubprocessVectorEnv, [EchoEnv]),
+        partial(SerialVectorEnv, [EchoEnv]),
+        partial(SyncSubprocessEnvManager, [EchoEnv]),
+    ],
+)
+@pytest.mark.parametrize("hooks", [print, None, [3]])
+def test_hooks_are_a_list_of_functions(make, hooks):
+    with pytest.raises(UsageError, match="give a list of functions"):
+        make(hooks=hooks)
+
+
 def test_single_things_for_several_are_refused():
     with pytest.raises(UsageError, match="single env"):
         MultiEnv(EchoEnv())

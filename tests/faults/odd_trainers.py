@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +21,15 @@ from multienv.testing import CounterEnv, is_alive
 
 CLONE_NEWPID = 0x20000000
 
+
+def shadowing_directory() -> str:
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    for name in ("json", "logging", "queue", "random", "select", "selectors", "socket", "struct"):
+        (Path(directory) / f"{name}.py").write_text("raise ImportError('this is not the library')")
+    return directory
+
+
 ODDITIES = {
     # Of a launcher, or a program that waits by sigwait() or signalfd().
     "sigchld_blocked": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD]),
@@ -26,6 +38,8 @@ ODDITIES = {
     "ended_by_broken_pipes": lambda: signal.signal(signal.SIGPIPE, signal.SIG_DFL),
     # Passed over by imports.
     "path_objects_in_sys_path": lambda: sys.path.insert(0, Path("/nowhere")),  # type: ignore[arg-type]
+    # With files in it that are called as the standard library's, which has long been imported.
+    "files_of_libraries_names": lambda: sys.path.insert(0, shadowing_directory()),
     "no_argv": lambda: delattr(sys, "argv"),
 }
 

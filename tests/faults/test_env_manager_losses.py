@@ -269,7 +269,7 @@ class NeverReadyEnv(CounterEnv):
 
 
 def test_close_from_another_thread_ends_a_step(manager_of: Any) -> None:
-    with manager_of([partial(SlowEnv, step_seconds=2.0)] * 2) as manager:
+    with manager_of([partial(SlowEnv, step_seconds=60.0)] * 2) as manager:
         loop = manager._loop
         thread = threading.Thread(target=lambda: becomes_true(loop.stepping) and manager.close())
         thread.start()
@@ -280,7 +280,7 @@ def test_close_from_another_thread_ends_a_step(manager_of: Any) -> None:
 
 
 def test_close_from_a_signal_handler_ends_a_step(manager_of: Any) -> None:
-    with manager_of([partial(SlowEnv, step_seconds=2.0)] * 2) as manager:
+    with manager_of([partial(SlowEnv, step_seconds=60.0)] * 2) as manager:
         before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())
         loop, trainer = manager._loop, threading.get_ident()
         thread = threading.Thread(
