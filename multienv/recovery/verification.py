@@ -84,11 +84,11 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, float | np.generic) and not np.asarray(one).dtype.hasobject:
         return np.asarray(one).tobytes() == np.asarray(other).tobytes()
-    if _is_tensor(type(one)):
-        return one.shape == other.shape and one.dtype == other.dtype and same(np.asarray(one), np.asarray(other))
     if one is other or pickle.dumps(one) == pickle.dumps(other):
         return True
     try:
+        if _is_tensor(type(one)):
+            return one.shape == other.shape and one.dtype == other.dtype and same(np.asarray(one), np.asarray(other))
         return bool(one == other)
-    except Exception:  # a foreign __eq__
+    except Exception:  # foreign code
         return False
