@@ -9,7 +9,20 @@ from functools import partial
 from typing import Any
 
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
-from multienv.testing import SlowEnv
+from multienv.testing import FaultyEnv
+
+
+class SlowEnv(FaultyEnv):
+    """Sleeps in each step."""
+
+    def __init__(self, *, step_seconds: float, horizon: int) -> None:
+        super().__init__(horizon=horizon)
+        self.step_seconds = step_seconds
+
+    def step(self, action: Any) -> Any:
+        """Sleep, and take a step."""
+        time.sleep(self.step_seconds)
+        return super().step(action)
 
 
 def rate(manager: Any, seconds: float) -> float:

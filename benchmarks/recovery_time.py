@@ -14,8 +14,8 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 
 from multienv import RestartPolicy, SubprocessEnv, create_subprocess_envs
+from multienv.envs.subprocess_env import close_all
 from multienv.reports.store import settle
-from multienv.subprocess_env import close_all
 
 
 def cartpole() -> gymnasium.Env:

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 
 from multienv import MultiEnv, RestartPolicy, create_subprocess_envs
-from multienv.testing import descendants, is_alive
+from multienv.testing.processes import descendants
 
 
 def private_bytes(pid: int) -> int:
@@ -57,7 +57,7 @@ def measure(env_id: str, num_envs: int, rounds: int, repeats: int) -> None:
     snapshots = statistics.median(one / other for one, other in zip(on, without, strict=True))
     recovery = statistics.median(one / other for one, other in zip(on, off, strict=True))
     workers = [one.pid or 0 for one in batches[0].statistics() if one]
-    frozen = [pid for worker in workers for pid in descendants(worker) if is_alive(pid)]
+    frozen = [pid for worker in workers for pid in descendants(worker)]
     taken = sum(one.snapshots for one in batches[0].statistics() if one)
     print(
         f"{num_envs} × {env_id:18} {statistics.median(on):9,.0f} steps/s   {snapshots:5.3f} × without snapshots   "

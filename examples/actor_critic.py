@@ -18,6 +18,7 @@ moments of its own, and is never looked at by the learner.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import signal
@@ -43,7 +44,7 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 except ImportError as error:
-    sys.exit(f'{error}: this example draws with rich and matplotlib, pip install "multienv[examples]"')
+    sys.exit(f'{error}: this example draws with rich and matplotlib; from a checkout, pip install -e ".[examples]"')
 
 Floats = NDArray[np.float32]
 Envs = MultiEnv | SubprocessVectorEnv
@@ -252,7 +253,10 @@ def chaos(envs: Envs, run: Run, rate: float | None) -> Iterator[None]:
 def build(options: argparse.Namespace) -> Envs:
     """One environment in each worker, lists in and lists out; or several, in batches."""
     env_fns = [partial(gymnasium.make, options.env)] * options.num_envs
-    return SubprocessVectorEnv(env_fns) if options.vector else MultiEnv(create_subprocess_envs(env_fns))
+    reports = None if options.chaos is None else ""  # none of deaths that are wanted
+    if options.vector:
+        return SubprocessVectorEnv(env_fns, reports=reports)
+    return MultiEnv(create_subprocess_envs(env_fns, reports=reports))
 
 
 def spaces_of(envs: Envs) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
@@ -277,7 +281,7 @@ def collect(envs: Envs, learner: ActorCritic, rollout: Rollout, run: Run) -> Non
         run.steps += int(np.count_nonzero(rollout.real[t]))
         for i in np.flatnonzero(rollout.ended):
             # An episode that was cut short by a lost worker says nothing about the policy.
-            if not was_cut_short(outcome[4], i):
+            if not was_cut_short(outcome[4], int(i)):
                 run.episodes.append((run.steps, float(rollout.totals[i])))
 
 
@@ -308,12 +312,18 @@ def train(options: argparse.Namespace, title: str, rate: float | None, progress:
     return run
 
 
-def draw(run: Run, options: argparse.Namespace) -> None:
-    """Save the learning curve with the kills marked on it."""
+def curve(run: Run) -> tuple[Floats, Floats, Floats]:
+    """At the end of each episode the steps taken, its return, and the mean return of the latest."""
     steps, totals = np.reshape(run.episodes, (-1, 2)).T
     sums = np.concatenate([[0.0], np.cumsum(totals)])
     ends = np.arange(1, len(sums))
     starts = np.maximum(0, ends - WINDOW)
+    return steps, totals, (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def draw(run: Run, calm: Run | None, options: argparse.Namespace) -> None:
+    """Save the learning curve with the kills marked on it, and that of the undisturbed run if there is one."""
+    steps, totals, means = curve(run)
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     if run.kills:
@@ -321,13 +331,15 @@ def draw(run: Run, options: argparse.Namespace) -> None:
         label = f"worker killed ({len(run.kills)})"
         axes.vlines(run.kills, 0, 1, transform=axes.get_xaxis_transform(), label=label, **style)
     axes.plot(steps, totals, ".", color="tab:blue", alpha=0.3, markersize=4, label="episode")
-    means = (sums[ends] - sums[starts]) / (ends - starts)
-    axes.plot(steps, means, color="tab:blue", linewidth=2, label=f"mean of the last {WINDOW}")
+    axes.plot(steps, means, color="tab:blue", linewidth=3, label=f"mean of the last {WINDOW}")
+    if calm is not None:
+        calm_steps, _, calm_means = curve(calm)
+        axes.plot(calm_steps, calm_means, color="black", linewidth=1, linestyle=":", label="the same, undisturbed")
     if np.isfinite(options.threshold):
         label = f"solved ({options.threshold:g})"
         axes.axhline(options.threshold, color="tab:green", linestyle="--", label=label)
     axes.set(xlabel="environment steps", ylabel="episode return", title=f"{options.env}, seed {options.seed}")
-    figure.legend(loc="outside lower center", ncols=4)
+    figure.legend(loc="outside lower center", ncols=5)
     figure.savefig(options.plot, dpi=120)
 
 
@@ -371,27 +383,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    if options.chaos is not None:
+        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss is a warning; here the bar counts them
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         run = train(options, "chaos" if options.chaos else "learning", options.chaos, progress)
         calm = train(options, "undisturbed", None, progress) if options.verify else None
-    draw(run, options)
+    draw(run, calm, options)
     how = "solved" if run.solved else "not solved"
     print(f"{how}: mean return {run.mean_return:.1f} over the last {WINDOW} of {len(run.episodes)} episodes,")
     print(f"{run.steps} steps, {run.seconds:.1f} s; learning curve in {options.plot}")
     if seconds := [each for statistics in run.statistics for each in statistics.recovery_seconds]:
         print(f"a recovery took {np.median(seconds):.3f} s (median), {max(seconds):.3f} s at most")
+    found = None if calm is None else difference(run, calm)
+    if found:
+        print(f"differs from the undisturbed run: {found}")
+    elif calm is not None:
+        counts = f"{len(run.episodes)} episodes, {run.steps} steps"
+        print(f"identical to the undisturbed run: {counts}, weights equal to the bit")
     died, exact, cut = map(run.count, ("losses", "exact_recoveries", "truncated_recoveries"))
     lost = f"{cut} episodes were cut short" if cut else "nothing was lost"
     print(f"{died} workers died; {exact} recoveries were exact, {cut} truncated; {lost}.")
-    if calm is None:
-        return 0
-    if found := difference(run, calm):
-        print(f"differs from the undisturbed run: {found}")
-        return 1
-    counts = f"{len(run.episodes)} episodes, {run.steps} steps"
-    print(f"identical to the undisturbed run: {counts}, weights equal to the bit")
-    return 0
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Double buffering: the policy computes on one half of the envs while the other half steps.
 
-    python examples/pipelined.py
+    pip install -e ".[examples]" && python examples/pipelined.py
 
-A batch is split in two; each half has workers of its own. While one half's workers step, the policy looks at what the
-other half has returned. The gain is what the policy takes: on two cores the two overlap, in lockstep they do not.
+There are two vector envs, each with half the envs. ``step_async`` sends a step and does not wait: while one half's
+workers step, the policy computes for the other half, whose step ``step_wait`` has just collected.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -33,36 +34,36 @@ class Policy:
         self._weights = [generator.normal(0.0, shape[0] ** -0.5, shape).astype(np.float32) for shape in sizes]
 
     def __call__(self, observations: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The actions for a batch of observations."""
+        """Return the actions for a batch of observations."""
         hidden = observations.astype(np.float32)
         for weights in self._weights:
             hidden = np.tanh(hidden @ weights)
         return hidden
 
 
-def lockstep(envs: Any, policy: Policy, rounds: int) -> float:
-    """All envs, then the policy, in turns; env steps a second."""
+def lockstep(envs: SubprocessVectorEnv, policy: Policy, rounds: int) -> float:
+    """Step all envs, then ask the policy, in turns; return env steps a second."""
     observations, _ = envs.reset(seed=0)
     begin = time.perf_counter()
     for _ in range(rounds):
         observations = envs.step(policy(observations))[0]
-    return float(envs.num_envs * rounds / (time.perf_counter() - begin))
+    return envs.num_envs * rounds / (time.perf_counter() - begin)
 
 
-def pipelined(halves: Any, policy: Policy, rounds: int) -> float:
-    """One half steps while the policy computes for the other; env steps a second."""
+def pipelined(halves: Sequence[SubprocessVectorEnv], policy: Policy, rounds: int) -> float:
+    """Step one half while the policy computes for the other; return env steps a second."""
     for place, half in enumerate(halves):
         observations, _ = half.reset(seed=place * half.num_envs)
-        half.send(policy(observations))
+        half.step_async(policy(observations))
     begin = time.perf_counter()
     for _ in range(rounds):
         for half in halves:
-            observations = half.recv()[0]
-            half.send(policy(observations))
+            observations = half.step_wait()[0]
+            half.step_async(policy(observations))
     spent = time.perf_counter() - begin
     for half in halves:
-        half.recv()
-    return float(sum(half.num_envs for half in halves) * rounds / spent)
+        half.step_wait()
+    return sum(half.num_envs for half in halves) * rounds / spent
 
 
 def main() -> None:
@@ -75,10 +76,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     env_fns = [lambda: gymnasium.make(arguments.env)] * arguments.num_envs
+    middle = arguments.num_envs // 2
     with_all = SubprocessVectorEnv(env_fns)
-    # Each half on all cores: while the other half's workers are idle, these have the machine to themselves.
-    in_halves = SubprocessVectorEnv(env_fns, envs_per_worker=max(1, with_all.envs_per_worker[0] // 2))
-    halves, policy = in_halves.split(2), Policy(with_all, arguments.width)
+    halves = [SubprocessVectorEnv(env_fns[:middle]), SubprocessVectorEnv(env_fns[middle:])]
+    policy = Policy(with_all, arguments.width)
     one, other, gains = [], [], []
     for _ in track(range(arguments.repeats), "stepping"):
         one.append(lockstep(with_all, policy, arguments.rounds))
@@ -89,8 +90,8 @@ def main() -> None:
     table.add_row("double buffered", f"{statistics.median(other):,.0f}")
     table.add_row("gain, median of the ratios", f"{statistics.median(gains):.2f} ×")
     Console().print(table)
-    with_all.close()
-    in_halves.close()
+    for envs in (with_all, *halves):
+        envs.close()
 
 
 if __name__ == "__main__":

@@ -1,51 +1,57 @@
 """Gymnasium environments in processes that may die at any moment; trajectories as if none had.
 
-Layers, lowest first; none imports one above it::
+Rooms, lowest first; none imports one below it in this list (``tests/unit/test_architecture.py`` says so)::
 
-    errors, config, events       what is said
-    threads, cores, turns        work for other threads; which core does what, and when
-    wire                         frames, spaces in memory, shared memory
-    reports                      crash reports, written and read
-    worker                       the dispatcher, and a process around it
-    processes                    launching, watching over, ending
-    backends                     the seam: request and reply, from a process or from here
-    recovery                     journal, replay, verification, budget: the supervisor
-    remote_generator             an env's generator, from afar
-    hosted_env … multi_env       the faces of one env and of lists of them
-    rendering … vector_making    the faces of batches
-    env_states … env_manager, async_env_manager …  the faces of envs by their ids
-    testing                      faulty envs, leak checks, a conformance kit
-    chaos, replay, cli           kills for a long time, beside an undisturbed run; a report run again; the command line
+    errors, config, events   the error tree, options, what hooks are told
+    wire                     the shared memory of a worker, what lies in it and how it is read
+    worker                   inside a worker process: the request loop, the envs, snapshots
+    processes                launching, watching over and ending processes; the channel to one
+    reports                  what is said of a loss, and crash reports
+    recovery                 state machine, journal, ladder, verification: the supervisor of one worker
+    fanout                   ask many workers, collect, heal, survive Ctrl-C
+    envs, vector, managers   the faces
+    adapters                 the faces as other libraries want them
+    testing, cli             faulty envs, a killer, checks; the command line
 """
 
-from multienv.async_env_manager import AsyncSubprocessEnvManager
-from multienv.autoreset import AutoResetWrapper
 from multienv.config import Deadlines, RestartPolicy
-from multienv.multi_env import MultiEnv
-from multienv.recovery.restorer import Snapshot
-from multienv.stacked_env_manager import StackedSubprocessEnvManager
-from multienv.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
-from multienv.subprocess_vector_env import SerialVectorEnv, SubprocessVectorEnv
-from multienv.sync_env_manager import SyncSubprocessEnvManager
-from multienv.vector_making import make_vec
+from multienv.envs.autoreset import AutoResetWrapper
+from multienv.envs.multi_env import MultiEnv
+from multienv.envs.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
+from multienv.errors import *  # noqa: F403 - the error tree, see there
+from multienv.errors import __all__ as _errors
+from multienv.events import Loss, Recovery, Recycled, Statistics
+from multienv.managers.config import EnvManagerConfig, Timestep
+from multienv.managers.env_manager import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
+from multienv.managers.stacked import StackedSubprocessEnvManager
+from multienv.recovery.checkpoint import Snapshot
+from multienv.vector.make_vec import make_vec
+from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
 from multienv.worker.state_hooks import register_state_hook
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncSubprocessEnvManager",
     "AutoResetWrapper",
     "Deadlines",
+    "EnvManagerConfig",
+    "Loss",
     "MultiEnv",
+    "Recovery",
+    "Recycled",
     "RestartPolicy",
     "SerialEnv",
     "SerialVectorEnv",
     "Snapshot",
     "StackedSubprocessEnvManager",
+    "Statistics",
     "SubprocessEnv",
     "SubprocessVectorEnv",
     "SyncSubprocessEnvManager",
+    "Timestep",
     "create_subprocess_envs",
     "make_vec",
     "register_state_hook",
+    *_errors,
 ]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from multienv.errors import UsageError
+from multienv.errors import SeedError, UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 OnLoss = Literal["replay", "truncate", "raise"]
 # Long enough for anyone, and a clock in float64 still counts it in seconds.
 _LONGEST = 10**15
 _ON_LOSS = ("replay", "truncate", "raise")
+_ON_ERROR = ("raise", "truncate")
+
+
+def _refuse_positional(kind: type, values: tuple[Any, ...], example: str) -> None:
+    if values:
+        raise UsageError(f"{kind.__name__}({values[0]!r:.50}): say which it is: {kind.__name__}({example}).")
 
 
 def check_seconds(name: str, value: float | None, *, zero: bool = False) -> None:
@@ -28,8 +38,24 @@ def check_seconds(name: str, value: float | None, *, zero: bool = False) -> None
 
 
 def integer(value: Any) -> int | None:
-    """What it is as an int, numpy's too; ``None`` if it is none, or a bool."""
+    """Return an integer, numpy's too, as an int; ``None`` for anything else, a bool included."""
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
+
+
+def checked_seed(seed: Any) -> int | None:
+    """Return a seed as an ``int``; raise SeedError if it is none."""
+    if seed is None:
+        return None
+    advice = f"reset(seed={seed!r:.100}): give a non-negative integer, or None."
+    try:
+        number = None if isinstance(seed, bool) else operator.index(seed)  # numpy's too; gymnasium wants Python's
+    except TypeError:
+        number = None
+    if number is None:
+        raise SeedError(f"Seed must be a python integer, actual type: {type(seed)}. {advice}")
+    if number < 0:
+        raise SeedError(f"Seed must be greater or equal to zero, actual value: {number}. {advice}")
+    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +81,17 @@ class Deadlines:
     close: float = 5.0
     recovery: float | None = 120.0
 
+    def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Refuse values without a name."""
+        _refuse_positional(cls, positional, "step=1.0")
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         """Refuse values that are not a number of seconds."""
         for field in fields(self):
             check_seconds(f"Deadlines.{field.name}", getattr(self, field.name))
         if self.close is None:
             raise UsageError("Deadlines.close is None; close() is always bounded: give a number of seconds.")
-
-    @property
-    def any_given(self) -> bool:
-        """Whether there is one for what is asked of a running env."""
-        return any(seconds is not None for seconds in (self.reset, self.step, self.call))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +103,9 @@ class RestartPolicy:
     :class:`~multienv.errors.WorkerLostError`.
 
     Args:
-        on_crash: The process died, or answered something undecodable.
-        on_timeout: A deadline passed.
-        on_error: The env raised an exception. Its process lives, so ``"raise"`` is the default;
-            ``"replay"`` takes the exception for a passing fault of the simulator and tries once more.
+        on_crash: The process died, or answered something undecodable. on_timeout: A deadline passed. on_error: The
+        env raised an exception in ``step()``; its process lives. ``"raise"``, or ``"truncate"`` to end its
+            episode there and log the traceback.
         max_restarts: Restarts allowed per env within ``window``; one more raises
             :class:`~multienv.errors.RestartBudgetExceeded`.
         window: Length of the window, seconds.
@@ -115,7 +140,7 @@ class RestartPolicy:
 
     on_crash: OnLoss = "replay"
     on_timeout: OnLoss = "replay"
-    on_error: OnLoss = "raise"
+    on_error: Literal["raise", "truncate"] = "raise"
     max_restarts: int = 10_000
     window: float = 3600.0
     backoff: float = 0.1
@@ -132,11 +157,16 @@ class RestartPolicy:
     recycle_after: float | None = None
     max_rss: int | None = None
 
+    def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Refuse values without a name."""
+        _refuse_positional(cls, positional, 'on_crash="truncate"')
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         """Refuse unknown actions and numbers out of range."""
-        for name in ("on_crash", "on_timeout", "on_error"):
-            if getattr(self, name) not in _ON_LOSS:
-                choices = ", ".join(map(repr, _ON_LOSS))
+        for name, allowed in (("on_crash", _ON_LOSS), ("on_timeout", _ON_LOSS), ("on_error", _ON_ERROR)):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(map(repr, allowed))
                 raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; choose one of {choices}.")
         for name in ("window", "backoff", "max_backoff", "replay_limit"):
             check_seconds(f"RestartPolicy.{name}", getattr(self, name), zero=name != "window")
@@ -154,8 +184,8 @@ class RestartPolicy:
 
     @property
     def replays(self) -> bool:
-        """Whether any loss is to be made good."""
-        return "replay" in (self.on_crash, self.on_timeout, self.on_error)
+        """Tell whether any loss is to be made good."""
+        return "replay" in (self.on_crash, self.on_timeout)
 
     def _check_integer(self, name: str, least: int) -> None:
         value = integer(getattr(self, name))

@@ -1,28 +1,45 @@
-"""How many cores there are to use: those the process may run on, or fewer where a container has a quota of time."""
+"""Decide which core each worker runs on, and in which order a batch asks its workers.
+
+A worker on another core than the trainer begins as soon as it is asked; one on the trainer's own core waits until the
+trainer waits. So the others are asked first. To be woken takes as long as some steps do, so the trainer first waits for
+the worker that was asked last, on its own core: by then most of the others have answered, and the trainer need not
+sleep again to read their answers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
+
+
+class Placed(Protocol):
+    """A worker that can be placed: a supervisor."""
+
+    core: int | None
+
+    def prefer(self, core: int | None, *, looks: bool) -> None:
+        """Set the core to run on while steps are short, and whether to look for requests before going to sleep."""
 
 
 def cores() -> list[int]:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def busy_cores() -> int:
-    """How many of them may be kept busy at a time."""
+    """Return how many of them may be kept busy at a time: fewer where a container has a quota of CPU time."""
     return max(1, math.ceil(min(len(cores()), quota())))
 
 
 def quota(root: Path = Path("/")) -> float:
-    """Of how many cores the control groups of this process allow the time; infinite without a limit.
+    """Return of how many cores the control groups of this process allow the time; infinite without a limit.
 
     Args:
         root: Where the system's files are.
@@ -39,7 +56,7 @@ def quota(root: Path = Path("/")) -> float:
 
 
 def _least(mount: Path, path: str, read: Callable[[Path], float]) -> float:
-    """Of a group and all that it is in; in a container its own is the topmost that can be seen."""
+    """Return the least quota of a group and its parents; in a container its own group is the topmost to be seen."""
     group = mount / path.strip("/")
     return min(map(read, [mount, group, *(one for one in group.parents if mount in one.parents)]))
 
@@ -56,3 +73,49 @@ def _of_version_1(group: Path) -> float:
         limit, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         return math.inf if limit < 0 else limit / period
     return math.inf
+
+
+def spread(workers: Sequence[Placed]) -> None:
+    """Deal the workers to the cores in turn; with fewer workers than cores the scheduler knows better which are idle.
+
+    Each looks for its next request before it goes to sleep, and gives the core away at each look. Under a quota of CPU
+    time, and on a single core, none is bound and none looks: there looking takes time from the others.
+    """
+    available = cores()
+    several = 1 < len(available) == busy_cores()
+    for place, worker in enumerate(workers):
+        core = available[place % len(available)] if several and len(available) <= len(workers) else None
+        worker.prefer(core, looks=several)
+
+
+def _current_core() -> Callable[[], int]:
+    """Return a function that tells which core the calling thread runs on; -1 where the system does not tell."""
+    try:
+        found: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu  # keeps the GIL
+        found()
+    except (AttributeError, OSError, TypeError):
+        return lambda: -1
+    return found
+
+
+_here = _current_core()
+
+
+class Turns:
+    """The order in which to ask workers; they are best waited for in the reverse order.
+
+    Args:
+        cores: For each worker, by its place in the batch, the core that it prefers, or ``None``.
+    """
+
+    def __init__(self, cores: Mapping[int, int | None]) -> None:
+        self._plain = tuple(cores)
+        self._on = {
+            core: tuple(sorted(cores, key=lambda place: cores[place] == core))
+            for core in set(cores.values())
+            if core is not None
+        }
+
+    def now(self) -> tuple[int, ...]:
+        """Return the places of the workers in the order in which to ask them now."""
+        return self._on.get(_here(), self._plain) if self._on else self._plain

@@ -43,30 +43,30 @@ import gymnasium
 
 
 class MultienvError(Exception):
-    """Base of everything multienv raises on its own account."""
+    """Base class of the errors that multienv raises."""
 
 
 # --- the caller's ---------------------------------------------------------------------------
 
 
 class UsageError(MultienvError, ValueError):
-    """The call was wrong; nothing was sent to the env and nothing is lost."""
+    """Raised when a call was wrong; nothing was sent to the env and nothing is lost."""
 
 
 class ClosedError(UsageError, gymnasium.error.ClosedEnvironmentError):
-    """The env has been closed."""
+    """Raised by a call after ``close()``."""
 
 
 class NotInitializedError(UsageError):
-    """The env has not been built yet."""
+    """Raised by a call that needs the env before it has been built."""
 
 
 class ResetNeededError(UsageError, gymnasium.error.ResetNeeded):
-    """There is no running episode to step."""
+    """Raised by ``step()`` where no episode is running."""
 
 
 class CallPendingError(UsageError, gymnasium.error.AlreadyPendingCallError):
-    """An earlier request has not been collected; ``name`` says which."""
+    """Raised by a request while an earlier one has not been collected; ``name`` says which."""
 
     def __init__(self, message: str, name: str = "") -> None:
         """Keep gymnasium's signature, with the name optional."""
@@ -79,7 +79,7 @@ class CallPendingError(UsageError, gymnasium.error.AlreadyPendingCallError):
 
 
 class NothingPendingError(UsageError, gymnasium.error.NoAsyncCallError):
-    """There is no request whose answer could be collected."""
+    """Raised by a wait where no request is pending."""
 
     def __init__(self, message: str, name: str = "") -> None:
         """Keep gymnasium's signature, with the name optional."""
@@ -92,45 +92,45 @@ class NothingPendingError(UsageError, gymnasium.error.NoAsyncCallError):
 
 
 class ActionError(UsageError, gymnasium.error.InvalidAction):
-    """The action does not fit the action space."""
+    """Raised by an action that does not fit the action space."""
 
 
 class SeedError(UsageError, gymnasium.error.Error):
-    """What is given as a seed is none; a ``gymnasium.error.Error`` too."""
+    """Raised by a seed that is none; gymnasium's own type for that is a base."""
 
 
 class EnvFnError(UsageError, TypeError):
-    """``env_fn`` is not callable, cannot be pickled, or does not return an env."""
+    """Raised when ``env_fn`` is not callable, cannot be pickled, or does not return an env."""
 
 
 class SpaceMismatchError(UsageError, RuntimeError):
-    """The envs of one batch do not share one observation and one action space."""
+    """Raised when the envs of one batch do not share one observation and one action space."""
 
 
 class ReportError(UsageError):
-    """A crash report cannot be read, or wants more to be replayed than it may be given; the message says what."""
+    """Raised when a crash report cannot be read, or cannot be replayed with the options given."""
 
 
 class NotShareableError(UsageError, gymnasium.error.CustomSpaceError):
-    """``shared_memory=True`` was given, and the observations have no fixed layout in memory."""
+    """Raised by ``shared_memory=True`` where observations have no fixed layout in memory."""
 
 
 class WaitTimeout(MultienvError, TimeoutError, multiprocessing.TimeoutError):  # noqa: N818 - reads as what it is
-    """The answer was not there within the caller's ``timeout``; the request is still pending."""
+    """Raised when the caller's ``timeout`` passes before the answer; the request is still pending."""
 
 
 # --- the env's ------------------------------------------------------------------------------
 
 
 class EnvError(MultienvError):
-    """The env raised; its process is alive and can be reset.
+    """Raised when the env raised; its process is alive and can be reset.
 
     Attributes:
         env_index: The env's index in its batch, or ``None``.
         command: What was asked of it: ``"step"``, ``"reset"``, …
         step: Steps taken in the episode so far, or ``None``.
         seed: The seed of the last seeded reset, or ``None``.
-        remote_traceback: The traceback in the worker, as text.
+        remote_traceback: The traceback in the worker, as text; where unpickling failed, that in the trainer.
         returned: What ``step()`` had returned, if it ended an episode and the reset of the same step raised:
             observation, reward, terminated, truncated and info. Else ``None``.
     """
@@ -144,15 +144,14 @@ class EnvError(MultienvError):
 
 
 class EnvRaisedError(EnvError):
-    """An exception of the env.
+    """Raised in the place of an exception of the env, which is its ``__cause__``.
 
-    It is raised as an instance of a class made on the spot that also derives from the exception's own
-    type, so that ``except ThatType`` catches it; the exception itself is its ``__cause__``.
+    Its class is made on the spot and also derives from that exception's type: ``except ThatType`` catches it.
     """
 
 
 class ResultNotPicklableError(EnvError):
-    """What the env returned cannot be sent to the trainer."""
+    """Raised when what the env returned cannot be sent to the trainer."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - not an error of its own, the text under one
@@ -169,10 +168,10 @@ class RemoteTraceback(Exception):  # noqa: N818 - not an error of its own, the t
 
 
 def catchable_as(base: type[MultienvError], cause: BaseException, message: str) -> MultienvError:
-    """An error of class ``base`` that ``except type(cause)`` catches too.
+    """Build an error of class ``base`` that ``except type(cause)`` catches too.
 
-    The type of ``cause`` may have a constructor of any shape: it is never called. Where the two types
-    cannot be combined, a plain ``base`` is returned.
+    The constructor of ``type(cause)`` may take any arguments: it is never called. Where the two types cannot be
+    combined, the error is a plain ``base``.
     """
     kind = type(cause)
     if isinstance(cause, base) or not isinstance(cause, Exception):
@@ -203,7 +202,7 @@ def catchable_as(base: type[MultienvError], cause: BaseException, message: str) 
 
 
 def rebuilt(parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) -> BaseException:
-    """An exception from its type, arguments and attributes, without calling its constructor."""
+    """Rebuild an exception from its type, arguments and attributes, without calling its constructor."""
     kind, args, state = parts
     error = kind.__new__(kind, *args)
     error.args = args
@@ -215,7 +214,7 @@ def rebuilt(parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) 
 
 
 class WorkerLostError(MultienvError):
-    """The env's process is gone. The next ``reset()`` starts a new one.
+    """Raised when the env's process is gone. The next ``reset()`` starts a new one.
 
     Attributes:
         env_index: The env's index in its batch, or ``None``.
@@ -239,42 +238,42 @@ class WorkerLostError(MultienvError):
 
 
 class WorkerDiedError(WorkerLostError):
-    """The process exited or was killed by a signal."""
+    """Raised when the process exited or was killed by a signal."""
 
 
 class WorkerHungError(WorkerLostError, TimeoutError):
-    """A deadline passed; the process was killed."""
+    """Raised when a deadline passed; the process was killed."""
 
 
 class ReplyBrokenError(WorkerLostError):
-    """The process answered something that cannot be decoded; it was killed."""
+    """Raised when the process answered something that cannot be decoded; it was killed."""
 
 
 class PoisonError(WorkerLostError):
-    """The same request killed every process it was given to."""
+    """Raised when one request killed every process it was given to."""
 
 
 class HangingPoisonError(PoisonError, WorkerHungError):
-    """The same request hung in every process it was given to: whoever sets a deadline catches ``TimeoutError``."""
+    """Raised when one request hung in every process it was given to; ``except TimeoutError`` catches it."""
 
 
 class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the public contract
-    """The env was lost more often than its ``RestartPolicy`` allows."""
+    """Raised when the env was lost more often than its ``RestartPolicy`` allows."""
 
 
 # --- several envs ---------------------------------------------------------------------------
 
 
 class NotRestoredError(MultienvError):
-    """What ``state_dict()`` had saved could not be brought back exactly. The env is as it was before the call."""
+    """Raised when ``load_state_dict()`` cannot bring the env back exactly. The env is as it was before the call."""
 
 
 class NotForkableError(MultienvError):
-    """The env's process cannot be forked, so no snapshot can be taken; the message says why."""
+    """Raised when a snapshot is asked of a process that cannot be forked; the message says why."""
 
 
 class EnvsFailedError(MultienvError):
-    """Some envs of a batch failed; the others finished.
+    """Raised when envs of a batch failed, after all others have finished.
 
     Attributes:
         failures: Env index → the exception of that env.
@@ -290,10 +289,23 @@ class EnvsFailedError(MultienvError):
         what: str,
         failures: Mapping[int, BaseException],
         results: Sequence[Any],
-        advice: str = "Reset the failed envs; the episodes of the others go on.",
+        advice: str | None = None,
     ) -> MultienvError:
-        """One error for all ``failures``; catchable by the cause's own type where there is one cause, or one type."""
-        failures = dict(sorted(failures.items()))  # they may have come in any order
+        """Build one error for all failures; it is catchable by their own type where they share one.
+
+        Args:
+            what: What was asked: ``"step()"``.
+            failures: Env index → exception, in any order.
+            results: What each env returned.
+            advice: What to do next; ``None``: reset those that failed.
+        """
+        failures = dict(sorted(failures.items()))
+        for index, error in failures.items():
+            if isinstance(error, EnvError | WorkerLostError) and error.env_index is None:
+                error.env_index = index
+        if advice is None:
+            others = len(failures) < len(results)
+            advice = "Reset the failed envs; the episodes of the others go on." if others else "Reset them."
         lines = [f"{len(failures)} of {len(results)} envs failed in {what}. {advice}"]
         lines += [f"  env {index}: {type(error).__name__}: {error}" for index, error in failures.items()]
         message = "\n".join(lines)

@@ -19,8 +19,7 @@ class Loss:
 
     Attributes:
         env_index: The env's index in its batch, or ``None``.
-        cause: ``"died"``, ``"hung"``, ``"broken"`` (undecodable reply) or ``"error"`` (it raised, and the
-            policy takes that for a loss).
+        cause: ``"died"``, ``"hung"`` (a deadline passed) or ``"broken"`` (undecodable reply).
         command: What it was doing.
         step: Steps taken in the episode.
         seed: The seed of the last seeded reset.
@@ -28,6 +27,7 @@ class Loss:
         exit_code: Its exit code; negative is a signal's number; ``None`` if not known.
         stack: Python and native stack, where one was taken.
         stderr: The last lines it wrote.
+        deadline: Seconds the request was allowed, ``None``: no limit.
     """
 
     env_index: int | None
@@ -39,6 +39,7 @@ class Loss:
     exit_code: int | None = None
     stack: str = ""
     stderr: str = ""
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ Hook = Callable[[Event], None]
 
 
 def checked_hooks(hooks: Any) -> tuple[Hook, ...]:
-    """Them, if that is what they are."""
+    """Return `hooks` as a tuple; raise UsageError unless every item is callable."""
     given = tuple(hooks) if isinstance(hooks, Iterable) else (hooks, None)
     if not all(map(callable, given)):
         raise UsageError(f"hooks is {hooks!r:.100}; give a list of functions that take an event.")

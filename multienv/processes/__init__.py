@@ -1,13 +1,18 @@
-"""Processes: how workers come to life, who watches over them, and how their end is told.
+"""Launch worker processes, talk to them, and learn of their death.
 
 ::
 
-    trainer ──requests──▶ worker          one pair of pipes per worker: the hot path
-       ▲ ◀───replies─────   │
-       │                    │ parent of (forkserver, spawn), or watches (fork)
-       └──control, fate── warden          one per trainer; holds no env
+    trainer ──── line: wake bytes, EOF ──── worker        requests and replies lie in shared memory (wire.segment)
+       │                                      │ child of
+       └── control: launches; fate: pid, ── monitor       one per trainer; holds no env
+           kill, stack, exit status
 
-The warden launches workers, reaps them, reports their exit status and last words, kills those that are
-overdue, and kills all of them when the trainer is gone. A blocked read in the trainer is always woken: by
-the reply, by the end of the pipe, or by the frame ``GONE`` that the warden writes in the dead worker's name.
+channel         the seam: what the rest of the package knows of a process
+worker_process  the channel to a real process
+serial          the channel to a host in the trainer itself
+launcher        starts processes through the monitor, and the monitor itself
+monitor         the main program of the monitor
+protocol        the messages between launcher, worker_process and monitor
+leftovers       finds processes that a dead worker has started
+environment     what a worker gets of the trainer's surroundings
 """

@@ -1,4 +1,4 @@
-"""What a worker is to find of the trainer's surroundings."""
+"""Work out what a worker gets of the trainer's surroundings: variables, import path, working directory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ MPI_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_")
 
 
 def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
-    """The trainer's environment as a worker gets it: without MPI's, thread pools limited.
+    """Return the trainer's environment variables without those of its MPI job, with threads limited.
 
     Many workers with many threads each fight for the cores. What the user has set stays.
+
+    Args:
+        native_threads: Threads of native libraries (BLAS, OpenMP); ``None``: as the user has set them.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(MPI_PREFIXES)}
     if native_threads is not None:
@@ -31,8 +34,13 @@ def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
     return environment
 
 
+def unset_thread_variables() -> list[str]:
+    """Return the variables of thread pools that the user has not set."""
+    return [name for name in THREAD_VARIABLES if name not in os.environ]
+
+
 def working_directory() -> str:
-    """The trainer's, or nothing if it has been deleted: workers then do without."""
+    """Return the trainer's working directory; empty if it has been deleted."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -40,7 +48,7 @@ def working_directory() -> str:
 
 
 def refuse_other_namespace() -> None:
-    """Refuse to start children whose numbers are not those by which they would be killed from here."""
+    """Raise UsageError if children would be born into another PID namespace: their numbers mean nothing here."""
     if _children_are_elsewhere():
         raise UsageError(
             "The trainer's children are in another PID namespace than itself, and their numbers there are those of "
@@ -58,14 +66,16 @@ def _children_are_elsewhere() -> bool:
 
 
 def import_path() -> list[str]:
-    """The same for what is imported before any env is built: no file stands in for the standard library's there."""
+    """Return :func:`module_path` with the standard library first.
+
+    The monitor imports by it before any env is built: no file of the user may stand in for one of the library there.
+    """
     library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     library |= {str(Path(directory) / "lib-dynload") for directory in library}
     return sorted(module_path(), key=lambda entry: entry not in library)
 
 
 def module_path() -> list[str]:
-    """``sys.path`` as it is to be read in another directory."""
+    """Return ``sys.path`` as it reads from another working directory; path objects are left out, as imports do."""
     directory = working_directory()
-    # A path object is passed over by the import system, too.
     return [entry or directory for entry in sys.path if isinstance(entry, str) and (entry or directory)]

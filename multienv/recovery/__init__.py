@@ -1,1 +1,1 @@
-"""Bringing a lost env back: what drives it is recorded, run again, and held against what the caller saw."""
+"""Bring back what a lost worker held: the supervisor and its parts."""

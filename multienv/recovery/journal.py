@@ -1,68 +1,63 @@
-"""What drove an env since its anchor, and what the caller saw of it.
+"""What drove the envs of a worker, and what the caller saw of it.
 
-One byte string: each request frame as it was sent, and behind it the evidence of its reply (see
-``wire.messages.evidence_of``). Appending is all the hot path does; one string, not a list of many, because
-new memory is what a journal costs, and so is each place in memory that a step has to touch.
+One byte string of entries (see ``wire.banks``): for a plain step a copy of its bank, put there by the supervisor
+itself::
 
-A replay begins at the construction of the env as long as the journal reaches back that far: that is exact
-for every deterministic env, also for one whose state outlives an episode. When the journal outgrows its
-limit the oldest part is forgotten; a replay then begins at an anchor. That is a reset, with the random
-generators put back as they were before it; or the state of the env as it was between two requests, put into a
-new one. Only its verification can tell whether the env remembers more than that. So no replay begins at a
-state unless enough has been seen since to hold against it.
+    entries[base + number * stride :] = stretch
+
+That is the same however often an interrupted call repeats it. Any other entry goes through :meth:`Journal.add`,
+which keeps a *mark*: number and place. Between two marks entries are plain, of one length and numbered without a
+gap, so that the place of any number is arithmetic.
+
+A replay begins at the construction of the envs as long as the journal reaches back that far. When it outgrows its
+limits the oldest part is forgotten, and a replay begins at an *anchor*: a reset, with the random generators put
+back, or a state of the envs. Only the comparison with what the caller saw tells whether an env remembers more than
+that; so no replay begins at an anchor unless enough was seen since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
-from operator import setitem
+from typing import Any
 
-from multienv.recovery.proof import has_proof
-from multienv.wire.messages import (
-    KIND_AT,
-    KIND_OF_REQUEST_AT,
-    LASTING,
-    MESSAGE,
-    REPLY,
-    STEP,
-    STEPPED,
-    TAG_AT,
-    VALUE,
-    Reset,
-    RestoreState,
-    pack_message,
-    seq_of,
-    split_frames,
-    unpack_message,
-)
+from multienv.wire.banks import HEAD, Entry, is_plain, split_entries
+from multienv.wire.messages import LASTING, Reset
 
-# A reset is made an anchor when this many steps have passed since the last one: capturing the generators'
-# state takes as long as ten steps of CartPole.
+# A reset becomes an anchor when so many steps have passed since the last one: telling the generators' state takes
+# as long as ten steps of CartPole.
 ANCHOR_EVERY = 2048
-
-# Kind, tag and padding in the header of such a request; elsewhere it is found by accident, and that does not matter.
-_LASTING_MARK = bytes((MESSAGE, LASTING, 0, 0))
-# Bytes in which to look for a reply before all are taken apart.
-_GLANCE = 65536
-
-# Steps that must have been seen since a state for a replay to begin there.
-PROOF = 64
+# Steps that must have been seen since a state, and since a reset unless a whole episode was seen.
+PROOF_OF_STATE = 64
+PROOF_OF_RESET = 512
 # A state is wanted whenever this part of what may be held has come since the last one.
 _PART = 4
-# ALE has something about it that no state tells: now and then one does not hold, and the next does.
+# States of an env that a recovery tries: now and then one does not hold, and the next does.
 _STATES_TRIED = 2
-_RESTORED = REPLY.pack(REPLY.size, 0, 0, VALUE, 0, 0, 0.0)
 
-# The cheapest callable there is that does nothing with a bytes object.
-_ignore: Callable[[bytes], object] = id
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An entry that is no plain step.
+
+    Attributes:
+        number: Of the request.
+        place: Where the entry begins.
+        stop: Where it ends, and plain steps begin.
+        begins: It is a reset of all envs.
+        lasts: It may have changed an env for longer than an episode.
+    """
+
+    number: int
+    place: int
+    stop: int
+    begins: bool = False
+    lasts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Where a replay can begin: at a reset, with these generators; or else with this state of the env."""
+    """Where a replay can begin: before the entry at ``place``, which is a reset; or with a state of the envs."""
 
     place: int
     steps: int
@@ -72,351 +67,299 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A replay: these frames, and the evidence they must reproduce."""
+    """A replay to try.
 
-    frames: tuple[bytes, ...]
-    evidence: tuple[bytes, ...]
-    from_construction: bool
-    from_state: bool = False
+    Attributes:
+        entries: Entries to run again; what comes of them must be the same bytes.
+        rung: ``"snapshot"``, ``"journal"`` or ``"state"``.
+        state, generators, lasting: See :class:`~multienv.wire.messages.Replay`.
+        requests: Number of the entries.
+    """
+
+    entries: bytes
+    rung: str = "journal"
+    state: bytes = b""
+    generators: bytes = b""
+    lasting: bytes = b""
+    from_construction: bool = False
+    requests: int = 0
 
 
 class Journal:
-    """Bounded in bytes and, through :meth:`trim`, in the time its replay takes.
+    """Holds entries, bounded in bytes and in the time that their replay takes.
+
+    Args:
+        recording: Entries are kept at all.
+        replaying: They are kept for recoveries, and not for crash reports alone.
+        anchor_every: Steps between two resets that are anchors.
 
     Attributes:
-        log_request: Appends a request frame.
-        log_reply: Appends the evidence of its reply.
-        complete: It reaches back to the construction of the env.
-        usable: It can bring the env back at all.
+        entries: The entries; the supervisor writes plain steps here itself.
+        stride: Length of a plain step.
+        base: Where the entry of number 0 would lie if all since the last mark were plain steps.
+        complete: It reaches back to the construction of the envs.
+        usable: A replay can begin somewhere.
     """
 
     def __init__(self, *, recording: bool, replaying: bool = True, anchor_every: int = ANCHOR_EVERY) -> None:
-        """Begin with an env that has just been built; without ``replaying`` what is recorded is for reports alone."""
         self.recording = recording
         self.replaying = replaying and recording
-        self._anchor_every = anchor_every
-        self._roomy = True  # far from the limit, as of the last trim
-        self._entries = bytearray()
-        self._known = 0  # a frame begins there, one of the last
-        self._last_forgotten = b""
-        self._remembers = False  # more than a reset and the generators
-        # Always this one object's methods: the hot path holds them.
-        append: Callable[[bytes | memoryview], object] = self._entries.extend
-        self.log_request: Callable[[bytes], object] = append if recording else _ignore
-        # Without a journal the last reply alone is kept: a truncation shows its observation.
-        self.log_reply = append if recording else partial(setitem, self._entries, slice(None))
-        self.clear()
+        self.anchor_every = anchor_every
+        self.stride = HEAD.size
+        self.begin(0)
 
-    def clear(self, steps: int = 0) -> None:
-        """Begin anew: the env has just been built."""
-        self._forget_all()
-        self._last_forgotten = b""
-        self._overgrown = False
-        self._lasting = b""  # what was forgotten of calls and attributes set, with its evidence
+    def begin(self, number: int, steps: int = 0, lasting: bytes = b"") -> None:
+        """Hold nothing: the envs were built, and the next request is ``number + 1`` or later.
+
+        Args:
+            number: Of the last request before.
+            steps: Taken before.
+            lasting: Entries of calls and attributes set that were repeated in the new envs.
+        """
+        self.entries = bytearray()
+        self.lasting = lasting  # also of entries that are forgotten
+        self.anchors: list[Anchor] = []
         self.complete = self.usable = self.recording
-        self._anchors: list[Anchor] = []
-        self._steps_before = steps
+        self._marks = [Mark(number, 0, 0)]
+        self._steps_at_start = steps
+        self.base = self._base_of(self._marks[-1])
 
-    def begin_anew(self, frames: list[bytes], evidence: list[bytes], steps: int) -> None:
-        """A new life of the env: it has just been built, and has answered these requests so, or none of them."""
-        life = self.twin()
-        life.clear(steps)
-        for frame, answer in zip(frames, evidence, strict=False):
-            life.log_request(frame)
-            life.log_reply(answer)
-        self.become(life)
-
-    def _forget_all(self) -> None:
-        self._last_forgotten = self.last_observed()
-        self._entries.clear()
-        self._known = 0
-
-    def last_observed(self) -> bytes:
-        """Evidence of the last reply that carried an observation, or ``b""``."""
-        for start in (self._known, 0):  # the last frames tell, nearly always
-            frames = split_frames(self._entries[start:])
-            replies = frames[1::2] if self.recording else frames
-            for reply in reversed(replies):
-                if reply[KIND_AT] == STEPPED:
-                    return reply
-        return self._last_forgotten
-
-    def _observes_from(self, place: int) -> bool:
-        """Whether some reply from there on carries an observation: nearly always the first, but not behind a state."""
-        frames = split_frames(self._entries[place : place + _GLANCE])
-        return any(reply[KIND_AT] == STEPPED for reply in frames[1::2])
+    def _base_of(self, last: Mark) -> int:
+        return last.stop - (last.number + 1) * self.stride
 
     def __len__(self) -> int:
-        """Bytes held."""
-        return len(self._entries) + self._state_bytes(0)
+        """Return the bytes held."""
+        return len(self.entries) + len(self.lasting) + sum(len(one.state) + len(one.generators) for one in self.anchors)
 
-    def oldest(self) -> int:
-        """The number of the first request held; 0 if there is none."""
-        return seq_of(bytes(self._entries[:8]))
+    # --- writing ----------------------------------------------------------------------------------
 
-    def forget_unanswered(self, pending: bytes) -> None:
-        """Leave the request ``pending`` out, wherever between sending and logging its caller was interrupted."""
+    def log(self, number: int, entry: bytes, message: Any = None) -> None:
+        """Add the entry of a request, a plain step or not; adding it again changes nothing."""
         if not self.recording:
             return
-        frames = split_frames(self._entries[self._known :])
-        keep = len(frames) // 2 * 2
-        if keep and seq_of(frames[keep - 2]) == seq_of(pending):
-            keep -= 2
-        del self._entries[self._known + sum(map(len, frames[:keep])) :]
+        if is_plain(entry):
+            self.entries[self.base + number * self.stride :] = entry
+        else:
+            self.add(number, entry, message)
 
-    def wants_anchor(self, steps: int) -> bool:
-        """Whether the coming reset should tell the state of the random generators."""
+    def cut(self, number: int) -> None:
+        """Forget entries behind that of ``number``: an interrupted call was about to commit them."""
+        marks = self._marks
+        while len(marks) > 1 and marks[-1].number > number:
+            del self.entries[marks.pop().place :]
+        self.base = self._base_of(marks[-1])
+        del self.entries[max(marks[-1].stop, self.base + (number + 1) * self.stride) :]
+
+    def add(self, number: int, entry: bytes, message: Any = None) -> None:
+        """Add the entry of a request that is not a plain step; adding it again changes nothing."""
         if not self.recording:
+            return
+        marks = self._marks
+        again = len(marks) > 1 and marks[-1].number == number  # an interrupted call adds it once more
+        # Behind the plain steps there are.
+        place = marks[-1].place if again else min(len(self.entries), self.base + number * self.stride)
+        begins = isinstance(message, Reset) and message.mask is None
+        mark = Mark(number, place, place + len(entry), begins, isinstance(message, LASTING))
+        marks[len(marks) - again :] = [mark]  # at once: an interruption finds the old mark or the new one
+        self.entries[place:] = entry
+        self.base = self._base_of(self._marks[-1])
+
+    def skip(self, number: int) -> None:
+        """Note that ``number`` is of a request that is not kept: the next is ``number + 1``; again changes nothing."""
+        marks = self._marks
+        last, place = marks[-1], len(self.entries)
+        if self.recording and last.number < number:
+            is_empty = len(marks) > 1 and last.place == last.stop == place  # several in a row need one mark
+            marks[len(marks) - is_empty :] = [Mark(number, place, place)]
+        self.base = self._base_of(self._marks[-1])
+
+    def anchor(self, generators: bytes, steps: int) -> None:
+        """Make the reset that was added last an anchor: the generators stood so before it."""
+        if not self.recording:
+            return
+        place = self._marks[-1].place  # what lies before it may have come since a snapshot
+        self.anchors = [one for one in self.anchors if one.place != place or one.state]
+        self.anchors.append(Anchor(place, steps, generators=generators))
+        self.usable = True
+
+    def keep_state(self, state: bytes, steps: int) -> None:
+        """Note that the envs stand so after all that was added."""
+        if not self.usable:
+            self.anchors, self.usable = [], True
+        place = len(self.entries)
+        self.anchors = [one for one in self.anchors if not (one.place == place and one.state)]
+        self.anchors.append(Anchor(place, steps, state=state))
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def wants_anchor(self, steps: int, limit: int) -> bool:
+        """Tell whether the coming reset should tell the state of the random generators."""
+        if not self.replaying:
             return False
         resets = self._resets()
         if not resets or not self.usable:
             return True
-        return steps - resets[-1].steps >= self._anchor_every or not self._roomy
-
-    def anchor(self, frame: bytes, evidence: bytes, generators: bytes, steps: int) -> None:
-        """What has just been logged was this reset, and the generators stood so before it."""
-        if not self.usable:  # what came before has been forgotten: begin again here
-            place = len(self._entries) - len(frame) - len(evidence)
-            self._lasting += _lasting_in(self._entries[:place])
-            del self._entries[:place]
-            self._anchors.clear()
-            self._steps_before = steps
-            self.usable = True
-        self._known = len(self._entries) - len(frame) - len(evidence)
-        self._anchors.append(Anchor(self._known, steps, generators))
+        return steps - resets[-1].steps >= self.anchor_every or len(self.entries) > limit // 2
 
     def wants_state(self, limit: int, step_limit: float, steps: int) -> bool:
-        """Whether the env's state should be asked for: its last one, or its construction, is getting far."""
+        """Tell whether the envs should be asked for their state: the last one, or the construction, is far back."""
         if not self.replaying or not limit:
             return False
         states = self._states()
-        place, before = (states[-1].place, states[-1].steps) if states else (0, self._steps_before)
-        far = len(self._entries) - place > limit / _PART or steps - before > step_limit / _PART
+        place, before = (states[-1].place, states[-1].steps) if states else (0, self._steps_at_start)
+        far = len(self.entries) - place > limit / _PART or steps - before > step_limit / _PART
         return far or not self.usable
 
-    def keep_state(self, state: bytes, steps: int) -> None:
-        """The env stands so after all that has been logged."""
-        if not self.usable:  # what came since a snapshot is still of use
-            self._anchors.clear()
-            self.usable = True
-        place = len(self._entries)
-        if self._anchors and self._anchors[-1].place == place and self._anchors[-1].state:
-            self._anchors.pop()  # an interruption has it told twice
-        self._anchors.append(Anchor(place, steps, state=state))
+    def since(self, number: int) -> Plan | None:
+        """Return what came after the request ``number``; ``None`` if that is not known any more."""
+        marks = self._marks
+        index = bisect_right(marks, number, key=lambda mark: mark.number) - 1
+        if index < 0 or not self.recording:
+            return None
+        mark = marks[index]
+        place = mark.stop + (number - mark.number) * self.stride
+        stop = marks[index + 1].place if index + 1 < len(marks) else len(self.entries)
+        return Plan(bytes(self.entries[place:]), "snapshot", requests=self._count(place)) if place <= stop else None
+
+    def last_step(self) -> bytes:
+        """Return the entry of the last request if it was a plain step, else ``b""``."""
+        last = next((mark for mark in reversed(self._marks) if mark.stop > mark.place), self._marks[0])
+        if len(self.entries) - last.stop < self.stride:
+            return b""
+        return bytes(self.entries[-self.stride :])
 
     def plans(self, *, short: bool = False) -> list[Plan]:
-        """The replays to try, the most trustworthy first: that which begins earliest, for it is held against the most.
+        """Return the replays to try, that which begins earliest first: it is held against the most.
 
-        With ``short`` one is tried before that does not grow with the env's life. It begins at the reset before the
-        last one that is an anchor, so that a whole episode is held against the evidence: that of an env which
-        remembers more than its generators differs. In a long episode it is the state before the last one.
+        Args:
+            short: Do not begin at the construction: what leaked since would leak again. The anchor before the last is
+                the first to be tried, so that a whole episode, or a long part of one, is held against the journal.
         """
-        return self._plans(short=short) if self.replaying else []
-
-    def _plans(self, *, short: bool = False) -> list[Plan]:
-        if not self.usable:
+        if not self.replaying or not self.usable:
             return []
         resets, states = self._resets(), self._states()
         plans = []
         if short:
-            plans += next((self._from(anchors[-2]) for anchors in (resets, states) if len(anchors) > 1), [])
-        if self.complete and not self._overgrown:
-            frames = split_frames(self._entries)
-            plans.append(Plan(tuple(frames[::2]), tuple(frames[1::2]), True))
-            # An env that is not made twice alike may be so from a state on. A reset leaves what it was made of.
-            resets = []
-        anchors = sorted((*resets[:1], *states[:_STATES_TRIED]), key=lambda one: one.place)
-        if self._remembers:  # a reset would be in vain
-            anchors.sort(key=lambda one: not one.state)
-        found = [plan for anchor in anchors for plan in self._from(anchor)]
-        return [*plans, *(plan for plan in found if plan not in plans)]
+            for anchors in (resets, states):
+                plans += [plan for anchor in reversed(anchors[:-1]) if (plan := self._from(anchor))][:1]
+        if self.complete:
+            plans.append(
+                Plan(bytes(self.entries), lasting=self.lasting, from_construction=True, requests=self._count(0))
+            )
+        anchors = [*([] if self.complete else resets[:1]), *states[:_STATES_TRIED]]
+        for anchor in sorted(anchors, key=lambda one: one.place):
+            plan = self._from(anchor)
+            if plan is not None and plan not in plans:
+                plans.append(plan)
+        return plans
 
-    def learn(self, refuted: list[Plan], held: Plan | None) -> None:
-        """From a recovery: that the env remembers more than its generators, and its state tells that."""
-        if held is not None and held.from_state and any(not plan.from_state for plan in refuted):
-            self._remembers, self.complete = True, False
+    def _from(self, anchor: Anchor) -> Plan | None:
+        entries = bytes(self.entries[anchor.place :])
+        lasting = self.lasting + self._lasting_before(anchor.place)
+        if anchor.state:
+            if self._steps_since(anchor.place) < PROOF_OF_STATE:
+                return None
+            return Plan(entries, "state", state=anchor.state, lasting=lasting, requests=self._count(anchor.place))
+        later = [mark for mark in self._marks if mark.begins and mark.place > anchor.place]
+        if not later and self._steps_since(anchor.place) < PROOF_OF_RESET:
+            return None
+        return Plan(entries, generators=anchor.generators, lasting=lasting, requests=self._count(anchor.place))
+
+    def _count(self, place: int) -> int:
+        """Return the number of entries from ``place`` on."""
+        marks = [mark for mark in self._marks if mark.stop > mark.place >= place]
+        other = sum(mark.stop - mark.place for mark in marks)
+        return len(marks) + (len(self.entries) - place - other) // self.stride
+
+    def _steps_since(self, place: int) -> int:
+        # A copy: an interruption would leave a view of the entries in its traceback, and they could not grow.
+        return sum(entry.is_step for entry in split_entries(self.entries[place:], self.stride))
 
     def _resets(self) -> list[Anchor]:
-        return [anchor for anchor in self._anchors if not anchor.state]
+        return [anchor for anchor in self.anchors if not anchor.state]
 
     def _states(self) -> list[Anchor]:
-        return [anchor for anchor in self._anchors if anchor.state]
+        return [anchor for anchor in self.anchors if anchor.state]
 
-    def newest_first(self) -> Iterator[tuple[bytes, bytes]]:
-        """The requests held, with their evidence."""
-        bounds = ((self._known, len(self._entries)), (0, self._known)) if self.recording else ()
-        for start, stop in bounds:
-            frames = split_frames(self._entries[start:stop])
-            yield from zip(reversed(frames[::2]), reversed(frames[1::2]), strict=False)
+    def _lasting_before(self, place: int) -> bytes:
+        marks = [mark for mark in self._marks if mark.lasts and mark.stop <= place]
+        return b"".join([bytes(self.entries[mark.place : mark.stop]) for mark in marks])
 
-    def since(self, seq: int) -> Plan | None:
-        """What came after the step of this number; ``None`` if it is not held any more."""
-        mark = seq.to_bytes(4, "little") + bytes([STEP])
-        place = self._entries.rfind(mark)
-        while place >= 4:
-            frames = split_frames(self._entries[place - 4 :])
-            requests, replies = frames[::2], frames[1::2]
-            # Or it is in the middle of a frame that looks like it.
-            if sum(map(len, frames)) == len(self._entries) - place + 4 and list(map(seq_of, requests)) == list(
-                map(seq_of, replies)
-            ):
-                return Plan(tuple(requests[1:]), tuple(replies[1:]), False)
-            place = self._entries.rfind(mark, 0, place + len(mark) - 1)  # they may overlap
-        return None
+    def all_lasting(self) -> bytes:
+        """Return the entries of all calls and attributes set: they hold in a new life of the envs too."""
+        return self.lasting + self._lasting_before(len(self.entries))
 
-    def history(self) -> tuple[bytes, bool] | None:
-        """The most trustworthy replay as it lies here, requests and evidence in turns; is it from construction?"""
-        if self.complete:
-            return bytes(self._entries), True
-        for plan in self._plans():
-            return b"".join(chain.from_iterable(zip(plan.frames, plan.evidence, strict=True))), False
-        return None
+    def iterate(self) -> list[Entry]:
+        """Return all entries held."""
+        return list(split_entries(self.entries, self.stride))
 
-    def _from(self, anchor: Anchor) -> list[Plan]:
-        frames = split_frames(self._entries[anchor.place :])
-        before = []
-        if not self._overgrown:
-            before = split_frames(self._lasting + _lasting_in(self._entries[: anchor.place]))
-        if anchor.state:
-            if sum(frame[KIND_OF_REQUEST_AT] == STEP for frame in frames[::2]) < PROOF:
-                return []
-            first = pack_message(0, RestoreState(anchor.state))
-            requests, replies = (first, *frames[::2]), (_RESTORED, *frames[1::2])
-            with_lasting = Plan((*before[::2], *requests), (*before[1::2], *replies), False, True)
-            # What was called is in the state too, as far as it changed the env alone; and there it came at its time.
-            return [with_lasting, Plan(requests, replies, False, True)] if before else [with_lasting]
-        if self._overgrown or not has_proof(frames[2::2]):
-            return []
-        reset = unpack_message(frames[0])
-        assert isinstance(reset, Reset)
-        first = pack_message(seq_of(frames[0]), replace(reset, generators=anchor.generators, anchor=True))
-        return [Plan((*before[::2], first, *frames[2::2]), (*before[1::2], *frames[1::2]), False)]
-
-    def lasting(self) -> list[bytes]:
-        """What changed the env for longer than an episode: calls, and attributes set."""
-        return split_frames(self._lasting + _lasting_in(self._entries))[::2] if self.replaying else []
-
-    def copy(self) -> Journal:
-        """What is held now."""
-        twin = self.twin()
-        twin.become(self)
-        return twin
-
-    def twin(self) -> Journal:
-        """One that holds nothing."""
-        return Journal(recording=self.recording, replaying=self.replaying, anchor_every=self._anchor_every)
-
-    def become(self, other: Journal) -> None:
-        """Hold what the other one does."""
-        anchors = list(other._anchors)
-        # From here on at one stroke: no interruption comes in between.
-        self._entries[:], self._anchors = other._entries, anchors
-        self._known, self._lasting, self._last_forgotten = other._known, other._lasting, other._last_forgotten
-        self._roomy, self._overgrown, self._steps_before = other._roomy, other._overgrown, other._steps_before
-        self.complete, self.usable = other.complete, other.usable
-
-    def load(self, plan: Plan, steps: int) -> None:
-        """Hold what another journal held: after this plan, ``steps`` steps of the env's life are done."""
-        before = steps - sum(frame[KIND_OF_REQUEST_AT] == STEP for frame in plan.frames)
-        self.clear(before)
-        self.complete = anchored = plan.from_construction
-        for frame, evidence in zip(plan.frames, plan.evidence, strict=True):
-            if not anchored and (frame[TAG_AT] != LASTING or frame[KIND_OF_REQUEST_AT] != MESSAGE):
-                anchored = True
-                message = unpack_message(frame)
-                if isinstance(message, RestoreState):
-                    self._anchors = [Anchor(len(self._entries), before, state=message.state)]
-                    continue
-                assert isinstance(message, Reset)
-                assert message.generators is not None
-                self._anchors = [Anchor(len(self._entries), before, message.generators)]
-            self._entries += frame + evidence
-
-    def _state_bytes(self, place: int) -> int:
-        return sum(len(anchor.state) for anchor in self._anchors if anchor.place >= place)
-
-    def _bytes_since(self, anchor: Anchor) -> int:
-        return len(self._entries) - anchor.place + self._state_bytes(anchor.place)
+    # --- limits -----------------------------------------------------------------------------------
 
     def trim(self, limit: int, step_limit: float, steps: int) -> None:
-        """Forget the oldest part when more than ``limit`` bytes or ``step_limit`` steps are held.
+        """Forget the oldest part once more than ``limit`` bytes or ``step_limit`` steps are held.
 
-        Half of it is kept, from an anchor on, so that this is rare. Where no anchor lies in what fits, the journal is
-        unusable until the next one, but for what came since a snapshot. To be called before a request is logged, so
-        that :meth:`forget_unanswered` finds it behind the place noted here.
+        What is kept begins at an anchor, where there is one that leaves no more than the limits; else replays can begin
+        nowhere, and half of the limits is kept for what came since a snapshot.
         """
-        if self.recording:
-            self._known = len(self._entries)
-        # Few steps with large requests: anchors every so many steps would lie too far apart.
-        resets = self._resets()
-        last = resets[-1] if resets else None
-        self._roomy = last is None or (self._bytes_since(last) <= limit / 8 and steps - last.steps <= step_limit / 8)
-        if not self.recording or (len(self) <= limit and steps - self._steps_before <= step_limit):
+        if not self.recording or (len(self.entries) <= limit and steps - self._steps_at_start <= step_limit):
             return
-        self.complete = False
-        if len(self._lasting) > limit:  # a call with every step: what they did to the env cannot be kept
-            self._overgrown = True
+        for anchor in self.anchors:
+            is_within = len(self.entries) - anchor.place <= limit / 2 and steps - anchor.steps <= step_limit / 2
+            if anchor.place and is_within:
+                self._forget(anchor.place, anchor.steps)
+                return
+        kept = int(min(limit / 2 // self.stride, step_limit / 2))
+        place = self._entry_behind(max(0, len(self.entries) - kept * self.stride))
+        self._forget(place, steps - self._steps_since(place))
+        self.anchors, self.usable = [], False
 
-        def fits(anchor: Anchor, share: float) -> bool:
-            return steps - anchor.steps <= step_limit * share and self._bytes_since(anchor) <= limit * share
+    def _entry_behind(self, place: int) -> int:
+        """Return where the first entry begins that lies behind ``place`` whole."""
+        marks = self._marks
+        index = bisect_right(marks, place, key=lambda mark: mark.stop) - 1
+        begin = place + (marks[index].stop - place) % self.stride
+        return begin if index + 1 == len(marks) or begin <= marks[index + 1].place else marks[index + 1].stop
 
-        # The oldest anchor in the half to keep; failing that the last one, if what follows it fits the whole.
-        start = next((one for one in self._anchors if fits(one, 0.5)), None)
-        if start is None and self._anchors and fits(self._anchors[-1], 1.0):
-            start = self._anchors[-1]
-        # A reset does not lead to where every env stands: a state that a replay may begin at is kept with it.
-        proven = [one for one in self._states() if steps - one.steps >= PROOF and fits(one, 1.0)]
-        if proven and (start is None or proven[-1].place < start.place):
-            start = proven[-1]
-        if start is None:
-            self._keep_tail(limit // 2, step_limit / 2, steps)
-            return
-        lasting = self._lasting + _lasting_in(self._entries[: start.place])
-        kept = self._anchors[self._anchors.index(start) :]
-        kept = [replace(one, place=one.place - start.place) for one in kept]
-        known = self._known - start.place
-        if not self._observes_from(start.place):
-            self._last_forgotten = self.last_observed()
-        # At one stroke: no interruption comes in between.
-        self._lasting, self._entries[: start.place], self._anchors = lasting, b"", kept
-        self._steps_before, self._known = start.steps, known
+    def _forget(self, place: int, steps: int) -> None:
+        """Forget all before ``place``, where an entry begins."""
+        lasting = self.lasting + self._lasting_before(place)
+        index = bisect_left(self._marks, place, lo=1, key=lambda mark: mark.place)
+        before = self._marks[index - 1]
+        number = before.number + (place - before.stop) // self.stride  # the last request that is forgotten
+        later = [replace(mark, place=mark.place - place, stop=mark.stop - place) for mark in self._marks[index:]]
+        anchors = [replace(one, place=one.place - place) for one in self.anchors if one.place >= place]
+        entries, marks = self.entries[place:], [Mark(number, 0, 0), *later]
+        base = self._base_of(marks[-1])
+        # Adjacent stores: no interruption comes in between.
+        self.entries, self.lasting, self.anchors, self._marks, self.base = entries, lasting, anchors, marks, base
+        self.complete, self._steps_at_start = False, steps
 
-    def _keep_tail(self, limit: int, step_limit: float, steps: int) -> None:
-        """No replay can begin any more; but what came since a snapshot, which may well be younger, is still of use."""
-        frames, size, kept = split_frames(self._entries), 0, 0
-        for request, reply in zip(frames[-2::-2], frames[::-2], strict=True):
-            is_step = request[KIND_OF_REQUEST_AT] == STEP
-            if size + len(request) + len(reply) > limit or kept + is_step > step_limit:
-                break
-            size, kept = size + len(request) + len(reply), kept + is_step
-        observed = (reply for reply in frames[::-2] if reply[KIND_AT] == STEPPED)
-        last, cut = next(observed, self._last_forgotten), len(self._entries) - size
-        lasting = self._lasting + _lasting_in(self._entries[:cut])
-        # At one stroke, as below.
-        self._lasting, self._entries[:cut], self._anchors = lasting, b"", []
-        self._last_forgotten, self._known, self._steps_before, self.usable = last, size, steps - kept, False
+    # --- copies -----------------------------------------------------------------------------------
 
+    def copy(self) -> Journal:
+        """Return a journal that holds the same."""
+        twin = Journal(recording=self.recording, replaying=self.replaying, anchor_every=self.anchor_every)
+        twin.load(self.dump())
+        return twin
 
-def _has_lasting(entries: bytes | bytearray) -> bool:
-    """Whether there may be any among them."""
-    place = entries.find(_LASTING_MARK)
-    while place >= 0:
-        start = max(0, place - KIND_OF_REQUEST_AT)
-        reply = start + int.from_bytes(entries[start : start + 4], "little")
-        if entries[start + 4 : start + 8] == entries[reply + 4 : reply + 8]:  # the number of both
-            return True
-        place = entries.find(_LASTING_MARK, place + 1)
-    return False
+    def dump(self) -> dict[str, Any]:
+        """Return all that is held as plain data."""
+        return {
+            "entries": bytes(self.entries),
+            "stride": self.stride,
+            "lasting": self.lasting,
+            "complete": self.complete,
+            "usable": self.usable,
+            "steps": self._steps_at_start,
+            "marks": tuple((one.number, one.place, one.stop, one.begins, one.lasts) for one in self._marks),
+            "anchors": tuple((one.place, one.steps, one.generators, one.state) for one in self.anchors),
+        }
 
-
-def _lasting_in(entries: bytes | bytearray) -> bytes:
-    """The calls and attributes set among these requests, with their evidence."""
-    if not _has_lasting(entries):  # a glance: to take megabytes apart takes as long as hundreds of steps
-        return b""
-    frames = split_frames(entries)
-    pairs = zip(frames[::2], frames[1::2], strict=False)
-    return b"".join(
-        frame + evidence
-        for frame, evidence in pairs
-        if frame[KIND_OF_REQUEST_AT] == MESSAGE and frame[TAG_AT] == LASTING
-    )
+    def load(self, data: dict[str, Any]) -> None:
+        """Hold what :meth:`dump` returned."""
+        entries, marks = bytearray(data["entries"]), [Mark(*fields) for fields in data["marks"]]
+        anchors = [Anchor(*fields) for fields in data["anchors"]]
+        self.entries, self.lasting, self.anchors, self._marks = entries, data["lasting"], anchors, marks
+        self.stride, self._steps_at_start = data["stride"], data["steps"]
+        self.complete, self.usable = data["complete"], data["usable"]
+        self.base = self._base_of(self._marks[-1])

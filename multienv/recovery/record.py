@@ -1,140 +1,149 @@
-"""What happened to one env: counted, kept, told to hooks and to the log."""
+"""What happened to one worker: counted, told to hooks and to the log."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import replace
-from datetime import datetime, timezone
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from multienv.backends.base import Gone
-from multienv.errors import CallPendingError
+from multienv.errors import WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
-from multienv.recovery.healer import Effort
-from multienv.recovery.report import exit_text, replay_advice, what_happened
-from multienv.reports import store
-from multienv.reports.crash import Case, Told, compose
-from multienv.reports.store import Job, new_path
+from multienv.processes.channel import Gone
+from multienv.recovery.policy import Effort
+from multienv.reports.crash import Case, CrashReports
+from multienv.reports.texts import LostKind, env_error, lost_error, outcome_text, what_happened
+from multienv.wire.messages import Failure
 
 logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
-# Weight of a new sample in the mean latency.
-_SMOOTHING = 0.05
-# Losses before the last that a report mentions.
-_BEFORE = 20
-
-
-class Reports:
-    """The crash reports of one env: opened by a loss, closed by what becomes of it.
-
-    Attributes:
-        wanted: Whether there are any.
-        path: Of the one that is open, or ``""``.
-        last: Of the one closed last, or ``""``.
-    """
-
-    def __init__(self, directory: Path | None, env_index: int | None) -> None:
-        """None is open."""
-        self.wanted = directory is not None
-        self.path = self.last = ""
-        self._directory, self._env_index = directory, env_index
-        self._open: tuple[Case, Told] | None = None
-        self._before: list[str] = []
-
-    def open(self, loss: Loss, case: Case | None, traceback: str) -> None:
-        """A loss; one before that nothing has become of yet is mentioned in its report."""
-        if self._directory is None or case is None:
-            return
-        if self._open is not None:
-            self._before = [*self._before, self._open[1].what][-_BEFORE:]
-        when = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        self._open = case, Told(what_happened(loss), exit_text(loss.exit_code), when, traceback)
-        self.path = str(new_path(self._directory, self._env_index))
-
-    def close(self, recovery: Recovery) -> None:
-        """Have it written: before anybody is told of an error or a truncation, else soon."""
-        self.last, opened, before = self.path, self._open, self._before
-        self.path, self._open, self._before = "", None, []
-        if opened is None:
-            return
-        case, told = opened
-        if store.writer.is_full(case.size):
-            case = replace(case, history=lambda: None, size=0)
-        job = Job(Path(self.last), partial(compose, case, told, recovery, before), case.size)
-        store.writer.submit(job)
-        if recovery.outcome in ("raised", "truncated"):
-            store.writer.finish(job)
-
-
-class _Telling(threading.local):
-    """Whose hooks this thread is in."""
-
-    records: tuple[Record, ...] = ()
-
-
-_telling = _Telling()
-
-
-def refuse_in_hook(supervisors: Iterable[Any], call: str) -> None:
-    """Refuse what a hook of one of these asks of them: it would wait for the request that waits for the hook."""
-    records = _telling.records
-    if records and any(supervisor.record in records for supervisor in supervisors):
-        raise CallPendingError(
-            f"{call}: a hook calls it, in the middle of another call to the same env. Leave it to the training loop.",
-            call,
-        )
 
 
 class Record:
-    """Counters of one env, and the events behind them."""
+    """Counts what happens to one worker, and tells of it.
 
-    def __init__(self, env_index: int | None, hooks: tuple[Hook, ...], reports: Path | None = None) -> None:
-        """Nothing has happened yet; reports are to lie in that directory, if anywhere."""
-        self.env_index = env_index
-        self.reports = Reports(reports, env_index)
-        self.episodes = 0
-        self.step_seconds: float | None = None
+    Args:
+        index: Env index of its first env, or ``None``.
+        hooks: Called with each event.
+        reports: Where crash reports are written; ``None``: nowhere.
+        slots: Number of envs.
+
+    Attributes:
+        steps: Step requests answered.
+        episodes: Episodes begun by a reset.
+        steps_before: Step requests answered before the running episode of each env.
+        seeds: Of the last seeded reset, for each env.
+        told: Hooks, each with an event that it has not been called with yet: they are called when the caller's call is
+            done. The workers of one face share it.
+    """
+
+    def __init__(self, index: int | None, hooks: tuple[Hook, ...], reports: Path | None, *, slots: int = 1) -> None:
+        self.index = index
+        self.reports = CrashReports(reports, index)
+        self.steps = self.episodes = 0
+        self.steps_before = [0] * slots
+        self.seeds: list[int | None] = [None] * slots
         self.last_loss: Loss | None = None
-        self._last_recovery: Recovery | None = None
+        self.last_recovery: Recovery | None = None
+        self.told: deque[tuple[Hook, Event]] = deque()
         self._hooks = hooks
-        self._recycled = 0
-        self._losses = self._exact = self._truncated = self._replayed = 0
+        self._losses = self._exact = self._truncated = self._replayed = self._recycled = 0
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
 
-    def step_latency(self, seconds: float) -> None:
-        """A sample of the time from a step's call to its answer."""
-        before = self.step_seconds
-        self.step_seconds = seconds if before is None else before + _SMOOTHING * (seconds - before)
+    # --- who and where ----------------------------------------------------------------------------
 
-    def loss(self, gone: Gone, command: str, step: int | None, seed: int | None, case: Case | None = None) -> Loss:
-        """A worker was lost; the case is for the report."""
+    @property
+    def name(self) -> str:
+        """How messages name the env, or the first of several."""
+        return "The env" if self.index is None else f"Env {self.index}"
+
+    def index_of(self, slot: int) -> int | None:
+        """Return the index of a slot's env in its batch; of slot -1, that of a worker with one env."""
+        if slot >= 0:
+            return None if self.index is None else self.index + slot
+        return self.index if len(self.seeds) == 1 else None
+
+    def seed_of(self, slot: int) -> int | None:
+        """Return the last seed of a slot; of slot -1, that of a worker with one env."""
+        known = slot < len(self.seeds) and (slot >= 0 or len(self.seeds) == 1)
+        return self.seeds[max(slot, 0)] if known else None
+
+    def episode_steps(self, slot: int, command: str) -> int | None:
+        """Return the steps of a slot's episode, if ``command`` is in one; of slot -1, that of a worker with one env."""
+        known = (slot >= 0 or len(self.seeds) == 1) and command not in ("initialize", "reset")
+        return max(0, self.steps - self.steps_before[max(slot, 0)]) if known else None
+
+    def error_of(self, slot: int, failure: Failure, command: str) -> Exception:
+        """Build the error for what a slot's env raised; slot -1: the failure says which, or it is not known."""
+        slot = failure.slot if slot < 0 <= failure.slot else slot
+        step = self.episode_steps(slot, command)
+        return env_error(failure, index=self.index_of(slot), command=command, step=step, seed=self.seed_of(slot))
+
+    def truncation(self, slot: int, reason: str) -> dict[str, Any]:
+        """Return what info["multienv"] says of a truncation."""
+        told: dict[str, Any] = {"reason": reason, "recovery": "truncated"}
+        last = self.last_recovery
+        report = self.reports.path or (last.report if last is not None and last.reason == reason else "")
+        return {**told, "report": report} if report else told
+
+    def lost_error(self, loss: Loss, advice: str, kind: LostKind | None = None) -> WorkerLostError:
+        """Build the error for a loss."""
+        report = self.reports.path or self.reports.last
+        return lost_error(loss, kind or ("died" if loss.cause == "error" else loss.cause), advice, report)
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def reset(self, seeds: Sequence[int | None], touches: Callable[[int], bool]) -> None:
+        """Note that a reset was answered."""
+        self.episodes += 1
+        for slot, seed in enumerate(seeds):
+            if touches(slot):
+                self.steps_before[slot] = self.steps
+                self.seeds[slot] = self.seeds[slot] if seed is None else seed
+
+    def ended(self, slots: Iterable[int], autoreset: str) -> None:
+        """Note that the step which is answered now, and not counted yet, ends the episodes of these slots.
+
+        Where the worker resets by itself, as ``autoreset`` says, the next episode begins with this step or the next.
+        """
+        if autoreset in ("NEXT_STEP", "SAME_STEP"):
+            for slot in slots:
+                self.steps_before[slot] = self.steps + 1 + (autoreset == "NEXT_STEP")
+
+    def loss(self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None) -> Loss:
+        """Note that a process was lost; one warning says so at once.
+
+        Args:
+            gone: How it was lost.
+            command: What the caller had called.
+            slot: Whose env it was executing; -1: none, or not known.
+            limit: The deadline of the request, seconds.
+            case: For the crash report.
+        """
         fate = gone.fate
-        detail = f"\n{gone.detail}" if gone.detail else ""
         loss = Loss(
-            env_index=self.env_index,
+            env_index=self.index_of(slot),
             cause=gone.cause,
             command=command,
-            step=step,
-            seed=seed,
+            step=self.episode_steps(slot, command),
+            seed=self.seed_of(slot),
             pid=gone.pid,
             exit_code=fate.code,
             stack=fate.stack,
-            stderr=fate.stderr + detail,
+            stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail else ""),
+            deadline=limit if gone.cause == "hung" else None,
         )
         self._losses += 1
         self.last_loss = loss
-        self.reports.open(loss, case, gone.traceback)
+        self.reports.open(loss, case)
+        logger.warning("%s (pid %s)", what_happened(loss).rstrip("."), gone.pid)
         self._tell(loss)
         return loss
 
-    def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> None:
-        """What became of it."""
+    def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
+        """Note what became of a loss; one warning says so."""
         recovery = Recovery(
             loss,
             outcome,
@@ -146,57 +155,69 @@ class Record:
             self.reports.path,
         )
         self.reports.close(recovery)
-        self._last_recovery = recovery
+        self.last_recovery = recovery
         self._exact += outcome == "exact"
         self._truncated += outcome == "truncated"
         self._replayed += effort.replayed
         self._times.append(recovery.seconds)
-        level = logging.INFO if outcome == "exact" else logging.WARNING
-        advice = replay_advice(recovery.report)
-        logger.log(level, "%s Outcome: %s. %s %s", what_happened(loss), outcome, reason, advice)
+        logger.warning("%s", outcome_text(recovery))
         self._tell(recovery)
+        return recovery
+
+    def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
+        """Note that an exception of an env ended its episode, as ``on_error="truncate"`` says."""
+        logger.warning("An exception of the env ended its episode (on_error='truncate'): %s", error, exc_info=error)
+        loss = Loss(
+            env_index=self.index_of(slot),
+            cause="error",
+            command="step",
+            step=self.episode_steps(slot, "step"),
+            seed=self.seed_of(slot),
+            pid=pid,
+            stack=getattr(error, "remote_traceback", ""),
+        )
+        self._losses += 1
+        self._truncated += 1
+        self.last_loss = loss
+        self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
+        self._tell(loss)
+        self._tell(self.last_recovery)
 
     def recycling(self, why: str, outcome: Literal["exact", "fresh", "put off"], reason: str, effort: Effort) -> None:
-        """A process was replaced by plan, or could not be."""
+        """Note that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - effort.began
-        event = Recycled(self.env_index, why, outcome, reason, effort.replayed, seconds)
         self._recycled += outcome != "put off"
-        logger.info("env %s recycled %s: %s. %s", self.env_index, why, outcome, reason)
-        self._tell(event)
-
-    def report_of(self, reason: str) -> str:
-        """The report of the loss that was made good, or not, with this reason; ``""`` if there is none."""
-        last = self._last_recovery
-        return last.report if last is not None and last.reason == reason else ""
+        logger.info("env %s recycled %s: %s. %s", self.index, why, outcome, reason)
+        self._tell(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
 
     def _tell(self, event: Event) -> None:
-        outer = _telling.records
-        try:
-            _telling.records = (*outer, self)
-            for hook in self._hooks:
-                try:
-                    hook(event)
-                except Exception:  # a hook must not break a recovery
-                    logger.exception("A hook failed on %r", event)
-        finally:
-            _telling.records = outer
+        self.told.extend((hook, event) for hook in self._hooks)
+
+    def call_hooks(self) -> None:
+        """Call the hooks with what happened since the last time; what they raise is logged."""
+        while self.told:
+            hook, event = self.told.popleft()
+            try:
+                hook(event)
+            except Exception:  # a hook must not break a recovery
+                logger.exception("A hook failed on %r", event)
 
     def statistics(
         self,
         *,
         state: str,
         pid: int | None,
-        steps: int,
         restarts: int,
+        step_seconds: float | None,
         journal_bytes: int,
         snapshots: tuple[int, str],
         state_anchors: tuple[int, str],
     ) -> Statistics:
-        """The record at this moment."""
+        """Return the counters at this moment."""
         return Statistics(
             state=state,
             pid=pid,
-            steps=steps,
+            steps=self.steps,
             episodes=self.episodes,
             losses=self._losses,
             restarts=restarts,
@@ -205,7 +226,7 @@ class Record:
             truncated_recoveries=self._truncated,
             replayed_steps=self._replayed,
             recovery_seconds=tuple(self._times),
-            step_seconds=self.step_seconds,
+            step_seconds=step_seconds,
             journal_bytes=journal_bytes,
             snapshots=snapshots[0],
             no_snapshots=snapshots[1],
@@ -213,12 +234,12 @@ class Record:
             no_state_anchors=state_anchors[1],
             rss=resident_bytes(pid),
             last_loss=self.last_loss,
-            last_recovery=self._last_recovery,
+            last_recovery=self.last_recovery,
         )
 
 
 def resident_bytes(pid: int | None) -> int | None:
-    """Resident memory of a process, ``None`` where it cannot be read."""
+    """Return the resident memory of a process, ``None`` where it cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:  # not Linux, or it has just ended

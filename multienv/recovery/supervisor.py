@@ -1,360 +1,960 @@
-"""The heart: one env behind one backend, its requests, its losses, its recoveries.
+"""Keeps the envs of one worker alive: what is asked, what is answered, and what happens when the process is lost.
 
-A request is sent by ``send_*`` and its answer collected by ``receive_*``. A loss shows while receiving;
-it is healed there, and the answer comes from the new process, or it ends the episode, or it is raised.
+A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). What a state means and what
+follows from an event is decided in ``state_machine``; what concerns processes is carried out by ``lifecycle``; this
+module holds the state and the requests. The hot path is the two halves of a plain step, written by hand: everything
+else leaves them at the first branch.
 
-The two halves of a step are the hot path; everything that is not a plain answer to a plain step leaves it
-at the first branch.
+Ctrl-C may come between any two lines. What was asked is told by ``state`` and lies in the segment; publishing and
+reading it again does no harm. So an interrupted call leaves its request pending, and the next call collects it. That is
+all there is to it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from time import perf_counter
-from typing import Any
+import logging
+import os
+import pickle
+import threading
+import time
+import weakref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
+from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
-    MultienvError,
-    ResultNotPicklableError,
+    CallPendingError,
+    ClosedError,
+    NothingPendingError,
+    NotInitializedError,
+    ResetNeededError,
     UsageError,
+    WaitTimeout,
 )
-from multienv.recovery.keeper import entered
-from multienv.recovery.phases import (
-    ASKED,
-    DUE,
-    ENDED,
-    LOST,
-    NEW,
-    OWED,
-    PENDING,
-    READY,
-    RESUMED,
-    RUNNING,
-    STARTING,
-    STEPPING,
-    WHOLE,
-    EpisodeLost,
+from multienv.events import Hook, Statistics
+from multienv.processes.channel import Channel, Gone, SystemErrors
+from multienv.recovery.answers import ExactAnswers, RowsAnswers, call_answer, unreadable
+from multienv.recovery.checkpoint import Checkpoints, Snapshot
+from multienv.recovery.journal import ANCHOR_EVERY, Journal
+from multienv.recovery.ladder import BuildError, Ladder, Launcher, Unrecoverable
+from multienv.recovery.lifecycle import Lifecycle
+from multienv.recovery.maintenance import Maintenance
+from multienv.recovery.pending import Pending
+from multienv.recovery.record import Record
+from multienv.recovery.state_machine import (
+    Asked,
+    BuildFailed,
+    Built,
+    Discarded,
+    Episode,
+    Event,
+    Instruction,
+    Kind,
+    Launched,
+    Process,
+    Replied,
+    Request,
+    Rules,
+    State,
+    decide,
+    instruction_of,
 )
-from multienv.recovery.preserver import Preserver
-from multienv.recovery.report import decoded
+from multienv.wire.actions import ARRAY, DTYPES, INT, INT64
+from multienv.wire.banks import ENDED, FAILED, STEP, STEPPED, entry_of
+from multienv.wire.codecs import REWARD_TYPES, Codec, RowsReply
+from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
-    FAILED,
-    IRREGULAR,
-    KIND_OF_REQUEST_AT,
-    REPLY,
-    SEQ_MASK,
-    STEP,
-    STEPPED,
-    TERMINATED,
-    TRUNCATED,
+    Build,
     Call,
+    Close,
+    Description,
     Message,
     Render,
     Reset,
     SetAttribute,
     Unpicklable,
-    evidence_of,
+    foreign,
     pack_message,
-    seq_of,
-    unpack_value,
 )
-from multienv.wire.observations import info_of, irregular_parts, reward_of
+from multienv.wire.segment import REPLY, REPLY_MAIL, STEP_SECONDS, Segment
 
-Transition = tuple[Any, Any, bool, bool, dict[str, Any]]
+logger = logging.getLogger("multienv")
 
-# One step in so many is timed, and the journal's size looked at.
+# One step in so many is followed by a look at the limits.
 SAMPLE = 63
-_JOURNALED = (Reset, Call, SetAttribute, Render)
-_unpack = REPLY.unpack_from
+# Seconds that close() waits for a call whose process it has killed, and for the answer of a call that was interrupted.
+_SOON = 0.5
+# Those that take long: a caller that has other workers to wait for leaves them to a thread.
+_LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
+_RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
+
+_STEP, _STEP_HALF = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", whole=False)
+# The states of the hot path. A state that is equal to one of them is that object: see _interned().
+RUNNING = State(Process.READY, Episode.RUNNING)
+STEPPING = State(Process.READY, Episode.RUNNING, _STEP)
+STEPPING_HALF = State(Process.READY, Episode.RUNNING, _STEP_HALF)
+_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_HALF)}
+
+_ACTION_TAGS = (INT, INT64, *range(ARRAY, ARRAY + len(DTYPES)))
 
 
-def resumed(transition: Transition) -> Transition:
-    """The same, which says in its info that it is that of an interrupted step, beside what else it says there."""
-    *seen, info = transition
-    told = info.get("multienv", {}) if isinstance(info, dict) else None
-    if not isinstance(told, dict):  # an env of the caller's own, in this process
-        return transition
-    return (*seen, {**info, "multienv": {**told, "resumed": True}})
+def plain_heads(*, exact: bool) -> frozenset[int]:
+    """Return the first 8 bytes, as integers, of a bank that holds a plain step."""
+    flags = (0,) if exact else (0, ENDED)
+    rewards = range(len(REWARD_TYPES)) if exact else (0,)
+    return frozenset(
+        STEP | tag << 8 | STEPPED << 16 | flag << 24 | reward << 32
+        for tag in _ACTION_TAGS
+        for flag in flags
+        for reward in rewards
+    )
 
 
-class Supervisor(Preserver):
-    """Keeps one env alive: what is asked of it, and what it answers."""
+class HealingDue(Exception):  # noqa: N818 - internal
+    """A process must be brought back or built first: call ``collect()`` in a thread, or wait there."""
 
-    __slots__ = ()
+
+def _interned(state: State) -> State:
+    return _HOT.get(state, state)
+
+
+# All there are in this process.
+_supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+def _refuse_in_child() -> None:
+    """In a forked child of the trainer: no step gets past the first branch, which says whose the env is."""
+    for supervisor in list(_supervisors):
+        supervisor.stand(State(Process.CLOSED))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_in_child)
+
+
+class Supervisor:
+    """Keeps the envs of one worker alive.
+
+    Args:
+        launcher: Where processes come from.
+        build: The request that builds the envs.
+        policy, deadlines: What happens when a process is lost, and when it counts as hung.
+        index: Env index of the first env in its batch, or ``None``.
+        hooks: Called with each event by ``record.call_hooks()``: the faces do so when their own call is done.
+        reports: Where crash reports are written; ``None``: nowhere.
+
+    Attributes:
+        state: What the worker is doing.
+        number: The last request whose answer was collected.
+        last_answer: That answer, until the next one is collected; an exception if it is one to raise.
+        core: The core it should run on, or ``None``.
+        asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
+        journal, record: What drove the envs, and what happened to them.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        build: Build,
+        *,
+        policy: RestartPolicy,
+        deadlines: Deadlines,
+        index: int | None = None,
+        hooks: tuple[Hook, ...] = (),
+        reports: Path | None = None,
+    ) -> None:
+        self.state = State()
+        self.number = 1
+        self.last_answer: Any = None
+        self.core: int | None = None
+        self.asked_by: Any = None
+        self.index = index
+        self._looks = False
+        self._policy, self._deadlines = policy, deadlines
+        self._owner = os.getpid()
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self.record = Record(index, hooks, reports, slots=len(build.draws))
+        self.maintenance = Maintenance(policy)
+        self.journal = Journal(
+            recording=policy.replays or (reports is not None and policy.journal_limit > 0),
+            replaying=policy.replays,
+            anchor_every=1 if self.maintenance.recycling.wanted else ANCHOR_EVERY,
+        )
+        self.pending = Pending()
+        self.lifecycle = Lifecycle(
+            launcher,
+            build,
+            policy,
+            deadlines,
+            record=self.record,
+            journal=self.journal,
+            pending=self.pending,
+            wait=self._closed.wait,
+        )
+        self.rules = Rules(
+            resets_itself=build.autoreset in ("NEXT_STEP", "SAME_STEP"),
+            poison_after=policy.poison_after,
+            on_crash=policy.on_crash,
+            on_timeout=policy.on_timeout,
+        )
+        self.codec: Codec | None = None
+        self.answers: Any = None  # ExactAnswers | RowsAnswers
+        self._checkpoints = Checkpoints(self, policy.max_snapshots)
+        self._plain = plain_heads(exact=build.exact)
+        self._ends = self._plain - plain_heads(exact=True)  # those of steps that end an episode
+        # What the hot path touches: all of the present process.
+        self.segment: Any = None
+        self._words: Any = None
+        self._heads: Any = ()
+        self._stretches: Any = ()
+        self._encode: Any = None
+        self._read: Any = None
+        self._ring: Any = None
+        _supervisors.add(self)
+
+    @property
+    def ladder(self) -> Ladder:
+        """The ways back; it knows how the envs are built."""
+        return self.lifecycle.ladder
+
+    @property
+    def channel(self) -> Channel | None:
+        """To the present process, or to the last one."""
+        return self.lifecycle.channel
+
+    @property
+    def description(self) -> Description | None:
+        """What the envs are, once they were built."""
+        return self.ladder.description
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Launch the process and ask it to build the envs; does not wait. Again does nothing."""
+        with self._lock:
+            self._refuse_if_unusable("start")
+            if self.state.process is Process.NONE and self.description is None:
+                self._launch()
+
+    def initialize(self, timeout: float | None = None) -> Description:
+        """Wait until the envs are built; start first if need be. Again does nothing."""
+        with self._lock:
+            self._refuse_if_unusable("initialize")
+            if self.description is None or self.state.process is Process.BUILDING:
+                check_seconds("timeout", timeout, zero=True)
+                self.start()
+                self._carry_out(timeout, heal=True)
+            assert self.description is not None
+            return self.description
+
+    def _launch(self) -> None:
+        self.lifecycle.launch()
+        self._happen(Launched())
 
     # --- the hot path -----------------------------------------------------------------------------
 
-    def send_step(self, action: Any) -> None:
-        """Send a step; does not block, unless the process is due to be replaced first, or asked for the env's state."""
-        self.inside = True
-        try:
-            if self.phase != RUNNING and self._cannot_step():
+    def send_step(self, action: Any, whole: bool = True) -> None:
+        """Publish a step; does not block.
+
+        Args:
+            action: Of the action space; of several envs the batch of their actions.
+            whole: The caller collects the answer in the same call.
+        """
+        with self._lock:
+            if self.state is not RUNNING or self.maintenance.is_due:
+                self._prepare_step(action, whole)
                 return
-            seq = (self.seq + 1) & SEQ_MASK
-            encode, transmit = self._encode, self._transmit
-            frame = encode(seq, action)
-            self.seq, self._pending = seq, frame
-            self.phase = STEPPING
-            if self._step_deadline is not None:
-                self._backend.arm(self._step_deadline)
-            if not seq & SAMPLE:
-                self._sampled_at = perf_counter()
-            transmit(frame)
-        finally:
-            self.inside = False
+            number = self.number + 1
+            self._encode(number, action)
+            self.state = STEPPING if whole else STEPPING_HALF
+            limit = self._deadlines.step
+            if limit is not None:
+                self.pending.limit, self.pending.until = limit, time.monotonic() + limit
+            self._ring(number)
 
-    def receive_step(self, timeout: float | None = None, defer: bool = False) -> Transition:
-        """Collect what the step returned; with ``defer`` a recovery is not done here: RecoveryDue is raised.
+    def collect(self, timeout: float | None = None, heal: bool = True) -> Any:
+        """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
 
-        By position, because CPython 3.11 is slow to call with keywords.
+        Args:
+            timeout: Seconds to wait for the process.
+            heal: Bring a lost process back in this call; else :class:`HealingDue` is raised.
+
+        Raises:
+            WaitTimeout: The answer is not there within ``timeout``; the request stays pending.
+            EnvError: The env of a worker with one env raised.
+            WorkerLostError: The process was lost, and the policy says ``"raise"``, or its budget is spent.
         """
-        self.inside = True
+        with self._lock:
+            if timeout is None and (self.state is STEPPING or self.state is STEPPING_HALF):
+                number = self.number + 1
+                side = number & 1
+                if (self._words[REPLY] == number or self._is_answered(number)) and self._heads[side][0] in self._plain:
+                    answer = self._read(number)
+                    if self._words[REPLY_MAIL + side]:
+                        answer = self._read_mail(number, answer)
+                        if answer is None:
+                            return self._carry_out(timeout, heal)
+                    journal = self.journal
+                    if journal.recording:
+                        journal.entries[journal.base + number * journal.stride :] = self._stretches[side]
+                    self.answers.note_plain(number)
+                    if self._heads[side][0] in self._ends:
+                        self._note_ends(answer)
+                    self.last_answer = answer
+                    # Adjacent stores: no signal handler comes in between.
+                    self.number, self.state = number, RUNNING
+                    self.record.steps += 1
+                    if not number & SAMPLE:
+                        self._look_at_limits(ended=False)
+                    return answer
+            return self._carry_out(timeout, heal)
+
+    def _is_answered(self, number: int) -> bool:
+        """Wait for the reply; false if anything else comes first, which is looked at again."""
+        self._ring(number)  # an interruption may have come before the first time
         try:
-            if self.phase != STEPPING or timeout is not None or self.interrupted:
-                early = self._before_receiving_step(timeout)
-                if early is not None:
-                    return early
-            # Through locals: CPython 3.11 has no fast path to call what a slot holds.
-            fill, buffer, seq = self._backend.fill, self._buffer, self.seq
-            received = fill()
-            length, number, _, kind, flags, tag, reward = _unpack(buffer)
-            # The number is compared with what it is now: close() in a signal handler has moved it.
-            if received != length or number != self.seq or kind != STEPPED:
-                return self._receive_step_slowly(bytes(buffer[:received]), defer=defer)
-            if received != self._plain_size or flags or not seq & SAMPLE:
-                return self._finish_step(bytes(buffer[:received]))
-            log_request, log_reply, views = self._log_request, self._log_reply, self._views
-            log_request(self._pending)
-            log_reply(self._plain_reply)
-            self._steps += 1
-            self.phase = RUNNING
-            if tag:
-                reward = reward_of(tag, reward)
-            observation = self._decode(buffer, seq) if views is None else views[seq & 1].copy()
-            return observation, reward, False, False, {}
-        finally:
-            self.inside = False
-
-    # --- a step that is not plain -------------------------------------------------------------------
-
-    def _cannot_step(self) -> bool:
-        """Raise what is wrong; or true when the step need not be sent: its answer is already owed."""
-        if self.interrupted == WHOLE:
-            if self.phase in (STEPPING, RESUMED):
-                self.phase = RESUMED
-                return True
-            self._drain()
-            if self.phase == RUNNING:
-                return False
-        if self.phase == DUE:
-            if self.due:
-                self._recycle(resetting=False)
-            else:
-                self._preserve()
-            self.phase = RUNNING
+            return self._await(number, None)
+        except Gone:
             return False
-        if self.phase != OWED:
-            self.refuse("step")
-        return True
 
-    def _before_receiving_step(self, timeout: float | None) -> Transition | None:
-        if self.phase == OWED:
-            return self._truncation(self._owed)
-        if self.phase not in (STEPPING, RESUMED):
-            self.refuse("step_wait")
-        if self.interrupted:
-            self._settle()
-            self.interrupted = 0
-        self._wait(timeout, "step")
-        if self.phase == STEPPING:
+    def _read_mail(self, number: int, answer: Any) -> Any:
+        """Return the answer with its infos; ``None`` if they cannot be read, which the slow path tells of."""
+        try:
+            return foreign(lambda: self.answers.plain(self.segment, number, answer), Illegible)
+        except Illegible:
             return None
-        self.phase = STEPPING
+
+    def _await(self, number: int, until: float | None) -> bool:
+        channel = self.channel
+        assert channel is not None
         try:
-            return resumed(self._receive_step_slowly(b""))
-        except BaseException as error:
-            if not isinstance(error, MultienvError) and self.phase != OWED:
-                self.phase, self.interrupted = RESUMED, WHOLE  # not delivered, once more
+            return self.pending.await_reply(channel, number, until, self.record.name, self._name())
+        except BaseException:
+            if self._closed.is_set():  # by a signal handler above this call, which has left the rest to it
+                self._release()
             raise
 
-    def _receive_step_slowly(self, start: bytes, *, defer: bool = False) -> Transition:
-        try:
-            reply = self._await(start, defer=defer)
-        except EpisodeLost as lost:
-            return self._truncation(str(lost))
-        return self._finish_step(reply)
+    # --- requests ---------------------------------------------------------------------------------
 
-    def _finish_step(self, reply: bytes) -> Transition:
-        if _unpack(reply)[3] == FAILED:
-            self._log(reply)
-            self.phase = ENDED
-            error = self._env_error(reply, "step")
-            if self._policy.on_error == "truncate":
-                self._keep_last_observation()
-                return self._truncation(str(error))
-            raise error
-        sampled = not self.seq & SAMPLE
-        if sampled:
-            self._sample()
-        self._log(reply)
-        self._last = reply
-        self._steps += 1
-        due = (self._recycling.wanted and self._is_due()) or (sampled and self._state_is_due())
-        ended = _unpack(reply)[4] & (TERMINATED | TRUNCATED)
-        self.phase = ENDED if ended else DUE if due else RUNNING
-        return self._transition(reply)
+    def _prepare_step(self, action: Any, whole: bool) -> None:
+        """Ask for a step where the worker is not simply waiting for one."""
+        state = self.state
+        if self._closed.is_set() or self._is_foreign or state.request is not None:
+            self.refuse("step")
+        if state.episode not in (Episode.RUNNING, Episode.OWED):
+            self.refuse("step")
+        if self.maintenance.is_due:
+            self._maintain(resetting=False)
+        number = self.number + 1
+        if self.state.process is Process.READY:
+            self._encode(number, action)
+            self.pending.begin_step(self._deadlines.step)
+        else:  # there is no process to ask it
+            assert self.codec is not None
+            aside = Segment(-1)
+            aside.lay_out(self.codec.layout)
+            self.codec.encoder(aside)(number, action)
+            self.pending.begin_step(self._deadlines.step, number, aside)
+        self._happen(Asked(_STEP if whole else _STEP_HALF))
+        if instruction_of(self.state, self.rules) is Instruction.ASK:
+            self._publish()
 
-    def _transition(self, reply: bytes) -> Transition:
-        _, seq, info_length, _, flags, tag, reward = _unpack(reply)
-        terminated, truncated = bool(flags & TERMINATED), bool(flags & TRUNCATED)
-        info = self._info_in(reply, "step")[0] if info_length else {}
-        if flags & IRREGULAR:
-            observation, reward, _, _ = decoded(irregular_parts, reply, "step")
-            return observation, reward, terminated, truncated, info
-        return self._decode(reply, seq), reward_of(tag, reward), terminated, truncated, info
+    def send(self, name: str, message: Message, whole: bool = True) -> None:
+        """Publish a request that is not a step; a lost process is not waited for here.
 
-    def _info_in(self, reply: bytes, command: str) -> tuple[dict[str, Any], bytes | None]:
-        """The info, and the state of the generators where one was asked for."""
-        return decoded(info_of, reply, command)  # type: ignore[no-any-return]
-
-    def _truncation(self, reason: str) -> Transition:
-        """The honest end of an episode that cannot go on."""
-        self._owed = reason  # until the next reset
-        self.phase = ENDED if self._backend is not None else LOST
-        told = {"reason": reason, "recovery": "truncated"}
-        report = self.record.report_of(reason)
-        if report:
-            told["report"] = report
-        return self._lost_observation, 0.0, False, True, {"multienv": told}
-
-    def _sample(self) -> None:
-        self.record.step_latency(perf_counter() - self._sampled_at)
-        if not self.seq & 1023:
-            self._trim()
-
-    # --- everything but steps -----------------------------------------------------------------------
-
-    @entered
-    def send(self, command: str, message: Message) -> None:
-        """Send a request that is not a step.
-
-        Blocks where there is no process to send it to any more, or a reset finds that due to be replaced.
+        Args:
+            name: What the caller called, for messages.
+            message: The request.
+            whole: The caller collects the answer in the same call.
         """
-        if self.interrupted == WHOLE:
-            self._drain(step=isinstance(message, Reset))
-        if self.closed or self.phase in (NEW, STARTING, *PENDING) or self.is_foreign:
-            self.refuse(command)
-        if self._asked_state is not None:
-            self._preserve()
-        if self._backend is None:
-            self._revive()
-        observes = isinstance(message, Reset)
-        if isinstance(message, Reset):
-            if self._is_due_at_reset():
-                self._recycle(resetting=True)
-            message = self._complete_reset(message)
-        # Steps and resets alternate between even and odd, which says where a large observation lies: that of the
-        # last one stays whole until the next but one.
-        seq = (self.seq + (1 if observes else 2)) & SEQ_MASK
-        try:
-            frame = pack_message(seq, message)
-        except Unpicklable as unpicklable:
-            error = unpicklable.__cause__
-            raise UsageError(
-                f"{command}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
-                "Nothing was sent."
-            ) from error
-        self._phase_before, self._command, self._message = self.phase, command, message
-        self.seq, self._pending = seq, frame
-        self.phase = ASKED
-        self._backend.arm(self._deadline(message))
-        self._backend.send(frame)
+        with self._lock:
+            if self._closed.is_set() or self._is_foreign or self.state.request is not None or self.codec is None:
+                self.refuse(name)
+            is_reset = isinstance(message, Reset)
+            if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
+                self._look_at_limits(ended=True)
+            if self.maintenance.is_due or (is_reset and self.maintenance.recycling_due):
+                self._maintain(resetting=isinstance(message, Reset) and message.mask is None)
+            touched = None
+            if isinstance(message, Reset):
+                message, touched = self._anchored(message), message.mask
+            try:
+                mail = pack_message(message)
+            except Unpicklable as unpicklable:
+                error = unpicklable.__cause__
+                raise UsageError(
+                    f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
+                    "Nothing was sent."
+                ) from error
+            self.pending.begin(message, mail, self._deadlines.reset if is_reset else self._deadlines.call)
+            self._happen(Asked(Request(Kind.RESET if is_reset else Kind.CALL, name, whole, touched)))
+            if self.state.process is Process.READY:
+                self._publish()
 
-    @entered
-    def receive(self, command: str, timeout: float | None = None, *, defer: bool = False) -> Any:
-        """Collect the answer: a value, or observation and info after a reset."""
-        if self.phase != ASKED or command != self._command:
-            self.refuse(f"{command}_wait")
-        if self.interrupted:
-            self.interrupted = 0
-            self._settle()
-        self._wait(timeout, command)
-        reply = self._await(b"", defer=defer)
-        message, failed = self._message, _unpack(reply)[3] == FAILED
-        if isinstance(message, _JOURNALED):
-            if not isinstance(message, Reset):
-                self._trim()
-            self._log(reply)
-        if failed:
-            self.phase = READY if isinstance(message, Reset) else self._phase_before
-            raise self._env_error(reply, command)
-        if isinstance(message, Reset):
-            return self._finish_reset(reply, message)
-        try:
-            value = decoded(unpack_value, reply, command)
-        except ResultNotPicklableError:
-            self.phase = self._phase_before
-            raise
-        self.phase = self._phase_before
-        return value
+    def _anchored(self, message: Reset) -> Reset:
+        """Return the reset, which also tells of the generators where an anchor is due."""
+        limit, steps = self._policy.journal_limit, self.record.steps
+        wanted = message.mask is None and self.journal.wants_anchor(steps, limit)
+        return replace(message, anchor=True) if wanted else message
 
-    def _finish_reset(self, reply: bytes, message: Reset) -> tuple[Any, dict[str, Any]]:
-        try:
-            info, generators = self._info_in(reply, "reset")
-        except ResultNotPicklableError:
-            self.phase = READY
-            raise
-        if generators is not None:
-            self._journal.anchor(self._pending, evidence_of(reply), generators, self._steps)
-        if message.seed is not None:
-            self._seed = message.seed
-        try:
-            observation = self._observation_in(reply, "reset")
-        except ResultNotPicklableError:
-            self.phase = READY
-            raise
-        self._last = reply
-        self._owed = ""
-        self._steps_before = self._steps
-        self.record.episodes += 1
-        self.begun += 1
-        self.phase = RUNNING
-        return observation, info
+    def _next_number(self) -> int:
+        """Return the number of the pending request.
 
-    # --- after an interrupted call ------------------------------------------------------------------
+        Steps and resets alternate between the banks; any other request uses the bank of the last one, whose rows it
+        leaves alone. So the observations that the caller saw last stay whole until the next ones are there.
+        """
+        request = self.state.request
+        return self.number + (2 if request is not None and request.kind is Kind.CALL else 1)
 
-    @entered
+    def _publish(self) -> None:
+        assert self.channel is not None
+        self.pending.publish(self.channel, self._next_number(), self.state)
+
+    def _name(self) -> str:
+        return "initialize" if self.state.request is None else self.state.request.name
+
+    # --- carrying out -----------------------------------------------------------------------------
+
+    def _happen(self, event: Event) -> Instruction:
+        """Commit the state after an event; returns what to do next."""
+        state, instruction = decide(self.state, event, self.rules)
+        self.state = _interned(state)
+        return instruction
+
+    def _carry_out(self, timeout: float | None, heal: bool) -> Any:
+        """Do what the state asks for until there is an answer."""
+        check_seconds("timeout", timeout, zero=True)
+        self._refuse_if_unusable("collect")
+        until = None if timeout is None else time.monotonic() + timeout
+        instruction = instruction_of(self.state, self.rules)
+        if instruction is Instruction.NOTHING and self.description is None:
+            instruction = Instruction.LAUNCH  # initialize() whose first process was lost
+        elif instruction is Instruction.NOTHING:
+            raise NothingPendingError("There is no request whose answer could be collected.")
+        while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
+            if instruction in _LONG and not heal:
+                raise HealingDue
+            if instruction in _RAISED:
+                self._commit_error(instruction)
+                break
+            instruction = self._steps_of[instruction](self, until)
+            self._refuse_if_unusable("collect")
+        if instruction is Instruction.NOTHING:
+            return None
+        self.lifecycle.settled()
+        if isinstance(self.last_answer, BaseException):
+            raise self.last_answer
+        return self.last_answer
+
+    def _do_ask(self, until: float | None) -> Instruction:
+        """Publish the request and wait for its answer."""
+        number = self._next_number()
+        try:
+            self._publish()
+            if not self._await(number, until):
+                raise WaitTimeout(
+                    f"{self._name()}() has not answered in time. It is still running: wait again, or close()."
+                )
+            self._take(number)
+        except Gone as gone:
+            self._refuse_if_unusable("collect")
+            instruction = self._happen(self.lifecycle.lost(gone, self.state, number, self.number))
+            if instruction is not Instruction.RECOVER:
+                self.lifecycle.settle(instruction, self.state)
+            return instruction
+        return Instruction.DELIVER
+
+    def _do_launch(self, until: float | None) -> Instruction:
+        """Launch the first process, or begin a new life of envs that nothing brings back."""
+        if self.description is None:
+            self._launch()
+            return Instruction.AWAIT_BUILD
+        try:
+            channel = self.lifecycle.renew(self.number)
+        except BuildError as failed:
+            self._give_up_request()
+            failed.with_traceback(None)  # its frames would keep the segment mapped
+            error = self.record.error_of(-1, failed.failure, "initialize")
+            raise error from error.__cause__  # which is what env_fn raised
+        except Unrecoverable as why:
+            self._refuse_if_unusable("collect")
+            self._give_up_request()
+            loss = self.lifecycle.loss or self.record.last_loss
+            why.with_traceback(None)
+            if loss is None:
+                raise UsageError(f"It could not be started: {why}.") from why
+            raise self.record.lost_error(loss, f"It could not be started again: {why}.") from why
+        self.adopt(channel)
+        self._happen(Launched())
+        self.pending.arm()
+        return self._happen(Built())
+
+    def _give_up_request(self) -> None:
+        self._happen(BuildFailed())
+        self.journal.skip(self.number + 2)
+        self.number += 2
+
+    def _do_await_build(self, until: float | None) -> Instruction:
+        """Wait until the envs are built for the first time."""
+        event = self.lifecycle.await_build(until, self.record.name)
+        self._refuse_if_unusable("initialize")
+        if isinstance(event, Exception):
+            self._happen(BuildFailed())
+            raise event
+        if event is None:
+            raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
+        if isinstance(event, Built):
+            self._lay_out()
+            self.journal.begin(self.number, self.record.steps)
+            assert self.channel is not None
+            self.adopt(self.channel)
+        return self._happen(event)
+
+    def _do_recover(self, until: float | None) -> Instruction:
+        """Bring the envs back, or end their episodes."""
+        before = self.state
+        event = self.lifecycle.recover()
+        found, self.lifecycle.found = self.lifecycle.found, None
+        if self._closed.is_set() and found is not None:
+            found.channel.kill()
+            found.channel.release()
+        self._refuse_if_unusable("collect")
+        if found is not None:
+            self.adopt(found.channel)
+        instruction = self._happen(event)
+        self.lifecycle.tell(event, instruction, before, self.state)
+        self.pending.arm()
+        return instruction
+
+    def _do_truncate(self, until: float | None) -> Instruction:
+        """End all episodes without asking a process."""
+        answer = self.answers.truncation(self.segment, self.state.absent)
+        self._commit(self.number + 2, Replied(ended=True), answer)
+        self.record.ended(range(self.rules.slots), self.ladder.build.autoreset)
+        self.record.steps += 1
+        return Instruction.DELIVER
+
+    # What carries out an instruction; each returns the next one.
+    _steps_of = {  # noqa: RUF012 - never written to
+        Instruction.ASK: _do_ask,
+        Instruction.LAUNCH: _do_launch,
+        Instruction.AWAIT_BUILD: _do_await_build,
+        Instruction.RECOVER: _do_recover,
+        Instruction.TRUNCATE: _do_truncate,
+    }
+
+    def _commit_error(self, instruction: Instruction) -> None:
+        """Have the error of a loss be the answer."""
+        error = self.lifecycle.error(instruction, self.state)
+        if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
+            self.give_up()  # a reset may end every process in which the env is as it was
+        self.last_answer = error
+        self.journal.skip(self.number + 2)
+        self.number += 2
+
+    def _commit(self, number: int, event: Replied, answer: Any) -> None:
+        """Commit an answer."""
+        state, _ = decide(self.state, event, self.rules)
+        self.last_answer = answer
+        if number > self.number + 1:
+            self.journal.skip(number)
+        # Adjacent stores: no signal handler comes in between.
+        self.number, self.state = number, _interned(state)
+
+    # --- an answer --------------------------------------------------------------------------------
+
+    def _take(self, number: int) -> None:
+        """Read, journal and commit the reply to the pending request. Raises ``Gone`` if it cannot be decoded."""
+        segment, request, channel = self.segment, self.state.request, self.channel
+        assert request is not None
+        assert channel is not None
+        bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
+        message = None if request.kind is Kind.STEP else self.pending.message
+        failed = bank.view[2] == FAILED
+        rest = segment.read_reply_mail(number) if is_call else self.answers.read(segment, number)
+        evidence = b"" if is_call or failed else self.answers.evidence
+        # Before truncations are laid over the rows.
+        mail, exact = self.pending.mail_of(segment, number, request), self.ladder.build.exact
+        entry = entry_of(bank, mail, evidence, exact=exact)
+        try:
+            answer = foreign(partial(self._answer, number, request, message, rest), Illegible)
+        except Illegible as illegible:
+            if failed or is_call:  # the reply itself is no pickle
+                raise channel.kill(cause="broken", detail=str(illegible)) from illegible
+            answer = unreadable(request.name, illegible)
+        if not is_call or _is_recorded(message):
+            self.journal.log(number, entry, message)
+        absent = self.state.absent
+        if absent:
+            bank.absent[:] = 0
+            if request.kind is Kind.RESET and self.lifecycle.loss is not None and not isinstance(answer, Exception):
+                for slot, reason in absent:
+                    answer.errors[slot] = self.record.lost_error(self.lifecycle.loss, reason, "poison")
+        ended = request.kind is Kind.STEP and self.answers.ended
+        if failed and request.kind is Kind.STEP and self._policy.on_error == "truncate":
+            self.record.truncated_error(0, answer, channel.pid)
+            answer = self.answers.truncation(segment, ((0, str(answer)),))
+        generators = self.answers.generators
+        self._commit(number, Replied(ended=ended, failed=failed), answer)
+        self._count(request, message, failed, generators)
+
+    def _answer(self, number: int, request: Request, message: Any, rest: bytes) -> Any:
+        """Return what the reply to a request shows."""
+        segment, absent = self.segment, self.state.absent
+        if request.kind is Kind.STEP:
+            return self.answers.step(segment, number, rest, absent)
+        if request.kind is Kind.RESET:
+            return self.answers.reset(segment, number, rest, message, absent)
+        if segment.banks[number & 1].view[2] == FAILED:
+            return self._error_of(-1, pickle.loads(rest))
+        slots = message.slots or range(self.rules.slots)
+        values, errors = call_answer(rest, slots, request.name, self._error_of)
+        if self.ladder.build.exact:
+            return errors[0] if 0 in errors else values[0]
+        return values, errors
+
+    def _error_of(self, slot: int, failure: Any) -> Exception:
+        return self.record.error_of(slot, failure, self._name())
+
+    def _count(self, request: Request, message: Message | None, failed: bool, generators: bytes) -> None:
+        """Count what was answered, and see what is due."""
+        record = self.record
+        if request.kind is Kind.STEP:
+            assert self.channel is not None
+            for slot, error in getattr(self.answers, "truncated_errors", {}).items():
+                record.truncated_error(slot, error, self.channel.pid)
+            self._note_ends(self.last_answer)
+            record.steps += 1
+            if self.answers.ended or not self.number & SAMPLE:
+                self._look_at_limits(ended=self.answers.ended)
+            return
+        if isinstance(message, Reset) and not failed:
+            record.reset(message.seeds, message.touches)
+            if generators:
+                self.journal.anchor(generators, record.steps)
+                self.answers.generators = b""
+        # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
+        self._look_at_limits(ended=False)
+
+    def _note_ends(self, reply: Any) -> None:
+        """Note whose episodes the rows of a step end; again does no harm."""
+        if isinstance(reply, RowsReply):
+            ended = (reply.terminated | reply.truncated).nonzero()[0].tolist()
+            self.record.ended(ended, self.ladder.build.autoreset)
+
     def resume(self) -> Any:
-        """What the last request returned, whether or not its answer has been collected before."""
-        self.interrupted = 0
-        if self.phase in (STEPPING, RESUMED):
-            return self._resume_step()
-        if self.phase == ASKED:
-            self._settle()
-            return self.receive(self._command)
-        last = self._last_reply()
-        if not last or seq_of(last) != seq_of(self._pending):
-            return self._resume_step()  # made ready, and perhaps not even sent
-        observation, reward, terminated, truncated, info = self._transition(last)
-        if self._pending[KIND_OF_REQUEST_AT] == STEP:
-            return observation, reward, terminated, truncated, info
-        return observation, info
+        """Return the answer to the pending request, or, if none is pending, the last answer once more."""
+        with self._lock:
+            if self.state.request is not None:
+                return self.collect()
+            if isinstance(self.last_answer, BaseException):
+                raise self.last_answer
+            return self.last_answer
 
-    def _resume_step(self) -> Transition:
-        self._settle()
-        self.interrupted = 0
-        self.phase = STEPPING
-        return self._receive_step_slowly(b"")
+    def waiting(self) -> tuple[Channel, int] | None:
+        """Return channel and number to wait for; ``None``: ``collect`` has something to do without waiting."""
+        with self._lock:
+            if instruction_of(self.state, self.rules) is Instruction.ASK and self.channel is not None:
+                return self.channel, self._next_number()
+            return None
 
-    def _drain(self, *, step: bool = False) -> None:
-        """Collect and drop the answer to a request whose caller was interrupted; that to a step only if told so."""
-        if self.phase == ASKED:
-            self.interrupted = 0
-            self._settle()
-            with contextlib.suppress(MultienvError):  # nobody waits for it any more
-                self.receive(self._command)
-            self._free_forsaken()
-        elif self.phase not in (STARTING, *PENDING):
-            self.interrupted = 0
-        elif step:
-            with contextlib.suppress(MultienvError):
-                self._resume_step()
+    # --- the present process ----------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Lay out what depends on the envs, once they are known."""
+        codec = self.ladder.codec
+        assert codec is not None
+        if self.codec is not None:
+            return
+        build = self.ladder.build
+        self.journal.stride = codec.layout.end
+        if build.exact:
+            self.answers = ExactAnswers(codec, self._error_of, self.record.truncation)  # type: ignore[arg-type]
+        else:
+            self.answers = RowsAnswers(
+                codec,  # type: ignore[arg-type]
+                self._error_of,
+                self.record.truncation,
+                same_step=build.autoreset == "SAME_STEP",
+                truncates=build.truncates_errors,
+            )
+        self.rules = replace(self.rules, slots=codec.slots)
+        self.codec = codec  # last: an interruption leaves all to do again
+
+    def adopt(self, channel: Channel) -> None:
+        """Make a process the worker's."""
+        codec, segment, old = self.codec, channel.segment, self.channel
+        assert codec is not None
+        encode, read = codec.encoder(segment), codec.reader(segment)
+        heads, stretches = [bank.head for bank in segment.banks], [bank.stretch for bank in segment.banks]
+        if self.segment is not None:
+            self.answers.stand(segment, self.answers.standing(self.segment))
+        self.pending.put(segment, self.number + 1)
+        # Adjacent stores: no signal handler comes in between.
+        self.lifecycle.channel, self.segment, self._words, self._ring = channel, segment, segment.words, channel.ring
+        self._encode, self._read, self._heads, self._stretches = encode, read, heads, stretches
+        self.ladder.handed_over()
+        self.maintenance.begin(self.record)
+        channel.prefer(self.core, looks=self._looks)
+        if old is not None and old is not channel:
+            old.kill()
+            old.release()
+
+    def prefer(self, core: int | None, *, looks: bool) -> None:
+        """Have the worker, and each process after it, run on this core while steps are short."""
+        self.core, self._looks = core, looks
+        channel = self.channel
+        if channel is not None:
+            channel.prefer(core, looks=looks)
+
+    def give_up(self) -> None:
+        """End the process; the envs' episode is given up too."""
+        self.lifecycle.drop()
+        if self.state.process is not Process.NONE:
+            self._happen(Discarded())
+
+    def discard(self) -> None:
+        """End the process, whatever state the envs are in: the next reset begins in a new one."""
+        with self._lock:
+            self._refuse_if_unusable("discard")
+            if self.codec is None or self.state.request is not None:
+                self.refuse("discard")
+            self.give_up()
+
+    # --- by plan ----------------------------------------------------------------------------------
+
+    def _look_at_limits(self, *, ended: bool) -> None:
+        """Trim the journal and see whether something is due before the next request."""
+        channel = self.channel
+        if channel is not None:
+            self.maintenance.look(self.journal, self.record, channel, ended=ended)
+
+    def _maintain(self, *, resetting: bool) -> None:
+        """Do what is due between two requests: replace the process, or have the envs tell their state."""
+        maintenance, channel = self.maintenance, self.channel
+        if channel is not None and self.state.process is Process.READY:
+            if maintenance.recycling_due:
+                self._recycle(maintenance.recycling_due, resetting=resetting)
+            elif maintenance.state_due:
+                maintenance.keep_state(self.ladder, channel, self.journal, self.record.steps, self._deadlines)
+        maintenance.is_due = False
+
+    def _recycle(self, why: str, *, resetting: bool) -> None:
+        """Replace the process between two requests, if the envs can be had again as they are."""
+        channel, effort, reason = self.lifecycle.replace()
+        if self._closed.is_set() and channel is not None:
+            channel.kill()
+            channel.release()
+        self._refuse_if_unusable("step")
+        if channel is not None:
+            self.adopt(channel)
+            self.record.recycling(why, "exact", "", effort)
+            return
+        self.maintenance.recycling_due = ""
+        if resetting:  # the next request begins anew in any case
+            self.give_up()
+            self.record.recycling(why, "fresh", reason, effort)
+        else:
+            self.maintenance.recycling.put_off = True
+            self.record.recycling(why, "put off", reason, effort)
+
+    # --- states to come back to -------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Keep the envs as they are now, to come back to with :meth:`restore`, any number of times."""
+        with self._lock:
+            self._refuse_if_unusable("snapshot")
+            return self._checkpoints.snapshot()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Have the envs as they were when this snapshot of them was taken."""
+        with self._lock:
+            self._refuse_if_unusable("restore")
+            self._checkpoints.restore(snapshot)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to go on from here in another trainer: plain data."""
+        with self._lock:
+            self._refuse_if_unusable("state_dict")
+            return self._checkpoints.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called; a new process replays what it holds, and is verified."""
+        self.initialize()
+        with self._lock:
+            self._refuse_if_unusable("load_state_dict")
+            self._checkpoints.load_state_dict(state)
+
+    def ask_between(self, message: Message, limit: float) -> Any:
+        """Have the process answer a request of ours between two of the caller's; a loss meanwhile is healed first."""
+        while True:
+            channel = self.channel
+            assert channel is not None
+            try:
+                return self.ladder.ask(channel, message, time.monotonic() + limit)
+            except Gone as gone:
+                # As the loss of a request that asks for nothing: the ladder brings the envs back.
+                self._happen(Asked(Request(Kind.CALL, "snapshot")))
+                self.pending.begin(message, b"", limit)
+                instruction = self._happen(self.lifecycle.lost(gone, self.state, self._next_number(), self.number))
+                if instruction is Instruction.RECOVER:
+                    instruction = self._do_recover(None)
+                else:
+                    self.lifecycle.settle(instruction, self.state)
+                if instruction is not Instruction.ASK:
+                    raise self.lifecycle.error(instruction, self.state) from None
+                state, _ = decide(self.state, Replied(), self.rules)
+                self.state = _interned(state)
+
+    def stand(self, state: State) -> None:
+        """Have a state that was left earlier."""
+        self.state = _interned(state)
+
+    # --- wrong calls ------------------------------------------------------------------------------
+
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether this process was forked from the trainer that owns the worker."""
+        return os.getpid() != self._owner
+
+    def _refuse_if_unusable(self, name: str) -> None:
+        if self._is_foreign:
+            raise UsageError(f"{name}(): this env belongs to process {self._owner}; make one in each process.")
+        if self._closed.is_set():
+            self._release()
+            raise ClosedError(f"{'' if name == 'collect' else name + '(): '}This env has been closed. Make a new one.")
+
+    def refuse(self, name: str) -> NoReturn:
+        """Raise what is wrong with calling ``name`` now, and say what to call instead."""
+        self._refuse_if_unusable(name)
+        state, request = self.state, self.state.request
+        if request is not None:
+            pending = request.name
+            if name.endswith("_wait"):
+                raise NothingPendingError(f"{name}(): what is pending is {pending}; call {pending}_wait().", name)
+            if request.whole:
+                raise CallPendingError(
+                    f"{name}(): {pending}() was interrupted. Call {pending}() again for its outcome, or reset().",
+                    pending,
+                )
+            raise CallPendingError(f"{name}(): {pending} is pending. Call {pending}_wait() first.", pending)
+        if self.codec is None:
+            raise NotInitializedError(f"{name}(): the env is not built yet. Call initialize() first.")
+        if name.endswith("_wait"):
+            raise NothingPendingError(f"{name}(): call {name.removesuffix('_wait')}_async() first.", name)
+        if state.process is Process.NONE:
+            raise ResetNeededError(f"{name}(): the env's process was lost. reset() starts a new one.")
+        if state.episode is Episode.ENDED:
+            raise ResetNeededError(f"{name}(): the episode has ended. Call reset() first.")
+        raise ResetNeededError(f"{name}(): there is no episode yet. Call reset() first.")
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self, patience: float | None = None) -> None:
+        """End the process, by asking and then by force. Again does nothing. Never raises.
+
+        From another thread, or a signal handler below a call of this very worker, the process is killed; the call that
+        waits for it raises ClosedError and lets go of the rest.
+
+        Args:
+            patience: Seconds that the process is asked for at the most; ``Deadlines.close`` if that is less.
+        """
+        if self._is_foreign:
+            self.abandon()
+            return
+        self._closed.set()
+        self.ladder.close()
+        limit = self._deadlines.close if patience is None else min(self._deadlines.close, max(0.0, patience))
+        mine = self._lock._is_owned()  # type: ignore[attr-defined]
+        if mine or not self._lock.acquire(blocking=False):
+            channel = self.channel
+            if channel is not None:
+                channel.kill()
+            # Held by a call that sees the end of its process at once, unless this is a signal handler above that call.
+            if mine or not self._lock.acquire(timeout=min(limit, _SOON)):
+                return
+        try:
+            self._end(limit)  # again does nothing, unless it was interrupted
+            self._checkpoints.free_all()
+            self._release()
+        finally:
+            self._lock.release()
+
+    def _end(self, limit: float) -> None:
+        """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
+        channel, state, number = self.channel, self.state, self._next_number()
+        self.state = State(Process.CLOSED)
+        if channel is None or state.process is Process.NONE:
+            return
+        until = time.monotonic() + limit
+        try:
+            is_idle = state.process is Process.READY and limit > 0
+            if is_idle and state.request is not None:  # answered first, for nobody
+                self.pending.publish(channel, number, state)  # an interruption may have come before the first time
+                is_idle = channel.wait(number, min(time.monotonic() + _SOON, until))
+            if is_idle:
+                self.ladder.publish(channel, self.ladder.next_number(), pack_message(Close()))
+                channel.close(max(0.0, until - time.monotonic()))
+            else:
+                channel.kill()
+        except Gone:
+            channel.kill()
+        except OSError:  # close() never raises; the monitor ends what is left
+            logger.exception("close() could not end process %s", channel.pid)
+
+    def abandon(self) -> None:
+        """Let go without waiting; the process ends by itself."""
+        self._closed.set()
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of the process and of what keeps its memory mapped."""
+        self.state = State(Process.CLOSED)
+        channel = self.channel
+        self.lifecycle.channel = self.last_answer = None
+        self._encode = self._read = self._ring = self.segment = self._words = None
+        self._heads = self._stretches = ()
+        with SystemErrors():
+            if channel is not None:
+                channel.release()
+            self.ladder.release()
+
+    def statistics(self) -> Statistics:
+        """Return counters and state at this moment."""
+        channel, state = self.channel, self.state
+        words = None if channel is None else channel.segment
+        alive = state.process in (Process.BUILDING, Process.READY) and channel is not None
+        return self.record.statistics(
+            state=_name_of(state, started=self.ladder.description is not None),
+            pid=channel.pid if alive and channel is not None else None,
+            restarts=self.ladder.restarts,
+            step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
+            journal_bytes=len(self.journal),
+            snapshots=self.maintenance.snapshots(channel),
+            state_anchors=(self.maintenance.pacing.taken, self.maintenance.pacing.obstacle),
+        )
+
+
+def _is_recorded(message: Message | None) -> bool:
+    return isinstance(message, SetAttribute | Render) or (isinstance(message, Call) and message.recorded)
+
+
+def _name_of(state: State, *, started: bool) -> str:
+    """Return the word that statistics() has for a state."""
+    if state.process is Process.CLOSED:
+        return "closed"
+    if state.process is Process.BUILDING:
+        return "starting"
+    if state.process is Process.NONE:
+        return "lost" if started else "new"
+    if state.process is Process.LOST:
+        return "lost"
+    return {
+        Episode.NONE: "ready",
+        Episode.RUNNING: "running",
+        Episode.OWED: "running",
+        Episode.ENDED: "ended",
+    }[state.episode]

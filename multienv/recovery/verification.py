@@ -1,64 +1,91 @@
-"""Is the replayed env the lost one? Held against what the caller already saw."""
+"""Are the replayed envs the lost ones? What came of a replay is held against the journal, slot by slot."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium.spaces import GraphInstance
 
-from multienv.wire.messages import EVIDENCE, IRREGULAR, REPLY, STEPPED, TAILED, TERMINATED, TRUNCATED, is_cut
-
-
-def first_difference(recorded: Sequence[bytes], replayed: Sequence[bytes]) -> str:
-    """Where the two lists of evidence first differ, in words; ``""`` when they agree to the bit."""
-    for place, (before, after) in enumerate(zip(recorded, replayed, strict=True)):
-        if before[EVIDENCE:] != after[EVIDENCE:]:
-            told = difference(before, after)
-            if told:
-                return f"{told} at request {place + 1} of {len(recorded)}"
-    return ""
+from multienv.wire.banks import STEPPED, BankLayout, Entry, are_digests, slot_digests, split_entries
 
 
-def difference(before: bytes, after: bytes) -> str:
-    """What differs between two pieces of evidence, in words; ``""`` when they agree to the bit."""
-    if before[EVIDENCE:] == after[EVIDENCE:]:
-        return ""
-    _, _, _, kind_before, flags_before, tag_before, reward_before = REPLY.unpack_from(before)
-    _, _, _, kind_after, flags_after, tag_after, reward_after = REPLY.unpack_from(after)
-    if kind_before != kind_after:
-        return "one raised and the other did not"
-    if kind_before != STEPPED:
-        return ""
-    ends = TERMINATED | TRUNCATED
-    if flags_before & ends != flags_after & ends:
-        return "the flags differ"
-    if flags_before & flags_after & IRREGULAR:
-        return _irregular_difference(before, after)
-    if (tag_before, reward_before) != (tag_after, reward_after) and reward_before == reward_before:
-        return f"the reward was {reward_before!r} and is {reward_after!r}"
-    return "the observation differs"
+def differences(recorded: bytes, replayed: bytes, layout: BankLayout, *, exact: bool) -> dict[int, str]:
+    """Return for each slot that the replay shows otherwise what differs first; ``{}`` when all agree to the bit.
+
+    Args:
+        recorded: Journal entries.
+        replayed: The entries that came of running them again.
+        layout: Of the banks they were copied from.
+        exact: They are of the exact codec.
+    """
+    if recorded == replayed:
+        return {}
+    found: dict[int, str] = {}
+    before, after = list(split_entries(recorded, layout.end)), list(split_entries(replayed, layout.end))
+    if len(before) != len(after):
+        return dict.fromkeys(range(layout.slots), f"{len(before)} requests were replayed as {len(after)}")
+    for place, (one, other) in enumerate(zip(before, after, strict=True)):
+        if one != other:
+            for slot, what in _of_entries(one, other, layout, exact).items():
+                found.setdefault(slot, f"{what} at request {place + 1} of {len(before)}")
+    return found
 
 
-def _irregular_difference(before: bytes, after: bytes) -> str:
-    lengths = len(before), len(after)
-    if REPLY.size in lengths or is_cut(before) or is_cut(after):  # too large to keep; the header has the reward
-        return "the reward differs" if before[EVIDENCE : min(lengths)] != after[EVIDENCE : min(lengths)] else ""
-    # Equal values do not always pickle to equal bytes: what is the same object in one may be a copy in the other.
-    agree = _groups_alike if REPLY.unpack_from(before)[4] & TAILED else alike
-    return "" if agree(before[REPLY.size :], after[REPLY.size :]) else "the observation or the reward differs"
+def _of_entries(one: Entry, other: Entry, layout: BankLayout, exact: bool) -> dict[int, str]:
+    everyone = range(layout.slots)
+    if one.stretch[2] != other.stretch[2]:
+        return dict.fromkeys(everyone, "one raised and the other did not")
+    if one.stretch[2] != STEPPED:
+        return {}
+    found: dict[int, str] = {}
+    n = layout.slots
+    parts = [
+        ("the flags differ", layout.terminated, 1),
+        ("the flags differ", layout.truncated, 1),
+        ("one raised and the other did not", layout.failed, 1),
+        ("the reward differs", layout.rewards, 8),
+    ]
+    if layout.is_digested:
+        parts.append(("the observation differs", layout.shown, 8))
+    else:
+        parts += [
+            ("the observation differs", start, width)
+            for start, width in zip(layout.leaves, layout.leaf_bytes, strict=True)
+        ]
+    for what, start, width in parts:
+        size = n * width
+        if one.stretch[start : start + size] != other.stretch[start : start + size]:
+            for slot in everyone:
+                part = slice(start + slot * width, start + (slot + 1) * width)
+                if one.stretch[part] != other.stretch[part]:
+                    found.setdefault(slot, what)
+    if one.stretch[:8] != other.stretch[:8] and not found:
+        return dict.fromkeys(everyone, "the type of what it returned differs")
+    if one.evidence != other.evidence:
+        for slot in _of_evidence(one.evidence, other.evidence, layout.slots, exact):
+            found.setdefault(slot, "the observation differs")
+    return found
 
 
-def _groups_alike(one: bytes, other: bytes) -> bool:
-    """Of several envs the observations are pickled one by one."""
-    (seen, *rest), (replayed, *others) = pickle.loads(one), pickle.loads(other)
-    return same(rest, others) and len(seen) == len(replayed) and all(map(alike, seen, replayed))
+def _of_evidence(one: bytes, other: bytes, slots: int, exact: bool) -> list[int]:
+    """Return the slots whose observations differ: equal values do not always pickle to equal bytes."""
+    if not one or not other:  # too large to be kept
+        return []
+    if exact:
+        return [] if alike(one, other) else [0]
+    if are_digests(one) or are_digests(other):
+        digests = zip(slot_digests(one), slot_digests(other), strict=True)
+        return [slot for slot, (before, after) in enumerate(digests) if before != after]
+    try:
+        pairs = list(zip(pickle.loads(one), pickle.loads(other), strict=True))
+    except Exception:  # foreign code
+        return list(range(slots))
+    return [slot for slot, (before, after) in enumerate(pairs) if not alike(before, after)]
 
 
 def alike(one: bytes, other: bytes) -> bool:
-    """Whether these pickles hold the same. Those that cannot be read here do if their bytes are the same."""
+    """Tell whether two pickles hold the same. Those that cannot be read here do if their bytes are the same."""
     if one == other:
         return True
     try:
@@ -67,28 +94,21 @@ def alike(one: bytes, other: bytes) -> bool:
         return False
 
 
-def _is_tensor(kind: type) -> bool:
-    """Torch's, or of another such library: the pickle has the address of its memory in it."""
-    return hasattr(kind, "__dlpack__") and hasattr(kind, "__array__") and not issubclass(kind, np.ndarray)
-
-
 def same(one: Any, other: Any) -> bool:
-    """Equality to the bit, through nested containers; NaN equals NaN."""
+    """Tell whether two values are equal to the bit, through nested containers; NaN equals NaN."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and not one.dtype.hasobject:
         return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if type(one) is not type(other):
         return False
+    if isinstance(one, np.ndarray):  # of objects
+        return one.dtype == other.dtype and one.shape == other.shape and all(map(same, one.flat, other.flat))
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, GraphInstance | tuple | list):
+    if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, float | np.generic) and not np.asarray(one).dtype.hasobject:
         return np.asarray(one).tobytes() == np.asarray(other).tobytes()
-    if one is other or pickle.dumps(one) == pickle.dumps(other):
-        return True
-    try:
-        if _is_tensor(type(one)):
-            return one.shape == other.shape and one.dtype == other.dtype and same(np.asarray(one), np.asarray(other))
-        return bool(one == other)
-    except Exception:  # foreign code
-        return False
+    if hasattr(one, "__dlpack__") and hasattr(one, "__array__"):
+        # A tensor of torch or the like: its pickle holds the address of its memory.
+        return one.shape == other.shape and one.dtype == other.dtype and same(np.asarray(one), np.asarray(other))
+    return pickle.dumps(one) == pickle.dumps(other) or bool(one == other)

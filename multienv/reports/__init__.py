@@ -1,1 +1,1 @@
-"""Crash reports: what is known of a loss, as plain data that is safe to open."""
+"""Crash reports: what is said of a lost worker, what is written about it, and how it is run again."""

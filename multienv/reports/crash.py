@@ -1,122 +1,184 @@
-"""One loss as a report: a JSON document to read, and the journal beside it as arrays."""
+"""Write a report of each loss: a JSON document to read, and beside it the journal's raw banks as arrays.
+
+``NAME.json`` says what happened, what was asked, what became of it, and how the envs were built. ``NAME.npz`` holds::
+
+    entries, marks, anchors, lasting, …   what Journal.dump() returned
+    resets      the resets among the entries as JSON: a replay of them unpickles nothing
+    pending     the journal entry of the request that the process was lost in
+    build       the pickled Build, without the trainer's environment variables: secrets are kept there
+
+Nothing that is pickled in a report is loaded unless ``multienv replay --trust`` says so.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import platform
-import shlex
-import signal
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import gymnasium
 import numpy as np
-from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 
 from multienv.events import Loss, Recovery
-from multienv.reports.plain import encode
-from multienv.reports.table import Arrays, Shape, to_arrays
-from multienv.wire.messages import RESET, SEEDED, STEP, Description, Group, Initialize, dumps
-from multienv.wire.observations import Placement
+from multienv.reports import store
+from multienv.reports.plain import readable, reset_as_json
+from multienv.reports.texts import how_lost, replay_command, signal_name, what_happened
+from multienv.wire.actions import action_decoder
+from multienv.wire.banks import ABSENT, BankLayout, Entry, split_entries
+from multienv.wire.messages import Build, Description, Reset
+from multienv.wire.segment import Segment
 
 FORMAT = "multienv-report"
-VERSION = 1
+VERSION = 2
+# Earlier losses of the same recovery that a report mentions.
+_BEFORE = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is known of an env when its process is lost.
+    """What is known of a worker when it is lost.
 
     Attributes:
-        history: What drove it, as frames that lie end to end, and whether from its construction on; nothing if that
-            is not known any more. It is asked for later, in another thread.
-        size: Bytes of memory that holds until then.
-        pending: The request it was lost in, ``b""`` if it was being built.
-        initialize: How it is built.
-        description: What it is, once it has been built.
-        deadline: What the request was allowed, seconds.
+        journal: What ``Journal.dump()`` returned; ``None``: there is no journal.
+        pending: The journal entry of the request that it was lost in; ``b""``: none was pending, or the envs were being
+            built.
+        build: How its envs are built.
+        description: What they are, once they have been built.
+        deadline: Seconds that the request was allowed.
+        layout: Of the banks that the entries were copied from.
+        exact: The entries are of the exact codec.
     """
 
-    history: Callable[[], tuple[bytes, bool] | None]
-    size: int
+    journal: Mapping[str, Any] | None
     pending: bytes
-    initialize: Initialize
+    build: Build
     description: Description | None
     deadline: float | None
+    layout: BankLayout | None
+    exact: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes that the journal takes."""
+        return 0 if self.journal is None else len(self.journal["entries"]) + len(self.journal["lasting"])
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The loss in words, and when it was."""
+class _Opened:
+    """A loss that nothing has become of yet."""
 
+    case: Case
+    first: int | None  # index of the worker's first env in its batch
     what: str
-    how: str
     when: str
-    traceback: str = ""
+    traceback: str
 
 
-def replay_command(report: str) -> str:
-    """What to type to see it happen again."""
-    return f"multienv replay {shlex.quote(report)}"
+class CrashReports:
+    """Writes the reports of one worker: each is opened by a loss and closed by what becomes of it.
+
+    Args:
+        directory: Where they are written; ``None``: there are none.
+        index: Index of the env in its batch, for the name of the file.
+
+    Attributes:
+        wanted: Whether there are reports.
+        path: Of the report that is open; ``""``: none is.
+        last: Of the report that was closed last; ``""``: there is none.
+    """
+
+    def __init__(self, directory: Path | None, index: int | None) -> None:
+        self.wanted = directory is not None
+        self.path = self.last = ""
+        self._directory, self._index = directory, index
+        self._opened: _Opened | None = None
+        self._before: list[str] = []
+
+    def open(self, loss: Loss, case: Case | None, traceback: str = "") -> None:
+        """Note a loss; the report mentions one that was opened before it and not closed."""
+        if self._directory is None or case is None:
+            return
+        if self._opened is not None:
+            self._before = [*self._before, self._opened.what][-_BEFORE:]
+        when = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        self._opened = _Opened(case, self._index, what_happened(loss), when, traceback)
+        # The env's own index where the loss has one: a worker with several envs names that which it was executing.
+        index = self._index if loss.env_index is None else loss.env_index
+        self.path = str(store.new_path(self._directory, index))
+
+    def close(self, recovery: Recovery) -> None:
+        """Have the report written: at once if an error or a truncation tells of it, else soon, by another thread."""
+        self.last, opened, before = self.path, self._opened, self._before
+        self.path, self._opened, self._before = "", None, []
+        if opened is None:
+            return
+        if store.writer.is_full(opened.case.size):
+            opened = replace(opened, case=replace(opened.case, journal=None))
+        recovery = replace(recovery, report=self.last)
+        job = store.Job(Path(self.last), partial(_compose, opened, recovery, before), opened.case.size)
+        store.writer.submit(job)
+        if recovery.outcome in ("raised", "truncated"):
+            store.writer.finish(job)
 
 
-def compose(case: Case, told: Told, recovery: Recovery, before: list[str]) -> tuple[Any, Arrays]:
-    """The document, all of it JSON, and the arrays."""
-    loss, initialize = recovery.loss, case.initialize
-    arrays, journal = _journal(case)
+# --- the document -------------------------------------------------------------------------------
+
+
+def _compose(opened: _Opened, recovery: Recovery, before: list[str]) -> tuple[dict[str, Any], store.Arrays]:
+    case, loss = opened.case, recovery.loss
+    build, setting = case.build, case.build.setting
+    arrays = _arrays(case)
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "what": told.what,
-        "when": told.when,
+        "what": opened.what,
+        "when": opened.when,
         "replay": replay_command(recovery.report),
-        "loss": _loss(loss, told.how, told.traceback),
-        "request": {
-            "command": loss.command,
-            "deadline": case.deadline,
-            **_request(case),
-        },
+        "loss": _loss(loss, opened.traceback),
+        "request": {"command": loss.command, "deadline": case.deadline, **_request(case)},
         "recovery": {
             name: getattr(recovery, name) for name in ("outcome", "reason", "rung", "attempts", "replayed", "seconds")
         },
         "before": before,
         "env": _env(case.description),
-        "group": _group(initialize.group),
-        "process_seeds": initialize.seeds and list(initialize.seeds),
-        "inline_limit": initialize.inline_limit,
-        "path": list(initialize.setting.path) if initialize.setting else [],
-        "arguments": list(initialize.setting.arguments) if initialize.setting else [],
-        "directory": initialize.setting.directory if initialize.setting else "",
-        "journal": journal,
+        "build": {
+            "exact": build.exact,
+            "slots": 0 if case.layout is None else case.layout.slots,
+            "first_env": opened.first,
+            "autoreset": build.autoreset,
+            "seeds": None if build.seeds is None else list(build.seeds),
+            "draws": list(build.draws),
+            "truncates_errors": build.truncates_errors,
+            "own_space": build.space is not None,
+            "path": [] if setting is None else list(setting.path),
+            "arguments": [] if setting is None else list(setting.arguments),
+            "directory": "" if setting is None else setting.directory,
+        },
+        "layout": None
+        if case.layout is None
+        else {name: getattr(case.layout, name) for name in ("slots", "action_bytes", "leaf_bytes")},
+        "journal": _summary(case),
         "made_with": _versions(),
     }
-    if initialize.group is not None and initialize.group.space is not None:
-        arrays["group_space"] = np.frombuffer(dumps(initialize.group.space), np.uint8)
-    if initialize.env_fn is not None:
-        arrays["env_fn"] = np.frombuffer(initialize.env_fn, np.uint8)
-    if initialize.setting is not None:
-        # Not the environment: it is where people keep their secrets.
-        arrays["registrations"] = np.frombuffer(initialize.setting.registrations, np.uint8)
-        arrays["overrides"] = np.frombuffer(initialize.setting.overrides, np.uint8)
     return document, arrays
 
 
-def _loss(loss: Loss, how: str, traceback: str) -> dict[str, Any]:
-    signal_name = None
-    if loss.exit_code is not None and loss.exit_code < 0:
-        try:
-            signal_name = signal.Signals(-loss.exit_code).name
-        except ValueError:
-            signal_name = f"signal {-loss.exit_code}"
+def _loss(loss: Loss, traceback: str) -> dict[str, Any]:
     return {
         "cause": loss.cause,
-        "how": how,
+        "how": how_lost(loss),
         "exit_code": loss.exit_code,
-        "signal": signal_name,
+        "signal": signal_name(loss.exit_code) if loss.exit_code is not None and loss.exit_code < 0 else None,
         "env_index": loss.env_index,
         "command": loss.command,
         "step": loss.step,
@@ -128,70 +190,106 @@ def _loss(loss: Loss, how: str, traceback: str) -> dict[str, Any]:
     }
 
 
-def _journal(case: Case) -> tuple[Arrays, dict[str, Any] | None]:
-    if not case.pending:  # it was being built: there is nothing to run again but that
-        return {}, {"requests": 0, "steps": 0, "from_construction": True}
-    known = case.history()
-    if known is None or case.description is None:
-        return {}, None
-    history, from_construction = known
-    arrays = to_arrays(history + case.pending, _shape(case.description, case.initialize))
-    steps = int(np.count_nonzero(arrays["kind"] == STEP))
-    return arrays, {"requests": len(arrays["kind"]), "steps": steps, "from_construction": from_construction}
-
-
-def _shape(description: Description, initialize: Initialize) -> Shape:
-    space = description.observation_space
-    if initialize.group is not None:  # what is shown of all its envs together has a form of its own
-        return Shape(description.action_space.shape)
-    of_an_array = type(space) in (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
-    digests = Placement.of(space, initialize.inline_limit).block_size > 0
-    return Shape(description.action_space.shape, (space.dtype, space.shape) if of_an_array else None, digests)
-
-
 def _request(case: Case) -> dict[str, Any]:
-    """What was asked, readable."""
-    if not case.pending or case.description is None:
+    """Return what was asked, readable."""
+    if not case.pending or case.layout is None or case.description is None:
         return {}
-    arrays = to_arrays(case.pending, _shape(case.description, case.initialize))
-    if "plain" in arrays:
-        form = json.loads(arrays["plain"].tobytes())
-        return {"action": form} if arrays["kind"][0] == STEP else {"message": form}
-    if arrays["kind"][0] == RESET:
-        return {"message": {"reset": {"seed": int(arrays["seed"][0]) if arrays["tag"][0] & SEEDED else None}}}
-    (values,) = (values for name, values in arrays.items() if name.startswith("actions_"))
-    return {"action": encode(values[0] if "actions_python_int" not in arrays else int(values[0]))}
+    (entry,) = split_entries(case.pending, case.layout.end)
+    try:
+        if entry.is_step:
+            return {"action": readable(action_of(entry, case.layout, case.description, exact=case.exact))}
+        message = pickle.loads(entry.request_mail)
+    except Exception as error:  # foreign code
+        return {"message": f"cannot be shown: {type(error).__name__}: {error}"}
+    return {"message": {type(message).__name__: readable(message)}}
+
+
+def action_of(entry: Entry, layout: BankLayout, description: Description, *, exact: bool) -> Any:
+    """Return the action, or the batch of actions, of a step's journal entry."""
+    segment = Segment(-1)
+    segment.lay_out(layout)
+    segment.banks[0].stretch[:] = entry.stretch
+    segment.write_request_mail(0, entry.request_mail)
+    space = description.spaces[0][1]
+    return action_decoder(space if exact else batch_space(space, layout.slots), segment)(0, entry.stretch[1] & ~ABSENT)
 
 
 def _env(description: Description | None) -> dict[str, Any] | None:
-    """What to make it by again, where it has a spec that says so; and its spaces, to read."""
     if description is None:
         return None
     spec: Any = None
     with contextlib.suppress(Exception):  # foreign code; and not all there is to a spec has a plain form
         spec = json.loads(description.spec.to_json())
+    observation_space, action_space = description.spaces[0]
     return {
         "id": getattr(description.spec, "id", None),
         "spec": spec,
-        "observation_space": _shown(description.observation_space),
-        "action_space": _shown(description.action_space),
+        "observation_space": readable(observation_space),
+        "action_space": readable(action_space),
         "render_mode": description.render_mode,
     }
 
 
-def _group(group: Group | None) -> dict[str, Any] | None:
-    """Of which envs of a batch that process was."""
-    if group is None:
+def _summary(case: Case) -> dict[str, Any] | None:
+    journal = case.journal
+    if journal is None or case.layout is None:
         return None
-    names = ("first", "size", "num_envs", "autoreset", "truncates_errors", "with_observations")
-    return {name: getattr(group, name) for name in names}
+    steps = requests = 0
+    for entry in split_entries(journal["entries"], case.layout.end):
+        requests += 1
+        steps += entry.is_step
+    return {
+        "requests": requests,
+        "steps": steps,
+        "from_construction": journal["complete"],
+        "usable": journal["usable"],
+        "stride": journal["stride"],
+        "steps_before": journal["steps"],
+    }
 
 
-def _shown(space: Any) -> str:
-    try:
-        return f"{space!s:.1000}"
-    except Exception as error:  # foreign code
-        return f"<{type(error).__name__}>"
+# --- the arrays -----------------------------------------------------------------------------------
+
+
+def _arrays(case: Case) -> store.Arrays:
+    build = case.build
+    if build.setting is not None:
+        build = replace(build, setting=replace(build.setting, environment={}, authkey=b""))
+    arrays = {"build": _octets(cloudpickle.dumps(build))}
+    if case.pending:
+        arrays["pending"] = _octets(case.pending)
+    if case.journal is None or case.layout is None:
+        return arrays
+    journal, anchors = case.journal, case.journal["anchors"]
+    arrays |= {
+        "entries": _octets(journal["entries"]),
+        "lasting": _octets(journal["lasting"]),
+        "marks": np.array(journal["marks"], np.int64).reshape(-1, 5),
+        "anchors": np.array([anchor[:2] for anchor in anchors], np.int64).reshape(-1, 2),
+        "resets": _octets(json.dumps(_resets(case)).encode()),
+    }
+    for index, (_, _, generators, state) in enumerate(anchors):
+        arrays[f"generators_{index}"], arrays[f"state_{index}"] = _octets(generators), _octets(state)
+    return arrays
+
+
+def _octets(data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, np.uint8)
+
+
+def _resets(case: Case) -> list[list[Any]]:
+    """Return, for each reset that has an exact form in JSON, its index among the entries (the pending one last)."""
+    assert case.journal is not None
+    assert case.layout is not None
+    found = []
+    for index, entry in enumerate(split_entries(case.journal["entries"] + case.pending, case.layout.end)):
+        if not entry.is_step:
+            with contextlib.suppress(Exception):  # foreign code
+                message = pickle.loads(entry.request_mail)
+                fields = reset_as_json(message) if isinstance(message, Reset) else None
+                if fields is not None:
+                    found.append([index, fields])
+    return found
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Where reports lie, and the thread that writes them while the env goes on."""
+"""Keep crash reports in a directory: which one, how files appear in it, how many are kept, the thread that writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
@@ -20,23 +20,23 @@ from typing import Any
 import numpy as np
 
 from multienv.errors import UsageError
-from multienv.reports.table import Arrays
 
 logger = logging.getLogger("multienv")
 
 VARIABLE = "MULTIENV_REPORTS"
 KEPT = 100
 KEPT_BYTES = 2**30
-# A report can wait a moment, an env that has just been brought back cannot.
-_DELAY = 0.02
-# How long whoever is told of a report waits for it: a disk may hang, a call must not.
-_PATIENCE = 5.0
+# A report is written a moment after the loss: the recovery is more urgent.
+DELAY = 0.02
+# How long a call that tells of a report waits for it, seconds: a disk may hang, a call must not.
+PATIENCE = 5.0
 # Journals that wait to be written take no more memory than this.
-_WAITING_BYTES = 64 * 2**20
+WAITING_BYTES = 64 * 2**20
 _STALE_SECONDS = 3600.0
 _THOROUGH_EVERY = 16
 _NAME = re.compile(r"\.?(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|npz)")
 
+Arrays = Mapping[str, np.ndarray[Any, Any]]
 Compose = Callable[[], tuple[Any, Arrays]]
 
 _THREAD = "multienv-reports"
@@ -44,7 +44,14 @@ _numbers, _prunings = count(1), count()
 
 
 def directory_for(reports: Any) -> Path | None:
-    """The directory an option names: ``None`` is the user's own, an empty string none at all."""
+    """Return the directory that an option names.
+
+    Args:
+        reports: A directory; ``""``: no reports; ``None``: as MULTIENV_REPORTS says, else in the user's cache.
+
+    Raises:
+        UsageError: It is neither a path nor a string.
+    """
     if reports is None:
         reports = os.environ.get(VARIABLE)
     if reports is None:
@@ -59,10 +66,10 @@ def directory_for(reports: Any) -> Path | None:
     return Path(os.path.expanduser(named)).absolute() if named else None  # noqa: PTH111 - as above
 
 
-def new_path(directory: Path, env_index: int | None) -> Path:
-    """Of the next report: names sort by time."""
+def new_path(directory: Path, index: int | None) -> Path:
+    """Return the path of the next report; names sort by time."""
     now = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
-    env = "" if env_index is None else f"-env{env_index}"
+    env = "" if index is None else f"-env{index}"
     return directory / f"{now}-{os.getpid()}-{next(_numbers)}{env}.json"
 
 
@@ -70,10 +77,9 @@ def new_path(directory: Path, env_index: int | None) -> Path:
 
 
 def write(path: Path, document: Any, arrays: Arrays) -> None:
-    """The document, and the arrays beside it: whole or not at all, the document last."""
+    """Write a report: whole or not at all, the arrays beside the document first."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = path.with_suffix(".npz")
-    _appear(beside, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+    _appear(path.with_suffix(".npz"), lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
     text = json.dumps(document, indent=2).encode()
     _appear(path, lambda file: file.write(text))
     prune(path.parent, thorough=next(_prunings) % _THOROUGH_EVERY == 0)
@@ -92,7 +98,7 @@ def _appear(path: Path, fill: Callable[[Any], object]) -> None:
 
 
 def prune(directory: Path, *, thorough: bool = True) -> None:
-    """Keep the newest reports, and of those what fits :data:`KEPT_BYTES`, if thorough; touch nothing else there."""
+    """Remove all but the newest reports, and if thorough those beyond :data:`KEPT_BYTES`; spare all other files."""
     files: dict[str, list[Path]] = {}
     for name in os.listdir(directory):
         named = _NAME.fullmatch(name)
@@ -115,10 +121,15 @@ def prune(directory: Path, *, thorough: bool = True) -> None:
 
 
 class Job:
-    """A report to be written."""
+    """Holds a report to be written.
+
+    Args:
+        path: Of its document.
+        compose: Returns document and arrays.
+        size: Bytes of memory held until it is written.
+    """
 
     def __init__(self, path: Path, compose: Compose, size: int) -> None:
-        """``size`` bytes of memory are held until then."""
         self.path = path
         self.compose = compose
         self.size = size
@@ -126,7 +137,7 @@ class Job:
         self._written.acquire()
 
     def run(self) -> None:
-        """Write it; what is in the way is logged."""
+        """Write the report; what prevents that is logged."""
         try:
             write(self.path, *self.compose())
         except Exception as error:  # a full disk, no permission, foreign code: nothing that may break a recovery
@@ -135,20 +146,19 @@ class Job:
             self._written.release()
 
     def wait(self) -> None:
-        """Until it is there, or cannot be had; not for ever."""
-        if self._written.acquire(timeout=_PATIENCE):
+        """Wait until the report is written, or cannot be; :data:`PATIENCE` seconds at most."""
+        if self._written.acquire(timeout=PATIENCE):
             self._written.release()
 
 
 class Writer:
-    """Writes what it is given in a thread that lives as long as there is something to write.
+    """Writes reports in a thread that lives as long as there is something to write.
 
-    Not a daemon: the interpreter waits for it at its end. Whoever asks may be interrupted between any two lines, so
-    that nothing but atomic operations and locks written in C is shared.
+    The thread is no daemon: the interpreter waits for it at its end. A call may be interrupted between any two lines of
+    ``submit`` and ``finish``: they share nothing but atomic operations and locks written in C.
     """
 
     def __init__(self) -> None:
-        """Nothing to do yet."""
         self._jobs: deque[Job] = deque()
         self._hurry = threading.Lock()
         self._hurry.acquire()
@@ -156,31 +166,36 @@ class Writer:
         self._threads = 0
 
     def is_full(self, size: int) -> bool:
-        """Whether as much more would be too much to hold."""
-        return bool(self._jobs) and sum(job.size for job in list(self._jobs)) + size > _WAITING_BYTES
+        """Tell whether ``size`` bytes more would be too much memory."""
+        return bool(self._jobs) and sum(job.size for job in list(self._jobs)) + size > WAITING_BYTES
 
     def submit(self, job: Job) -> None:
-        """To be written soon."""
+        """Have a report written soon."""
         with self._changing:
             self._jobs.append(job)
             alone = not self._threads
-        if alone:  # or one more is on its way: the two share the work
+        if alone:  # an interruption here may start two threads: they share the work
+            self._hurry.acquire(blocking=False)  # the thread that an earlier hurry() was for may have been done
             try:
                 threading.Thread(target=self._run, name=_THREAD).start()
             except RuntimeError:  # no more threads, or the interpreter is about to end
                 self.write_all()
 
-    def finish(self, job: Job) -> None:
-        """Now."""
+    def hurry(self) -> None:
+        """Have what was submitted written without further delay."""
         with contextlib.suppress(RuntimeError):
             self._hurry.release()
+
+    def finish(self, job: Job) -> None:
+        """Have a submitted report written now, and wait for it."""
+        self.hurry()
         job.wait()
 
     def _run(self) -> None:
         with self._changing:
             self._threads += 1
         while True:
-            self._hurry.acquire(timeout=_DELAY)
+            self._hurry.acquire(timeout=DELAY)
             self.write_all()
             with self._changing:
                 if not self._jobs:
@@ -188,7 +203,7 @@ class Writer:
                     return
 
     def write_all(self) -> None:
-        """What is there, here and now."""
+        """Write what was submitted in this thread."""
         while self._jobs:
             try:
                 job = self._jobs.popleft()
@@ -201,18 +216,18 @@ writer = Writer()
 
 
 def settle() -> None:
-    """Wait until what is being written is."""
+    """Wait until all reports that were submitted are written."""
     for thread in threading.enumerate():
         if thread.name == _THREAD:
             thread.join()
 
 
-# What a thread was not started for, because an interruption came first.
+# Write what an interruption has left without a thread.
 atexit.register(lambda: writer.write_all())
 
 
 def _forget() -> None:
-    """In a forked child of the trainer's: its reports are not the child's to write."""
+    """Drop the jobs in a forked child: its parent writes them."""
     global writer
     writer = Writer()
 

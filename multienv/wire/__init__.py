@@ -1,1 +1,1 @@
-"""What travels between the trainer and a worker: frames, spaces laid out in memory, shared memory."""
+"""What trainer and worker share: memory, what lies in it, and how it is written and read."""

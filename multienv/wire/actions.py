@@ -1,194 +1,188 @@
-"""Actions on the wire: exactly what the caller passed, in as few bytes as possible.
+"""Actions in a bank: exactly what the caller passed.
 
-The env must see the value and type it would have seen in-process: an ``int`` stays an ``int``, a float64
-array given to a float32 Box stays float64. Common cases are laid out; the rest is pickled.
+The env must see the value and type it would have seen in-process: an ``int`` stays an ``int``, a float64 array given to
+a float32 Box stays float64. The common cases lie in the bank, the rest travels pickled in the mail.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 from gymnasium import spaces
 
 from multienv.errors import ActionError
-from multienv.wire.messages import REQUEST, STEP, STEP_INTEGER, TAG_AT, LeftOut, dumps
+from multienv.wire.banks import HEAD, STEP, STEPPED
+from multienv.wire.messages import foreign, portable
 
-EncodeStep = Callable[[int, Any], bytes]  # number of the request, action → frame
-DecodeAction = Callable[[bytes], Any]  # frame → action
+if TYPE_CHECKING:
+    from multienv.wire.segment import Segment
+
+# Writes head and action of a step request into its bank; raises ActionError before anything is written.
+Encode = Callable[[int, Any], None]
+# Takes the action of request `number` out of its bank, whose action tag is given.
+Decode = Callable[[int, int], Any]
 
 PICKLED = 0
 INT = 1
 INT64 = 2
-_PICKLED_TWICE = 3  # by reference; and by value, for a process in which the references lead nowhere
-LEAVING_OUT = 4  # the frame of another step, and which envs of the group do not take part in it
-ARRAY = 8  # + the place of its dtype in ARRAY_DTYPES
+ARRAY = 8  # + the index of its dtype in DTYPES
 
-ARRAY_DTYPES = tuple(
-    np.dtype(name)
-    for name in ("f4", "f8", "i8", "i4", "i2", "i1", "u1", "u2", "u4", "u8", "?", "f2")  # native byte order
-)
-_DTYPE_TAG = {dtype: ARRAY + place for place, dtype in enumerate(ARRAY_DTYPES)}
+DTYPES = tuple(np.dtype(name) for name in ("f4", "f8", "i8", "i4", "i2", "i1", "u1", "u2", "u4", "u8", "?", "f2"))
+_TAG_OF = {dtype: ARRAY + index for index, dtype in enumerate(DTYPES)}
+_ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
+_INTEGER_STEP = struct.Struct(HEAD.format + "q")
+_INTEGER = struct.Struct("<q")
 
 
-def action_encoder(space: spaces.Space[Any]) -> EncodeStep:
-    """The function that packs a step for an env with this action space."""
+def action_bytes(space: spaces.Space[Any]) -> int:
+    """Return the bytes a bank has for an action of this space, whatever its dtype; 0: it always travels as mail."""
     if type(space) is spaces.Discrete:
-        return _integer_encoder(space)
-    if type(space) in (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete):
-        return _array_encoder(space)
-    return lambda seq, action: _pack_any(space, seq, action)
+        return 8
+    if type(space) in _ARRAYS:
+        assert space.shape is not None
+        return 8 * math.prod(space.shape)
+    return 0
 
 
-def _integer_encoder(space: spaces.Discrete) -> EncodeStep:
-    pack, size, int64 = STEP_INTEGER.pack, STEP_INTEGER.size, np.int64
+def action_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
+    """Return the function that writes a step with an action of this space, which may be that of a batch."""
+    if type(space) is spaces.Discrete:
+        return _integer_encoder(space, segment)
+    if type(space) in _ARRAYS:
+        return _array_encoder(space, segment)
+    return lambda number, action: _encode_any(space, segment, number, action)
 
-    def encode(seq: int, action: Any) -> bytes:
+
+def _integer_encoder(space: spaces.Discrete, segment: Segment) -> Encode:
+    pack, int64 = _INTEGER_STEP.pack_into, np.int64
+    views = [bank.view for bank in segment.banks]
+    first, last = int(space.start), int(space.start) + int(space.n) - 1
+
+    def encode(number: int, action: Any) -> None:
         kind = type(action)
-        if kind is int64:
-            return pack(size, seq, STEP, INT64, action)
-        if kind is int:
-            # Beyond 64 bits the env shall say what it thinks of it. A suppress() would cost every step.
-            try:
-                return pack(size, seq, STEP, INT, action)
-            except struct.error:
-                return _pack_any(space, seq, action)
-        return _pack_any(space, seq, action)
+        if (kind is int or kind is int64) and first <= action <= last:
+            tag = INT if kind is int else INT64
+            pack(views[number & 1], 0, STEP, tag, STEPPED, 0, 0, number, 0, action)
+        else:
+            _encode_any(space, segment, number, action)
 
     return encode
 
 
-def _array_encoder(space: spaces.Space[Any]) -> EncodeStep:
-    pack, header, shape, ndarray, tag_of = REQUEST.pack, REQUEST.size, space.shape, np.ndarray, _DTYPE_TAG.get
+def _array_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
+    pack, shape, ndarray = HEAD.pack_into, space.shape, np.ndarray
+    views = [bank.view for bank in segment.banks]
+    assert shape is not None
+    # For each dtype its tag, and the array over the actions in either bank.
+    places = {
+        dtype: (ARRAY + index, [ndarray(shape, dtype, view, HEAD.size) for view in views])
+        for index, dtype in enumerate(DTYPES)
+    }
+    last = np.dtype(np.float32)
+    tag, arrays = places[last]
 
-    def encode(seq: int, action: Any) -> bytes:
+    def encode(number: int, action: Any) -> None:
+        nonlocal last, tag, arrays
         if type(action) is ndarray and action.shape == shape:
-            tag = tag_of(action.dtype)
-            if tag is not None:
-                data = action.tobytes()
-                return pack(header + len(data), seq, STEP, tag) + data
-        return _pack_any(space, seq, action)
+            # Looked up when it changes: to hash a dtype takes as long as to copy a few actions.
+            if action.dtype is not last and action.dtype in places:
+                last, (tag, arrays) = action.dtype, places[action.dtype]
+            if action.dtype is last:
+                side = number & 1
+                pack(views[side], 0, STEP, tag, STEPPED, 0, 0, number, 0)
+                arrays[side][...] = action
+                return
+        _encode_any(space, segment, number, action)
 
     return encode
 
 
-def can(call: Callable[..., object], *arguments: Any) -> bool:
-    """Whether this raises nothing: what it has raised the first time was a signal handler's then."""
-    try:
-        call(*arguments)
-    except Exception:
-        return False
-    return True
+def _encode_any(space: spaces.Space[Any], segment: Segment, number: int, action: Any) -> None:
+    def refused(what: str) -> Callable[[Exception], Exception]:
+        text = f"The action {shown(action)} cannot be {what}"
+        return lambda error: ActionError(f"{text}: {shown(error)}. Nothing was sent.")
 
-
-def _pack_any(space: spaces.Space[Any], seq: int, action: Any) -> bytes:
-    try:
-        problem = misfit(space, action)
-    except Exception as error:  # looking at it runs foreign code
-        if can(misfit, space, action):
-            raise  # the action is not to blame: a signal handler raised
-        problem = f"The action {_shown(action)} cannot be looked at: {_shown(error)}."
+    problem = foreign(lambda: misfit(space, action), refused("looked at"))
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
-    try:
-        tag, payload = _pickled(action)
-    except Exception as error:
-        reason = f"The action {_shown(action)} cannot be pickled: {_shown(error)}."
-        raise ActionError(f"{reason} Nothing was sent.") from error
-    return REQUEST.pack(REQUEST.size + len(payload), seq, STEP, tag) + payload
+    mail = foreign(lambda: portable(action), refused("pickled"))
+    segment.write_request_mail(number, mail)
+    HEAD.pack_into(segment.banks[number & 1].view, 0, STEP, PICKLED, STEPPED, 0, 0, number, 0)
 
 
-def _pickled(action: Any) -> tuple[int, bytes]:
-    """Tag and payload. A forked worker has the trainer's ``__main__``, another one has not."""
-    payload = dumps(action)
-    if b"__main__" in payload:
-        with contextlib.suppress(Exception):
-            return _PICKLED_TWICE, pickle.dumps((payload, cloudpickle.dumps(action)), protocol=5)
-    return PICKLED, payload
+def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
+    """Return the function that takes the action out of a bank, as a value of the env's own."""
+    unpack_integer, int64 = _INTEGER.unpack_from, np.int64
+    views = [bank.view for bank in segment.banks]
+    places: dict[int, list[np.ndarray[Any, Any]]] = {}
+    if type(space) in _ARRAYS:
+        assert space.shape is not None
+        for index, dtype in enumerate(DTYPES):
+            places[ARRAY + index] = [np.ndarray(space.shape, dtype, view, HEAD.size) for view in views]
 
-
-def _unpickled(tag: int, payload: memoryview) -> Any:
-    if tag == _PICKLED_TWICE:
-        by_reference, by_value = pickle.loads(payload)
-        with contextlib.suppress(Exception):
-            return pickle.loads(by_reference)
-        return pickle.loads(by_value)
-    return pickle.loads(payload)
-
-
-def action_decoder(space: spaces.Space[Any]) -> DecodeAction:
-    """The function that takes the action out of a step's frame."""
-    unpack_integer, header, ndarray = STEP_INTEGER.unpack_from, REQUEST.size, np.ndarray
-    int64, shape = np.int64, space.shape
-
-    def decode(frame: bytes) -> Any:
-        tag = frame[TAG_AT]
+    def decode(number: int, tag: int) -> Any:
         if tag == INT:
-            return unpack_integer(frame)[4]
+            return unpack_integer(views[number & 1], HEAD.size)[0]
         if tag == INT64:
-            return int64(unpack_integer(frame)[4])
-        if tag < ARRAY:
-            try:
-                return _unpickled(tag, memoryview(frame)[header:])
-            except Exception as error:
-                raise ActionError(
-                    f"The action cannot be unpickled in the env's process; the env has not seen it: {_shown(error)}."
-                ) from error
-        assert shape is not None
-        return ndarray(shape, ARRAY_DTYPES[tag - ARRAY], frame, header).copy()
+            return int64(unpack_integer(views[number & 1], HEAD.size)[0])
+        if tag >= ARRAY:
+            return places[tag][number & 1].copy()
+        try:
+            return pickle.loads(segment.read_request_mail(number))
+        except Exception as error:
+            raise ActionError(
+                f"The action cannot be unpickled in the env's process; the env has not seen it: {shown(error)}."
+            ) from error
 
     return decode
 
 
-def leave_out(frame: bytes, who: Mapping[int, LeftOut]) -> bytes:
-    """The step in ``frame`` of a group of envs, without some of them."""
-    payload = dumps((frame, dict(who)))
-    _, seq, kind, _ = REQUEST.unpack_from(frame)
-    return REQUEST.pack(REQUEST.size + len(payload), seq, kind, LEAVING_OUT) + payload
-
-
-def left_out(frame: bytes) -> tuple[bytes, dict[int, LeftOut]]:
-    """The step in ``frame``, and who does not take part in it."""
-    if frame[TAG_AT] != LEAVING_OUT:
-        return frame, {}
-    parts: tuple[bytes, dict[int, LeftOut]] = pickle.loads(memoryview(frame)[REQUEST.size :])
-    return parts
-
-
 def misfit(space: spaces.Space[Any], action: Any) -> str:
-    """Why the action cannot be one of ``space`` in its shape or structure, or ``""``.
+    """Tell why the action cannot be one of ``space``: structure, shape, and the range of Discrete spaces; else ``""``.
 
-    Bounds are the env's to judge: many envs clip, and an in-process env would be asked too.
+    Bounds of a Box are the env's to judge: many envs clip. A Discrete action outside its range has no such reading.
     """
     if type(space) is spaces.Dict:
         if not isinstance(action, Mapping) or set(action) != set(space.spaces):
-            return f"The action {_shown(action)} is not a dict with the keys {list(space.spaces)}."
+            return f"The action {shown(action)} is not a dict with the keys {list(space.spaces)}."
         return next(filter(None, (misfit(member, action[key]) for key, member in space.spaces.items())), "")
     if type(space) is spaces.Tuple:
         is_sequence = isinstance(action, Sequence) or (isinstance(action, np.ndarray) and action.ndim > 0)
         if not is_sequence or len(action) != len(space.spaces):
-            return f"The action {_shown(action)} is not a tuple of {len(space.spaces)} actions."
+            return f"The action {shown(action)} is not a tuple of {len(space.spaces)} actions."
         pairs = zip(space.spaces, action, strict=True)
         return next(filter(None, (misfit(member, item) for member, item in pairs)), "")
-    if type(space) not in (spaces.Discrete, spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete):
+    if type(space) not in (spaces.Discrete, *_ARRAYS):
         return ""
     if action is None:
         return f"The action is None; the env's action space is {space}."
     try:
         shape = np.shape(action)
     except ValueError:
-        return f"The action {_shown(action)} is ragged; the env's action space is {space}."
+        return f"The action {shown(action)} is ragged; the env's action space is {space}."
     if shape != space.shape:
-        return f"The action {_shown(action)} has shape {shape}; the env's action space {space} wants {space.shape}."
+        return f"The action {shown(action)} has shape {shape}; the env's action space {space} wants {space.shape}."
+    if type(space) is spaces.Discrete:
+        return _discrete_misfit(space, action)
     return ""
 
 
-def _shown(value: object) -> str:
+def _discrete_misfit(space: spaces.Discrete, action: Any) -> str:
+    value = np.asarray(action)
+    if not np.issubdtype(value.dtype, np.integer) and value.dtype != np.bool_:
+        return f"The action {shown(action)} is not an integer; the env's action space is {space}."
+    if not space.start <= value < space.start + space.n:
+        return f"The action {shown(action)} is out of range; the env's action space is {space}."
+    return ""
+
+
+def shown(value: object) -> str:
+    """Return a short text of a value whose own code may raise."""
     try:
         return f"{value!r:.200}"
     except Exception:  # foreign code

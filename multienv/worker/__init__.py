@@ -1,1 +1,1 @@
-"""What runs beside the env: the dispatcher (``host``), and a process around it (``main``)."""
+"""Inside a worker process: the request loop, the envs, forked snapshots."""

@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import socket
 from dataclasses import dataclass
 
-# In each worker's environment, so that the processes it starts can be told from others'.
-WARD_VARIABLE = "MULTIENV_WORKER"
+# In the environment of each worker, so that what its envs start can be told from the rest.
+MARK_VARIABLE = "MULTIENV_WORKER"
 
 
-def ward_mark(trainer: int, number: int) -> str:
-    """Its value: worker numbers are one trainer's own."""
+def mark_of(trainer: int, number: int) -> str:
+    """Return the value of the variable: numbers of workers are unique in one trainer."""
     return f"{trainer}.{number}"
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The worker's descriptors."""
+    """The worker's descriptors.
 
-    requests: int
-    replies: int
+    Attributes:
+        line: Carries wake bytes to and from the trainer; ends when the trainer is gone.
+        memory: The segment's.
+        stack: Where faulthandler writes stacks.
+        announcements: Where the monitor is told of snapshots.
+    """
+
+    line: socket.socket
     memory: int
-    stack: int  # where faulthandler writes
-    announcements: int = -1  # a socket: the warden is told of snapshots there
-    arena: int = -1  # memory shared with other workers
+    stack: int
+    announcements: socket.socket
 
     @classmethod
-    def parse(cls, text: str) -> Ends:
-        """From the command line of a spawned worker."""
-        return cls(*map(int, text.split(",")))
+    def of(cls, line: int, memory: int, stack: int, announcements: int) -> Ends:
+        """Make it of plain numbers."""
+        return cls(socket.socket(fileno=line), memory, stack, socket.socket(fileno=announcements))
 
-    def __str__(self) -> str:
-        """For the command line of a spawned worker."""
-        return ",".join(map(str, self._all()))
-
-    def moved(self, move: Callable[[int], int]) -> Ends:
-        """The same by other numbers."""
-        return Ends(*map(move, self._all()))
-
-    def descriptors(self) -> list[int]:
-        """All there are."""
-        return [descriptor for descriptor in self._all() if descriptor >= 0]
-
-    def _all(self) -> tuple[int, ...]:
-        return (self.requests, self.replies, self.memory, self.stack, self.announcements, self.arena)
+    def close(self) -> None:
+        """Close all but the memory, which is the segment's to close."""
+        self.line.close()
+        self.announcements.close()
+        os.close(self.stack)

@@ -1,280 +1,291 @@
-"""The dispatcher: one request frame in, one reply frame out.
+"""Executes requests: one call, one request of a segment.
 
-The same host runs in a worker process and in the trainer itself (the serial backend), so there is no
-second loop to drift. It knows nothing of pipes and processes, and leaves the envs to its tenant.
+The same host runs in a worker process and, for the serial faces, in the trainer's own. It knows nothing of pipes and
+processes: whoever rings and waits is outside (see ``main`` and ``processes/serial``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
-import gymnasium
 
-from multienv.wire.memory import BUSY, REPLAYING, RESETTING, SLOT, WORDS, Block
-from multienv.wire.messages import (
+from multienv.wire.banks import (
     FAILED,
-    KIND_AT,
-    LARGE_EVIDENCE,
-    REQUEST,
-    STEP,
+    HEAD,
+    IRREGULAR,
+    MESSAGE,
     STEPPED,
+    VALUE,
+    BankLayout,
+    Entry,
+    entry_of,
+    is_plain,
+    split_entries,
+)
+from multienv.wire.codecs import layout_of_envs, mail_of
+from multienv.wire.messages import (
     Branch,
+    Build,
     Call,
     CaptureState,
     Close,
     GetAttribute,
     HasAttribute,
-    Initialize,
     Render,
     Replay,
     Reset,
     RestoreState,
     SetAttribute,
-    Sparing,
-    TellApart,
-    evidence_of,
-    pack_value,
-    unpack_message,
+    dumps,
 )
-from multienv.worker import generators
-from multienv.worker.entropy import Entropy
-from multienv.worker.failures import failure_of
-from multienv.worker.group import EnvGroup
-from multienv.worker.registrations import adopt, register
-from multienv.worker.single import SingleEnv
+from multienv.wire.segment import BUSY, REPLAYING, SLOT, Segment
+from multienv.worker import seeding
+from multienv.worker.env_group import EnvGroup
+from multienv.worker.exact import ExactStepper, Handle
+from multienv.worker.failures import failure_of, not_picklable
+from multienv.worker.registrations import built
+from multienv.worker.replies import U32, answer, answer_failure
+from multienv.worker.rows import RowsStepper
 from multienv.worker.state_hooks import register_all
-from multienv.worker.tenant import Handle, Tenant, Words, packed
-
-_unpack = REQUEST.unpack_from
 
 
 class Host:
-    """Answers requests, those that concern envs through its tenant.
-
-    Attributes:
-        handle: Number, kind and frame of a request → the frame of its reply.
-        closing: It has been asked to close.
-        replies: The pipe that it answers on; -1 for none.
+    """Holds the envs of a worker and executes what is asked of them.
 
     Args:
-        env_fn: What builds the env, or the list of what builds a group's, where it need not travel (fork, serial).
-        words: The control words, to mark what is being executed; a plain list in the serial twin.
-        on_initialize: Called before the env is built, with the message: where a process finds its place.
-        allocate: Gives the memory for observations, once the spaces are known.
-        arena: Gives the memory that several hosts share, for the observations of all their envs.
-        on_branch: Has the process fork itself after the request of this number, to be kept under this token; says what
-            is in the way, or nothing.
+        segment: Where requests are read and replies are written.
+        on_build: Called before the envs are built, with the message: sees to ``sys.path``, working directory and the
+            like.
+        on_branch: Takes a snapshot to come back to, given the number of the last request and a token; returns the
+            obstacle, or ``""``.
+        env_fns: What builds the envs, where it does not travel with the message.
+
+    Attributes:
+        handle: Executes the request of the given number; raises only what ends a process. To be read anew after each
+            request that is not a step.
+        closing: The envs have been closed because that was asked for.
     """
 
     def __init__(
         self,
+        segment: Segment,
         *,
-        env_fn: Any = None,
-        words: Words | None = None,
-        on_initialize: Callable[[Initialize], None] = lambda message: None,
-        allocate: Callable[[int], Block] = Block.private,
-        arena: Callable[[int], Block] = Block.private,
-        on_branch: Callable[[int, int], str] = lambda seq, token: "the trainer's own process",
+        on_build: Callable[[Build], None] = lambda message: None,
+        on_branch: Callable[[int, int], str] = lambda number, token: "the trainer's own process",
+        env_fns: Sequence[Callable[[], Any]] | None = None,
     ) -> None:
-        """Hold no env yet: it is built by the first request."""
         self.closing = False
-        self.replies = -1
         self.handle: Handle = self._handle
-        self._allocate = allocate
-        self._arena = arena
-        self._env_fn = env_fn
-        self._words: Any = [0] * WORDS if words is None else words
-        self._on_initialize = on_initialize
+        self._segment = segment
+        self._on_build = on_build
         self._on_branch = on_branch
-        self._tenant: Tenant | None = None
-        self._entropy: Entropy | None = None
+        self._env_fns = env_fns
+        self._last = [0]
+        self._group: EnvGroup | None = None
+        self._stepper: ExactStepper | RowsStepper | None = None
 
     @property
-    def block(self) -> Block | None:
-        """The memory that observations are written to, if they do not travel in the replies."""
-        return None if self._tenant is None else self._tenant.block
+    def number(self) -> int:
+        """Number of the last request of the caller that was executed, also inside a replay; 0: none."""
+        return self._last[0]
 
-    def answer(self, frame: bytes) -> bytes:
-        """Answer one request."""
-        _, seq, kind, _ = _unpack(frame)
-        return self.handle(seq, kind, frame)
+    def move(self, segment: Segment) -> None:
+        """Go on with another segment, which has the same layout: this process is a snapshot that was woken."""
+        layout, self._segment = self._segment.layout, segment
+        if self._group is not None:
+            self._lay_out(layout)
 
-    def _handle(self, seq: int, kind: int, frame: bytes) -> bytes:
-        """Answer one request that is not a step. Only what ends a process (SystemExit, …) is raised."""
-        self._words[BUSY] = seq + 1
+    def close_envs(self) -> None:
+        """Close the envs, once. Raises what one of them raises, when all are closed."""
+        group, self._group, self._stepper, self.handle = self._group, None, None, self._handle
+        if group is not None:
+            group.close()
+
+    def _handle(self, number: int) -> None:
+        """Execute a request that is not a step."""
+        words = self._segment.words
+        words[BUSY] = number
         try:
-            assert kind != STEP
-            message = unpack_message(frame)
-            handler = _OF_TENANT.get(type(message))
-            if handler is None:
-                reply = _OF_HOST[type(message)](self, seq, message)
-            else:
-                reply = handler(self._require(), seq, message)
+            message = pickle.loads(self._segment.read_request_mail(number))
+            _HANDLERS[type(message)](self, number, message)
+            if self._group is not None and not self._group.calls_are_current():
+                self._group.update_calls()
         except Exception as error:
-            reply = pack_value(seq, failure_of(error), FAILED)
-        tenant = self._tenant
-        if tenant is not None and not tenant.is_compiled():
-            self.handle = tenant.compile(self._words, self._handle)
-        self._words[BUSY] = 0
-        return reply
+            answer_failure(self._segment, number, error)
+        if number > 0:
+            self._last[0] = number
+        words[SLOT] = 0
+        words[BUSY] = 0
 
-    def answer_on(self, replies: int) -> None:
-        """By this pipe."""
-        self.replies = replies
-        if isinstance(self._tenant, EnvGroup):
-            self._tenant.replies = replies
+    def _lay_out(self, layout: BankLayout) -> None:
+        """Use banks with this layout, and compile what executes steps."""
+        group, segment = self._envs(), self._segment
+        segment.lay_out(layout)
+        group.words = segment.words
+        self._stepper = ExactStepper(group, segment) if group.exact else RowsStepper(group, segment)
+        self.handle = self._stepper.compile(self._handle, self._last)
 
-    def remember(self, seq: int) -> None:
-        """The process is about to fork: the copy may be moved long after this request."""
-        if self._tenant is not None:
-            self._tenant.remember(seq)
+    def _envs(self) -> EnvGroup:
+        if self._group is None:
+            raise RuntimeError("There are no envs: they have not been built, or are closed.")
+        return self._group
 
-    def move(self, words: Words, allocate: Callable[[int], Block]) -> None:
-        """To other control words and other memory, with the observations that lie there."""
-        self._words, self._allocate = words, allocate
-        tenant = self._tenant
-        if tenant is None:
-            return
-        old = tenant.move(allocate)
-        self.handle = tenant.compile(words, self._handle)
-        if old is not None:
-            old.close()
-
-    # --- one method per message ---------------------------------------------------------------
-
-    def _initialize(self, seq: int, message: Initialize) -> bytes:
-        self._on_initialize(message)
-        if message.seeds is not None:
-            generators.seed_process(message.seeds)
-            self._entropy = Entropy(message.seeds[2], self._place_of(message))
-            self._entropy.install()
-        env_fn = self._env_fn if message.env_fn is None else cloudpickle.loads(message.env_fn)
-        assert env_fn is not None
-        if message.setting is not None:
-            adopt(message.setting.registrations, message.setting.overrides)
-        register_all(message.state_hooks)
-        registrations = None if message.setting is None else message.setting.registrations
-        if message.group is None:
-            self._tenant = SingleEnv(
-                built(env_fn, registrations), inline_limit=message.inline_limit, allocate=self._allocate
-            )
-        else:
-            envs: list[gymnasium.Env[Any, Any]] = []
-            for one in env_fn:
-                self._words[SLOT] = len(envs) + 1
-                try:
-                    envs.append(built(one, registrations))
-                except Exception as error:
-                    return pack_value(seq, replace(failure_of(error), slot=len(envs)), FAILED)
-            self._words[SLOT] = 0
-            self._tenant = EnvGroup(envs, message.group, self._arena, lambda slot: built(env_fn[slot], registrations))
-            self._tenant.replies = self.replies
-        self.handle = self._tenant.compile(self._words, self._handle)
-        return packed(seq, self._tenant.describe(), "its constructor (spaces, metadata, spec)")
-
-    def _place_of(self, message: Initialize) -> Callable[[], int]:
-        """What tells which env of the batch is being called, from 1 on."""
-        if message.group is None:
-            return lambda: 1
-        first = message.group.first
-
-        def place() -> int:
-            slot = self._words[SLOT] % RESETTING
-            return first + slot if slot else 0
-
-        return place
-
-    def _spare(self, seq: int, message: Sparing) -> bytes:
-        tenant = self._require()
-        assert isinstance(tenant, EnvGroup)
-        return tenant.spare(seq, message, lambda asked: _OF_TENANT[type(asked)](tenant, seq, asked))
-
-    def _tell_apart(self, seq: int, message: TellApart) -> bytes:
-        tenant = self._require()
-        assert isinstance(tenant, EnvGroup)
-        return tenant.tell_apart(seq)
-
-    def _branch(self, seq: int, message: Branch) -> bytes:
-        return pack_value(seq, self._on_branch(seq, message.token))
-
-    def _replay(self, seq: int, message: Replay) -> bytes:
-        words = self._words
-        evidence, last = [], b""
-        for index, frame in enumerate(message.frames):
-            words[REPLAYING] = index + 1
-            reply = self.answer(frame)
-            words[BUSY] = seq + 1
-            evidence.append(evidence_of(reply))
-            if len(reply) > LARGE_EVIDENCE and reply[KIND_AT] == STEPPED:
-                last = reply
-            elif reply[KIND_AT] == STEPPED:
-                last = b""
-        words[REPLAYING] = 0
-        return pack_value(seq, (evidence, last))
-
-    def _close(self, seq: int, message: Close) -> bytes:
-        self.closing = True
-        self.close_env()
-        return pack_value(seq, None)
-
-    # --- the tenant ---------------------------------------------------------------------------
-
-    def close_env(self) -> None:
-        """Close what it holds, once."""
-        tenant, self._tenant = self._tenant, None
+    def _answer(self, number: int, value: Any, name: str = "") -> None:
+        """Reply with a value; ``name`` says where it is from if it cannot be pickled."""
         try:
-            if tenant is not None:
-                tenant.close()
+            mail = dumps(value)
+        except Exception as error:
+            raise not_picklable(name, error) from error
+        answer(self._segment, number, VALUE, mail)
+
+    # --- one method per message -------------------------------------------------------------------
+
+    def _build(self, number: int, message: Build) -> None:
+        segment = self._segment
+        self._on_build(message)
+        if message.seeds is not None:
+            seeding.seed_process(message.seeds)
+        register_all(message.state_hooks)
+        specs = b"" if message.setting is None else message.setting.registrations
+        env_fns = cloudpickle.loads(message.env_fns) if self._env_fns is None else self._env_fns
+        envs: list[Any] = []
+        for env_fn in env_fns:
+            segment.words[SLOT] = len(envs) + 1
+            try:
+                envs.append(built(env_fn, specs))
+            except Exception as error:
+                for env in envs:
+                    with contextlib.suppress(Exception):  # the first error is the one to tell
+                        env.close()
+                answer(segment, number, FAILED, dumps(replace(failure_of(error), slot=len(envs))))
+                return
+        segment.words[SLOT] = 0
+        group = EnvGroup(envs, message, segment.words)
+        layout = layout_of_envs(group.exact, group.observation_space, group.action_space, group.slots)
+        # The reply lies in the small bank: the trainer knows no other yet.
+        self._answer(number, group.describe(), "its constructor (spaces, metadata, spec)")
+        self._group = group
+        self._lay_out(layout)
+
+    def _reset(self, number: int, message: Reset) -> None:
+        if self._stepper is None:
+            self._envs()
+        else:
+            self._stepper.reset(number, message)
+
+    def _call(self, number: int, message: Call) -> None:
+        answer(self._segment, number, VALUE, self._envs().call(message))
+
+    def _get(self, number: int, message: GetAttribute) -> None:
+        answer(self._segment, number, VALUE, self._envs().get(message.name, message.slots))
+
+    def _has(self, number: int, message: HasAttribute) -> None:
+        has: Callable[[int, Any], bool] = lambda place, env: env.has_wrapper_attr(message.name)  # noqa: E731
+        answer(self._segment, number, VALUE, self._envs().each(message.name, message.slots, has))
+
+    def _set(self, number: int, message: SetAttribute) -> None:
+        name, values = message.name, message.values
+        write: Callable[[int, Any], Any] = lambda place, env: env.set_wrapper_attr(name, values[place])  # noqa: E731
+        answer(self._segment, number, VALUE, self._envs().each(name, message.slots, write))
+
+    def _render(self, number: int, message: Render) -> None:
+        mail = self._envs().each("render", message.slots, lambda place, env: env.render())
+        answer(self._segment, number, VALUE, mail)
+
+    def _branch(self, number: int, message: Branch) -> None:
+        self._answer(number, self._on_branch(self.number, message.token))
+
+    def _close(self, number: int, message: Close) -> None:
+        self.closing = True
+        self.close_envs()
+        self._answer(number, None)
+
+    # --- states and replays -----------------------------------------------------------------------
+
+    def _capture_state(self, number: int, message: CaptureState) -> None:
+        began = time.thread_time()
+        state = dumps((message.last_step, self._envs().capture_state()))
+        self._answer(number, (time.thread_time() - began, state))
+
+    def _restore_state(self, number: int, message: RestoreState) -> None:
+        try:
+            self._put_back(message.state)
         finally:
-            if self._entropy is not None:
-                self._entropy.remove()
+            self._write_head(number)
+        self._answer(number, None)
 
-    def _require(self) -> Tenant:
-        if self._tenant is None:
-            raise RuntimeError("There is no env: it was not built, or is closed.")
-        return self._tenant
+    def _replay(self, number: int, message: Replay) -> None:
+        try:
+            self._run(number, message.lasting, indexed=False)
+            if message.state:
+                self._put_back(message.state)
+            elif message.generators:
+                self._envs().restore_generators(message.generators)
+            came = self._run(number, message.entries, indexed=True)
+        finally:
+            self._write_head(number)
+        self._answer(number, came)
+
+    def _run(self, number: int, entries: bytes, *, indexed: bool) -> bytes:
+        """Execute journal entries; return those that came of it. ``number`` is that of the replay."""
+        segment, words, came = self._segment, self._segment.words, []
+        for index, entry in enumerate(split_entries(entries, segment.layout.end)):
+            if indexed:
+                words[REPLAYING] = index + 1
+            again = entry.number
+            self._ask_again(entry)
+            self.handle(again)
+            words[BUSY] = number
+            bank = segment.banks[again & 1]
+            evidence = mail_of(segment, again)[0] if bank.view[3] & IRREGULAR else b""
+            came.append(entry_of(bank, entry.request_mail, evidence, exact=self._envs().exact))
+        words[REPLAYING] = 0
+        return b"".join(came)
+
+    def _ask_again(self, entry: Entry) -> None:
+        """Put the request of an entry into its bank, as the trainer did."""
+        number = entry.number
+        bank = self._segment.banks[number & 1]
+        end = bank.layout.rewards
+        bank.view[:end] = entry.stretch[:end]
+        kind, tag = entry.stretch[:2]
+        HEAD.pack_into(bank.view, 0, kind, tag, STEPPED, 0, 0, number, 0)
+        if not is_plain(entry.stretch):
+            self._segment.write_request_mail(number, entry.request_mail)
+
+    def _put_back(self, data: bytes) -> None:
+        """Put a state into the envs; the last step before it is repeated in them first."""
+        last_step, state = pickle.loads(data)
+        actions: Sequence[Any] = ()
+        assert self._stepper is not None
+        if last_step:
+            entry = next(split_entries(last_step, self._segment.layout.end))
+            self._ask_again(entry)
+            actions = list(self._stepper.actions(entry.number))
+        self._envs().restore_state(state, actions)
+
+    def _write_head(self, number: int) -> None:
+        """Write the head of a message whose bank was used for other requests meanwhile."""
+        HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, VALUE, 0, 0, number & U32, 0)
 
 
-def built(env_fn: Callable[[], Any], registrations: bytes | None) -> gymnasium.Env[Any, Any]:
-    """The env; what the trainer has registered is registered here if it turns out to be needed."""
-    try:
-        env = env_fn()
-    except gymnasium.error.UnregisteredEnv:
-        if registrations is None:
-            raise
-        register(registrations)  # the trainer may know it
-        env = env_fn()
-    if not isinstance(env, gymnasium.Env):
-        raise TypeError(f"env_fn returned {env!r:.200}, which is not a gymnasium.Env. Return an env, already built.")
-    return env
-
-
-def _timed(call: Callable[[], bytes]) -> tuple[float, bytes]:
-    """The seconds it has taken the processor, and what it returned."""
-    began = time.thread_time()
-    value = call()
-    return time.thread_time() - began, value
-
-
-_OF_HOST: dict[type, Callable[[Host, int, Any], bytes]] = {
-    Initialize: Host._initialize,
-    Sparing: Host._spare,
-    TellApart: Host._tell_apart,
+_HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
+    Build: Host._build,
+    Reset: Host._reset,
+    Call: Host._call,
+    GetAttribute: Host._get,
+    HasAttribute: Host._has,
+    SetAttribute: Host._set,
+    Render: Host._render,
     Branch: Host._branch,
+    CaptureState: Host._capture_state,
+    RestoreState: Host._restore_state,
     Replay: Host._replay,
     Close: Host._close,
-}
-_OF_TENANT: dict[type, Callable[[Tenant, int, Any], bytes]] = {
-    Reset: lambda tenant, seq, message: tenant.reset(seq, message),
-    Call: lambda tenant, seq, message: tenant.call(seq, message),
-    GetAttribute: lambda tenant, seq, message: tenant.get(seq, message),
-    HasAttribute: lambda tenant, seq, message: tenant.has(seq, message),
-    SetAttribute: lambda tenant, seq, message: tenant.set(seq, message),
-    Render: lambda tenant, seq, message: tenant.render(seq, message),
-    CaptureState: lambda tenant, seq, message: pack_value(seq, _timed(lambda: tenant.capture_state(seq, message))),
-    RestoreState: lambda tenant, seq, message: pack_value(seq, tenant.restore_state(message)),
 }

@@ -1,62 +1,84 @@
 """A worker process from its first line to its last.
 
-It reads requests from one pipe, has the host answer them, and writes replies to another. It ends when
-the request pipe closes (the trainer is gone or has had enough), when it is told to, or when the env ends
-it. It ignores SIGINT: Ctrl-C is the trainer's.
+It waits for requests, has the host execute them, and ends when the line ends (the trainer is gone or has had enough),
+when it is told to close, or when the env ends it. It ignores SIGINT: Ctrl-C is the trainer's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import mmap
 import multiprocessing
 import os
+import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
-from multienv.wire.memory import CONTROL_SIZE, DEADLINE, OBSERVATIONS, STEP_SECONDS, Block, Control
-from multienv.wire.messages import ARRIVED, MARK_SIZE, NOT_ARRIVED, REQUEST, STEP, Initialize
+from multienv.wire.banks import STEP
+from multienv.wire.messages import Build
+from multienv.wire.segment import (
+    LOOKS,
+    PID,
+    REPLY,
+    REQUEST,
+    STEP_SECONDS,
+    TRAINER_SLEEPS,
+    WORKER_SLEEPS,
+    Segment,
+)
 from multienv.worker.affinity import Affinity
-from multienv.worker.ends import WARD_VARIABLE, Ends
-from multienv.worker.host import Host
-from multienv.worker.lookout import Lookout
-from multienv.worker.offspring import Offspring
+from multienv.worker.ends import MARK_VARIABLE, Ends
 from multienv.worker.snapshots import Snapshots, Woken
 
-# One read takes most requests, and CPython's small-object allocator serves it; the rest of a longer one is
-# fetched as its header says.
-_CHUNK = 476
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
 # The exit code of a worker whose own loop failed, which is a defect of multienv.
 LOOP_FAILED = 70
 
+# Seconds a worker looks for the next request before it goes to sleep. To be woken takes 20 to 50 µs on a virtual
+# machine, as long as several steps of CartPole. At each look it gives the core to any process that wants it.
+LOOKING = 200e-6
+# Milliseconds of the first sleep. "I sleep" is stored and the request is loaded after it; without a fence, which
+# Python does not have, the processor may do it the other way round, and a wake-up is lost. After this time the store is
+# visible to the trainer.
+FIRST_SLEEP = 3
+# A mask: of steps whose number has any of these bits the time is not taken; of slow ones it is always taken.
+SAMPLE = 63
+SLOW = 1e-3
+# Weight of a new sample in the time of a step.
+_SMOOTHING = 0.1
 
-def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
-    """Serve requests until the end; never returns."""
+_give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+MakeHost = Callable[..., Any]
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_NAME = 15
+
+
+def main(ends: Ends, title: str = "", make_host: MakeHost | None = None) -> NoReturn:
+    """Serve requests until the end; never returns.
+
+    Args:
+        ends: The worker's descriptors.
+        title: What ``ps`` shows.
+        make_host: Makes the host, as ``multienv.worker.host.Host`` does.
+    """
     code = LOOP_FAILED
     try:
         _take_signals()
-        offspring = Offspring()
-        control = _settle(ends, offspring)
-        snapshots = Snapshots(control.words, ends, lambda seq: host.remember(seq), offspring.fork)
-        host = Host(
-            env_fn=env_fn,
-            words=control.words,
-            on_initialize=lambda message: _find_place(message, snapshots),
-            allocate=partial(_allocate, ends.memory, offspring),
-            arena=lambda size: offspring.keep_block(Block.sized(ends.arena, size)),
-            on_branch=snapshots.branch,
-        )
-        with contextlib.suppress(BrokenPipeError, EOFError):  # the trainer let go in the middle of a request
-            _live(ends, host, control, snapshots, offspring)
-        if not host.closing:
-            with contextlib.suppress(Exception):  # nobody is left to hear of it
-                host.close_env()
+        set_title(title)
+        if make_host is None:
+            from multienv.worker.host import Host
+
+            make_host = Host
+        _live(ends, make_host)
         code = 0
     except SystemExit as exit_:
         code = _exit_code(exit_)
@@ -64,127 +86,188 @@ def main(ends: Ends, env_fn: Callable[[], Any] | None = None) -> NoReturn:
         sys.excepthook(*sys.exc_info())
         code = 1
     finally:
-        # Not sys.exit: in a forked worker the trainer's own exit handlers would run a second time.
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-        with contextlib.suppress(BaseException):
-            sys.stderr.flush()
-        os._exit(code)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        os._exit(code)  # not sys.exit: exit handlers are the monitor's
 
 
-def spawned(ends: str) -> NoReturn:
-    """As :func:`main`, in an interpreter of its own: the ends come by the command line."""
-    main(Ends.parse(ends))
+def spawned(title: str, *ends: str) -> NoReturn:
+    """Run :func:`main` in an interpreter of its own; the descriptors come by the command line."""
+    line, memory, stack, announcements = map(int, ends)
+    for descriptor in (line, memory, stack, announcements):
+        os.set_inheritable(descriptor, False)
+    main(Ends.of(line, memory, stack, announcements), title)
 
 
-def _live(ends: Ends, host: Host, control: Control, snapshots: Snapshots, offspring: Offspring) -> None:
-    """Answer requests until there are no more; and whenever this is a snapshot that is woken, begin anew as that."""
-    affinity, woken = Affinity.of_this_process(control), False
+def _live(ends: Ends, make_host: MakeHost) -> None:
+    """Serve, and whenever this process is a snapshot that has been woken, begin anew as that."""
+    segment, number, woken = _settle(ends), 0, False
+    forks = Forks(segment)
+    snapshots = Snapshots(segment, ends, forks.fork)
+    host = make_host(segment, on_build=lambda build: _find_place(build, snapshots), on_branch=snapshots.branch)
     while True:
         try:
             if woken:
-                before, control = control, _settle(ends, offspring)
-                host.move(control.words, partial(_allocate, ends.memory, offspring))
-                before.close()
-                affinity = Affinity.of_this_process(control)
-                snapshots.go_on(control.words, ends)
-            offspring.keep_ends(ends)
-            host.answer_on(ends.replies)
-            _serve(ends, host, control, snapshots, affinity)
-            return
+                segment = forks.segment = _settle(ends)
+                host.move(segment)
+                snapshots.go_on(segment, ends)
+                segment.words[REPLY] = number  # tells the trainer that it is up
+                _wake_trainer(segment, ends.line)
+            _serve(ends.line, host, segment, snapshots, forks)
+            break
         except Woken as again:
-            ends, woken = again.ends, True
-            affinity.end()
+            ends, number, woken = again.ends, again.number, True
+    if not host.closing:
+        with contextlib.suppress(Exception):  # nobody is left to hear of it
+            host.close_envs()
 
 
-def _serve(ends: Ends, host: Host, control: Control, snapshots: Snapshots, affinity: Affinity) -> None:
-    """Answer requests until there are no more."""
-    read, write, times, unpack, clock = os.read, os.write, control.times, REQUEST.unpack_from, time.perf_counter
-    last_seq, reply, ahead = -1, b"", b""
-    unseen = 0  # it is not known yet how long a step takes
-    lookout, look, replied = Lookout.over(ends.requests, control.words), None, 0.0
-    while True:
-        if look is not None and not ahead and not look():
-            look = None
-        frame = ahead or read(ends.requests, _CHUNK)
-        if replied:
-            look, replied = lookout.after(clock() - replied), 0.0
-        if not frame:
-            return
-        if len(frame) < REQUEST.size:
-            frame = _read_rest(ends.requests, frame, REQUEST.size)
-        length, seq, kind, _ = unpack(frame)
-        if len(frame) < length:
-            frame = _read_rest(ends.requests, frame, length)
-        ahead = frame[length:]  # a Close, or a mark, may have been sent meanwhile
-        if ahead:
-            if not length:
-                ahead = _answer_mark(ends, frame, reply if seq == last_seq else b"", times)
+def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshots, forks: Forks) -> None:
+    """Execute requests until the line ends or the host has been closed."""
+    # The newest request that was executed. In a woken snapshot it is not the snapshot's: the segment is new, and the
+    # trainer may go on with a lower number.
+    last = 0
+    words, times, clock = segment.words, segment.times, time.perf_counter
+    affinity, unseen = Affinity.of_this_process(words), 0
+    try:
+        while True:
+            if words[REQUEST] == last and (host.closing or not _await_request(line, words, last)):
+                return
+            number = words[REQUEST]
+            if number & unseen:
+                host.handle(number)
+                if forks.is_astray:
+                    os._exit(0)
+                words[REPLY] = last = number
+                if words[TRAINER_SLEEPS]:
+                    _wake_trainer(segment, line)
                 continue
-            frame = frame[:length]
-        sampled = kind == STEP and not seq & unseen
-        reply = affinity.timed(host.handle, seq, kind, frame, unseen + 1) if sampled else host.handle(seq, kind, frame)
-        last_seq = seq
-        times[DEADLINE] = 0.0
-        written = write(ends.replies, reply)
-        if written < len(reply):  # a signal came in between
-            _write_rest(ends.replies, memoryview(reply)[written:])
-        if sampled:
-            replied = 0.0 if look is not None else clock()
-            unseen = min(affinity.unseen, snapshots.unseen(times[STEP_SECONDS]))
-            snapshots.consider(seq, times[STEP_SECONDS])
-        elif host.closing:
+            is_step = segment.banks[number & 1].view[0] == STEP
+            began = clock()
+            host.handle(number)
+            seconds = clock() - began
+            if forks.is_astray:
+                os._exit(0)
+            words[REPLY] = last = number
+            if words[TRAINER_SLEEPS]:
+                _wake_trainer(segment, line)
+            if is_step:
+                before = times[STEP_SECONDS] or seconds
+                smoothed = times[STEP_SECONDS] = before + _SMOOTHING * (seconds - before)
+                unseen = 0 if smoothed > SLOW or snapshots.watches_all else SAMPLE
+                affinity.consider(seconds, unseen + 1)
+                snapshots.consider(number, smoothed)
+    finally:
+        affinity.end()
+
+
+def _await_request(line: socket.socket, words: Any, last: int) -> bool:
+    """Look for another request than ``last``, then sleep until there is one; false when the line has ended."""
+    if words[LOOKS]:
+        clock, give_way = time.perf_counter, _give_way
+        until = clock() + LOOKING
+        while words[REQUEST] == last:
+            if clock() > until:
+                break
+            give_way()
+        else:
+            return True
+    poller = select.poll()
+    poller.register(line, select.POLLIN)
+    patience: int | None = FIRST_SLEEP
+    try:
+        while True:
+            words[WORKER_SLEEPS] = 1
+            if words[REQUEST] != last:
+                return True
+            if poller.poll(patience) and _has_ended(line):
+                return bool(words[REQUEST] != last)
+            if words[REQUEST] != last:
+                return True
+            patience = None
+    finally:
+        words[WORKER_SLEEPS] = 0
+
+
+def _has_ended(line: socket.socket) -> bool:
+    """Read wake bytes; tell whether the trainer has closed its end."""
+    try:
+        return not line.recv(4096, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:  # closed before it had read all bytes, or by the env
+        return True
+
+
+def _wake_trainer(segment: Segment, line: socket.socket) -> None:
+    """Send the trainer a byte, if it sleeps."""
+    if segment.words[TRAINER_SLEEPS]:
+        with contextlib.suppress(OSError):  # full of bytes, which wake it as well; or it is gone, which is seen next
+            line.send(b"\0", _NO_SIGNAL | socket.MSG_DONTWAIT)
+
+
+class Forks:
+    """Takes the segment from processes that the env forks: none of them is the worker.
+
+    A child that comes back out of the env's method would go on as a second worker: mark, write and answer in the shared
+    memory. So it may only read there, and ends where the worker would answer.
+
+    Attributes:
+        segment: What a child may not write to.
+        is_astray: This process has been forked by the env.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.is_astray = False
+        self._is_ours = False
+        os.register_at_fork(after_in_child=self._part)
+
+    def fork(self) -> int:
+        """Fork as ``os.fork`` does, for a copy that is to have everything."""
+        self._is_ours = True
+        try:
+            return os.fork()
+        finally:
+            self._is_ours = False
+
+    def _part(self) -> None:
+        if self._is_ours or self.is_astray:
             return
-
-
-def _answer_mark(ends: Ends, frame: bytes, reply: bytes, times: Any) -> bytes:
-    """Tell an interrupted trainer where to go on reading; returns what came behind its frame."""
-    if reply:
-        times[DEADLINE] = 0.0  # it was set anew: the trainer did not know that there was an answer
-    end = REQUEST.size + MARK_SIZE
-    if len(frame) < end:
-        frame = _read_rest(ends.requests, frame, end)
-    answer = frame[REQUEST.size : end] + (ARRIVED + reply if reply else NOT_ARRIVED)
-    _write_rest(ends.replies, memoryview(answer))
-    return frame[end:]
-
-
-def _read_rest(descriptor: int, start: bytes, length: int) -> bytes:
-    parts, missing = [start], length - len(start)
-    while missing > 0:
-        part = os.read(descriptor, min(missing, 2**20))
-        if not part:
-            raise EOFError("the trainer went away in the middle of a request")
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
-
-
-def _write_rest(descriptor: int, rest: memoryview) -> None:
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+        self.is_astray = True
+        faulthandler.disable()  # it would write where the worker's stack is looked for
+        if _libc is not None:
+            for view in (self.segment.words, *(bank.view for bank in self.segment.banks)):
+                first = ctypes.addressof(ctypes.c_char.from_buffer(view))
+                start = first - first % mmap.PAGESIZE
+                _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(first + view.nbytes - start), mmap.PROT_READ)
 
 
 def _take_signals() -> None:
-    """As a worker wants them; the env may have others."""
+    """Set signals as a worker wants them; the env may want others."""
     for name in ("SIGTERM", "SIGCHLD", "SIGHUP", "SIGALRM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _settle(ends: Ends, offspring: Offspring) -> Control:
-    """Where stacks are written, and the control words."""
+def _settle(ends: Ends) -> Segment:
+    """Have stacks written where the monitor reads them, and map the segment."""
     faulthandler.enable(ends.stack, all_threads=True)
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True, chain=False)
-    return Control(offspring.keep_block(Block(ends.memory, CONTROL_SIZE)))
+    segment = Segment(ends.memory)
+    segment.words[PID] = os.getpid()
+    return segment
 
 
-def _find_place(message: Initialize, snapshots: Snapshots) -> None:
-    """See the world as the trainer does: modules, arguments, working directory, environment, registered envs."""
-    snapshots.begin(message.snapshots, at_once=message.replacement)
-    setting = message.setting
+def _find_place(build: Build, snapshots: Snapshots) -> None:
+    """Set up the trainer's surroundings: modules, arguments, working directory, environment."""
+    snapshots.begin(build.snapshots, at_once=build.replacement)
+    if build.title:
+        set_title(build.title)
+    setting = build.setting
     if setting is None:
         return
     multiprocessing.current_process().authkey = setting.authkey
@@ -192,14 +275,23 @@ def _find_place(message: Initialize, snapshots: Snapshots) -> None:
     sys.argv[:] = setting.arguments
     with contextlib.suppress(OSError):
         os.chdir(setting.directory)
-    kept = {WARD_VARIABLE: os.environ[WARD_VARIABLE]} if WARD_VARIABLE in os.environ else {}
+    kept = {name: os.environ[name] for name in (MARK_VARIABLE,) if name in os.environ}
     os.environ.clear()
     os.environ.update(setting.environment | kept)
 
 
-def _allocate(descriptor: int, offspring: Offspring, size: int) -> Block:
-    os.ftruncate(descriptor, OBSERVATIONS + size)
-    return offspring.keep_block(Block(descriptor, size, OBSERVATIONS))
+def set_title(title: str) -> None:
+    """Have ``ps`` show ``title``: as the name, of which the kernel keeps 15 characters, and as the command line."""
+    if _libc is None or not title:
+        return
+    data = title.encode()
+    _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(data[:15]), 0, 0, 0)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # proc(5): where the command line lies in this process's memory, and where it ends; numbers 48 and 49.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        if start and end - start > len(data):
+            ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
 def _exit_code(exit_: SystemExit) -> int:

@@ -1,173 +1,351 @@
-"""The rows of the batch that are a group's: where its envs' observations, rewards and flags go."""
+"""The worker's half of the rows codec: several envs, each of which writes into its row of a batch.
+
+Observations are copied as soon as an env returns them (some return the same array at each step), and infos are taken
+as they are at that moment. An env that raises, or is absent from the request, gets a blank row: what its caller sees
+is the trainer's to say.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import utils
 
-from multienv.wire.batch import Array, BatchLayout, copied_rows, places, row_of, row_writer
-from multienv.wire.evidence import GroupEvidence
-from multienv.wire.memory import Block
-from multienv.wire.messages import IRREGULAR, TAILED, Group, dumps
+from multienv.wire.actions import action_decoder
+from multienv.wire.banks import ABSENT, ENDED, HEAD, IDLE, IRREGULAR, RAISED, STEP, STEPPED, Bank, digester
+from multienv.wire.infos import NUMBERS, InfoPacker, pack_extras
+from multienv.wire.messages import Failure, Reset, dumps
+from multienv.wire.rows import cells, has_rows, leaf_arrays, nested, row_writer
+from multienv.wire.segment import BUSY, REPLY_MAIL, SLOT, Segment
+from multienv.worker.env_group import EnvGroup
+from multienv.worker.exact import STEP_RESULT, Handle
+from multienv.worker.failures import failure_of, not_picklable, wrong_info, wrong_result, wrong_reward
+from multienv.worker.replies import U32, answer_failure
+
+Infos = list[tuple[int, Any]]  # slot and info: a dict of numbers, or the pickle of anything else
+Failures = dict[int, Failure]
+
+_WHOLE = slice(None)
 
 
-class Rows:
-    """Both places of them; which one is written the number of the request says.
+class RowsStepper:
+    """Steps several envs and writes what they return.
 
-    Attributes:
-        block: The memory they lie in, shared with the other groups.
-        laid_out: Observations have arrays there; else they are kept in ``loose``, and travel in the replies.
-        loose: The last such observation of each env.
-        stale: For each place whether flags are set in it.
-        begun: Of which envs something has been seen.
-        shown: For each place what makes the evidence of what lies there.
+    Args:
+        group: Holds the envs.
+        segment: With banks that are laid out for them.
     """
 
-    def __init__(self, space: spaces.Space[Any], group: Group, arena: Callable[[int], Block]) -> None:
-        """Find them in the arena."""
-        layout = BatchLayout.of(space, group.num_envs, with_observations=group.with_observations)
-        self.block = arena(2 * layout.size)
-        self.laid_out = layout.tree is not None
-        self.loose: list[Any] = [None] * group.size
-        self.stale = [True, True]  # another process may have left some
-        self.begun = [False] * group.size
-        self._first, self._size = group.first, group.size
-        self._mine = slice(group.first, group.first + group.size)
-        self._places = places(layout, self.block.view)
-        evidence = GroupEvidence(layout, group.size)
-        self.shown = [evidence.maker(place, group.first) for place in self._places]
-        self._writers = [row_writer(place.observations) if self.laid_out else self._keep for place in self._places]
-        self._told: list[bytes | None] = [None] * group.size  # observations as they have travelled, one by one
-        self._remembered: list[tuple[Array, Array]] = []
+    def __init__(self, group: EnvGroup, segment: Segment) -> None:
+        self._group, self._segment = group, segment
+        self._batch_space = utils.batch_space(group.action_space, group.slots)
+        self._is_array = type(self._batch_space) in (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
+        self._decode = action_decoder(self._batch_space, segment)
+        self._packer = InfoPacker(group.slots)
+        self._sides = [_Side(group, bank) for bank in segment.banks]
 
-    def target(self, side: int) -> tuple[list[Any], memoryview, memoryview, memoryview]:
-        """What a step writes to: a cell for each env's observation; rewards and flags of the whole batch."""
-        place = self._places[side]
-        return self._cells(side), place.rewards.data, place.terminations.data, place.truncations.data
+    def actions(self, number: int) -> Iterable[Any]:
+        """Return the actions in the bank of request ``number``, which is a step: one for each slot."""
+        batch = self._decode(number, self._segment.banks[number & 1].view[1] & ~ABSENT)
+        return batch if self._is_array else utils.iterate(self._batch_space, batch)
 
-    def _cells(self, side: int) -> list[Any]:
-        """What to assign observations to.
+    def compile(self, otherwise: Handle, last: list[int]) -> Handle:  # noqa: C901 - see below
+        """Return the function that executes any request; see :meth:`ExactStepper.compile`.
 
-        A memoryview takes what has its very format and shape, and refuses anything else, in half the time that it takes
-        to ask; but it knows one dimension only.
+        One loop for every kind of env, because each call, and each object that it touches, counts here.
         """
-        observations = self._places[side].observations
-        if isinstance(observations, np.ndarray) and observations.ndim == 2 and observations.dtype.isnative:
-            return [observations[row].data for row in range(self._first, self._first + self._size)]
-        return [Cell(partial(self.write, side, slot)) for slot in range(self._size)]
+        segment, group, decode, finish = self._segment, self._group, self._decode, self._finish
+        words, calls, is_array, batch_space = segment.words, group.calls, self._is_array, self._batch_space
+        slots, marks = range(group.slots), range(1, group.slots + 1)
+        targets: list[tuple[Any, ...]] = [
+            (side, side.bank.view, side.cells, side.bank.rewards.data, side.digest) for side in self._sides
+        ]
+        key, is_loose = self._sides[0].key, self._sides[0].loose is not None
 
-    def write(self, side: int, slot: int, observation: Any) -> None:
-        """Write one observation; raises what is wrong with it."""
-        self._writers[side](self._first + slot, observation)
+        def handle(number: int) -> None:  # noqa: C901
+            side, view, cells, rewards, digest = targets[number & 1]
+            if view[0] != STEP:
+                otherwise(number)
+                return
+            words[BUSY] = number
+            infos: Infos = []
+            failures: Failures = {}
+            side.clear_flags()
+            try:
+                actions = decode(number, view[1] & ~ABSENT)
+                if not is_array:
+                    actions = utils.iterate(batch_space, actions)
+                asked = self._calls_without(side) if view[1] & ABSENT else calls
+                for slot, mark, call, action, cell in zip(slots, marks, asked, actions, cells, strict=True):
+                    words[SLOT] = mark
+                    try:
+                        result = call(action)
+                        try:
+                            observation, reward, terminated, truncated, info = result
+                        except (TypeError, ValueError):
+                            raise wrong_result("step", STEP_RESULT, result) from None
+                        try:
+                            rewards[slot] = reward
+                        except (TypeError, ValueError):
+                            raise wrong_reward(reward) from None
+                        if terminated or truncated:
+                            side.note_end(slot, terminated, truncated)
+                            observation, info = self._end(slot, result)
+                        try:
+                            cell[key] = observation
+                        except (TypeError, ValueError):
+                            side.write(slot, observation)  # it may fit all the same
+                        if info:
+                            infos.append((slot, _taken(info)))
+                    except Exception as error:
+                        self._note_error(side, slot, error, infos, failures)
+                if infos or failures or is_loose:
+                    finish(number, side, infos, failures)
+                else:
+                    if side.flags:
+                        view[3] = side.flags
+                    if digest is not None:
+                        digest()
+                    if words[REPLY_MAIL + (number & 1)]:
+                        words[REPLY_MAIL + (number & 1)] = 0
+            except Exception as error:
+                answer_failure(segment, number, error)
+            last[0] = number
+            words[SLOT] = 0
+            words[BUSY] = 0
 
-    def _keep(self, row: int, observation: Any) -> None:
-        self.loose[row - self._first] = observation
+        return handle
 
-    def clear_flags(self, side: int) -> None:
-        """No episode has ended."""
-        place = self._places[side]
-        place.terminations[self._mine] = False
-        place.truncations[self._mine] = False
-        self.stale[side] = False
+    def reset(self, number: int, message: Reset) -> None:
+        """Execute a reset of the slots that are named and not absent."""
+        group, side = self._group, self._sides[number & 1]
+        if message.generators is not None:
+            group.restore_generators(message.generators)
+        generators = group.capture_generators() if message.anchor else b""
+        infos: Infos = []
+        failures: Failures = {}
+        side.clear_flags()
+        side.bank.rewards[:] = 0.0
+        for slot in range(group.slots):
+            is_absent = side.bank.view[1] & ABSENT and side.bank.absent[slot]
+            if is_absent or not message.touches(slot):
+                if is_absent:
+                    group.end(slot)
+                side.blank(slot)
+                continue
+            try:
+                observation, info = group.begin(slot, seed=message.seeds[slot], options=message.options[slot])
+                side.write(slot, observation)
+                if info:
+                    infos.append((slot, _taken(info)))
+            except Exception as error:
+                self._note_failure(side, slot, failure_of(error), failures)
+        self._finish(number, side, infos, failures, generators)
 
-    def put(self, seq: int, slot: int, observation: Any, *, truncated: bool = False) -> None:
-        """Write all that is one env's, where nothing has been earned."""
-        side, row = seq & 1, self._first + slot
-        self.write(side, slot, observation)
-        place, self.stale[side] = self._places[side], True
-        place.rewards[row], place.terminations[row], place.truncations[row] = 0.0, False, truncated
+    # --- ends and errors --------------------------------------------------------------------------
 
-    def earned(self, seq: int, slot: int) -> tuple[float, bool, bool]:
-        """Reward and flags of one env."""
-        place, row = self._places[seq & 1], self._first + slot
-        return float(place.rewards[row]), bool(place.terminations[row]), bool(place.truncations[row])
+    def _end(self, slot: int, result: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Note that an episode has ended with what ``step`` returned; return observation and info for the caller."""
+        self._group.end(slot)
+        observation, reward, terminated, truncated, info = result
+        if self._group.autoreset != "SAME_STEP":
+            return observation, info
+        try:
+            data = dumps((observation, reward, bool(terminated), bool(truncated), info))
+        except Exception as error:
+            raise not_picklable("step", error) from error
+        final_observation, _, _, _, final_info = pickle.loads(data)  # the env may change its own in reset()
+        try:
+            observation, info = self._group.begin(slot)
+        except Exception as error:
+            raise _ResetRaisedError(error, data) from error
+        return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}
 
-    def seen(self, seq: int, slot: int) -> Any:
-        """What the caller saw of this env before this request; ``None`` where it alone has kept that."""
-        if not self.laid_out:
-            return None
-        self._forget_unseen(seq, slot)
-        return row_of(self._places[~seq & 1].observations, self._first + slot)
+    def _calls_without(self, side: _Side) -> list[Callable[[Any], Any]]:
+        """Return what a step calls for each slot, where those that are absent are not stepped."""
+        pairs = zip(self._group.calls, side.bank.absent.tolist(), strict=True)
+        return [partial(_be_absent, absent) if absent else call for call, absent in pairs]
 
-    def told(self, seq: int, slot: int) -> Any:
-        """The same, also of what travelled; ``None`` where that cannot be had again."""
-        if self.laid_out:
-            return self.seen(seq, slot)
-        with contextlib.suppress(Exception):  # foreign code
-            return pickle.loads(self._told[slot] or b"")
-        return None
+    def _note_error(self, side: _Side, slot: int, error: Exception, infos: Infos, failures: Failures) -> None:
+        """Answer for an env that raised in a step, or is absent from it: its episode ends with a blank row."""
+        group = self._group
+        if isinstance(error, _AbsentError):
+            group.end(slot)
+            side.blank(slot)
+            if error.is_idle:
+                return
+        elif isinstance(error, _ResetRaisedError):
+            failure = replace(failure_of(error.cause), returned=error.returned)
+            self._note_failure(side, slot, failure, failures)
+            return
+        else:
+            self._note_failure(side, slot, failure_of(error), failures)
+            if not group.truncates_errors:
+                return
+            side.note_end(slot, False, True)
+        if group.autoreset == "SAME_STEP":
+            try:
+                observation, info = group.begin(slot)
+                side.write(slot, observation)
+                if info:
+                    infos.append((slot, _taken(info)))
+            except Exception as again:
+                self._note_failure(side, slot, failure_of(again), failures)
 
-    def keep(self, seq: int, slot: int | None = None) -> None:
-        """Have the caller see once more what it saw before this request: of one env, or of all."""
-        for one in range(self._size) if slot is None else (slot,):
-            self._forget_unseen(seq, one)
-            row = self._first + one
-            copied_rows(self._places[~seq & 1], self._places[seq & 1], row, row + 1)
-        self.stale[seq & 1] = True
+    def _note_failure(self, side: _Side, slot: int, failure: Failure, failures: Failures) -> None:
+        self._group.end(slot)
+        side.blank(slot)
+        side.note_failure(slot)
+        failures[slot] = failure
 
-    def _forget_unseen(self, seq: int, slot: int) -> None:
-        """An env of which nothing has been seen shows zeros: what lies there is of a process before this one."""
-        if not self.begun[slot]:
-            for array in self._places[~seq & 1].arrays:
-                array[self._first + slot] = 0
+    # --- replies ----------------------------------------------------------------------------------
 
-    def loose_evidence(self, seq: int) -> tuple[int, bytes, int]:
-        """Flags and body of a reply that carries the observations; raises what pickling raises.
+    def _finish(self, number: int, side: _Side, infos: Infos, failures: Failures, generators: bytes = b"") -> None:
+        """Write head and mail of a reply that is not plain, once the rows are written."""
+        rest = b""
+        if infos and not failures and not generators:
+            rest = self._packer.numbers(infos)
+        if not rest:
+            rest = pack_extras(self._pickled(infos), failures, generators)
+        self._segment.words[SLOT] = 0
+        if side.digest is not None:
+            side.digest()
+        evidence = b"" if side.loose is None else pickle.dumps(side.loose, protocol=5)
+        flags = side.flags | (IRREGULAR if evidence else 0)
+        view = side.bank.view
+        HEAD.pack_into(view, 0, view[0], view[1], STEPPED, flags, 0, number & U32, len(evidence))
+        self._segment.write_reply_mail(number, evidence + rest)
 
-        Rewards and flags lie at the end once more, in so many bytes: as they do where observations have arrays.
-        """
-        place = self._places[seq & 1]
-        others = [array[self._mine] for array in (place.rewards, place.terminations, place.truncations)]
-        tail = b"".join([array.tobytes() for array in others])
-        # One by one: who cannot be read by the trainer costs nobody else.
-        told = list(map(dumps, self.loose))
-        pickled = dumps((told, *[array.tolist() for array in others]))
-        kept = zip(self.loose, told, self._told, strict=True)
-        self._told = [before if one is None else data for one, data, before in kept]
-        return IRREGULAR | TAILED, pickled + tail, len(tail)
-
-    def remember(self, seq: int) -> None:
-        """Keep them as they are after this request."""
-        rows = [array[self._mine] for array in self._places[seq & 1].arrays]
-        self._remembered = [(one, one.copy()) for one in rows]
-
-    def kept(self, seq: int) -> bytes:
-        """What they are after this request, for another process."""
-        rows = [array[self._mine] for array in self._places[seq & 1].arrays]
-        return zlib.compress(pickle.dumps((seq & 1, self.loose, rows), protocol=5), 1)  # a screen is large
-
-    def put_there(self, kept: bytes) -> None:
-        """Have them as they were in another one."""
-        self.begun[:] = [True] * self._size
-        side, self.loose[:], rows = pickle.loads(zlib.decompress(kept))
-        self._told = [None if one is None else dumps(one) for one in self.loose]
-        for array, before in zip(self._places[side].arrays, rows, strict=True):
-            array[self._mine] = before
-        self.stale[:] = [True, True]
-
-    def put_back(self) -> None:
-        """Have them as they were when :meth:`remember` was called."""
-        for rows, before in self._remembered:
-            rows[...] = before
-        self.stale[:] = [True, True]
+    def _pickled(self, infos: Infos) -> list[tuple[int, bytes]]:
+        return [(slot, info if isinstance(info, bytes) else dumps(info)) for slot, info in infos]
 
 
-class Cell:
-    """As a memoryview: takes an observation that is assigned to all of it."""
+class _Side:
+    """One of the two banks: where the envs' observations, rewards and flags go.
 
-    __slots__ = ("_write",)
+    Attributes:
+        cells, key: ``cells[slot][key] = observation`` writes an observation, or raises TypeError or ValueError though
+            it may fit all the same: :meth:`write` decides.
+        flags: Those of the reply, as far as they are known.
+        loose: Where observations have no rows: each of them pickled, ``None`` for a blank one. Else ``None``.
+        digest: Computes the digests, where observations are digested.
+    """
 
-    def __init__(self, write: Callable[[Any], None]) -> None:
-        """Hold the function that takes it."""
-        self._write = write
+    __slots__ = ("_flags", "_leaves", "_unset", "bank", "cells", "digest", "flags", "key", "loose", "write")
+
+    def __init__(self, group: EnvGroup, bank: Bank) -> None:
+        self.bank = bank
+        self.flags = 0
+        self.loose: list[bytes | None] | None = None
+        self.digest: Callable[[], None] | None = None
+        self.key: Any = _WHOLE
+        self.write: Callable[[int, Any], None]
+        self._leaves: list[Any] = []
+        layout = bank.layout
+        self._flags = bank.view[layout.terminated : layout.terminated + 3 * layout.slots]
+        self._unset = bytes(3 * layout.slots)
+        space = group.observation_space
+        if not has_rows(space):
+            self.loose = [None] * group.slots
+            self.write = self._keep
+            self.cells: list[Any] = [_Loose(self._keep, slot) for slot in range(group.slots)]
+            return
+        self._leaves = leaf_arrays(space, bank)
+        tree = nested(space, self._leaves)
+        self.write = row_writer(tree)
+        if isinstance(tree, np.ndarray) and tree.ndim == 1 and tree.dtype.isnative:
+            self.cells, self.key = [tree[slot : slot + 1].data for slot in range(group.slots)], 0
+        else:
+            self.cells = cells(tree, group.slots)
+        if bank.digests is not None:
+            self.digest = digester(bank.digests, self._leaves)
+
+    def _keep(self, slot: int, observation: Any) -> None:
+        assert self.loose is not None
+        try:
+            self.loose[slot] = dumps(observation)
+        except Exception as error:
+            raise not_picklable("step", error) from error
+
+    def blank(self, slot: int) -> None:
+        """Write the row of an env of which there is nothing to tell."""
+        self.bank.rewards[slot] = 0.0
+        self._flags[slot] = self._flags[len(self.cells) + slot] = 0
+        if self.loose is not None:
+            self.loose[slot] = None
+        for leaf in self._leaves:
+            leaf[slot] = 0
+
+    def note_end(self, slot: int, terminated: Any, truncated: Any) -> None:
+        """Set the flags of an env whose episode has ended."""
+        self.flags |= ENDED
+        self.bank.terminated[slot], self.bank.truncated[slot] = terminated, truncated
+
+    def note_failure(self, slot: int) -> None:
+        """Set the flag of an env that has raised."""
+        self.flags |= RAISED
+        self.bank.failed[slot] = True
+
+    def clear_flags(self) -> None:
+        """Unset the flags of all envs: an earlier request, or the trainer, may have set some."""
+        self._flags[:] = self._unset
+        self.flags = 0
+
+
+class _Loose:
+    """Takes an observation that is assigned to all of it, where observations have no rows."""
+
+    __slots__ = ("_keep", "_slot")
+
+    def __init__(self, keep: Callable[[int, Any], None], slot: int) -> None:
+        self._keep, self._slot = keep, slot
 
     def __setitem__(self, whole: slice, observation: Any) -> None:
-        """Take the observation."""
-        self._write(observation)
+        self._keep(self._slot, observation)
+
+
+class _AbsentError(Exception):
+    """An env does not take part in a step; caught by the step.
+
+    Attributes:
+        is_idle: Nor is it reset in this step.
+    """
+
+    def __init__(self, is_idle: bool) -> None:
+        super().__init__()
+        self.is_idle = is_idle
+
+
+class _ResetRaisedError(Exception):
+    """The reset that followed the end of an episode in the same step raised; caught by the step.
+
+    Attributes:
+        cause: What it raised.
+        returned: What the step had returned, pickled.
+    """
+
+    def __init__(self, cause: Exception, returned: bytes) -> None:
+        super().__init__()
+        self.cause, self.returned = cause, returned
+
+
+def _be_absent(absent: int, action: Any) -> NoReturn:
+    raise _AbsentError(absent == IDLE)
+
+
+def _taken(info: Any) -> Any:
+    """Return the info as it is now: the env may change what is in it with its next step."""
+    if not isinstance(info, dict):
+        raise wrong_info(info)
+    if NUMBERS.issuperset(map(type, info.values())):
+        return dict(info)
+    try:
+        return dumps(info)
+    except Exception as error:
+        raise not_picklable("step", error) from error

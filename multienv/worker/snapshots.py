@@ -1,15 +1,15 @@
 """Forked snapshots: now and then a worker forks itself, and the copy freezes.
 
-The copy is exact by construction, whatever the env is made of, and it is a hot standby: when the worker is lost it
-wakes, is handed new pipes and runs the few requests again that came since. It costs the worker a fork, and memory only
-where the two come to differ (copy-on-write).
+The copy is exact by construction, whatever the env is made of. When the worker is lost the copy wakes, is handed new
+descriptors and executes the few requests again that came after it was taken. It costs the worker a fork, and memory
+only where the two come to differ (copy-on-write).
 
-It holds none of the worker's pipes, which would hide a death, and leads a process group of its own. It waits for a
-message on a socket whose other end the warden alone holds: the message wakes it, the socket's end is its own. Once the
-worker is dead it is the warden's child, which reaps its exact exit status too.
+It holds neither end of the worker's line, which would hide a death, and leads a process group of its own. It waits for
+a message on a socket whose other end the monitor alone holds: the message wakes it, the end of the socket ends it. Once
+the worker is dead it is the monitor's child, which reaps its exact exit status too.
 
 An env with threads, child processes, sockets, a GPU or shared memory would not survive the fork whole; then none is
-taken, and `NO_SNAPSHOTS` says why.
+taken, and the control word ``OBSTACLE`` says why.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from multienv.wire.memory import NO_SNAPSHOTS, PID, SHARED_NAME, SNAPSHOTS
-from multienv.wire.messages import SEQ_MASK
-from multienv.worker.affinity import SAMPLE
-from multienv.worker.ends import WARD_VARIABLE, Ends, ward_mark
+from multienv.wire.segment import OBSTACLE, SHARED_NAME, SNAPSHOTS, Segment
+from multienv.worker.ends import MARK_VARIABLE, Ends, mark_of
 
-# Process, number of the last request it has executed, and the token it is kept under; 0: it is the standby.
+# Process, number of the last request executed in it, and the token it is kept under; 0: it is for the worker's death.
 ANNOUNCEMENT = struct.Struct("<QQQ")
-WAKING = struct.Struct("<QQQ")  # trainer, warden, number of the worker it is from now on
-# What comes with it: requests (read), replies (write), memory, stack (write), stderr (write), announcements.
-WAKING_DESCRIPTORS = 6
+WAKING = struct.Struct("<QQQ")  # trainer, monitor, number of the worker it is from now on
+# What comes with it: line, memory, stack, stderr, announcements.
+_WAKING_DESCRIPTORS = 5
 
-# Why there are none; control word NO_SNAPSHOTS is an index.
+# Why there are none; control word OBSTACLE is an index.
 OBSTACLES = ("", "threads", "child processes", "sockets", "devices", "the fork failed", "shared memory")
 _THREADS, _CHILDREN, _SOCKETS, _DEVICES, _FAILED, _SHARED = range(1, 7)
 # Pygame starts it, and needs it for callbacks by the clock alone, which no env asks for that is to be deterministic.
@@ -48,108 +46,110 @@ _HARMLESS_THREADS = ("SDLTimer\n",)
 _DEVICE_PREFIXES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/infiniband")
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 # In the kernel's list of mappings: memory that a copy would go on sharing with its worker, unless it is ours.
-_WRITTEN_BY_ALL = re.compile(rb" .w.s .*(?<!/memfd:%s \(deleted\))\n" % SHARED_NAME.encode())
-# Env time between two, in multiples of what the fork takes: it has to pay for the pages that are copied afterwards too,
-# and for the copy's own work, on another core or not.
+_SHARED_MAPPING = re.compile(rb" .w.s .*(?<!/memfd:%s \(deleted\))\n" % SHARED_NAME.encode())
+
+# Env time between two snapshots: as many times what a fork takes, so that they cost a third of a percent; the pages
+# copied afterwards and the copy's own work cost as much again.
 _MULTIPLE = 300
-# Env time between two at the least, seconds: shorter replays are not worth it.
+# At the least: shorter replays are not worth it.
 _SHORTEST = 0.05
-# Steps that take longer, in seconds, are looked at each.
-_SLOW = 1e-3
-# Times as long for each try that found an obstacle.
-_PATIENCE = 4
+# At the most, so that a replay is short; unless they cost more than one percent then.
+_LONGEST = 0.5
+_LEAST_MULTIPLE = 100
+# Times as long after each try that found an obstacle.
+_OBSTACLE_FACTOR = 4
+# Below so many steps between two each step is looked at.
+_OFTEN = 64
 _PR_SET_PDEATHSIG = 1
-# It is woken when its parent is dead, or about to be; seconds.
+# A snapshot is woken when its parent is dead, or about to be; seconds.
 _ORPHANED_WITHIN = 2.0
 
 
 class Woken(BaseException):
-    """Raised in a snapshot that has been woken, out of whatever the worker was doing when it was taken."""
+    """Raised in a snapshot that has been woken, out of what the worker was doing when it was taken.
 
-    def __init__(self, ends: Ends) -> None:
-        """Tell what it has been handed."""
+    Attributes:
+        ends: What it has been handed.
+        number: The last request executed in it.
+    """
+
+    def __init__(self, ends: Ends, number: int) -> None:
         super().__init__()
         self.ends = ends
+        self.number = number
 
 
 class Snapshots:
-    """When a worker takes snapshots, and how.
+    """Decides when a worker takes snapshots, and takes them.
 
     Args:
-        words: The worker's control words.
-        ends: Its descriptors. Without a socket to the warden among them none are taken.
-        remember: Called before each fork with the number of the last request, to keep what the copy would not have for
-            itself.
+        segment: The worker's segment.
+        ends: The worker's descriptors.
         fork: Makes the copy.
-        clock: Tells seconds.
     """
 
-    def __init__(
-        self,
-        words: Any,
-        ends: Ends,
-        remember: Callable[[int], None] = lambda seq: None,
-        fork: Callable[[], int] = os.fork,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Take none by itself until told how often."""
-        self._seq = 0  # of the last one; in a woken copy: of the last request it has executed
+    def __init__(self, segment: Segment, ends: Ends, fork: Callable[[], int] = os.fork) -> None:
+        self._segment = segment
+        self._ends = ends
+        self._fork = fork
+        self._number = 0  # of the last request executed in the newest one; in a woken copy: in itself
         self._token = 0
         self._every = -1
-        self._words = words
-        self._ends = ends
-        self._remember = remember
-        self._fork = fork
-        self._clock = clock
         self._interval = _SHORTEST
         self._cost = 0.0
         self._pids: set[int] = set()
 
+    @property
+    def watches_all(self) -> bool:
+        """Whether :meth:`consider` is to be called after each step."""
+        return 0 < self._every <= _OFTEN
+
     def begin(self, every: int, *, at_once: bool = False) -> None:
-        """Take one every so many steps; 0 finds out how often is good, -1 is never."""
-        self._every = every if self._possible() else -1
+        """Take one every so many steps; 0: as often as is good; -1: never. ``at_once``: the first one without delay."""
+        self._every = every if sys.platform == "linux" else -1
         self._interval = 0.0 if at_once else _SHORTEST
 
-    def _possible(self) -> bool:
-        return sys.platform == "linux" and self._ends.announcements >= 0
-
-    def unseen(self, step_seconds: float) -> int:
-        """A mask: a step whose number has any of these bits need not be looked at."""
-        if step_seconds > _SLOW or 0 < self._every <= SAMPLE:
-            return 0
-        return SAMPLE
-
-    def consider(self, seq: int, step_seconds: float) -> None:
-        """After a step: take one if it is time. In the copy `Woken` is raised when it is woken."""
+    def consider(self, number: int, step_seconds: float) -> None:
+        """After the step with this number: take one if it is time. In the copy `Woken` is raised when it is woken."""
         if self._every < 0:
             return
-        steps = (seq - self._seq) & SEQ_MASK
-        if steps >= self._every if self._every else self._is_due(seq, steps, step_seconds):
-            obstacle = self._take(seq, 0)
-            self._words[NO_SNAPSHOTS] = obstacle
+        steps = number - self._number
+        if steps >= self._every if self._every else self._is_due(number, steps, step_seconds):
+            obstacle = self._take(number, 0)
+            self._segment.words[OBSTACLE] = obstacle
             if obstacle:  # it may go away: try again later
-                self._interval = _PATIENCE * max(_SHORTEST, self._interval)
+                self._interval = _OBSTACLE_FACTOR * max(_SHORTEST, self._interval)
 
-    def _is_due(self, seq: int, steps: int, step_seconds: float) -> bool:
-        """At steps whose numbers are round: those who are stepped together then fork together, and wait once.
+    def _is_due(self, number: int, steps: int, step_seconds: float) -> bool:
+        """Take them at round numbers: workers that are stepped together then fork together, and are waited for once.
 
-        But no later than after four times as many as are enough: calls have numbers too, perhaps all the round ones.
+        But no later than after four times as many steps as are enough: other requests may have all the round numbers.
         """
         enough = self._interval / max(step_seconds, 1e-9)
-        is_round = seq % (1 << max(0, int(enough).bit_length() - 1)) == 0
+        is_round = number % (1 << max(0, int(enough).bit_length() - 1)) == 0
         return steps >= enough and (is_round or steps >= 4 * enough)
 
-    def branch(self, seq: int, token: int) -> str:
-        """Take one to be kept under this token. What is in the way, or nothing. `Woken` as above."""
-        if not self._possible():
-            return "the start method"
-        return OBSTACLES[self._take(seq, token)]
+    def branch(self, number: int, token: int) -> str:
+        """Take one during request ``number``, to be kept under ``token``; return what is in the way, or nothing."""
+        if sys.platform != "linux":
+            return "the operating system"
+        return OBSTACLES[self._take(number, token)]
 
-    def _take(self, seq: int, token: int) -> int:
+    def go_on(self, segment: Segment, ends: Ends) -> None:
+        """In a woken copy, with a segment and descriptors of its own: leave another copy in its place."""
+        self._segment, self._ends = segment, ends
+        self._take(self._number, self._token)
+        self._token = 0
+        self._interval = 0.0  # and a newer one soon: what was lost may well be lost again
+
+    # --- in the worker --------------------------------------------------------------------------
+
+    def _take(self, number: int, token: int) -> int:
+        """Take one; return the obstacle, or 0."""
         if not token:
-            self._seq = seq
+            self._number = number
         self._reap()
-        began = self._clock()
+        began = time.perf_counter()
         try:
             obstacle = self._obstacle()
             if obstacle:
@@ -162,7 +162,6 @@ class Snapshots:
                 stream.flush()
         drawn = random.getstate()  # Python seeds it anew in a forked child
         timers = [signal.getitimer(which) for which in _TIMERS]  # and a child has none
-        self._remember(seq)
         try:
             pid = self._fork()
         except OSError:
@@ -172,40 +171,35 @@ class Snapshots:
         if pid == 0:
             ours.close()
             random.setstate(drawn)
-            self._seq, self._token = seq, token
+            self._number, self._token = number, token
             self._freeze(theirs, timers)
         theirs.close()
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # whoever comes first
-        self._announce(ANNOUNCEMENT.pack(pid, seq, token), ours)
-        self._note(pid, self._clock() - began)
+            os.setpgid(pid, pid)  # both do it, because either may be first
+        self._announce(ANNOUNCEMENT.pack(pid, number, token), ours)
+        self._pids.add(pid)
+        self._segment.words[SNAPSHOTS] += 1
+        self._cost = max(time.perf_counter() - began, 0.75 * self._cost)
+        longest = max(_LONGEST, _LEAST_MULTIPLE * self._cost)
+        self._interval = min(max(_SHORTEST, _MULTIPLE * self._cost), longest)
         return 0
 
-    # --- in the worker --------------------------------------------------------------------------
-
     def _announce(self, message: bytes, channel: socket.socket) -> None:
-        """To the warden, who lets go of the one before. Without its ear the copy sees the socket end."""
-        with channel, contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._ends.announcements)) as warden:
-            # Not by socket.send_fds(): CPython ignores the flags it is given.
-            handed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [channel.fileno()]))
-            warden.sendmsg([message], [handed], socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0))
-
-    def _note(self, pid: int, seconds: float) -> None:
-        self._pids.add(pid)
-        self._words[SNAPSHOTS] += 1
-        self._cost = max(seconds, 0.75 * self._cost)
-        self._interval = max(_SHORTEST, _MULTIPLE * self._cost)
+        """Tell the monitor, which lets go of the one before. If it does not hear, the copy sees the socket end."""
+        handed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [channel.fileno()]))
+        with channel, contextlib.suppress(OSError):
+            self._ends.announcements.sendmsg([message], [handed], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def _reap(self) -> None:
         for pid in list(self._pids):
             try:
                 if os.waitpid(pid, os.WNOHANG)[0]:
                     self._pids.discard(pid)
-            except ChildProcessError:  # the env reaps whichever child it finds
+            except ChildProcessError:  # the env reaps every child it finds
                 self._pids.discard(pid)
 
     def _obstacle(self) -> int:
-        """What would not survive a fork, or 0."""
+        """Return what would not survive a fork, or 0."""
         for task in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):
                 if int(task) != os.getpid():
@@ -213,14 +207,15 @@ class Snapshots:
                         return _THREADS
                 elif set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split())) - self._pids:
                     return _CHILDREN
+        ours = (self._ends.line.fileno(), self._ends.announcements.fileno())
         for descriptor in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - a Path costs ten times as much
-                if target.startswith("socket:") and int(descriptor) != self._ends.announcements:
+                if target.startswith("socket:") and int(descriptor) not in ours:
                     return _SOCKETS
                 if target.startswith(_DEVICE_PREFIXES):
                     return _DEVICES
-        return _SHARED if _WRITTEN_BY_ALL.search(Path("/proc/self/maps").read_bytes()) else 0
+        return _SHARED if _SHARED_MAPPING.search(Path("/proc/self/maps").read_bytes()) else 0
 
     # --- in the copy ----------------------------------------------------------------------------
 
@@ -229,40 +224,35 @@ class Snapshots:
         try:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
-            for descriptor in self._ends.descriptors():
-                os.close(descriptor)
+            self._ends.close()
+            self._segment.close()
             self._pids.clear()
             with channel:
-                message, descriptors, _, _ = socket.recv_fds(channel, WAKING.size, WAKING_DESCRIPTORS)
-            if len(message) < WAKING.size or len(descriptors) < WAKING_DESCRIPTORS:
-                os._exit(0)  # nobody needs it any more
+                message, descriptors, _, _ = socket.recv_fds(channel, WAKING.size, _WAKING_DESCRIPTORS)
+            if len(message) < WAKING.size or len(descriptors) < _WAKING_DESCRIPTORS:
+                os._exit(0)  # it is no longer needed
             ends = self._get_up(message, descriptors)
             for which, timer in zip(_TIMERS, timers, strict=True):
                 if timer[0]:
                     signal.setitimer(which, *timer)
         except BaseException:
             os._exit(0)
-        raise Woken(ends)
+        raise Woken(ends, self._number)
 
-    def _get_up(self, message: bytes, descriptors: list[int]) -> Ends:
-        trainer, warden, number = WAKING.unpack(message)
-        requests, replies, memory, stack, stderr, announcements = descriptors
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(9), 0, 0, 0)
-        # Asked: nothing tells a process that it has another parent. The old one is dead, or about to be.
+    @staticmethod
+    def _get_up(message: bytes, descriptors: list[int]) -> Ends:
+        trainer, monitor, worker = WAKING.unpack(message)
+        line, memory, stack, stderr, announcements = descriptors
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+        # Asked again and again: nothing tells a process that it has another parent.
         until = time.monotonic() + _ORPHANED_WITHIN
-        while os.getppid() != warden:
+        while os.getppid() != monitor:
             if time.monotonic() > until:
                 os._exit(0)
             time.sleep(0.001)
         os.dup2(stderr, 2)
         os.close(stderr)
-        os.environ[WARD_VARIABLE] = ward_mark(trainer, number)
-        return Ends(requests, replies, memory, stack, announcements)
-
-    def go_on(self, words: Any, ends: Ends) -> None:
-        """In a woken copy, with control words and ends of its own: leave another in its place, first of all."""
-        self._words, self._ends = words, ends
-        words[PID] = os.getpid()
-        self._take(self._seq, self._token)
-        self._token = 0
-        self._interval = 0.0  # and a newer one soon: what was lost may well be lost again
+        for descriptor in (line, memory, stack, announcements):
+            os.set_inheritable(descriptor, False)
+        os.environ[MARK_VARIABLE] = mark_of(trainer, worker)
+        return Ends.of(line, memory, stack, announcements)

@@ -1,6 +1,6 @@
-"""How the state of what cannot be pickled, or is better not, is had as plain data and put back.
+"""How the state of objects that cannot be pickled, or better are not, is read as plain data and put back.
 
-Known from the start are ALE's emulator and MuJoCo's model and data; :func:`register_state_hook` adds others.
+ALE's emulator and MuJoCo's model and data are known; :func:`register_state_hook` adds others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import cloudpickle
@@ -23,7 +23,7 @@ from multienv.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class StateHook:
-    """A pair of functions: the state of an object, and back into another one."""
+    """Two functions: one returns the state of an object, the other puts it into another object."""
 
     get_state: Callable[[Any], Any]
     set_state: Callable[[Any, Any], object]
@@ -36,18 +36,18 @@ def register_state_hook(kind: type, get_state: Callable[[Any], Any], set_state: 
     """Say how the state of a type's objects is taken and put back: for what holds its state in C, say.
 
     multienv keeps the state of an env in a long episode, so that a new process can go on from it when the worker is
-    lost (see ``RestartPolicy.state_anchors``). What lies in the attributes of the env and its wrappers is pickled.
-    Objects of this type, and of types derived from it, are not: the object that a newly built env holds in the same
-    place, once it has been reset, is given the state. A type of an env or of a wrapper may be registered too; its hook
-    then answers for all that it wraps, as the methods ``get_state()`` and ``set_state(state)`` of an env do that has
-    them.
+    lost (see ``RestartPolicy.state_anchors``). The attributes of the env and its wrappers are pickled. Objects of this
+    type, and of types derived from it, are not: the object that a newly built env holds in the same attribute, once it
+    has been reset, is given the state. They are looked for in attributes of the env and of its wrappers, not deeper. A
+    type of an env or of a wrapper may be registered too; its hook then answers for all that it wraps, as do the methods
+    ``get_state()`` and ``set_state(state)`` of an env that has them.
 
-    To be called before the env is made: what is registered then is known in its worker. It may also be called in the
-    worker, in ``env_fn``. Registering a type again replaces its hook.
+    Call it before the env is made: its worker then knows the hook too. It may also be called in the worker, in
+    ``env_fn``. Registering a type again replaces its hook.
 
     Args:
         kind: The type.
-        get_state: Called with the object; returns what can be pickled. It must not change the object.
+        get_state: Called with the object; returns a value that can be pickled. It must not change the object.
         set_state: Called with an object of a newly built env and such a state.
 
     Raises:
@@ -63,7 +63,7 @@ def register_state_hook(kind: type, get_state: Callable[[Any], Any], set_state: 
 
 
 def registered_hooks() -> bytes:
-    """What has been registered in this process, to be told to another one; ``b""`` when nothing has.
+    """Return the hooks registered in this process, pickled; ``b""`` if there are none.
 
     Raises:
         UsageError: It cannot be pickled.
@@ -74,14 +74,14 @@ def registered_hooks() -> bytes:
         data: bytes = cloudpickle.dumps(list(_registered.items()))
     except Exception as error:  # pickling runs foreign code
         raise UsageError(
-            f"What register_state_hook() was given cannot be sent to a process: {type(error).__name__}: {error}. "
-            "Register it in env_fn."
+            f"The functions given to register_state_hook() cannot be pickled: {type(error).__name__}: {error}. "
+            "Call it in env_fn."
         ) from error
     return data
 
 
 def register_all(hooks: bytes) -> None:
-    """Know what another process has registered; what has been registered here takes precedence."""
+    """Register the hooks of another process; those that were registered here take precedence."""
     if hooks:
         _registered.update({kind: hook for kind, hook in cloudpickle.loads(hooks) if kind not in _registered})
         hook_of.cache_clear()
@@ -89,7 +89,7 @@ def register_all(hooks: bytes) -> None:
 
 @cache
 def hook_of(kind: type) -> StateHook | None:
-    """The hook for objects of this type: registered, or known from the start."""
+    """Return the hook for objects of this type: a registered one, or one of this module; ``None``: there is none."""
     for base in kind.__mro__:
         if base in _registered:
             return _registered[base]
@@ -102,7 +102,10 @@ def hook_of(kind: type) -> StateHook | None:
 
 @cache
 def own_hook(kind: type) -> StateHook | None:
-    """That of an env or wrapper with methods ``get_state()`` and ``set_state(state)`` of its own."""
+    """Return the methods ``get_state()`` and ``set_state(state)`` of a type of env or wrapper, if it has them.
+
+    They are looked up in the type: a wrapper forwards unknown names to the env it wraps.
+    """
     get_state, set_state = getattr(kind, "get_state", None), getattr(kind, "set_state", None)
     if not callable(get_state) or not callable(set_state):
         return None
@@ -129,7 +132,7 @@ def _restore_ale(ale: Any, state: Any) -> None:
 
 
 def _mujoco() -> Any:
-    return sys.modules["mujoco"]  # whoever holds one of its objects has imported it
+    return sys.modules["mujoco"]  # imported: there is an object of it
 
 
 def _saved_model(model: Any) -> bytes:
@@ -138,19 +141,9 @@ def _saved_model(model: Any) -> bytes:
     return buffer.tobytes()
 
 
-class _Compressed:
-    """The last model, and the same compressed: the envs of a process have equal ones as a rule."""
-
-    _model = _compressed = b""
-
-    def __call__(self, model: bytes) -> bytes:
-        if model != self._model:
-            self._model, self._compressed = b"", zlib.compress(model, 1)
-            self._model = model
-        return self._compressed
-
-
-_compressed = _Compressed()
+@lru_cache(maxsize=1)  # the envs of a process have equal models as a rule
+def _compressed(model: bytes) -> bytes:
+    return zlib.compress(model, 1)
 
 
 def _clone_model(model: Any) -> bytes:
@@ -158,7 +151,7 @@ def _clone_model(model: Any) -> bytes:
 
 
 def _restore_model(model: Any, state: bytes) -> None:
-    """Into the model of the new env, which is the same unless the env changes it as it goes."""
+    """Put a saved model into that of a new env, which is equal unless the env changes its model as it goes."""
     wanted = zlib.decompress(state)
     if _saved_model(model) == wanted:
         return
@@ -185,9 +178,12 @@ _PARTS_OF_VISUAL = ("global_", "quality", "headlight", "map", "scale", "rgba")
 
 
 def _clone_data(data: Any) -> tuple[bytes, bool, bytes]:
-    """All of it: what was computed in a step is read in the next, before it is computed again.
+    """Return all of an MjData: what a step has computed is read by the next one, before it is computed again.
 
-    But for its model, three quarters of it: the new env has the same, or is given it.
+    Less its model, which is three quarters of the pickle: the new env has an equal one, or is given it.
+
+    Returns:
+        The pickle before the model, whether the model was left out, and the pickle behind it.
     """
     pickled, model = pickle.dumps(data, protocol=5), _saved_model(data.model)
     begin = pickled.find(model[:_ENOUGH])
@@ -202,7 +198,7 @@ def _restore_data(data: Any, state: tuple[bytes, bool, bytes]) -> None:
     _mujoco().mj_copyData(data, copy.model, copy)
 
 
-# So many bytes tell where a model begins.
+# The first bytes of a model, by which it is found in a pickle.
 _ENOUGH = 1024
 
 _BUILT_IN = {

@@ -12,8 +12,8 @@ import gymnasium
 import pytest
 from typer.testing import CliRunner, Result
 
+from kit import CounterEnv
 from multienv.cli import app
-from multienv.testing import CounterEnv
 
 
 class PidEnv(CounterEnv):
@@ -76,5 +76,14 @@ def test_an_env_that_cannot_be_made() -> None:
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "multienv.cli")
-    with pytest.raises(SystemExit, match=r"multienv\[cli\]"):
+    with pytest.raises(SystemExit, match=r'pip install -e "\.\[cli\]" in a checkout'):
         import multienv.cli  # noqa: F401
+
+
+def test_bench_recommends_a_way() -> None:
+    result = CliRunner().invoke(
+        app, ["bench", "Counter-v0", "--num-envs", "2", "--seconds", "0.1"], env={"COLUMNS": "120"}
+    )
+    assert result.exit_code == 0, result.output
+    assert "envs_per_worker=2" in result.output
+    assert "Fastest here: " in result.output

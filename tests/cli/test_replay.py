@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+import multienv
+from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ReportError, WorkerLostError
 from multienv.reports.read import load
 from multienv.reports.store import settle
-from multienv.testing import CounterEnv, Fault, FaultyEnv, SpaceEnv
+from multienv.wire.banks import BankLayout, split_entries
 
+PATH = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(multienv.__file__).parents[1])])
 MULTIENV = [sys.executable, "-c", "from multienv.cli import app; app()"]
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 
@@ -39,7 +43,7 @@ def replay(report: Path, *options: str, stdin: str = "", path: Path | None = Non
         text=True,
         timeout=100,
         cwd=path,
-        env={**os.environ, "COLUMNS": "120", "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "COLUMNS": "120", "PYTHONPATH": PATH},
     )
 
 
@@ -77,7 +81,7 @@ def module(tmp_path: Path) -> Any:
     """Writes a module that builds an env, into the directory that replays begin in."""
 
     def write(source: str) -> Path:
-        (tmp_path / "mine.py").write_text(f"from multienv.testing import *\n{source}\n")
+        (tmp_path / "mine.py").write_text(f"from kit import *\n{source}\n")
         return tmp_path
 
     return write
@@ -130,7 +134,6 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes(reports: Path) ->
         for episode in range(5):
             env.reset(seed=episode or None, options={"start": 2} if episode % 2 else None)
             env.call("poke", 0.25)
-            env.np_random.integers(0, 10, size=3)
             env.set_attr("offset", np.float32(episode))
             for action in (0, 1, 2):
                 env.step(action)
@@ -138,11 +141,15 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes(reports: Path) ->
     report = Path(info["multienv"]["report"])
     where = reports
     (where / "mine.py").write_text(
-        "from multienv.testing import *\ndef make(): return FaultyEnv(fault=Fault('segv', 'step', action=3))"
+        "from kit import *\ndef make(): return FaultyEnv(fault=Fault('segv', 'step', action=3))"
     )
-    result = replay(report, "--env", "mine:make", path=where)
+    refused = replay(report, "--env", "mine:make", path=where)  # the calls are pickled
+    assert refused.returncode == 2
+    assert "request 2" in refused.stderr
+    assert "--trust" in refused.stderr
+    result = replay(report, "--env", "mine:make", "--trust", path=where)
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
-    assert "All 35 answers are as they were recorded." in result.stdout
+    assert "All 30 answers are as they were recorded." in result.stdout
 
 
 # --- it does not ----------------------------------------------------------------------------------
@@ -167,8 +174,7 @@ def test_simulators_in_c(name: str, reports: Path) -> None:
 def test_observations_of_which_there_are_digests(reports: Path) -> None:
     gymnasium.register_envs(ale_py)
     report = killed(partial(gymnasium.make, "ALE/Pong-v5", frameskip=3), 60, reports)
-    with np.load(report.with_suffix(".npz"), allow_pickle=False) as file:
-        assert file["digests"].dtype == np.uint64
+    assert sum(json.loads(report.read_text())["layout"]["leaf_bytes"]) > 1024
     unknown = replay(report)
     assert unknown.returncode == 2
     assert "not registered here" in unknown.stderr
@@ -188,7 +194,7 @@ def test_another_env_is_found_out(reports: Path, module: Any) -> None:
 
 
 def test_the_world_as_the_trainer_saw_it_with_trust(tmp_path: Path, reports: Path) -> None:
-    (tmp_path / "helper.py").write_text("from multienv.testing import CounterEnv as Env\n")
+    (tmp_path / "helper.py").write_text("from kit import CounterEnv as Env\n")
     (tmp_path / "horizon").write_text("7")
     (tmp_path / "trainer.py").write_text(
         """if True:
@@ -204,7 +210,7 @@ def test_the_world_as_the_trainer_saw_it_with_trust(tmp_path: Path, reports: Pat
             env.step(0)
         """
     )
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": PATH}
     subprocess.run([sys.executable, "trainer.py", "Mine-v0"], check=True, cwd=tmp_path, env=environment, timeout=60)
     (report,) = reports.glob("*.json")
     assert "not say how to build" in replay(report).stderr
@@ -213,11 +219,14 @@ def test_the_world_as_the_trainer_saw_it_with_trust(tmp_path: Path, reports: Pat
     assert "All 1 answers are as they were recorded." in result.stdout
 
 
-def test_a_journal_that_begins_in_the_middle_needs_no_trust_either(reports: Path) -> None:
+def test_a_journal_that_begins_in_the_middle_needs_trust(reports: Path) -> None:
     policy = RestartPolicy(journal_limit=8192)
     report = killed(partial(gymnasium.make, "CartPole-v1"), 2000, reports, restart=policy)
     assert not json.loads(report.read_text())["journal"]["from_construction"]
-    result = replay(report)
+    refused = replay(report)  # the state of the random generators is pickled
+    assert refused.returncode == 2
+    assert "--trust" in refused.stderr
+    result = replay(report, "--trust")
     assert result.returncode == 0, result.stderr
     assert "answers are as they were recorded" in result.stdout
 
@@ -261,39 +270,56 @@ def with_arrays(report: Path, **changed: Any) -> None:
 def test_a_malicious_pickle_is_not_loaded_without_trust(tmp_path: Path, reports: Path) -> None:
     report, struck = killed(partial(gymnasium.make, "CartPole-v1"), 5, reports), tmp_path / "struck"
     bomb = np.frombuffer(pickle.dumps(Bomb(struck)), np.uint8)
-    with_arrays(report, env_fn=bomb, registrations=bomb, overrides=bomb)
+    with_arrays(report, build=bomb)
     assert replay(report).returncode == 0
     assert not struck.exists()
     replay(report, "--trust")
     assert struck.exists()  # or this test could not fail
 
 
-@pytest.mark.parametrize("what", ["pickles", "answer_pickles"])
-def test_nor_are_those_of_requests_and_answers(what: str, tmp_path: Path, reports: Path) -> None:
+def with_mails(report: Path, mail: bytes) -> None:
+    """Put this pickle in the place of the mail of each request."""
+    told = json.loads(report.read_text())["layout"]
+    end = BankLayout(told["slots"], told["action_bytes"], tuple(told["leaf_bytes"])).end
+    with np.load(report.with_suffix(".npz")) as file:
+        entries = list(split_entries(file["entries"].tobytes(), end))
+    assert any(entry.request_mail for entry in entries)
+    changed = [replace(entry, request_mail=mail) if entry.request_mail else entry for entry in entries]
+    data = b"".join([entry.packed() for entry in changed])
+    with_arrays(report, entries=np.frombuffer(data, np.uint8))
+
+
+def test_nor_are_the_resets_among_the_requests(tmp_path: Path, reports: Path) -> None:
+    report, struck = killed(partial(gymnasium.make, "CartPole-v1"), 60, reports), tmp_path / "struck"
+    with_mails(report, pickle.dumps(Bomb(struck)))
+    result = replay(report)
+    assert result.returncode == 0, result.stderr
+    assert "answers are as they were recorded" in result.stdout
+    assert not struck.exists()
+    replay(report, "--trust")
+    assert struck.exists()
+
+
+def test_nor_are_actions_and_observations(tmp_path: Path, reports: Path) -> None:
     space = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(3))
     env_fn = partial(SpaceEnv, observation_space=space, action_space=space)
     report, struck = killed(env_fn, 3, reports), tmp_path / "struck"
-    with np.load(report.with_suffix(".npz")) as file:
-        ends = file[what[:-1] + "_ends"]
-    bomb = pickle.dumps(Bomb(struck))
-    data = np.frombuffer(bomb * len(ends), np.uint8)
-    with_arrays(report, **{what: data, what[:-1] + "_ends": len(bomb) * np.arange(1, len(ends) + 1)})
+    with_mails(report, pickle.dumps(Bomb(struck)))
     (tmp_path / "mine.py").write_text(
-        "import gymnasium\nfrom multienv.testing import SpaceEnv\n"
+        "import gymnasium\nfrom kit import SpaceEnv\n"
         "space = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(3))\n"
         "def make(): return SpaceEnv(observation_space=space, action_space=space)\n"
     )
     result = replay(report, "--env", "mine:make", path=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "answers are as they were recorded" in result.stdout
+    assert result.returncode == 2
+    assert "request 2" in result.stderr
+    assert "--trust" in result.stderr
     assert not struck.exists()
-    replay(report, "--env", "mine:make", "--trust", path=tmp_path)
-    assert struck.exists()
 
 
 def test_arrays_of_objects_are_refused(tmp_path: Path, reports: Path) -> None:
     report, struck = killed(partial(gymnasium.make, "CartPole-v1"), 5, reports), tmp_path / "struck"
-    with_arrays(report, reward=np.array([Bomb(struck)], object))
+    with_arrays(report, entries=np.array([Bomb(struck)], object))
     struck.unlink(missing_ok=True)
     for options in ([], ["--trust"]):
         result = replay(report, *options)
@@ -328,7 +354,7 @@ def test_what_has_no_plain_form_wants_trust_and_is_named(reports: Path) -> None:
         env.set_attr("offset", 0.0)
         with pytest.raises(WorkerLostError) as caught:
             env.step(0)
-    result = replay(Path(caught.value.report), "--env", "multienv.testing:CounterEnv")
+    result = replay(Path(caught.value.report), "--env", "kit:CounterEnv")
     assert result.returncode == 2
     assert "request 2" in result.stderr
     assert "--trust" in result.stderr
@@ -383,10 +409,10 @@ def damaged(report: Path, how: str) -> None:
         beside.write_bytes(data)
     elif how == "another npz":
         np.savez(beside, kind=np.zeros(3))
-    elif how == "fewer answers":
-        with_arrays(report, flags=np.zeros(1, np.uint8))
-    elif how == "fewer actions":
-        with_arrays(report, actions_numpy_int64=np.zeros(1, np.int64))
+    elif how == "fewer entries":
+        with_arrays(report, entries=np.zeros(16, np.uint8))
+    elif how == "no resets":
+        with_arrays(report, resets=np.zeros(1, np.uint8))
     else:
         document = {**json.loads(text), **DOCUMENTS[how]}
         report.write_text(json.dumps(document))
@@ -394,13 +420,13 @@ def damaged(report: Path, how: str) -> None:
 
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "foreign": {"format": "something else"},
-    "newer": {"version": 2},
-    "no list": {"process_seeds": "abc"},
+    "newer": {"version": 3},
+    "no list": {"build": "abc"},
     "no dict": {"journal": [1]},
     "nothing": {"loss": None},
 }
 DAMAGE = [
-    "no json", "no npz", "half json", "half npz", "noise", "bits", "another npz", "fewer answers", "fewer actions", *DOCUMENTS,
+    "no json", "no npz", "half json", "half npz", "noise", "bits", "another npz", "fewer entries", "no resets", *DOCUMENTS,
 ]  # fmt: skip
 
 
@@ -438,42 +464,10 @@ def test_the_envs_of_a_process_are_replayed_together(reports: Path) -> None:
         envs.step(envs.action_space.sample())
         settle()
     (report,) = reports.glob("*.json")
-    assert json.loads(report.read_text())["group"]["first"] == 3
+    assert json.loads(report.read_text())["build"]["first_env"] == 3
     result = replay(report)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "All 61 answers are as they were recorded." in result.stdout
-
-
-class DoomedEnv(CounterEnv):
-    """After the action 3 each of its resets ends the process."""
-
-    doomed = False
-
-    def reset(self, **arguments: Any) -> Any:
-        if self.doomed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().reset(**arguments)
-
-    def step(self, action: Any) -> Any:
-        self.doomed = self.doomed or action == 3
-        return super().step(action)
-
-
-def test_one_of_several_that_was_built_anew_is_so_in_the_replay(reports: Path) -> None:
-    fns = [partial(DoomedEnv, horizon=4)] * 3
-    with contextlib.closing(SubprocessVectorEnv(fns, envs_per_worker=3)) as envs:
-        envs.reset(seed=1)
-        for step in range(9):
-            with contextlib.suppress(WorkerLostError):
-                envs.step(np.array([1, 3 if step == 2 else 2, 1]))
-        os.kill(envs.statistics()[0].pid, signal.SIGKILL)
-        envs.step(np.array([1, 2, 1]))
-        settle()
-    newest = max(reports.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    result = replay(newest, "--trust", "--pdb", stdin="p len(env), [bool(one.doomed) for one in env]\nc\n")
-    assert "(3, [False, False, False])" in result.stdout
-    assert "All 10 answers are as they were recorded." in result.stdout
-    assert "--trust" in replay(newest).stderr
 
 
 class Words(spaces.Space[Any]):
@@ -536,7 +530,7 @@ def test_the_culprit_among_several_is_named_and_its_fault_comes_again(reports: P
     document = json.loads(path.read_text())
     assert document["loss"]["env_index"] == 1
     assert document["loss"]["signal"] == "SIGSEGV"
-    assert document["request"]["action"] == {"$array": ["int64", [3], [1, 3, 2]]}
+    assert document["request"]["action"] == {"dtype": "int64", "shape": [3], "values": [1, 3, 2]}
     result = replay(path, "--trust", "--pdb", stdin="p len(env), action.tolist(), observation[1].tolist()[0]\nc\n")
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "(3, [1, 3, 2], 5.0)" in result.stdout

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from multienv.testing import CounterEnv, SlowEnv
+from kit import CounterEnv, SlowEnv
 
 
 class DictEnv(CounterEnv):

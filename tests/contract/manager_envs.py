@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from multienv.testing import CounterEnv
+from kit import CounterEnv
 
 
 class GatedEnv(CounterEnv):

@@ -6,8 +6,8 @@ import multiprocessing
 import sys
 from typing import Any
 
+from kit import CounterEnv
 from multienv import SubprocessEnv
-from multienv.testing import CounterEnv
 
 
 class OfTheScript(CounterEnv):

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from kit import CounterEnv, Fault, FaultError, FaultyEnv, first_difference
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import ResetNeededError, UsageError
-from multienv.testing import CounterEnv, Fault, FaultError, FaultyEnv, first_difference
 
 MODES = list(AutoresetMode)
 STEPS = 80
@@ -174,20 +174,26 @@ def test_the_envs_own_metadata_is_left_alone():
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "halves"])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.name)
-def test_a_reset_that_fails_is_still_due(mode, whole):
+def test_after_a_reset_that_raised_the_next_step_begins_the_episode(mode, whole):
     with SubprocessEnv(partial(FaultyEnv, fault=Fault("raise", "reset", at=2), horizon=2)) as env:
         wrapped, quiet = AutoResetWrapper(env, mode), AutoResetWrapper(CounterEnv(horizon=2), mode)
         step = wrapped.step if whole else lambda action: (wrapped.step_async(action), wrapped.step_wait())[1]
         assert first_difference(wrapped.reset(seed=1), quiet.reset(seed=1)) is None
-        failed = 0
+        failed = []
         for action in [1, 2, 3, 1, 2, 3]:
+            expected = quiet.step(action)
             try:
                 transition = step(action)
-            except FaultError:
-                failed += 1
+            except FaultError as error:
+                failed.append(error)
                 transition = step(0)
-            assert first_difference(transition, quiet.step(action)) is None
-        assert failed == 1
+                if mode is AutoresetMode.SAME_STEP:  # the error has what the env's step had returned
+                    returned = *expected[1:4], expected[4]["final_obs"]
+                    expected = expected[0], 0.0, False, False, {}
+            assert first_difference(transition, expected) is None
+        assert len(failed) == 1
+        if mode is AutoresetMode.SAME_STEP:
+            assert first_difference((*failed[0].returned[1:4], failed[0].returned[0]), returned) is None
 
 
 class MeetingEnv(CounterEnv):

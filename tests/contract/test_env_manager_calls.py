@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from contract_envs import DictEnv
 from manager_envs import GatedEnv, counters, opened_meanwhile
 
+from kit import CounterEnv, Fault, FaultyEnv, PidEnv
+from kit.faults import FaultError
 from multienv import AsyncSubprocessEnvManager
-from multienv.env_states import EnvState
-from multienv.episode_video import EpisodeVideo
 from multienv.errors import ClosedError, ResetNeededError, SpaceMismatchError, UsageError
-from multienv.testing import CounterEnv, Fault, FaultyEnv, PidEnv
-from multienv.testing.faults import FaultError
+from multienv.managers.config import EnvState
 
 # --- wrong calls ----------------------------------------------------------------------------------
 
@@ -67,12 +63,9 @@ def test_before_launch_and_after_close(manager_of: Any) -> None:
         ):
             with pytest.raises(ClosedError, match=r"launch\(\)"):
                 call()
-        assert not hasattr(manager, "pokes")
         manager.launch()
         with pytest.raises(UsageError, match="launched already"):
             manager.launch()
-        with pytest.raises(UsageError, match="before launch"):
-            manager.enable_save_replay("somewhere")
         assert len(manager.step({0: 1, 1: 1})) == 2
         manager.close()
         manager.close()
@@ -96,72 +89,23 @@ def test_a_launch_that_fails_closes_all(manager_of: Any) -> None:
 
 def test_attributes_and_methods_of_all_envs(manager_of: Any) -> None:
     with manager_of([partial(PidEnv, render_mode="rgb_array")] * 3) as manager:
-        pids = manager.pid
+        pids = manager.get_attr("pid")
         assert len(set(pids)) == 3
         assert os.getpid() not in pids
-        assert manager.pokes == [0, 0, 0]
-        assert manager.poke(0.5) == [1, 1, 1]
-        assert manager.poke(amount=0.5) == [2, 2, 2]
+        assert manager.get_attr("pokes") == [0, 0, 0]
+        assert manager.call("poke", 0.5) == [1, 1, 1]
+        assert manager.call("poke", amount=0.5) == [2, 2, 2]
         manager.set_attr("offset", 100.0)
         assert manager.get_attr("offset") == [100.0] * 3
         with pytest.raises(AttributeError, match="nonsense"):
-            _ = manager.nonsense
+            manager.get_attr("nonsense")
+        with pytest.raises(UsageError, match="it is a method"):
+            manager.get_attr("poke")
+        with pytest.raises(UsageError):
+            manager.call("step", 1)
         assert [image.shape for image in manager.ready_imgs.values()] == [(8, 8, 3)] * 3
         assert [image.shape for image in manager.render()] == [(8, 8, 3)] * 3
-        assert manager.render_mode == ["rgb_array"] * 3
-
-
-def test_private_attributes_of_the_envs_but_no_questions_of_pythons(manager_of: Any) -> None:
-    def env_fn() -> Any:
-        env = CounterEnv()
-        env._data_count = 7  # type: ignore[attr-defined]
-        return env
-
-    manager = manager_of([env_fn] * 2)
-    assert not hasattr(manager, "_data_count")
-    with manager:
-        assert manager._data_count == [7, 7]
-        for name in ("_nonsense", "__len__", "_repr_html_"):
-            assert not hasattr(manager, name)
-        assert not hasattr(object.__new__(manager_of), "_loop")  # a copy that is not filled yet
-
-
-def test_videos_want_moviepy_and_envs_that_draw(
-    manager_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    manager = manager_of([CounterEnv])
-    monkeypatch.setitem(sys.modules, "moviepy.video.io.ffmpeg_writer", None)
-    with pytest.raises(UsageError, match=r"multienv\[video\]"):
-        manager.enable_save_replay(str(tmp_path))
-    for name in ("moviepy", "moviepy.video", "moviepy.video.io"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "moviepy.video.io.ffmpeg_writer", SimpleNamespace(FFMPEG_VideoWriter=None))
-    with pytest.raises(UsageError, match="2 paths for 1 envs"):
-        manager.enable_save_replay([str(tmp_path)] * 2)
-    manager.enable_save_replay(str(tmp_path))
-    with pytest.raises(UsageError, match="rgb_array"):
-        manager.launch()
-    assert manager.closed
-
-
-@pytest.mark.parametrize("fps", [30, 29.97])
-def test_a_film_has_each_frame_once_and_in_order(tmp_path: Path, fps: float) -> None:
-    pytest.importorskip("moviepy")
-    cv2 = pytest.importorskip("cv2")
-    pictures = [np.repeat(number >> np.arange(9) & 1, 16).astype(np.uint8) * 255 for number in range(300)]
-    frames = [np.tile(picture[None, :, None], (16, 1, 3)) for picture in pictures]
-    video = EpisodeVideo(str(tmp_path), 0)
-    video.fps = fps
-    for episode in range(2):
-        video.begin(lambda: frames[0])
-        for number in range(1, 300):
-            video.add(partial(frames.__getitem__, number), ended=number == 299)
-        film = cv2.VideoCapture(str(tmp_path / f"env-0-episode-{episode}.mp4"))
-        seen = []
-        while (shown := film.read())[0]:
-            bits = shown[1].reshape(16, 9, 16, 3).mean((0, 2, 3)) > 128
-            seen.append(int(bits @ (1 << np.arange(9))))
-        assert seen == list(range(300))
+        assert manager.get_attr("render_mode") == ["rgb_array"] * 3
 
 
 def test_calls_wait_for_what_is_under_way(gate: Path) -> None:
@@ -169,7 +113,7 @@ def test_calls_wait_for_what_is_under_way(gate: Path) -> None:
     with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0) as manager:
         assert set(manager.step({0: 3, 1: 3})) == {1}
         with opened_meanwhile(gate):
-            assert manager.episode_step == [1, 1]
+            assert manager.get_attr("episode_step") == [1, 1]
         assert set(manager.step({})) == {0}  # nothing was lost
 
 

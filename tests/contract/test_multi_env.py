@@ -15,9 +15,11 @@ from contract_envs import CallableAttributes
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit, TransformReward
 
+from kit import CounterEnv, Fault, FaultError, FaultyEnv, GlobalRandomEnv, TwoArgumentError, first_difference
 from multienv import AutoResetWrapper, MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import (
     ActionError,
+    CallPendingError,
     ClosedError,
     EnvRaisedError,
     EnvsFailedError,
@@ -25,15 +27,7 @@ from multienv.errors import (
     UsageError,
     WorkerDiedError,
 )
-from multienv.testing import (
-    CounterEnv,
-    Fault,
-    FaultError,
-    FaultyEnv,
-    GlobalRandomEnv,
-    TwoArgumentError,
-    first_difference,
-)
+from multienv.fanout import FanOut
 
 WORKERS = [None, 1, 2, 3, 4]
 
@@ -49,7 +43,7 @@ def of_every_kind(horizon: int | None = 5) -> list[gymnasium.Env[Any, Any]]:
         counter(),
         TransformReward(SubprocessEnv(counter).initialize(), lambda reward: reward),
         SerialEnv(counter),
-        SubprocessEnv(counter, context="fork"),
+        SubprocessEnv(counter, context="spawn"),
         TimeLimit(counter(), 100),
     ]
 
@@ -241,13 +235,7 @@ def test_several_failures_at_once_are_all_told():
         assert list(caught.value.failures) == [0, 2]
         assert type(caught.value) is EnvsFailedError
         assert caught.value.results[1][0][0] == 1
-        with pytest.raises(EnvsFailedError) as again:
-            m.step([1] * 3)
-        assert {index: isinstance(error, ResetNeededError) for index, error in again.value.failures.items()} == {
-            0: True,
-            2: True,
-        }
-        assert again.value.results[1][0][0] == 2
+        assert [one[0] for one in m.step([1] * 3)[0]] == [0, 2, 0], "those that raised begin a new episode"
 
 
 def test_a_bad_action_is_its_envs_alone():
@@ -318,6 +306,47 @@ def test_an_env_of_a_multi_env_still_heals_when_it_is_used_alone(use):
         assert envs[1].statistics().restarts == 1
 
 
+def interrupt_after_the_answer(monkeypatch, call):
+    """Have a call answered, and Ctrl-C come before the caller gets it."""
+
+    def finish(fan):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FanOut, "finish", finish)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+
+
+def test_a_step_of_an_env_alone_that_was_interrupted_is_not_passed_over_by_a_step_of_all(monkeypatch):
+    with MultiEnv(create_subprocess_envs([CounterEnv] * 2)) as m:
+        m.reset(seed=0)
+        alone = m.envs[0]
+        interrupt_after_the_answer(monkeypatch, lambda: alone.step(1))
+        with pytest.raises(CallPendingError, match="interrupted") as caught:
+            m.step([2, 2])
+        assert caught.value.results[1][0][0] == 1
+        observation, *_, info = alone.step(3)
+        assert (observation[0], observation[3], info["multienv"]["resumed"]) == (1, 1, True)
+        assert [one[0] for one in m.step([0, 0])[0]] == [2, 2]
+        assert [one[0] for one in (alone.step(0)[0], m.step([0, 0])[0][0])] == [3, 4]
+        interrupt_after_the_answer(monkeypatch, lambda: alone.step(1))
+        assert [one[0] for one in m.reset(seed=0)[0]] == [0, 0]
+        assert [one[0] for one in m.step([0, 0])[0]] == [1, 1]
+
+
+def test_a_step_of_all_that_was_interrupted_is_not_passed_over_by_a_step_of_an_env_alone(monkeypatch):
+    with MultiEnv(create_subprocess_envs([CounterEnv] * 2)) as m:
+        m.reset(seed=0)
+        alone = m.envs[0]
+        interrupt_after_the_answer(monkeypatch, lambda: m.step([1, 1]))
+        for call in (lambda: alone.step(2), alone.reset):
+            with pytest.raises(CallPendingError, match="interrupted"):
+                call()
+        assert [one[0] for one in m.step([3, 3])[0]] == [1, 1]
+        assert alone.step(0)[0][0] == 2
+
+
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
 @pytest.mark.parametrize("how", ["reset", "restore"])
 @pytest.mark.parametrize("killed", [None, 0, 1, 3])
@@ -340,17 +369,22 @@ def test_an_episode_that_the_caller_begins_for_an_ended_env_goes_on(mode, how, k
             assert ends[0] is (step == 4)
 
 
-def test_an_episode_that_the_caller_begins_for_an_ended_env_and_that_fails_is_not_begun_anew():
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+def test_after_an_env_raised_the_next_step_begins_an_episode_only_with_autoreset(mode):
     fault = partial(FaultyEnv, fault=Fault("raise", "step", at=3), horizon=2)
-    with MultiEnv(create_subprocess_envs([fault] * 2)) as m:
+    with MultiEnv(create_subprocess_envs([fault] * 2), autoreset_mode=mode) as m:
         m.reset(seed=0)
         m.step([1, None])
         assert m.step([1, None])[2][0]
         m.envs[0].reset()
         with pytest.raises(FaultError):
             m.step([1, None])
-        with pytest.raises(ResetNeededError):
-            m.step([1, None])
+        if mode is AutoresetMode.DISABLED:
+            with pytest.raises(ResetNeededError):
+                m.step([1, None])
+        else:
+            observations, rewards, ends, _, _ = m.step([1, None])
+            assert (observations[0][0], rewards[0], ends[0]) == (0, 0.0, False)
 
 
 def test_the_others_go_on_while_envs_are_killed_all_the_time():

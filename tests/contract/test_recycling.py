@@ -13,16 +13,9 @@ import gymnasium
 import numpy as np
 import pytest
 
+from kit import CounterEnv, NondeterministicEnv, StickyStateEnv, assert_no_splice, assert_same_trajectory, rollout
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.events import Event, Recycled
-from multienv.testing import (
-    CounterEnv,
-    NondeterministicEnv,
-    StickyStateEnv,
-    assert_no_splice,
-    assert_same_trajectory,
-    rollout,
-)
 
 MiB = 2**20
 
@@ -61,11 +54,10 @@ class LeakyCartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.step(action)
 
 
-@pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_a_leaking_env_stays_small(shared_memory: bool) -> None:
+def test_a_leaking_env_stays_small() -> None:
     """2 GiB leak in all; no process ever holds more than a few episodes' worth."""
     env_fn = LeakyCartPole
-    with SubprocessEnv(env_fn, shared_memory=shared_memory) as env:
+    with SubprocessEnv(env_fn) as env:
         new = env.statistics().rss or 0
     sizes: list[int] = []
 
@@ -73,7 +65,7 @@ def test_a_leaking_env_stays_small(shared_memory: bool) -> None:
         sizes.append(env.statistics().rss or 0)
 
     policy = RestartPolicy(max_rss=new + 150 * MiB)
-    with SubprocessEnv(env_fn, restart=policy, shared_memory=shared_memory) as env:
+    with SubprocessEnv(env_fn, restart=policy) as env:
         record = rollout(env, num_steps=2000, seed=1, before_step=look)
         statistics = env.statistics()
     assert_same_trajectory(record, undisturbed(partial(LeakyCartPole, 0), num_steps=2000, seed=1))
@@ -148,24 +140,21 @@ def children() -> set[int]:
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
 @pytest.mark.parametrize("how", ["recycled", "loaded", "batch"])
-def test_the_process_that_was_replaced_is_gone_once_it_is_closed(how: str, method: str) -> None:
-    with SubprocessEnv(CounterEnv, context=method):  # from here on there is a warden
+def test_the_process_that_was_replaced_is_gone_once_it_is_closed(how: str) -> None:
+    with SubprocessEnv(CounterEnv):  # from here on there is a monitor
         before = children()
     before &= children()
     recycled = RestartPolicy(recycle_after_steps=3)
     if how == "batch":
-        envs = SubprocessVectorEnv([CounterEnv] * 4, envs_per_worker=2, context=method, restart=recycled)
+        envs = SubprocessVectorEnv([CounterEnv] * 4, envs_per_worker=2, restart=recycled)
         envs.reset(seed=0)
         for _ in range(100):
             envs.step([1] * 4)
         assert all(one.recycled for one in envs.statistics())
         envs.close()
     else:
-        with SubprocessEnv(
-            CounterEnv, context=method, restart=recycled if how == "recycled" else RestartPolicy()
-        ) as env:
+        with SubprocessEnv(CounterEnv, restart=recycled if how == "recycled" else RestartPolicy()) as env:
             for _ in range(30):
                 env.reset(seed=0)
                 for _ in range(9):

@@ -13,11 +13,11 @@ from contract_envs import DictEnv
 from gymnasium import spaces
 from manager_envs import GatedEnv
 
+from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, digest_value
+from kit.faults import FaultError
 from multienv import StackedSubprocessEnvManager
-from multienv.env_states import EnvState
 from multienv.errors import ActionError, EnvError, EnvsFailedError, UsageError
-from multienv.testing import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, digest_value
-from multienv.testing.faults import FaultError
+from multienv.managers.config import EnvState
 
 
 def test_batches_until_all_are_done() -> None:

@@ -10,8 +10,10 @@ import pytest
 from gymnasium.vector import AutoresetMode
 from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
+from kit import CounterEnv, NoisyEnv, SameArrayEnv, StickyStateEnv
 from multienv import SerialVectorEnv, SubprocessVectorEnv
-from multienv.testing import CounterEnv, NoisyEnv, SameArrayEnv, StickyStateEnv
+from multienv.errors import ClosedError, UsageError
+from multienv.vector.batching import deal
 
 FAMILIES = ("classic_control", "toy_text", "box2d", "mujoco")
 IDS = sorted(
@@ -104,7 +106,7 @@ def test_whatever_share_a_process_changes_nothing(envs_per_worker):
         run_side_by_side(*pair, 30)
 
 
-@pytest.mark.parametrize("context", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_whatever_started_the_processes(context):
     with beside_gymnasium(SubprocessVectorEnv, env_fns_of("CartPole-v1", 3), {"context": context}) as pair:
         run_side_by_side(*pair, 20)
@@ -112,9 +114,29 @@ def test_whatever_started_the_processes(context):
 
 @pytest.mark.parametrize("max_concurrency", [1, 2, np.int64(3)])
 def test_fewer_at_a_time(max_concurrency):
-    own = {"envs_per_worker": 1, "max_concurrency": max_concurrency, "daemon": False}
+    own = {"max_concurrency": max_concurrency, "daemon": False}
     with beside_gymnasium(SubprocessVectorEnv, env_fns_of("CartPole-v1", 5), own) as pair:
+        assert len(pair[0].envs_per_worker) <= max_concurrency
         run_side_by_side(*pair, 30)
+
+
+def test_one_worker_a_core_with_the_envs_dealt_out_evenly():
+    assert deal(7, "auto", cores=3) == [3, 2, 2]
+    assert deal(2, "auto", cores=4) == [1, 1]
+    assert deal(7, "auto", cores=4, max_concurrency=2) == [4, 3]
+    assert deal(7, 3, cores=1) == [3, 3, 1]
+    assert deal(7, 4, cores=1, max_concurrency=2) == [4, 3]
+    with pytest.raises(UsageError, match="makes 3 workers.*max_concurrency is 2"):
+        deal(7, 3, cores=1, max_concurrency=2)
+
+
+@both_faces
+def test_a_context_manager_closes_them(face):
+    with face(env_fns_of("CartPole-v1", 2)) as envs:
+        envs.reset(seed=0)
+    assert envs.closed
+    with pytest.raises(ClosedError):
+        envs.reset()
 
 
 @both_faces

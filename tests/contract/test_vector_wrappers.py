@@ -14,10 +14,10 @@ from gymnasium.wrappers import TimeLimit, TransformReward
 from gymnasium.wrappers import vector as wrappers
 from vector_pairs import expect_same
 
+from kit import CounterEnv
 from multienv import SerialVectorEnv, SubprocessVectorEnv, make_vec
 from multienv.errors import EnvsFailedError, UsageError
-from multienv.rendering import tile_images
-from multienv.testing import CounterEnv
+from multienv.vector.rendering import tile_images
 
 FACES = [SubprocessVectorEnv, SerialVectorEnv]
 both_faces = pytest.mark.parametrize("face", FACES)

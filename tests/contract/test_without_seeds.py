@@ -1,4 +1,4 @@
-"""A reset without a seed is one for the env too; and what it leaves to chance is recorded all the same."""
+"""The first reset of an env that nobody has seeded gets a drawn, recorded seed: it can be brought back all the same."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
-from multienv import MultiEnv, RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
-from multienv.testing import CounterEnv
+from kit import CounterEnv
+from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
 SEEDS = (21, 22, 23)
 FACES = [SerialVectorEnv, SubprocessVectorEnv]
@@ -35,11 +35,10 @@ class SeesSeedEnv(CounterEnv):
 
 
 class ChanceEnv(CounterEnv):
-    """Each episode, and each tenth step, draws from a generator that was made without a seed; so do its spaces."""
+    """Each episode, and each tenth step, draws from a generator that was made without a seed."""
 
-    def __init__(self, *, dies_of: int = -1, **arguments: Any) -> None:
+    def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.dies_of = dies_of
         self.luck = np.random.default_rng()
         self.steps = 0
 
@@ -49,12 +48,10 @@ class ChanceEnv(CounterEnv):
 
     def step(self, action: Any) -> Any:
         self.steps += 1
-        if action == self.dies_of:
-            os.kill(os.getpid(), signal.SIGKILL)
         if self.steps % 10 == 0:
             self.luck = np.random.default_rng()
         observation, reward, *rest = super().step(action)
-        return observation, float(reward) + self.luck.random() + float(self.action_space.sample()), *rest
+        return observation, float(reward) + self.luck.random(), *rest
 
     def _lucky(self, first: tuple[Any, Any]) -> tuple[Any, Any]:
         return first[0] + np.float64(self.luck.random()).astype(first[0].dtype), first[1]
@@ -75,29 +72,34 @@ def seeded_by_its_maker(seed: int) -> gymnasium.Env[Any, Any]:
 
 
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_no_env_of_a_batch_is_given_a_seed_that_the_caller_has_not_given(face, mode):
-    with beside_gymnasium(face, [partial(SeesSeedEnv, horizon=2)] * 3, autoreset_mode=mode) as (ours, theirs):
-        expect_same(ours.reset()[1], theirs.reset()[1])
-        for step in range(6):
-            results = [envs.step(np.ones(3, int)) for envs in (ours, theirs)]
-            told = [[infos.get("given"), infos.get("final_info", {}).get("given")] for *_, infos in results]
-            expect_same(*told, step)
-            ended = results[0][2] | results[0][3]
-            if mode == "Disabled" and ended.any():
-                expect_same(*(envs.reset(options={"reset_mask": ended})[1] for envs in (ours, theirs)), step)
-        expect_same(ours.reset(seed=[None, 5, None])[1]["given"], np.array([0, 5, 0]))
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_only_the_first_reset_of_each_env_of_a_batch_gets_a_drawn_seed(face: Any, mode: str) -> None:
+    with closing(face([partial(SeesSeedEnv, horizon=2)] * 3, autoreset_mode=mode)) as envs:
+        drawn = envs.reset()[1]["given"]
+        assert drawn.all()
+        assert len(set(drawn)) == 3
+        for _ in range(2):
+            infos = envs.step(np.ones(3, int))[4]
+        if mode == "NextStep":
+            assert (infos["given"] == drawn).all()
+            infos = envs.step(np.ones(3, int))[4]
+        assert not infos["given"].any()
+        assert envs.reset(seed=[None, 5, None])[1]["given"].tolist() == [0, 5, 0]
 
 
 @pytest.mark.parametrize("face", [SerialEnv, SubprocessEnv])
-def test_nor_is_a_single_one(face):
+def test_only_the_first_reset_of_a_single_env_gets_a_drawn_seed(face: Any) -> None:
     with closing(face(partial(SeesSeedEnv, horizon=2))) as env:
         env.initialize()
-        assert [env.reset()[1]["given"] for _ in range(2)] == [0, 0]
+        first, second = (env.reset()[1]["given"] for _ in range(2))
+        assert first
+        assert second == 0
         assert env.reset(seed=4)[1]["given"] == 4
         assert env.reset()[1]["given"] == 0
-    with MultiEnv([face(SeesSeedEnv)]) as m:
-        assert m.reset()[1][0]["given"] == 0
+    with closing(face(partial(SeesSeedEnv, horizon=2))) as env:
+        env.initialize()
+        assert env.reset(seed=4)[1]["given"] == 4
+        assert env.reset()[1]["given"] == 0
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -127,23 +129,19 @@ def test_two_batches_differ_and_so_do_their_envs_and_a_life_from_the_last():
 
 KEPT = {
     "journal": RestartPolicy(snapshots=False, state_anchors=False),
-    "states": RestartPolicy(snapshots=False, replay_limit=1e-4),
     "snapshots": RestartPolicy(snapshot_every=3),
 }
 
 
 @pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("rung", KEPT)
-def test_killed_and_undisturbed_are_equal_without_any_seed(rung, mode):
-    """To the bit, for what is seeded anew in the middle of episodes, and however many are in a process."""
-    made = partial(ChanceEnv, horizon=7)
-    common: dict[str, Any] = {"autoreset_mode": mode, "_entropy": 77}
-    killed = SubprocessVectorEnv([made] * 4, envs_per_worker=2, restart=KEPT[rung], **common)
-    calm = SubprocessVectorEnv([made] * 4, envs_per_worker=4, **common)
+@pytest.mark.parametrize("rung", ["journal", "snapshots"])
+def test_a_batch_that_was_never_seeded_is_brought_back_exactly(rung: str, mode: str) -> None:
+    made = partial(SeesSeedEnv, horizon=7)
+    killed = SubprocessVectorEnv([made] * 4, envs_per_worker=2, restart=KEPT[rung], autoreset_mode=mode)
+    calm = SerialVectorEnv([made] * 4, autoreset_mode=mode)
     with closing(killed), closing(calm):
-        for envs in (killed, calm):  # their spaces were drawn from while they were built, or will be
-            envs.call("action_space.seed", 3)
-        expect_same(killed.reset(), calm.reset())
+        observations, infos = killed.reset()
+        expect_same(calm.reset(seed=[int(seed) for seed in infos["given"]])[0], observations)
         for step in range(60):
             if step % 7 == 3:
                 pid = killed.statistics()[step % 2].pid
@@ -156,50 +154,24 @@ def test_killed_and_undisturbed_are_equal_without_any_seed(rung, mode):
         assert sum(one.losses for one in killed.statistics()) >= 8
 
 
-def test_an_env_that_is_left_out_takes_no_luck_from_the_others():
-    culprit = partial(ChanceEnv, dies_of=3, horizon=50)
-    made = partial(ChanceEnv, horizon=50)
-    policy = RestartPolicy(snapshots=False, state_anchors=False)
-    ours = SubprocessVectorEnv([made, culprit, made], envs_per_worker=3, restart=policy, _entropy=5)
-    calm = SubprocessVectorEnv([made] * 3, envs_per_worker=1, _entropy=5)
-    with closing(ours), closing(calm):
-        ours.call("action_space.seed", 3)
-        calm.call("action_space.seed", 3)
-        expect_same(ours.reset(), calm.reset())
-        truncated = 0
-        for step in range(30):
-            actions = np.array([1, 3 if step == 5 else 1, 1])
-            mine, other = ours.step(actions), calm.step(actions)
-            truncated += int(mine[3][1])
-            for one, another in zip(mine[:4], other[:4], strict=True):
-                expect_same(one[[0, 2]], another[[0, 2]], step)
-        assert truncated == 1
+@pytest.mark.parametrize("rung", ["journal", "snapshots"])
+def test_what_draws_from_outside_comes_back_from_a_snapshot_and_is_truncated_without_one(rung: str) -> None:
+    with SubprocessEnv(partial(ChanceEnv, horizon=1000), restart=KEPT[rung]) as env:
+        env.reset()
+        luck = [float(env.step(1)[1]) for _ in range(5)]
+        pid = env.statistics().pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        truncated = env.step(1)[3]
+        assert truncated is (rung == "journal")
+        assert len(set(luck)) == 5
 
 
-def test_a_single_env_goes_on_as_it_was():
-    env = SubprocessEnv(partial(ChanceEnv, horizon=1000), restart=KEPT["journal"])
-    twin = SubprocessEnv(partial(ChanceEnv, horizon=1000))
-    twin._supervisor._healer.seeds = env._supervisor._healer.seeds
-    with closing(env), closing(twin):
-        for one in (env, twin):
-            one.initialize()
-        expect_same(env.reset(), twin.reset())
-        for step in range(40):
-            if step % 9 == 4:
-                pid = env.statistics().pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-            mine, other = env.step(1), twin.step(1)
-            assert not mine[3]
-            expect_same(mine, other, step)
-        assert env.statistics().losses == 4
-
-
-def test_a_checkpoint_brings_it_along():
+def test_a_checkpoint_brings_the_drawn_seed_along() -> None:
     def run(env: SubprocessEnv, steps: int) -> list[float]:
         return [float(env.step(1)[1]) for _ in range(steps)]
 
-    first, second = (SubprocessEnv(partial(ChanceEnv, horizon=100)) for _ in range(2))
+    first, second = (SubprocessEnv(partial(CounterEnv, horizon=100)) for _ in range(2))
     with closing(first), closing(second):
         first.initialize()
         second.initialize()

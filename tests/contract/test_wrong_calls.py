@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from contract_envs import EchoEnv, FarewellEnv, LockInfoEnv, OldEnv, failures, raising_env
 
+from kit import CounterEnv, Fault, FaultError, FaultyEnv, SlowEnv, SpaceEnv, first_difference
 from multienv import (
     Deadlines,
     MultiEnv,
@@ -43,7 +44,6 @@ from multienv.errors import (
     UsageError,
     WaitTimeout,
 )
-from multienv.testing import CounterEnv, Fault, FaultError, FaultyEnv, SlowEnv, SpaceEnv, first_difference
 
 FACES = [SubprocessEnv, SerialEnv]
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -64,23 +64,22 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+SPACES: dict[str, Callable[[Any], Any]] = {
+    "observation_space": lambda env: env.observation_space,
+    "action_space": lambda env: env.action_space,
+}
+
+
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("name", [*CALLS, *WAITS])
-def test_before_initialize(face, name):
+def test_any_call_before_initialize_is_refused(face):
     env = face(CounterEnv)
     for started in (False, True):
         if started:
             env.start()
-        with pytest.raises(NotInitializedError, match=r"initialize\(\)"):
-            (CALLS | WAITS)[name](env)
+        for call in (CALLS | WAITS | SPACES).values():
+            with pytest.raises(NotInitializedError, match=r"initialize\(\)"):
+                call(env)
     env.close()
-
-
-@pytest.mark.parametrize("name", ["observation_space", "action_space"])
-def test_spaces_before_initialize(name):
-    env = SubprocessEnv(CounterEnv)
-    with pytest.raises(NotInitializedError, match=r"initialize\(\)"):
-        getattr(env, name)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -100,15 +99,14 @@ def test_stepping_before_a_reset_and_after_the_end(face, name):
 
 
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("name", [*CALLS, *WAITS, "start", "initialize"])
-def test_after_close(face, name):
+def test_any_call_after_close_is_refused(face):
     env = face(CounterEnv).initialize()
     env.reset(seed=0)
     env.close()
-    calls = CALLS | WAITS | {"start": lambda env: env.start(), "initialize": lambda env: env.initialize()}
-    for _ in range(2):
-        with pytest.raises(ClosedError, match="closed"):
-            calls[name](env)
+    for call in (*CALLS.values(), *WAITS.values(), lambda env: env.start(), lambda env: env.initialize()):
+        for _ in range(2):
+            with pytest.raises(ClosedError, match="closed"):
+                call(env)
     env.close()
 
 
@@ -125,19 +123,19 @@ def test_waiting_for_what_was_not_sent(name):
                 assert isinstance(caught.value, gymnasium.error.NoAsyncCallError)
 
 
+DEADLINES = ("start", "reset", "step", "call", "close", "recovery")
 LONGEST = 1e15  # far beyond what poll() and epoll() can count in milliseconds
 PENDING = [("step_async", "step_wait"), ("reset_async", "reset_wait"), ("call_async", "call_wait")]
 
 
-@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("send", "wait"), PENDING)
-def test_a_second_request_is_refused_each_time_and_the_first_is_still_answered(send, wait, name):
+def test_a_second_request_is_refused_each_time_and_the_first_is_still_answered(send, wait):
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
         CALLS[send](env)
-        for _ in range(3):
+        for call in 2 * list(CALLS.values()):
             with pytest.raises(CallPendingError, match=wait) as caught:
-                CALLS[name](env)
+                call(env)
             assert isinstance(caught.value, ValueError)
             assert isinstance(caught.value, gymnasium.error.AlreadyPendingCallError)
         answer = WAITS[wait](env)
@@ -162,48 +160,34 @@ def test_waiting_for_another_kind_of_answer_is_refused(send, wait):
 # --- timeouts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("timeout", [math.nan, math.inf, -math.inf, -1, 2 * LONGEST, True, "1", [1]])
-@pytest.mark.parametrize(("send", "wait"), PENDING)
-def test_a_timeout_that_is_none_is_refused_and_the_answer_still_there(send, wait, timeout):
-    with SubprocessEnv(CounterEnv) as env:
-        env.reset(seed=0)
-        CALLS[send](env)
-        with pytest.raises(UsageError, match="timeout"):
-            getattr(env, wait)(timeout)
-        assert WAITS[wait](env) is not None
-
-
-@pytest.mark.parametrize("timeout", [math.nan, -1, "soon"])
-def test_a_bad_timeout_of_initialize_is_refused(timeout):
+def test_a_timeout_that_is_no_number_of_seconds_is_refused_and_the_answer_still_comes():
     env = SubprocessEnv(CounterEnv)
-    with pytest.raises(UsageError, match="timeout"):
-        env.initialize(timeout)
-    assert env.initialize().reset(seed=0)[0][0] == 0
-    env.close()
-
-
-@pytest.mark.parametrize("timeout", [1e5, 3e6, LONGEST])
-def test_a_very_long_timeout_waits_as_long_as_it_takes(timeout):
-    with SubprocessEnv(CounterEnv) as env:
-        env.initialize(timeout)
-        env.reset_async(seed=0)
-        env.reset_wait(timeout)
+    wrong = [math.nan, math.inf, -1, 2 * LONGEST, True, "1"]
+    for timeout in wrong:
+        with pytest.raises(UsageError, match="timeout"):
+            env.initialize(timeout)
+    with env:
+        env.reset(seed=0)
         env.step_async(1)
-        assert env.step_wait(timeout)[0][0] == 1
+        for timeout in wrong:
+            with pytest.raises(UsageError, match="timeout"):
+                env.step_wait(timeout)
+        assert env.step_wait()[0][0] == 1
 
 
-@pytest.mark.parametrize("seconds", [1e5, 3e6, LONGEST])
-def test_very_long_deadlines_are_as_good_as_none(seconds):
-    deadlines = Deadlines(start=seconds, reset=seconds, step=seconds, call=seconds, close=seconds, recovery=seconds)
-    for _ in range(2):  # the second one finds the same warden
-        with SubprocessEnv(CounterEnv, deadlines=deadlines) as env:
-            env.reset(seed=0)
-            assert env.step(1)[0][0] == 1
-            assert env.get_attr("horizon") == 10
-            assert env.statistics().losses == 0
+def test_very_long_timeouts_and_deadlines_are_as_good_as_none():
+    with SubprocessEnv(CounterEnv, deadlines=Deadlines(**dict.fromkeys(DEADLINES, LONGEST))) as env:
+        env.initialize(LONGEST)
+        env.reset_async(seed=0)
+        env.reset_wait(LONGEST)
+        env.step_async(1)
+        assert env.step_wait(LONGEST)[0][0] == 1
+        assert env.step(1)[0][0] == 2
+        assert env.get_attr("horizon") == 10
+        assert env.statistics().losses == 0
 
 
-@pytest.mark.parametrize("timeout", [0, 0.0, 0.01])
+@pytest.mark.parametrize("timeout", [0, 0.01])
 def test_waiting_in_vain_can_be_repeated_and_loses_nothing(request, timeout):
     env = SubprocessEnv(partial(SlowEnv, build_seconds=0.2, reset_seconds=0.2, step_seconds=0.2)).start()
     request.addfinalizer(env.close)
@@ -229,19 +213,20 @@ def test_waiting_in_vain_can_be_repeated_and_loses_nothing(request, timeout):
     assert env.statistics().losses == 0
 
 
-@pytest.mark.parametrize("met", [True, False], ids=["both in the pipe", "one after the other"])
-@pytest.mark.parametrize(("send", "wait"), PENDING)
-def test_closing_while_an_answer_is_pending_still_closes_the_env(tmp_path, send, wait, met):
+@pytest.mark.parametrize(
+    ("send", "is_stopped"), [("step_async", False), ("step_async", True), ("reset_async", False), ("call_async", False)]
+)
+def test_closing_while_an_answer_is_pending_still_closes_the_env(tmp_path, send, is_stopped):
     left = tmp_path / "left"
     env = SubprocessEnv(partial(FarewellEnv, left=left, step_seconds=0.1)).initialize()
     env.reset(seed=0)
     pid = env.statistics().pid
-    if met:  # a worker that gets no time on a busy machine finds both requests at once
+    if is_stopped:  # as a worker that gets no time on a busy machine
         os.kill(pid, signal.SIGSTOP)
     CALLS[send](env)
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(env.close)
-        if met:
+        if is_stopped:
             time.sleep(0.1)
             os.kill(pid, signal.SIGCONT)
         closing.result()
@@ -263,53 +248,39 @@ def test_closing_at_any_other_time(tmp_path):
 BOX = gymnasium.spaces.Box(-1.0, 1.0, (2, 3), np.float32)
 
 
-@pytest.mark.parametrize(
-    "action",
-    [
-        None,
-        0.0,
-        [],
-        [[1, 2, 3], [4, 5]],
-        np.zeros((3, 2)),
-        np.zeros(6),
-        np.zeros((1, 2, 3)),
-        {"a": 1},
-        "action",
-        [None] * 2,
-    ],
-    ids=repr,
-)
 @pytest.mark.parametrize("face", FACES)
-def test_an_action_of_the_wrong_shape_is_refused_and_the_episode_goes_on(face, action):
+def test_an_action_of_the_wrong_shape_is_refused_and_the_episode_goes_on(face):
+    wrong = [None, 0.0, [[1, 2, 3], [4, 5]], np.zeros((3, 2)), np.zeros((1, 2, 3)), {"a": 1}, "action", [None] * 2]
     twin = SpaceEnv(action_space=BOX)
     twin.reset(seed=0)
     with face(partial(SpaceEnv, action_space=BOX)) as env:
         env.reset(seed=0)
-        for call in (env.step, env.step_async):
-            with pytest.raises(ActionError, match="Nothing was sent") as caught:
-                call(action)
-            assert isinstance(caught.value, ValueError)
+        for action in wrong:
+            for call in (env.step, env.step_async):
+                with pytest.raises(ActionError, match="Nothing was sent"):
+                    call(action)
         with pytest.raises(NothingPendingError):
             env.step_wait()
         right = np.zeros((2, 3), np.float32)
         assert first_difference(env.step(right)[0], twin.step(right)[0]) is None
 
 
-def test_what_only_the_env_can_judge_is_the_envs_to_refuse():
-    with SubprocessEnv(CounterEnv) as env:
+@pytest.mark.parametrize("face", FACES)
+def test_an_action_out_of_the_range_of_a_discrete_space_is_refused_and_the_episode_goes_on(face):
+    with face(CounterEnv) as env:
         env.reset(seed=0)
-        with pytest.raises(ValueError, match="is not in Discrete") as caught:
+        with pytest.raises(ActionError, match="99 is out of range"):
             env.step(99)
-        assert isinstance(caught.value, EnvRaisedError)
+        assert env.step(0)[0][0] == 1
 
 
-@pytest.mark.parametrize("seed", [-1, 1.5, "1", True, [1], np.float64(1)])
-@pytest.mark.parametrize("name", ["reset", "reset_async"])
-def test_a_bad_seed_is_refused_and_the_episode_goes_on(name, seed):
+def test_a_bad_seed_is_refused_and_the_episode_goes_on():
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
-        with pytest.raises(UsageError, match="seed"):
-            getattr(env, name)(seed=seed)
+        for seed in (-1, 1.5, "1", True, [1], np.array([1, 2]), np.float64(1)):
+            for call in (env.reset, env.reset_async):
+                with pytest.raises(UsageError, match="seed"):
+                    call(seed=seed)
         assert env.step(0)[0][0] == 1
 
 
@@ -428,46 +399,17 @@ def test_an_error_may_be_taken_for_the_end_of_the_episode():
         assert env.step(1)[0][0] == 1
 
 
-def test_an_error_may_be_taken_for_a_passing_fault(marker):
-    policy = RestartPolicy(on_error="replay")
-    fault = Fault("raise", "step", at=3, once=marker)
-    twin = CounterEnv()
-    twin.reset(seed=0)
-    with SubprocessEnv(partial(FaultyEnv, fault=fault), restart=policy) as env:
-        env.reset(seed=0)
-        for _ in range(5):
-            assert first_difference(env.step(1)[0], twin.step(1)[0]) is None
-        assert env.statistics().exact_recoveries == 1
-
-
-def test_an_error_that_comes_every_time_is_raised_in_the_end():
-    policy = RestartPolicy(on_error="replay", backoff=0.0)
-    with SubprocessEnv(partial(FaultyEnv, fault=Fault("raise", "step", at=2)), restart=policy) as env:
-        env.reset(seed=0)
-        env.step(1)
-        with pytest.raises(FaultError):
-            env.step(1)
-
-
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize(
-    ("name", "wanted", "result"),
-    [
-        ("terminated", "a bool", (np.zeros(2, np.float32), 1.0, np.array([True, False]), False, {})),
-        ("truncated", "a bool", (np.zeros(2, np.float32), 1.0, False, np.array([True, False]), {})),
-        ("truncated", "a bool", (None, 1.0, False, np.array([True, False]), {})),
-        ("info", "a dict", (np.zeros(2, np.float32), 1.0, False, False, np.array([1, 2]))),
-    ],
-    ids=["terminated", "truncated", "irregular", "info"],
-)
-def test_an_array_in_the_place_of_a_flag_or_of_the_info_is_named(face, name, wanted, result):
-    with face(partial(EchoEnv, result)) as env:
+def test_an_array_in_the_place_of_a_flag_is_the_envs_error_and_the_env_stays_usable(face):
+    wrong = (np.zeros(2, np.float32), 1.0, np.array([True, False]), False, {})
+    right = (np.zeros(2, np.float32), 1.0, False, False, {})
+    with face(partial(EchoEnv, wrong, right)) as env:
         env.reset(seed=0)
-        with pytest.raises(EnvRaisedError, match=rf"step\(\) returned ndarray .* as {name}; .* wants {wanted}"):
+        with pytest.raises(EnvRaisedError, match="truth value"):
             env.step(0)
-    first = (np.zeros(2, np.float32), np.array([1, 2]))
-    with face(partial(EchoEnv, first=first)) as env, pytest.raises(EnvRaisedError, match=r"reset\(\) .* as info"):
         env.reset(seed=0)
+        assert env.step(1)[1] == 1.0
+        assert env.statistics().losses == 0
 
 
 @pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv, create_subprocess_envs])
@@ -483,17 +425,8 @@ def test_what_is_no_list_is_refused(face, several):
         face(several)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(SubprocessEnv, EchoEnv),
-        partial(SerialEnv, EchoEnv),
-        partial(SubprocessVectorEnv, [EchoEnv]),
-        partial(SerialVectorEnv, [EchoEnv]),
-        partial(SyncSubprocessEnvManager, [EchoEnv]),
-    ],
-)
-@pytest.mark.parametrize("hooks", [print, None, [3]])
+@pytest.mark.parametrize("make", [partial(SubprocessEnv, EchoEnv), partial(SubprocessVectorEnv, [EchoEnv])])
+@pytest.mark.parametrize("hooks", [print, [3]])
 def test_hooks_are_a_list_of_functions(make, hooks):
     with pytest.raises(UsageError, match="give a list of functions"):
         make(hooks=hooks)
@@ -523,21 +456,20 @@ def test_options_of_a_batch_that_are_no_dict(face, options):
     assert envs.closed
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("copied", [copy.copy, pickle.dumps])
 @pytest.mark.parametrize(
     "make",
     [
         lambda: SubprocessEnv(CounterEnv),
-        lambda: SerialEnv(CounterEnv),
         lambda: SubprocessVectorEnv([CounterEnv] * 2),
-        lambda: SerialVectorEnv([CounterEnv] * 2),
         lambda: MultiEnv([CounterEnv(), CounterEnv()]),
         lambda: SyncSubprocessEnvManager([CounterEnv] * 2),
     ],
 )
 def test_what_owns_envs_is_not_copied(make, copied):
     envs = make()
-    for error in (UsageError, TypeError):
-        with pytest.raises(error, match="cannot be copied or pickled"):
+    try:
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
             copied(envs)
-    envs.close()
+    finally:
+        envs.close()

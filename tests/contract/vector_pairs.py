@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from multienv.testing import first_difference
+from kit import first_difference
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 AnyVectorEnv = VectorEnv[Any, Any, Any]

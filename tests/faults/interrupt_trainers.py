@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from interruption import HandlerError, Interrupted, Interruption, Ledger, every_place
 
-from multienv import MultiEnv, SubprocessEnv, create_subprocess_envs
-from multienv.testing import CounterEnv, WallClockInfoEnv, descendants
+from kit import CounterEnv, WallClockInfoEnv, descendants
+from multienv import MultiEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 
 KINDS = {"base": Interrupted, "error": HandlerError, "keyboard": KeyboardInterrupt}
 
@@ -90,7 +90,12 @@ Subject = TypeVar("Subject", bound="One | Several")
 
 
 def explore(
-    make: Callable[[], Subject], kind: str, trial: Callable[[Subject, Interruption, int], None], *, kills: int = 0
+    make: Callable[[], Subject],
+    kind: str,
+    trial: Callable[[Subject, Interruption, int], None],
+    *,
+    kills: int = 0,
+    stride: int = 1,
 ) -> None:
     """Run the trial with an interruption at each place in turn, and tell at which ones it failed.
 
@@ -98,7 +103,7 @@ def explore(
     every so many-th place is tried.
     """
     subject, harmful, places = make(), 0, 0
-    for interruption in every_place(KINDS[kind], stride=max(1, kills)):
+    for interruption in every_place(KINDS[kind], stride=max(stride, kills)):
         places += 1
         try:
             with time_limit():
@@ -256,10 +261,11 @@ def every_place_of_call(kind: str) -> None:
     explore(One, kind, trial, kills=1)
 
 
-def every_place_of_initialize(kind: str) -> None:
-    """initialize() interrupted: called again it succeeds, or close() ends it."""
+def every_place_of_initialize(kind: str, stride: str = "1") -> None:
+    """initialize() interrupted: called again it succeeds, or close() ends it; no descriptor is left by either."""
 
     def trial(_: One, interruption: Interruption, number: int) -> None:
+        before = descriptors()
         env = SubprocessEnv(CounterEnv)
         try:
             with interruption:
@@ -271,8 +277,44 @@ def every_place_of_initialize(kind: str) -> None:
                 ledger.step(env.step(1), [1])
         finally:
             env.close()
+        nothing_more_than(before)
 
-    explore(One, kind, trial)
+    explore(One, kind, trial, stride=int(stride))
+
+
+def every_place_of_building_several(kind: str, face: str, stride: str) -> None:
+    """Making several envs at once, interrupted: the caller gets none, and nothing is left of them, without a collection."""
+
+    def trial(_: One, interruption: Interruption, number: int) -> None:
+        before, envs = descriptors(), None
+        with interruption:
+            if face == "list":
+                envs = MultiEnv(create_subprocess_envs([CounterEnv] * 2))
+            else:
+                envs = SubprocessVectorEnv([CounterEnv] * 2, envs_per_worker=1)
+        if envs is not None:
+            envs.close()
+        nothing_more_than(before)
+
+    explore(One, kind, trial, stride=int(stride))
+
+
+def descriptors() -> dict[str, int]:
+    """How many descriptors this process has of each kind."""
+    found: dict[str, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists the directory
+            kind = os.readlink(f"/proc/self/fd/{name}").partition("[")[0]
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def nothing_more_than(before: dict[str, int]) -> None:
+    """Wait until no more descriptors are open than before."""
+    until = time.monotonic() + 2.0
+    while any(count > before.get(kind, 0) for kind, count in descriptors().items()):
+        assert time.monotonic() < until, f"there were {before}, there are {descriptors()}"
+        time.sleep(0.005)
 
 
 # --- several envs, at every place -----------------------------------------------------------------
@@ -554,8 +596,8 @@ def random_initialize(method: str, rounds: str, seed: str) -> None:
     deadline = time.monotonic() + 5.0
     while len(descendants(os.getpid())) > 1 and time.monotonic() < deadline:
         time.sleep(0.02)
-    left = [record for record in descendants(os.getpid()).values() if "multienv warden" not in record.command]
-    assert len(descendants(os.getpid())) == 1, f"beside the warden there live {left}"
+    left = [str(record) for record in descendants(os.getpid()).values()]
+    assert len(left) <= 1, f"beside the monitor there live {left}"
 
 
 class CtrlC(Source):

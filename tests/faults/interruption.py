@@ -20,10 +20,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import multienv
-from multienv.processes.launch import Worker
-from multienv.testing import CounterEnv, first_difference
+from kit import CounterEnv, first_difference
 
-_UNTOUCHED = (weakref.finalize.__call__.__code__, Worker.__init__.__code__, Worker.release.__code__)
 PACKAGE = str(Path(multienv.__file__).parent)
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "CALL_FUNCTION_KW"}
 _JUMPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE"}
@@ -104,6 +102,9 @@ class Interruption:
                 self._pass(frame)
             name = _names(frame.f_code).get(frame.f_lasti, "")
             self._after_call[frame] = name in _CALLS or name in _JUMPS
+        elif event == "exception":
+            # A call that raised is not followed by a look at signals; raised there, ours would stay "being handled".
+            self._after_call[frame] = False
         elif event == "return":
             self._after_call.pop(frame, None)
         return self._trace_inside
@@ -119,18 +120,14 @@ class Interruption:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether it is the library's, and nothing is known to come of an exception there.
-
-    What is raised in a finalizer the interpreter swallows; and between the making of a descriptor and its being noted
-    that one is lost (docs/design.md, Limits).
-    """
+    """Whether it is the library's, and not called by a finalizer: the interpreter swallows what is raised there."""
     name = frame.f_code.co_filename
     if not name.startswith(PACKAGE) or "/testing/" in name:
         return False
     above: FrameType | None = frame
     while above is not None:
         code = above.f_code
-        if code.co_name == "__del__" or code in _UNTOUCHED:
+        if code.co_name == "__del__" or code is weakref.finalize.__call__.__code__:
             return False
         above = above.f_back
     return True

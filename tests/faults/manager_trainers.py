@@ -14,8 +14,8 @@ from interrupt_trainers import KINDS, explore
 from interruption import Interruption, Ledger
 
 import multienv
+from kit import CounterEnv
 from multienv.errors import ActionError, UsageError
-from multienv.testing import CounterEnv
 
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
 from manager_envs import FailingResetEnv, GatedEnv
@@ -79,7 +79,7 @@ class Managed:
         )
         self.manager.seed(0)
         self.manager.launch()
-        self.hosted = [lane.env for lane in self.manager._loop.lanes]
+        self.hosted = self.manager._rollout.supervisors
         self.inplace = inplace
         self.given: dict[int, list[int]] = {}
         self.ledgers = [Ledger(horizon=3) for _ in range(3)]
@@ -167,6 +167,24 @@ def every_place_of_a_managers_reset(name: str, kind: str) -> None:
             managed.take(manager.step(dict.fromkeys(sent, action)))
             while managed.given:
                 managed.take(manager.step({}))
+
+    explore(lambda: Managed(name), kind, trial)  # type: ignore[type-var]
+
+
+def every_place_of_a_managers_call(name: str, kind: str) -> None:
+    """get_attr() interrupted, with steps under way; then another call, steps and resets work."""
+
+    def trial(managed: Managed, interruption: Interruption, number: int) -> None:
+        manager = managed.manager
+        managed.see(manager.ready_obs)
+        sent = manager.ready_env
+        managed.given = {index: [1] for index in sent}
+        managed.take(manager.step(dict.fromkeys(sent, 1)))
+        with interruption:
+            manager.get_attr("horizon")
+        if number % 2:
+            assert manager.get_attr("horizon") == [3] * 3
+        managed.go_on()
 
     explore(lambda: Managed(name), kind, trial)  # type: ignore[type-var]
 

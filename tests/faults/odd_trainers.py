@@ -15,9 +15,9 @@ from pathlib import Path
 
 from trainer_process import becomes_true
 
+from kit import CounterEnv, is_alive
 from multienv import SubprocessEnv
 from multienv.errors import UsageError
-from multienv.testing import CounterEnv, is_alive
 
 CLONE_NEWPID = 0x20000000
 
@@ -45,7 +45,7 @@ ODDITIES = {
 
 
 def train(oddity: str, method: str) -> None:
-    """A loss of the worker, one of the warden with it, and the end."""
+    """A loss of the worker, one of the monitor with it, and the end."""
     ODDITIES[oddity]()
     env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
     env.reset(seed=0)
@@ -55,10 +55,9 @@ def train(oddity: str, method: str) -> None:
             os.kill(pid, signal.SIGKILL)
             assert becomes_true(lambda pid=pid: not is_alive(pid))  # type: ignore[misc]
         if step == 6:
-            from multienv.processes import client
+            from kit import monitor_process
 
-            assert client._client is not None
-            client._client.process.kill()
+            monitor_process().kill()
         assert env.step(step % 4)[0][[0, 3]].tolist() == [step + 1, step % 4]
     assert env.statistics().exact_recoveries == 2
     env.close()

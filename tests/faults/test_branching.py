@@ -17,10 +17,18 @@ import pytest
 from interruption import every_place
 from trainer_process import becomes_true
 
+from kit import (
+    CounterEnv,
+    GlobalRandomEnv,
+    StickyStateEnv,
+    descendants,
+    first_difference,
+    is_alive,
+    monitor_pid,
+    monitor_process,
+)
 from multienv import RestartPolicy, SerialEnv, SubprocessEnv
 from multienv.errors import ClosedError, NotForkableError, UsageError
-from multienv.processes import client
-from multienv.testing import CounterEnv, GlobalRandomEnv, StickyStateEnv, descendants, first_difference, is_alive
 
 gymnasium.register_envs(ale_py)
 ENDLESS = partial(CounterEnv, horizon=None)
@@ -113,7 +121,7 @@ def test_it_can_be_restored_after_any_loss(method: str) -> None:
         expected = play(env, [np.int64(2)] * 3)
         for victims in (["worker"], ["frozen"], ["worker", "frozen"], ["frozen", "worker"], []):
             worker = env.statistics().pid or 0
-            pids = {"worker": [worker], "frozen": alive() - {worker, warden_pid()}}
+            pids = {"worker": [worker], "frozen": alive() - {worker, monitor_pid()}}
             for victim in victims:
                 for pid in pids[victim]:
                     os.kill(pid, signal.SIGKILL)
@@ -123,11 +131,6 @@ def test_it_can_be_restored_after_any_loss(method: str) -> None:
             env.restore(root)
             play(env, [np.int64(1)] * 3)
             token = env.snapshot()
-
-
-def warden_pid() -> int:
-    assert client._client is not None
-    return client._client.process.pid
 
 
 def test_it_can_be_interrupted_anywhere() -> None:
@@ -143,7 +146,7 @@ def test_it_can_be_interrupted_anywhere() -> None:
             assert env.step(np.int64(1))[0][0] == 4, interruption.where
 
 
-def test_one_that_nobody_was_given_is_freed() -> None:
+def test_the_frozen_process_of_an_interrupted_snapshot_call_is_freed() -> None:
     """The frozen process of a snapshot() that was interrupted, wherever: with the env at the latest."""
     for interruption in every_place(stride=5):
         with SubprocessEnv(ENDLESS) as env:
@@ -156,7 +159,7 @@ def test_one_that_nobody_was_given_is_freed() -> None:
                 play(env, [np.int64(1)] * 3)
                 env.snapshot().free()
                 assert becomes_true(lambda before=before: not alive() - before), interruption.where  # type: ignore[misc]
-        assert becomes_true(lambda: alive() <= {warden_pid()}), interruption.where
+        assert becomes_true(lambda: alive() <= {monitor_pid()}), interruption.where
 
 
 def test_they_are_freed(method: str) -> None:
@@ -184,7 +187,7 @@ def test_they_are_freed(method: str) -> None:
 
 @pytest.mark.parametrize("how", ["freed", "closed"])
 def test_one_that_has_been_stopped_ends_too(how: str) -> None:
-    """The one that is kept and the worker's own; another env keeps the warden busy."""
+    """The one that is kept and the worker's own; another env keeps the monitor busy."""
     with SubprocessEnv(ENDLESS) as other, SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshot_every=2)) as env:
         other.reset(seed=0)
         env.reset(seed=0)
@@ -228,38 +231,36 @@ def test_wrong_calls() -> None:
         assert env.step_wait()[0][0] == 1
 
 
-def test_one_that_is_freed_before_the_warden_has_heard_of_it() -> None:
+def test_one_that_is_freed_before_the_monitor_has_heard_of_it() -> None:
     with SubprocessEnv(ENDLESS) as env:
         env.reset(seed=0)
         before = alive()
-        assert client._client is not None
-        client._client.process.send_signal(signal.SIGSTOP)
+        monitor_process().send_signal(signal.SIGSTOP)
         kept, freed = env.snapshot(), env.snapshot()
         freed.free()
-        client._client.process.send_signal(signal.SIGCONT)
+        monitor_process().send_signal(signal.SIGCONT)
         assert becomes_true(lambda: len(alive() - before) == 1)
         kept.free()
         assert becomes_true(lambda: alive() <= before)
 
 
-def test_the_warden_hears_of_no_snapshot_twice() -> None:
+def test_the_monitor_hears_of_no_snapshot_twice() -> None:
     """What it has just been told may be announced to it once more as readable; it must not wait for another."""
     with SubprocessEnv(ENDLESS) as kept, SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshot_every=1)) as env:
         for one in (kept, env):
             one.reset(seed=0)
         kept.step(np.int64(1))
         snapshot = kept.snapshot()
-        assert client._client is not None
-        warden = client._client.process
+        monitor = monitor_process()
         taken = env.statistics().snapshots
-        warden.send_signal(signal.SIGSTOP)
+        monitor.send_signal(signal.SIGSTOP)
         try:
-            assert becomes_true(lambda: psutil.Process(warden.pid).status() == psutil.STATUS_STOPPED)
+            assert becomes_true(lambda: psutil.Process(monitor.pid).status() == psutil.STATUS_STOPPED)
             snapshot.free()
             assert env.step(np.int64(1))[0][0] == 1
             assert becomes_true(lambda: env.statistics().snapshots > taken)  # and has been announced
         finally:
-            warden.send_signal(signal.SIGCONT)
+            monitor.send_signal(signal.SIGCONT)
         pid = kept.statistics().pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -267,9 +268,8 @@ def test_the_warden_hears_of_no_snapshot_twice() -> None:
         assert kept.step_wait(timeout=30)[0][0] == 2
 
 
-@pytest.mark.parametrize("make", [SerialEnv, partial(SubprocessEnv, context="fork")], ids=["serial", "fork"])
-def test_where_there_is_no_forking_it_says_so(make: Any) -> None:
-    with make(ENDLESS) as env:
+def test_an_env_in_the_trainers_own_process_says_that_it_cannot_be_forked() -> None:
+    with SerialEnv(ENDLESS) as env:
         env.reset(seed=0)
         with pytest.raises(NotForkableError):
             env.snapshot()

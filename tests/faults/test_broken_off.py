@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from interruption import disarm, every_place
 
+from kit import CounterEnv, first_difference
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import ActionError, CallPendingError, ClosedError, EnvsFailedError, NothingPendingError, UsageError
-from multienv.recovery.supervisor import resumed
-from multienv.testing import CounterEnv, first_difference
+from multienv.fanout import resumed
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings(
@@ -122,7 +122,7 @@ def test_of_halves(interruption: type[BaseException], env_fn: Any) -> None:
         assert env.statistics().losses == 0
 
 
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_of_building(interruption: type[BaseException], method: str) -> None:
     moments, hits = random.Random(7), 0
     for _ in range(10):
@@ -234,10 +234,12 @@ class Boom:
 def test_what_an_action_raises_in_the_trainer_is_its_envs_failure(max_workers: int | None) -> None:
     with MultiEnv(create_subprocess_envs([ENDLESS] * 3), max_workers=max_workers) as m:
         m.reset(seed=0)
-        with pytest.raises(EnvsFailedError) as caught:
+        try:  # an error that is kept keeps the worker's memory mapped
             m.step([Boom(), 1, 1])
-        assert {index: type(error) for index, error in caught.value.failures.items()} == {0: ActionError}
-        assert [result and result[0][3] for result in caught.value.results] == [None, 1, 1]
+        except EnvsFailedError as error:
+            kinds, results = {index: type(one) for index, one in error.failures.items()}, error.results
+        assert kinds == {0: ActionError}
+        assert [result and result[0][3] for result in results] == [None, 1, 1]
         assert [one[0] for one in m.step([1, 1, 1])[0]] == [1, 2, 2]
 
 
@@ -314,19 +316,19 @@ def test_of_building_several_envs(interruption: type[BaseException], several: bo
 
 def test_of_closing_several_envs() -> None:
     """Wherever it is broken off, closing again closes what is left."""
-    closed: list[int] = []
 
     class ClosingEnv(CounterEnv):
+        is_closed = False
+
         def close(self) -> None:
-            closed.append(id(self))
+            self.is_closed = True
 
     for interruption in every_place():
-        closed.clear()
         m = MultiEnv([ClosingEnv(), ClosingEnv()])
         with interruption:
             m.close()
         m.close()
-        assert set(closed) == set(map(id, m.envs)), interruption.where
+        assert [env.is_closed for env in m.envs] == [True, True], interruption.where  # type: ignore[attr-defined]
         with pytest.raises(ClosedError):
             m.step([1, 1])
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from kit import CounterEnv, Fault, FaultyEnv, is_alive
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ClosedError, EnvsFailedError
-from multienv.processes import client, descriptors
-from multienv.processes.launch import Worker
-from multienv.testing import CounterEnv, Fault, FaultyEnv, is_alive
+from multienv.processes import launcher
+from multienv.processes.worker_process import ProcessChannel
 
 ENDLESS = partial(CounterEnv, horizon=None)
 
@@ -41,7 +41,7 @@ def step_until_closed(env: SubprocessEnv) -> None:
             assert (observation[0], truncated) == (expected, False)
 
 
-def test_in_the_middle_of_a_step(closing: list[SubprocessEnv]) -> None:
+def test_close_by_a_handler_in_the_middle_of_a_step(closing: list[SubprocessEnv]) -> None:
     moments = random.Random(2)
     for _ in range(60):
         env = SubprocessEnv(ENDLESS).initialize()
@@ -58,7 +58,7 @@ def test_in_the_middle_of_a_step(closing: list[SubprocessEnv]) -> None:
         assert not is_alive(pid)
 
 
-def test_by_another_thread_in_the_middle_of_a_step() -> None:
+def test_close_by_another_thread_in_the_middle_of_a_step() -> None:
     moments = random.Random(3)
     for _ in range(40):
         env = SubprocessEnv(ENDLESS).initialize()
@@ -73,7 +73,7 @@ def test_by_another_thread_in_the_middle_of_a_step() -> None:
         assert not is_alive(pid)
 
 
-def test_by_another_thread_while_a_step_hangs() -> None:
+def test_close_by_another_thread_while_a_step_hangs() -> None:
     env = SubprocessEnv(partial(FaultyEnv, fault=Fault("hang_c", "step", at=1))).initialize()
     env.reset(seed=0)
     closer = threading.Timer(0.2, env.close)
@@ -84,7 +84,7 @@ def test_by_another_thread_while_a_step_hangs() -> None:
 
 
 @pytest.mark.parametrize("by", ["handler", "thread"])
-def test_in_the_middle_of_building(closing: list[SubprocessEnv], by: str) -> None:
+def test_close_in_the_middle_of_building(closing: list[SubprocessEnv], by: str) -> None:
     def build() -> CounterEnv:
         threading.Event().wait(20)
         return CounterEnv()
@@ -107,7 +107,7 @@ def test_in_the_middle_of_building(closing: list[SubprocessEnv], by: str) -> Non
     env.close()
 
 
-def test_close_interrupted_leaves_no_process() -> None:
+def test_an_interrupted_close_is_completed_by_the_next() -> None:
     class Impatient(Exception):
         pass
 
@@ -152,38 +152,40 @@ def lost_batch() -> SubprocessVectorEnv:
     return batch
 
 
-@pytest.mark.parametrize("where", ["_start", "_make_ends", "kill"])
-def test_a_batch_while_a_process_is_launched_or_killed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who launches holds a lock; the threads that close the others must not need it, nor must this one wait for them."""
-    batch, plain, closed = lost_batch(), getattr(Worker, where), []
+@pytest.mark.parametrize("where", [(launcher.Launch, "start"), (ProcessChannel, "wait"), (ProcessChannel, "kill")])
+def test_a_batch_closed_by_a_handler_while_a_process_is_launched_awaited_or_killed(
+    where: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, (owner, name), closed = lost_batch(), where, []
+    plain = getattr(owner, name)
 
     def close(*_: Any) -> None:
         batch.close()
         closed.append(True)
 
-    def interrupted(self: Worker, *arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             monkeypatch.undo()
             signal.raise_signal(signal.SIGUSR1)
-        return plain(self, *arguments)
+        return plain(*arguments, **options)
 
     before = signal.signal(signal.SIGUSR1, close)
     try:
-        monkeypatch.setattr(Worker, where, interrupted)
+        monkeypatch.setattr(owner, name, interrupted)
         with contextlib.suppress(ClosedError):
             batch.reset(seed=1)
             batch.close()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert closed or where == "kill"
+    assert closed or name != "wait"
     batch.close()
 
 
-def test_a_child_that_is_forked_while_another_thread_launches() -> None:
-    """It lets go of its copies of the env without waiting for a lock that nobody holds there."""
+def test_a_child_forked_while_another_thread_launches_closes_its_copy_of_an_env() -> None:
+    """It lets go of its copies without waiting for a lock whose holder is not there."""
     kept = SubprocessEnv(ENDLESS).initialize()
     kept.reset(seed=0)
-    with descriptors.lock, client._client_lock:
+    with launcher._lock:
         pid = fork_in_a_thread(kept)
     until = time.monotonic() + 10
     while True:

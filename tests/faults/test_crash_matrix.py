@@ -9,20 +9,22 @@ from typing import Any
 
 import gymnasium
 import pytest
+from trainer_process import becomes_true
 
+from kit import CounterEnv, Fault, FaultyEnv, assert_same_trajectory, is_alive, rollout
+from kit.faults import FaultError
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import EnvError, EnvRaisedError, MultienvError, PoisonError, WorkerLostError
-from multienv.testing import CounterEnv, Fault, FaultyEnv, assert_same_trajectory, rollout
-from multienv.testing.faults import FaultError
+from multienv.recovery.state_machine import LOSSES
 
 DEADLINES = Deadlines(start=20, reset=1.0, step=1.0, call=1.0, close=2.0, recovery=30)
 LETHAL = ["exit", "system_exit", "kill", "segv", "abort", "hang", "hang_c", "noise"]
 # A hang in a constructor costs this much each time.
-START = {"forkserver": 2.0, "spawn": 5.0, "fork": 2.0}
-METHODS = ["forkserver", "spawn", "fork"]
+START = {"forkserver": 2.0, "spawn": 5.0}
+METHODS = ["forkserver", "spawn"]
 # spawn starts an interpreter a process: the manners that take different paths through the code
 CASES = [("forkserver", manner) for manner in LETHAL]
-CASES += [(method, manner) for method in ("spawn", "fork") for manner in ("kill", "system_exit")]
+CASES += [("spawn", manner) for manner in ("kill", "system_exit")]
 
 
 def few_of(manners: list[str]) -> list[Any]:
@@ -38,7 +40,13 @@ def make(fault: Fault, method: str, **options: Any) -> SubprocessEnv:
     options.setdefault(
         "deadlines", DEADLINES if fault.moment != "construct" else replace(DEADLINES, start=START[method])
     )
+    options.setdefault("restart", RestartPolicy(backoff=0.01))
     return SubprocessEnv(partial(FaultyEnv, fault=fault), context=method, **options)
+
+
+def processes_until_poison(manner: str) -> int:
+    """How many processes a request ends before it is not tried again: SIGKILL may have come from anywhere."""
+    return LOSSES if manner == "kill" else 2
 
 
 def play(env: gymnasium.Env[Any, Any], moment: str) -> list[Any]:
@@ -83,8 +91,8 @@ def test_a_poisonous_step_is_truncated_and_the_env_goes_on(method: str, manner: 
         observation, reward, terminated, truncated, info = env.step(3)
         assert (observation == last).all()
         assert (reward, terminated, truncated) == (0.0, False, True)
-        assert "2 processes" in info["multienv"]["reason"]
-        assert env.statistics().restarts <= 3
+        assert f"{processes_until_poison(manner)} processes" in info["multienv"]["reason"]
+        assert env.statistics().restarts == processes_until_poison(manner)
         env.reset(seed=2)
         twin = CounterEnv()
         twin.reset(seed=2)
@@ -92,7 +100,7 @@ def test_a_poisonous_step_is_truncated_and_the_env_goes_on(method: str, manner: 
 
 
 class ClosingEnv(CounterEnv):
-    """With action 3 it closes the descriptors of its process, which dies of that as soon as it is to answer."""
+    """With action 3 it closes the descriptors of its process, which ends of that as soon as it waits for a request."""
 
     def step(self, action: Any) -> Any:
         transition = super().step(action)
@@ -101,14 +109,16 @@ class ClosingEnv(CounterEnv):
         return transition
 
 
-def test_a_step_that_kills_its_process_afterwards_is_poison_too() -> None:
+def test_a_step_that_closes_the_workers_descriptors_is_answered_and_the_next_one_truncated() -> None:
     with SubprocessEnv(ClosingEnv, deadlines=DEADLINES, restart=RestartPolicy(backoff=0.01)) as env:
-        env.reset(seed=1)
-        last = env.step(1)[0]
-        observation, _, _, truncated, info = env.step(3)
+        seen = rollout(env, [1, 3], seed=1)
+        assert_same_trajectory(seen, rollout(CounterEnv(), [1, 3], seed=1))
+        pid = env.statistics().pid or -1
+        assert becomes_true(lambda: not is_alive(pid))  # until it sleeps it would answer another step, too
+        observation, _, _, truncated, info = env.step(1)
         assert truncated
-        assert (observation == last).all()
-        assert "6 processes" in info["multienv"]["reason"]
+        assert (observation == seen[-1].observation).all()
+        assert "It cannot be brought back: 2 processes ended" in info["multienv"]["reason"]
         env.reset(seed=2)
         assert env.step(2)[0][0] == 1
 
@@ -129,7 +139,7 @@ def test_a_lasting_fault_elsewhere_is_a_typed_error(method: str, manner: str, mo
         if moment != "construct":
             assert isinstance(caught.value, PoisonError)
         assert caught.value.command == {"construct": "initialize"}.get(moment, moment)
-        assert env.statistics().restarts <= 4
+        assert env.statistics().restarts <= processes_until_poison(manner)
         if moment in ("call", "render"):
             assert env.step(1)[3] is False  # the episode goes on as if the call had not been made
     finally:
@@ -162,11 +172,11 @@ def test_an_exception_arrives_and_costs_no_process(method: str, manner: str, mom
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_garbage_on_the_pipe_is_not_taken_for_a_reply(method: str, marker: str) -> None:
+def test_garbage_that_the_env_writes_on_the_workers_sockets_does_no_harm(method: str, marker: str) -> None:
     env = make(Fault("garbage", "step", at=5, once=marker), method)
     with env:
         seen = play(env, "step")
-        assert env.statistics().losses >= 1
+        assert env.statistics().losses == 0
     assert_same_trajectory(seen, play(CounterEnv(), "step"))
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from trainer_process import run
 
+from kit import CounterEnv, Fault, FaultyEnv, SameArrayEnv, SlowEnv
+from kit.faults import TwoArgumentError
 from multienv import AsyncSubprocessEnvManager, RestartPolicy, StackedSubprocessEnvManager, SyncSubprocessEnvManager
-from multienv.env_states import EnvState
 from multienv.errors import EnvsFailedError
-from multienv.testing import CounterEnv, Fault, FaultyEnv, SameArrayEnv, SlowEnv
-from multienv.testing.faults import TwoArgumentError
+from multienv.managers.config import EnvState
 
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
 from manager_envs import FailingResetEnv

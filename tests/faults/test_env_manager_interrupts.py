@@ -34,6 +34,10 @@ def test_every_place_of_reset(manager: str) -> None:
     run("manager_trainers", "every_place_of_a_managers_reset", manager, "base")
 
 
+def test_every_place_of_a_call_of_the_envs() -> None:
+    run("manager_trainers", "every_place_of_a_managers_call", "AsyncSubprocessEnvManager", "base")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("inplace", [0, 1])
 @pytest.mark.parametrize("manager", ["AsyncSubprocessEnvManager", "SyncSubprocessEnvManager"])

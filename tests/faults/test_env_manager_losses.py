@@ -17,18 +17,10 @@ import gymnasium
 import pytest
 from trainer_process import becomes_true
 
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SlowEnv, first_difference, is_alive
 from multienv import AsyncSubprocessEnvManager, RestartPolicy, StackedSubprocessEnvManager, SyncSubprocessEnvManager
-from multienv.env_states import EnvState
 from multienv.errors import ClosedError, EnvsFailedError, PoisonError, WorkerDiedError, WorkerHungError
-from multienv.testing import (
-    CounterEnv,
-    Fault,
-    FaultyEnv,
-    NondeterministicEnv,
-    SlowEnv,
-    first_difference,
-    is_alive,
-)
+from multienv.managers.config import EnvState
 
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
 from manager_envs import GatedBuildEnv, opened_meanwhile
@@ -270,7 +262,7 @@ class NeverReadyEnv(CounterEnv):
 
 def test_close_from_another_thread_ends_a_step(manager_of: Any) -> None:
     with manager_of([partial(SlowEnv, step_seconds=60.0)] * 2) as manager:
-        loop = manager._loop
+        loop = manager._rollout
         thread = threading.Thread(target=lambda: becomes_true(loop.stepping) and manager.close())
         thread.start()
         with pytest.raises(ClosedError):
@@ -282,7 +274,7 @@ def test_close_from_another_thread_ends_a_step(manager_of: Any) -> None:
 def test_close_from_a_signal_handler_ends_a_step(manager_of: Any) -> None:
     with manager_of([partial(SlowEnv, step_seconds=60.0)] * 2) as manager:
         before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())
-        loop, trainer = manager._loop, threading.get_ident()
+        loop, trainer = manager._rollout, threading.get_ident()
         thread = threading.Thread(
             target=lambda: becomes_true(loop.stepping) and signal.pthread_kill(trainer, signal.SIGUSR1)
         )
@@ -323,25 +315,3 @@ def test_stacked_with_kills_until_done(seed: int) -> None:
                 assert timestep.observation[0] == before[0] + 1
         assert steps == [6, 9, 12, 15]
         assert [one.steps for one in manager.statistics()] == steps
-
-
-def test_videos_have_every_frame_whatever_is_killed(tmp_path: Path) -> None:
-    pytest.importorskip("moviepy")
-    import imageio_ffmpeg
-
-    fns = [partial(CounterEnv, horizon=6 + index, render_mode="rgb_array") for index in range(2)]
-    manager = SyncSubprocessEnvManager(fns, episode_num=2)
-    manager.enable_save_replay(str(tmp_path))
-    with manager:
-        count = 0
-        while not manager.done:
-            count += 1
-            if count % 3 == 0:
-                kill(manager, count % 2)
-            manager.step(dict.fromkeys(manager.ready_obs, 1))
-    for index in range(2):
-        for episode in range(2):
-            path = str(tmp_path / f"env-{index}-episode-{episode}.mp4")
-            frames, _ = imageio_ffmpeg.count_frames_and_secs(path)
-            assert frames == 7 + index  # that of the reset, and one for each step
-    assert len(list(tmp_path.iterdir())) == 4

@@ -1,134 +1,121 @@
-"""A hook is called in the middle of a recovery, by the thread that does it: what it may ask of the envs, and what not."""
+"""Hooks are called when the call in which something happened is done, by the thread that made it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kit import CounterEnv, Fault, FaultyEnv
 from multienv import (
     AsyncSubprocessEnvManager,
     MultiEnv,
     RestartPolicy,
-    SerialVectorEnv,
     StackedSubprocessEnvManager,
+    SubprocessEnv,
     SubprocessVectorEnv,
     SyncSubprocessEnvManager,
     create_subprocess_envs,
 )
-from multienv.errors import CallPendingError
-from multienv.events import Event
-from multienv.testing import CounterEnv, first_difference
+from multienv.events import Event, Loss, Recovery, Recycled
 
 ENDLESS = partial(CounterEnv, horizon=None)
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "step": lambda envs: envs.step(envs.actions),
-    "reset": lambda envs: envs.reset(),
-    "get_attr": lambda envs: envs.get_attr("horizon"),
+FNS = [ENDLESS] * 3
+BY_ID = dict.fromkeys(range(3), 1)
+
+# What makes the envs, and what is given to step().
+FACES: dict[str, tuple[Callable[..., Any], Any]] = {
+    "SubprocessEnv": (lambda **options: SubprocessEnv(ENDLESS, **options).initialize(), 1),
+    "MultiEnv": (lambda **options: MultiEnv(create_subprocess_envs(FNS, **options)), [1] * 3),
+    "SubprocessVectorEnv": (
+        lambda **options: SubprocessVectorEnv(FNS, envs_per_worker=1, **options),
+        np.ones(3, np.int64),
+    ),
+    "AsyncSubprocessEnvManager": (partial(AsyncSubprocessEnvManager, FNS, wait_num=3), BY_ID),
+    "SyncSubprocessEnvManager": (partial(SyncSubprocessEnvManager, FNS), BY_ID),
+    "StackedSubprocessEnvManager": (partial(StackedSubprocessEnvManager, FNS), [1] * 3),
 }
 
 
-class Asking:
-    """A hook that asks the envs whose step is under way, and keeps what it is told."""
+class Told:
+    """A hook that notes what it is told, and in which thread; then it raises, which harms nothing."""
 
-    def __init__(self, ask: Callable[[Any], Any]) -> None:
-        self.ask, self.envs = ask, None
-        self.told: list[Any] = []
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.threads: set[int] = set()
 
     def __call__(self, event: Event) -> None:
-        try:
-            self.told.append(self.ask(self.envs))
-        except Exception as error:
-            self.told.append(error)
+        self.events.append(event)
+        self.threads.add(threading.get_ident())
+        raise RuntimeError("of a hook")
 
 
-@pytest.fixture(params=CALLS)
-def asking(request: pytest.FixtureRequest) -> Iterator[Asking]:
-    asking = Asking(CALLS[request.param])
-    yield asking
-    assert {type(one) for one in asking.told} == {CallPendingError}, asking.told
-    assert all("a hook calls it" in str(one) for one in asking.told)
-    assert len(asking.told) >= 2
+def begin(face: str, told: Told, **options: Any) -> tuple[Any, Callable[[], Any]]:
+    """Return envs in an episode, and what steps all of them."""
+    make, actions = FACES[face]
+    envs = make(hooks=[told], **options)
+    envs.launch() if hasattr(envs, "launch") else envs.reset(seed=0)
+    return envs, lambda: envs.step(actions)
 
 
-def kill(envs: Any) -> None:
-    os.kill(envs.statistics()[1].pid, signal.SIGKILL)
+@pytest.mark.parametrize("face", FACES)
+def test_a_loss_and_its_recovery_are_told_by_the_thread_of_the_call(face: str) -> None:
+    told = Told()
+    envs, step = begin(face, told)
+    try:
+        step()
+        statistics = envs.statistics()
+        os.kill((statistics[-1] if isinstance(statistics, list) else statistics).pid, signal.SIGKILL)
+        step()
+        assert [type(event) for event in told.events] == [Loss, Recovery]
+        assert told.threads == {threading.get_ident()}
+        step()
+        assert len(told.events) == 2
+    finally:
+        envs.close()
 
 
-def test_of_a_multi_env(asking: Asking) -> None:
-    with MultiEnv(create_subprocess_envs([ENDLESS] * 3, hooks=[asking])) as m:
-        asking.envs, m.actions = m, [1] * 3  # type: ignore[attr-defined]
-        m.reset(seed=0)
-        for step in range(4):
-            if step == 2:
-                kill(m)
-            assert [observation[0] for observation in m.step([step] * 3)[0]] == [step + 1] * 3
+@pytest.mark.parametrize("face", FACES)
+def test_a_replacement_by_plan_is_told_by_the_thread_of_the_call(face: str) -> None:
+    told = Told()
+    envs, step = begin(face, told, restart=RestartPolicy(recycle_after_steps=64))
+    try:
+        for _ in range(150):
+            step()
+            statistics = envs.statistics()
+            recycled = [one.recycled for one in (statistics if isinstance(statistics, list) else [statistics])]
+            assert len(told.events) == sum(recycled)
+        assert {type(event) for event in told.events} == {Recycled}
+        assert told.threads == {threading.get_ident()}
+    finally:
+        envs.close()
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_of_a_batch(asking: Asking, halves: bool) -> None:
-    if halves and asking.ask is CALLS["step"]:
-        asking.ask = lambda envs: envs.step_wait()
-    twin = SerialVectorEnv([ENDLESS] * 4)
-    with SubprocessVectorEnv([ENDLESS] * 4, hooks=[asking], envs_per_worker="auto") as envs, twin:
-        asking.envs, envs.actions = envs, np.ones(4, np.int64)  # type: ignore[attr-defined]
-        assert first_difference(envs.reset(seed=0)[0], twin.reset(seed=0)[0]) is None
-        for step in range(12):
-            if step == 2:
-                kill(envs)
-            actions = np.full(4, step % 4)
-            if halves:
-                envs.step_async(actions)
-                mine = envs.step_wait()
-            else:
-                mine = envs.step(actions)
-            assert first_difference(mine, twin.step(actions)) is None
-
-
-@pytest.mark.parametrize(
-    "manager_of", [AsyncSubprocessEnvManager, SyncSubprocessEnvManager, StackedSubprocessEnvManager]
-)
-def test_of_a_manager(asking: Asking, manager_of: Any) -> None:
-    stacked = manager_of is StackedSubprocessEnvManager
-    with manager_of([ENDLESS] * 3, hooks=[asking], wait_num=3) as manager:
-        asking.envs = manager
-        for step in range(4):
-            actions = [step] * 3 if stacked else dict.fromkeys(range(3), step)
-            manager.actions = actions
-            if step == 2:
-                kill(manager)
-            seen = manager.step(actions)
-            assert [one.observation[0] for one in (seen if stacked else seen.values())] == [step + 1] * 3
-
-
-def test_of_a_manager_between_two_calls(asking: Asking) -> None:
-    """One env is still being brought back, and nobody is in a call."""
-    with AsyncSubprocessEnvManager([ENDLESS] * 3, hooks=[asking], wait_num=1, step_wait_timeout=0.0) as manager:
-        asking.envs, manager.actions = manager, {}
-        slow = asking.ask
-        asking.ask = lambda envs: (time.sleep(0.3), slow(envs))
-        kill(manager)
-        assert list(manager.step(dict.fromkeys(range(3), 1))) != [0, 1, 2]
-        time.sleep(1.0)
-        seen = {}
-        while len(manager.ready_env) < 3:
-            seen |= manager.step({})
-        assert seen[1].observation[0] == 1
-
-
-def test_of_a_batch_whose_processes_are_replaced(asking: Asking) -> None:
-    """By plan, in the thread of the training loop."""
-    policy = RestartPolicy(recycle_after_steps=64)
-    twin = SerialVectorEnv([ENDLESS] * 4)
-    with SubprocessVectorEnv([ENDLESS] * 4, hooks=[asking], envs_per_worker=2, restart=policy) as envs, twin:
-        asking.envs, envs.actions = envs, np.ones(4, np.int64)  # type: ignore[attr-defined]
-        assert first_difference(envs.reset(seed=0)[0], twin.reset(seed=0)[0]) is None
-        for step in range(150):
-            actions = np.full(4, step % 4)
-            assert first_difference(envs.step(actions), twin.step(actions)) is None
+def test_losses_while_envs_are_built_are_told_too(tmp_path: Path) -> None:
+    fault = Fault("exit", "construct", at=1, once=str(tmp_path / "struck"))
+    told = Told()
+    for make in (
+        partial(SubprocessEnv, partial(FaultyEnv, fault=fault)),
+        partial(SyncSubprocessEnvManager, [ENDLESS, partial(FaultyEnv, fault=fault)]),
+        partial(SubprocessVectorEnv, [ENDLESS, partial(FaultyEnv, fault=fault)], envs_per_worker=1),
+    ):
+        told.events.clear()
+        (tmp_path / "struck").unlink(missing_ok=True)
+        with contextlib.closing(make(hooks=[told])) as envs:
+            for name in ("initialize", "launch"):
+                getattr(envs, name, bool)()
+            assert [type(event) for event in told.events] == [Loss, Recovery]
+    (tmp_path / "struck").unlink()
+    told.events.clear()
+    for env in (envs := create_subprocess_envs([ENDLESS, partial(FaultyEnv, fault=fault)], hooks=[told])):
+        env.close()
+    assert len(envs) == len(told.events) == 2
+    assert told.threads == {threading.get_ident()}

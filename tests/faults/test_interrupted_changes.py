@@ -17,10 +17,10 @@ import pytest
 from interruption import Interrupted, every_place, interrupted_after
 from trainer_process import becomes_true
 
+from kit import CounterEnv, descendants, is_alive
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import EnvsFailedError, ResetNeededError, WorkerLostError
 from multienv.recovery.journal import Journal
-from multienv.testing import CounterEnv, descendants, is_alive
 
 ENDLESS = partial(CounterEnv, horizon=None)
 STEP = np.int64(1)
@@ -47,7 +47,7 @@ def discarded(env: SubprocessEnv) -> None:
 
 
 def reset_in_a_new_process(env: SubprocessEnv) -> None:
-    env._supervisor.due = "the test wants it"
+    env._supervisor.maintenance.recycling_due = "the test wants it"
     env.reset(seed=3)
 
 
@@ -72,7 +72,7 @@ def test_nothing_is_written_to_descriptors_that_are_somebody_elses(
             assert env.step(STEP)[0][0] == 1, interruption.where
 
 
-def test_an_env_that_is_given_another_state() -> None:
+def test_an_interrupted_load_state_dict_leaves_the_one_state_or_the_other() -> None:
     with SubprocessEnv(ENDLESS) as env:
         env.reset(seed=5)
         for _ in range(40):
@@ -88,7 +88,8 @@ def test_an_env_that_is_given_another_state() -> None:
                 env.load_state_dict(saved)
             pid = env.statistics().pid
             if pid is not None:
-                kill(pid)
+                with contextlib.suppress(ProcessLookupError):  # interrupted when it had been given up
+                    kill(pid)
             try:
                 observation, _, _, truncated, _ = env.step(STEP)
             except ResetNeededError:
@@ -97,7 +98,7 @@ def test_an_env_that_is_given_another_state() -> None:
                 assert (int(observation[0]), truncated) in ((11, False), (41, False)), interruption.where
 
 
-def test_half_a_journal_is_not_taken_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_load_does_not_take_half_a_journal_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = RestartPolicy(snapshots=False, state_anchors=False)
     with SubprocessEnv(ENDLESS, restart=policy) as env:
         env.reset(seed=5)
@@ -106,20 +107,20 @@ def test_half_a_journal_is_not_taken_for_all_of_it(monkeypatch: pytest.MonkeyPat
         saved = env.state_dict()
     load = Journal.load
 
-    def interrupted(self: Journal, plan: Any, steps: int) -> None:
-        load(self, plan, steps)
-        del self._entries[len(self._entries) // 2 :]
+    def interrupted(self: Journal, *arguments: Any) -> None:
+        load(self, *arguments)
+        del self.entries[len(self.entries) // 2 :]
         raise Interrupted
 
     with SubprocessEnv(ENDLESS, restart=policy) as env:
         env.reset(seed=1)
         env.step(STEP)
-        its_own = env._supervisor._healer.seeds
+        its_own = env._supervisor.ladder.build.seeds
         monkeypatch.setattr(Journal, "load", interrupted)
         with pytest.raises(Interrupted):
             env.load_state_dict(saved)
         kill(env.statistics().pid)
-        seeds = env._supervisor._healer.seeds
+        seeds = env._supervisor.ladder.build.seeds
         assert env.step(STEP)[0][0] == 2
         assert seeds == its_own
 
@@ -206,7 +207,7 @@ class HangsTheSecondTime(CounterEnv):
         return super().reset(seed=seed)
 
 
-def test_who_is_waited_for_by_another_thread_keeps_the_deadline(tmp_path: Path) -> None:
+def test_an_env_that_a_thread_waits_for_keeps_its_deadline(tmp_path: Path) -> None:
     options = {"marker": str(tmp_path / "died")}
     with MultiEnv(create_subprocess_envs([HangsTheSecondTime] * 2, deadlines=Deadlines(reset=2.0))) as envs:
         envs.reset(seed=0)

@@ -17,32 +17,33 @@ from typing import Any
 import pytest
 from trainer_process import Trainer, run
 
-from multienv.testing import is_alive
-
-# Hundreds of trainers, each broken off at another place: minutes. Run it with: pytest -m soak
-pytestmark = pytest.mark.soak
+from kit import is_alive
 
 TRAINERS = "interrupt_trainers"
-METHODS = ["forkserver", "spawn", "fork"]
+# Hundreds of trainers, each broken off at another place, take minutes; the whole of it: pytest -m ""
+SOAK = pytest.mark.soak
+METHODS = ["forkserver", pytest.param("spawn", marks=SOAK)]
 MODES = ["NEXT_STEP", "SAME_STEP", "DISABLED"]
 # Exceptions that are no Exception, as KeyboardInterrupt; those that are, as the TimeoutError of a SIGALRM recipe.
-KINDS = ["base", "error"]
+KINDS = ["base", pytest.param("error", marks=SOAK)]
+BOTH = ["base", "error"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("env", ["plain", "with_ends", "ends", "info"])
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("env", ["plain", *(pytest.param(one, marks=SOAK) for one in ("with_ends", "ends", "info"))])
 def test_every_place_of_step(kind: str, env: str) -> None:
     run(TRAINERS, "every_place_of_step", kind, env)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_place_of_a_step_that_recovers(kind: str) -> None:
-    run(TRAINERS, "every_place_of_step", kind, "plain", 11)
+    run(TRAINERS, "every_place_of_step", kind, "plain", 37)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", BOTH)
 def test_every_pair_of_places_of_step(kind: str) -> None:
-    run(TRAINERS, "every_two_places_of_step", kind)
+    run(TRAINERS, "every_two_places_of_step", kind, within=100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,36 +53,49 @@ def test_every_place_of_step_wait(kind: str, then: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("then", ["reset", "step", "close"])
+@pytest.mark.parametrize("then", ["reset", "step", pytest.param("close", marks=SOAK)])
 def test_every_place_of_reset(kind: str, then: str) -> None:
-    run(TRAINERS, "every_place_of_reset", kind, then)
+    run(TRAINERS, "every_place_of_reset", kind, then, within=100)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", BOTH)
 def test_every_place_of_call(kind: str) -> None:
-    run(TRAINERS, "every_place_of_call", kind)
+    run(TRAINERS, "every_place_of_call", kind, within=100)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_place_of_initialize(kind: str) -> None:
-    run(TRAINERS, "every_place_of_initialize", kind)
+@pytest.mark.parametrize(("kind", "stride"), [("base", 7), *(pytest.param(one, 1, marks=SOAK) for one in BOTH)])
+def test_every_place_of_initialize(kind: str, stride: int) -> None:
+    run(TRAINERS, "every_place_of_initialize", kind, stride, within=100)
+
+
+@pytest.mark.parametrize("face", ["list", "vector"])
+@pytest.mark.parametrize(("kind", "stride"), [("base", 29), *(pytest.param(one, 3, marks=SOAK) for one in BOTH)])
+def test_every_place_of_building_several_leaves_no_descriptor(face: str, kind: str, stride: int) -> None:
+    run(TRAINERS, "every_place_of_building_several", kind, face, stride, within=100)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("kind", "workers", "members"), [("base", 0, "hosted"), ("error", 0, "mixed"), ("base", 2, "mixed")]
+    ("kind", "workers", "members"),
+    [("base", 0, "hosted"), *(pytest.param(*one, "mixed", marks=SOAK) for one in (("error", 0), ("base", 2)))],
 )
 def test_every_place_of_a_step_of_several(kind: str, mode: str, workers: int, members: str) -> None:
-    run(TRAINERS, "every_place_of_multi_step", kind, mode, workers, members)
+    run(TRAINERS, "every_place_of_multi_step", kind, mode, workers, members, within=100)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["NEXT_STEP", *(pytest.param(one, marks=SOAK) for one in MODES[1:])])
 def test_every_place_of_a_step_of_several_that_recovers(mode: str) -> None:
-    run(TRAINERS, "every_place_of_multi_step", "base", mode, 0, "hosted", 5)
+    run(TRAINERS, "every_place_of_multi_step", "base", mode, 0, "hosted", 41)
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers", "members"), [("base", 0, "hosted"), ("error", 0, "mixed"), ("base", 2, "mixed")]
+    ("kind", "workers", "members"),
+    [
+        ("base", 0, "hosted"),
+        pytest.param("error", 0, "mixed", marks=SOAK),
+        pytest.param("base", 2, "mixed", marks=SOAK),
+    ],
 )
 def test_every_place_of_a_reset_of_several(kind: str, workers: int, members: str) -> None:
     run(TRAINERS, "every_place_of_multi_reset", kind, workers, members)
@@ -92,13 +106,17 @@ def test_steps_and_resets_at_random(source: str) -> None:
     run(TRAINERS, "random_steps", "forkserver", source, 2000, 1)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_steps_and_resets_at_random_under_other_start_methods(method: str) -> None:
-    run(TRAINERS, "random_steps", method, "alarm", 1000, 2)
+@pytest.mark.soak
+def test_steps_and_resets_at_random_in_spawned_workers() -> None:
+    run(TRAINERS, "random_steps", "spawn", "alarm", 1000, 2)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("source", "workers"), [("alarm", 0), ("alarm_error", 0), ("interrupt_main", 0), ("alarm", 2)])
+@pytest.mark.parametrize(
+    ("source", "workers"),
+    [("alarm", 0)]
+    + [pytest.param(*one, marks=SOAK) for one in (("alarm_error", 0), ("interrupt_main", 0), ("alarm", 2))],
+)
 def test_steps_of_several_at_random(source: str, mode: str, workers: int) -> None:
     run(TRAINERS, "random_multi_steps", "forkserver", source, mode, workers, 1000, 3)
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from trainer_process import Trainer, run
 
-# Every state of a trainer under every start method: minutes. Run it with: pytest -m soak
-pytestmark = pytest.mark.soak
-
+# Every state of a trainer under every start method takes minutes; the whole of it: pytest -m ""
+SOAK = pytest.mark.soak
 TRAINERS = "lifecycle_trainers"
-METHODS = ["forkserver", "spawn", "fork"]
+METHODS = ["forkserver", pytest.param("spawn", marks=SOAK)]
 SIGNALS = {
     "sigkill": signal.SIGKILL,
     "sigterm": signal.SIGTERM,
@@ -25,15 +24,20 @@ SIGNALS = {
     "sigsegv": signal.SIGSEGV,
 }
 STATES = ["hang_in_python", "hang_in_c", "hang_in_initialize", "hang_in_reset", "recovery", "long_step"]
+QUICK = {("hang_in_c", "sigkill"), ("recovery", "sigkill"), ("hang_in_c", "sigint"), ("hang_in_initialize", "sigint")}
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("how", ["sigkill", "sigterm", "sigint", "return", "sys_exit", "exception", "os_exit"])
+@pytest.mark.parametrize(
+    "how",
+    ["sigkill", "exception", *(pytest.param(one, marks=SOAK) for one in ("sigterm", "sigint", "return"))]
+    + [pytest.param(one, marks=SOAK) for one in ("sys_exit", "os_exit")],
+)
 def test_nothing_outlives_a_trainer_that_holds_envs_in_all_states(method: str, how: str, tmp_path: Path) -> None:
     with Trainer(TRAINERS, "hold_everything", method, how, tmp_path) as trainer:
         trainer.expect("ready")
         if how in SIGNALS:
-            assert len(trainer.family()) >= 14  # 11 workers, the warden, two children of envs
+            assert len(trainer.family()) >= 14  # 11 workers, the monitor, two children of envs
             trainer.signal(SIGNALS[how])
         code = trainer.wait()
         trainer.assert_nothing_lives()
@@ -41,8 +45,14 @@ def test_nothing_outlives_a_trainer_that_holds_envs_in_all_states(method: str, h
         assert code == expected.get(how, -SIGNALS.get(how, 0))
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("how", ["sigkill", "sigterm", "sigint"])
+@pytest.mark.parametrize(
+    ("state", "how"),
+    [
+        pytest.param(state, how, marks=[] if (state, how) in QUICK else SOAK)
+        for state in STATES
+        for how in ("sigkill", "sigterm", "sigint")
+    ],
+)
 def test_nothing_outlives_a_trainer_that_is_inside_a_call(state: str, how: str, tmp_path: Path) -> None:
     with Trainer(TRAINERS, "block_in", state, "forkserver", tmp_path) as trainer:
         trainer.expect("ready")
@@ -51,10 +61,12 @@ def test_nothing_outlives_a_trainer_that_is_inside_a_call(state: str, how: str, 
         trainer.assert_nothing_lives()
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.soak
 @pytest.mark.parametrize("state", ["hang_in_c", "recovery"])
-def test_nothing_outlives_a_trainer_that_is_killed_inside_a_call(state: str, method: str, tmp_path: Path) -> None:
-    with Trainer(TRAINERS, "block_in", state, method, tmp_path) as trainer:
+def test_nothing_outlives_a_trainer_that_is_killed_inside_a_call_to_a_spawned_worker(
+    state: str, tmp_path: Path
+) -> None:
+    with Trainer(TRAINERS, "block_in", state, "spawn", tmp_path) as trainer:
         trainer.expect("ready")
         trainer.signal_group(signal.SIGKILL)
         trainer.wait()
@@ -63,7 +75,7 @@ def test_nothing_outlives_a_trainer_that_is_killed_inside_a_call(state: str, met
 
 @pytest.mark.parametrize(
     ("method", "how"),
-    [("forkserver", "sigkill"), ("forkserver", "sigint"), ("fork", "sigint"), ("fork", "sigkill"), ("spawn", "sigint")],
+    [("forkserver", "sigkill"), ("forkserver", "sigint"), pytest.param("spawn", "sigint", marks=SOAK)],
 )
 def test_nothing_outlives_a_trainer_inside_a_step_of_several(method: str, how: str) -> None:
     with Trainer(TRAINERS, "block_multi", method) as trainer:
@@ -75,7 +87,7 @@ def test_nothing_outlives_a_trainer_inside_a_step_of_several(method: str, how: s
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_outlives_a_trainer_whose_group_is_told_to_stop(method: str) -> None:
-    """SIGTERM to the group, as a batch system does it: the warden is outside of it, and does its work."""
+    """SIGTERM to the group, as a batch system does it: the monitor is outside of it, and does its work."""
     with Trainer(TRAINERS, "crowd", method) as trainer:
         trainer.expect("ready")
         trainer.signal_group(signal.SIGTERM)
@@ -84,8 +96,8 @@ def test_nothing_outlives_a_trainer_whose_group_is_told_to_stop(method: str) -> 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_killed_warden_takes_no_trajectory_with_it(method: str) -> None:
-    run(TRAINERS, "kill_warden", method)
+def test_a_killed_monitor_takes_no_trajectory_with_it(method: str) -> None:
+    run(TRAINERS, "kill_monitor", method)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -99,7 +111,7 @@ def test_close_in_a_signal_handler_ends_the_step_that_blocks(method: str) -> Non
 
 
 def test_close_in_a_signal_handler_ends_the_step_of_several() -> None:
-    run(TRAINERS, "close_multi_from_handler", "forkserver")
+    assert "raised ClosedError" in run(TRAINERS, "close_multi_from_handler", "forkserver")
 
 
 @pytest.mark.parametrize("method", METHODS)

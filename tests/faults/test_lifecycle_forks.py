@@ -11,22 +11,17 @@ import signal
 import pytest
 from trainer_process import Trainer, becomes_true, run
 
-# Every state of a trainer under every start method: minutes. Run it with: pytest -m soak
-pytestmark = pytest.mark.soak
-
 TRAINERS = "lifecycle_trainers"
-METHODS = ["forkserver", "spawn", "fork"]
+METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
 
 
 @pytest.mark.parametrize("how", ["exits", "os_exits", "raises", "collects", "closes"])
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_a_forked_child_does_not_disturb_the_workers(how: str, method: str) -> None:
-    run(TRAINERS, "fork_a_child_that", how, method)
+def test_a_forked_child_does_not_disturb_the_workers(how: str) -> None:
+    run(TRAINERS, "fork_a_child_that", how, "forkserver")
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_a_multiprocessing_child_does_not_disturb_the_workers(method: str) -> None:
-    run(TRAINERS, "fork_by_multiprocessing", method)
+def test_a_multiprocessing_child_does_not_disturb_the_workers() -> None:
+    run(TRAINERS, "fork_by_multiprocessing", "forkserver")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -50,9 +45,8 @@ def test_a_forked_child_does_not_keep_the_workers_of_a_killed_trainer_alive(meth
         trainer.assert_nothing_lives()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_a_forked_child_can_have_envs_of_its_own(method: str) -> None:
-    run(TRAINERS, "envs_in_a_forked_child", method)
+def test_a_forked_child_can_have_envs_of_its_own() -> None:
+    run(TRAINERS, "envs_in_a_forked_child", "forkserver")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,16 +14,7 @@ import numpy as np
 import pytest
 from trainer_process import Trainer, becomes_true, run
 
-from multienv import AutoResetWrapper, Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
-from multienv.errors import (
-    ActionError,
-    CallPendingError,
-    EnvsFailedError,
-    ResetNeededError,
-    WaitTimeout,
-    WorkerDiedError,
-)
-from multienv.testing import (
+from kit import (
     CounterEnv,
     Fault,
     FaultyEnv,
@@ -34,9 +25,18 @@ from multienv.testing import (
     is_alive,
     rollout,
 )
-from multienv.testing.faults import FaultError, TwoArgumentError
+from kit.faults import FaultError, TwoArgumentError
+from multienv import AutoResetWrapper, Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, create_subprocess_envs
+from multienv.errors import (
+    ActionError,
+    CallPendingError,
+    EnvsFailedError,
+    ResetNeededError,
+    WaitTimeout,
+    WorkerDiedError,
+)
 
-METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"]
+METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 
 
@@ -150,7 +150,7 @@ def test_gymnasium_with_one_env_hung_a_killed_trainer_leaves_orphans(method: str
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_stable_baselines3_a_forked_sibling_holds_the_dead_workers_end(victim: int) -> None:
-    envs = create_subprocess_envs([CounterEnv] * 3, context="fork", restart=RAISE)
+    envs = create_subprocess_envs([CounterEnv] * 3, restart=RAISE)
     with MultiEnv(envs) as multi:
         multi.reset(seed=0)
         os.kill(pid_of(envs[victim]), signal.SIGKILL)
@@ -361,13 +361,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_pufferlib_idle_workers_burn_a_core(method: str) -> None:
-    from multienv.processes import client
+    from kit import monitor_pid
 
     with MultiEnv(create_subprocess_envs([CounterEnv] * 3, context=method, deadlines=Deadlines(step=60))) as multi:
         multi.reset(seed=0)
         multi.step([1, 1, 1])
-        assert client._client is not None
-        pids = [client._client.process.pid, *map(pid_of, multi.envs)]
+        pids = [monitor_pid(), *map(pid_of, multi.envs)]
         before = [cpu_seconds(pid) for pid in pids]
         time.sleep(1.0)
         assert [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)] == pytest.approx(

@@ -12,8 +12,8 @@ import gymnasium
 import numpy as np
 import pytest
 
+from kit import assert_same_trajectory, rollout
 from multienv import SubprocessEnv
-from multienv.testing import assert_same_trajectory, rollout
 
 gymnasium.register_envs(ale_py)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from kit import CounterEnv, Fault, FaultyEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import WorkerHungError
-from multienv.testing import CounterEnv, Fault, FaultyEnv
 
-METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak), "fork"]
+METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
 
 
 @pytest.fixture(params=METHODS)

@@ -73,8 +73,3 @@ def test_every_place_of_reset(kind: str, then: str, mode: str, stride: int) -> N
 @pytest.mark.parametrize(("kind", "stride"), [("base", 23), *[pytest.param(kind, 1, marks=soak) for kind in KINDS]])
 def test_every_place_of_call(kind: str, stride: int) -> None:
     run(TRAINERS, "every_place_of_call", kind, stride, within=100)
-
-
-@pytest.mark.parametrize(("kind", "stride"), [("base", 797), *[pytest.param(kind, 11, marks=soak) for kind in KINDS]])
-def test_every_place_of_dealing_anew(kind: str, stride: int) -> None:
-    run(TRAINERS, "every_place_of_dealing", kind, stride, within=110 if stride > 100 else 1000)

@@ -1,4 +1,4 @@
-"""What several envs in a process make harder: two to blame, two groups lost, spaces without arrays, long runs, recycling."""
+"""What several envs in a process make harder: two culprits, two workers lost, spaces without arrays, recycling."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import iterate
+from trainer_process import becomes_true
 
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SpaceEnv, descendants, first_difference, is_alive
 from multienv import Deadlines, RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
-from multienv.errors import EnvsFailedError, PoisonError
 from multienv.events import Event, Loss, Recovery, Recycled
-from multienv.testing import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SpaceEnv, descendants, first_difference
 
 NUM_ENVS = 6
 Fns = list[Callable[[], gymnasium.Env[Any, Any]]]
@@ -36,8 +36,8 @@ def actions_of(step: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(step).integers(0, 4, NUM_ENVS)
 
 
-def kill(envs: SubprocessVectorEnv, group: int, *, snapshot: bool = False) -> None:
-    worker = envs.statistics()[group].pid or 0
+def kill(envs: SubprocessVectorEnv, place: int, *, snapshot: bool = False) -> None:
+    worker = envs.statistics()[place].pid or 0
     victims = [worker, *(sorted(descendants(worker))[-1:] if snapshot else [])]
     for victim in victims:
         with contextlib.suppress(ProcessLookupError):
@@ -55,8 +55,8 @@ def faulty(*faults: Fault, horizon: int = 6) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_two_to_blame_for_the_same_step(mode: AutoresetMode) -> None:
-    culprits = {f"env{slot}": faulty(Fault("kill", "step", at=4, per="episode")) for slot in (0, 2)}
+def test_two_envs_that_end_processes_in_the_same_step_are_both_truncated(mode: AutoresetMode) -> None:
+    culprits = {f"env{slot}": faulty(Fault("exit", "step", at=4, per="episode")) for slot in (0, 2)}
     envs = SubprocessVectorEnv(fns(**culprits), envs_per_worker=3, autoreset_mode=mode)
     twin = SerialVectorEnv(fns(), autoreset_mode=mode)
     envs.reset(seed=1)
@@ -73,7 +73,7 @@ def test_two_to_blame_for_the_same_step(mode: AutoresetMode) -> None:
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_all_groups_lost_at_once(snapshot: bool) -> None:
+def test_all_workers_killed_in_the_same_step_are_brought_back(snapshot: bool) -> None:
     envs = SubprocessVectorEnv(fns(), envs_per_worker=2, restart=RestartPolicy(snapshot_every=3))
     twin = SerialVectorEnv(fns())
     envs.reset(seed=1)
@@ -81,16 +81,16 @@ def test_all_groups_lost_at_once(snapshot: bool) -> None:
     for step in range(40):
         envs.step_async(actions_of(step))
         if step % 7 == 5:
-            for group in range(3):
-                kill(envs, group, snapshot=snapshot)
+            for worker in range(3):
+                kill(envs, worker, snapshot=snapshot)
         expect_same(envs.step_wait(), twin.step(actions_of(step)), where=step)
     assert [statistics.truncated_recoveries for statistics in envs.statistics()] == [0, 0, 0]
     envs.close()
     twin.close()
 
 
-def test_poison_beside_one_that_cannot_be_replayed() -> None:
-    culprit, stray = faulty(Fault("kill", "step", at=4)), partial(NondeterministicEnv, horizon=1000)
+def test_an_env_that_ends_every_process_beside_one_that_cannot_be_replayed() -> None:
+    culprit, stray = faulty(Fault("exit", "step", at=4)), partial(NondeterministicEnv, horizon=1000)
     policy = RestartPolicy(snapshots=False)
     envs = SubprocessVectorEnv(fns(env0=culprit, env2=stray), envs_per_worker=3, restart=policy)
     twin = SerialVectorEnv(fns())
@@ -101,14 +101,14 @@ def test_poison_beside_one_that_cannot_be_replayed() -> None:
         expect_same(batch, twin.step(actions_of(step)), [1, 3, 4, 5], step)
     assert batch[3].tolist() == [True, False, True, False, False, False]
     reasons = batch[4]["multienv"]["reason"]
-    assert "killed 2 processes" in reasons[0]
+    assert "ended 2 processes" in reasons[0]
     assert "does not match" in reasons[2]
     envs.close()
     twin.close()
 
 
 @pytest.mark.parametrize("snapshots", [False, True])
-def test_lost_in_a_masked_reset_the_others_keep_their_episodes(snapshots: bool) -> None:
+def test_envs_left_out_of_a_reset_in_which_their_process_is_killed_keep_their_episodes(snapshots: bool) -> None:
     policy = RestartPolicy(snapshots=snapshots, snapshot_every=2)
     envs = SubprocessVectorEnv(fns(), envs_per_worker=3, restart=policy)
     twin = SerialVectorEnv(fns())
@@ -127,7 +127,7 @@ def test_lost_in_a_masked_reset_the_others_keep_their_episodes(snapshots: bool) 
 
 
 @pytest.mark.parametrize("autoreset", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_without_a_way_back_all_of_the_group_end_honestly_and_new_ones_can_be_replayed(autoreset: Any) -> None:
+def test_episodes_that_cannot_be_replayed_are_truncated_and_those_after_them_are_replayed(autoreset: Any) -> None:
     """The journal was trimmed, and there are no snapshots; afterwards there is a journal again."""
     policy = RestartPolicy(snapshots=False, journal_limit=40_000, state_anchors=False)
     seen: list[Event] = []
@@ -168,7 +168,7 @@ SPACES = {
     [(True, True), (False, False), *[pytest.param(way, not way, marks=pytest.mark.soak) for way in (True, False)]],
 )
 @pytest.mark.parametrize("name", SPACES)
-def test_observations_without_arrays(name: str, snapshots: bool, way_back: bool) -> None:
+def test_observations_without_arrays_are_brought_back(name: str, snapshots: bool, way_back: bool) -> None:
     made: Fns = [partial(SpaceEnv, observation_space=SPACES[name], horizon=4 + index) for index in range(4)]
     policy = RestartPolicy(snapshots=snapshots, snapshot_every=3)
     if not way_back:
@@ -268,7 +268,7 @@ def test_recycling_in_the_middle_of_episodes_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("moment", ["step", "reset"])
-def test_a_hung_slot_is_found_by_its_deadline(moment: str, marker: str) -> None:
+def test_a_slot_that_hangs_past_the_deadline_is_named_and_brought_back(moment: str, marker: str) -> None:
     seen: list[Event] = []
     culprit = faulty(Fault("hang_c", moment, at=2, once=marker))  # type: ignore[arg-type]
     deadlines = Deadlines(step=0.6, reset=0.6)
@@ -287,73 +287,31 @@ def test_a_hung_slot_is_found_by_its_deadline(moment: str, marker: str) -> None:
 
 
 class Closes(CounterEnv):
-    """Closes descriptors that are not its own, and so has its process die as soon as that answers."""
+    """Closes descriptors that are not its own, and so has its process end as soon as that waits for a request."""
 
     def step(self, action: Any) -> Any:
         if self.episode_step == 2:
             os.closerange(3, 256)
         return super().step(action)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        if options:
-            os.closerange(3, 256)
-        return super().reset(seed=seed, options=options)
-
-    def poke(self) -> None:
-        os.closerange(3, 256)
-
-
-def test_who_closes_the_descriptors_of_its_process_is_found_out():
-    """It is done when the process dies of it, and so has not been seen at it."""
-    envs = SubprocessVectorEnv(fns(env1=partial(Closes, horizon=6)), envs_per_worker=3)
-    with contextlib.closing(envs):
-        envs.reset(seed=3)
-        for step in range(5):
-            _, _, _, truncated, infos = envs.step(actions_of(step))
-            assert truncated.tolist() == [step == 2 and index == 1 for index in range(NUM_ENVS)]
-            if step == 2:
-                assert "not tried again" in infos["multienv"]["reason"][1]
-        assert envs.statistics()[1].losses == 0
-
-
-class ClosesLater(CounterEnv):
-    """Closes them when its second episode begins."""
-
-    resets = 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.resets += 1
-        if self.resets == 2:
-            os.closerange(3, 256)
-        return super().reset(seed=seed, options=options)
-
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_and_so_it_is_in_a_reset_that_a_step_brings(mode):
-    """It does not begin that episode once more, as one whose episode is ended for it would."""
-    envs = SubprocessVectorEnv(fns(env1=partial(ClosesLater, horizon=4)), envs_per_worker=3, autoreset_mode=mode)
-    with contextlib.closing(envs):
+def test_an_env_that_closes_the_descriptors_of_its_worker_ends_the_episodes_of_that_worker_alone(mode: Any) -> None:
+    """The step is answered; the process ends afterwards, and so does each that replays it: nobody is to blame."""
+    made = fns(env1=partial(Closes, horizon=6))
+    envs = SubprocessVectorEnv(made, envs_per_worker=3, autoreset_mode=mode)
+    twin = SerialVectorEnv(fns(), autoreset_mode=mode)
+    with contextlib.closing(envs), contextlib.closing(twin):
         envs.reset(seed=3)
-        ending = 3 if mode is AutoresetMode.SAME_STEP else 4
-        for step in range(ending):
-            envs.step(actions_of(step))
-        with pytest.raises(EnvsFailedError) as caught:
-            envs.step(actions_of(ending))
-        assert list(caught.value.failures) == [1]
-        assert isinstance(caught.value.failures[1], PoisonError)
-        assert envs.statistics()[1].losses == 0
-
-
-@pytest.mark.parametrize("ask", ["call", "reset"])
-def test_and_so_it_is_in_a_reset_or_a_call(ask):
-    envs = SubprocessVectorEnv(fns(env1=partial(Closes, horizon=6)), envs_per_worker=3)
-    with contextlib.closing(envs):
-        envs.reset(seed=3)
-        envs.step(actions_of(0))
-        with pytest.raises(EnvsFailedError) as caught:
-            envs.call("poke") if ask == "call" else envs.reset(options={"some": "options"})
-        assert list(caught.value.failures) == [1]
-        assert isinstance(caught.value.failures[1], PoisonError)
-        observations = envs.step(actions_of(1))[0]
-        assert np.delete(observations, 1, 0)[:, 0].tolist() == [2 if ask == "call" else 1] * (NUM_ENVS - 1)
+        twin.reset(seed=3)
+        worker = envs.statistics()[0].pid or 0
+        for step in range(5):
+            if step == 3:
+                assert becomes_true(lambda: not is_alive(worker))
+            batch, expected = envs.step(actions_of(step)), twin.step(actions_of(step))
+            expect_same(batch, expected, slice(3, None))
+            assert batch[3].tolist() == [step == 3 and index < 3 for index in range(NUM_ENVS)]
+            if step == 3:
+                infos = batch[4]["final_info"] if mode is AutoresetMode.SAME_STEP else batch[4]
+                assert "cannot be brought back" in infos["multienv"]["reason"][0]
         assert envs.statistics()[1].losses == 0

@@ -1,4 +1,4 @@
-"""Who does not come back as it was, or is not to be reset, shows what the caller saw last of it, and nothing else."""
+"""An env that does not come back as it was, or is not to be reset, shows what the caller saw last of it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from trainer_process import becomes_true
 
+from kit import CounterEnv, NondeterministicEnv, SlowEnv, SpaceEnv, descendants, is_alive
 from multienv import Deadlines, RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
-from multienv.errors import EnvsFailedError, ResetNeededError
+from multienv.errors import EnvsFailedError, ResetNeededError, ResultNotPicklableError
 from multienv.events import Event
-from multienv.recovery import healer
-from multienv.testing import CounterEnv, NondeterministicEnv, SlowEnv, SpaceEnv, descendants, is_alive
+from multienv.recovery import ladder
 
 FACES = [SerialVectorEnv, SubprocessVectorEnv]
 ENDLESS, ERRATIC = partial(CounterEnv, horizon=None), partial(NondeterministicEnv, horizon=None)
@@ -82,7 +82,7 @@ def test_an_episode_that_cannot_go_on_ends_with_what_was_seen_last(mode: Autores
     ids=["no journal", "truncate", "erratic"],
 )
 @pytest.mark.parametrize("views", [False, True])
-def test_who_is_not_reset_shows_what_it_showed_though_its_process_was_lost(
+def test_an_env_left_out_of_a_reset_shows_what_it_showed_though_its_process_was_lost(
     env_fn: Any, policy: RestartPolicy, views: bool
 ) -> None:
     with contextlib.closing(
@@ -104,7 +104,7 @@ def test_who_is_not_reset_shows_what_it_showed_though_its_process_was_lost(
 
 @pytest.mark.parametrize("snapshots", [False, True])
 @pytest.mark.parametrize("size", [2, 500], ids=["shown", "digested"])
-def test_views_may_be_written_to(snapshots: bool, size: int) -> None:
+def test_writing_to_the_views_of_copy_false_does_not_spoil_a_recovery(snapshots: bool, size: int) -> None:
     env_fn = partial(SpaceEnv, observation_space=spaces.Box(-1, 1, (size,)), horizon=100)
     policy = RestartPolicy(snapshots=snapshots, snapshot_every=1 if snapshots else None)
     events: list[Event] = []
@@ -130,7 +130,7 @@ def test_views_may_be_written_to(snapshots: bool, size: int) -> None:
 
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("shared_memory", [None, False])
-def test_those_that_ended_can_be_reset_one_by_one(face: Any, shared_memory: bool | None) -> None:
+def test_envs_that_ended_can_be_reset_one_by_one(face: Any, shared_memory: bool | None) -> None:
     fns = [partial(TextEnv if shared_memory is None else CounterEnv, horizon=2)] * 3
     with contextlib.closing(face(fns, shared_memory=shared_memory, autoreset_mode="Disabled")) as envs:
         envs.reset(seed=0)
@@ -204,7 +204,9 @@ class IllegibleEnv(TextEnv):
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_what_the_trainer_could_not_read_does_not_travel_again(mode: AutoresetMode) -> None:
+def test_an_observation_that_the_trainer_cannot_read_is_raised_once_and_the_episode_goes_on(
+    mode: AutoresetMode,
+) -> None:
     envs = SubprocessVectorEnv([TextEnv, IllegibleEnv], envs_per_worker=2, autoreset_mode=mode)
     with contextlib.closing(envs):
         envs.reset(seed=0)
@@ -213,13 +215,10 @@ def test_what_the_trainer_could_not_read_does_not_travel_again(mode: AutoresetMo
         with pytest.raises(EnvsFailedError) as failed:
             envs.step([0, 0])
         assert failed.value.failures.keys() == {1}
-        observations, _, _, truncated, infos = envs.step([0, 0])
-        assert truncated.tolist() == [False, True]
-        if mode is AutoresetMode.NEXT_STEP:
-            assert observations["text"] == ("4", "2")
-        else:
-            assert infos["_final_obs"].tolist() == [False, True]
-        assert envs.step([0, 0])[0]["text"][0] == "5"
+        assert isinstance(failed.value, ResultNotPicklableError)
+        observations, _, _, truncated, _ = envs.step([0, 0])
+        assert not truncated.any()
+        assert observations["text"] == ("4", "4")
 
 
 def after_a_failed_third_step(fns: list[Any], **options: Any) -> Any:
@@ -233,7 +232,7 @@ def after_a_failed_third_step(fns: list[Any], **options: Any) -> Any:
         return envs.reset(options={"reset_mask": np.array([True, False])})[0]
 
 
-def test_one_that_could_not_be_read_does_not_keep_the_others_from_their_reset() -> None:
+def test_a_masked_reset_shows_the_last_readable_observation_of_an_env_that_it_leaves_alone() -> None:
     assert after_a_failed_third_step([TextEnv, IllegibleEnv])["text"] == ("0", "2")
 
 
@@ -275,7 +274,7 @@ def test_a_snapshot_that_does_not_get_up_leaves_time_for_the_journal(
     monkeypatch: pytest.MonkeyPatch, recovery: float | None
 ) -> None:
     if recovery is None:
-        monkeypatch.setattr(healer, "UP_WITHIN", 0.5)
+        monkeypatch.setattr(ladder, "_UP_WITHIN", 0.5)
     events: list[Event] = []
     policy, deadlines = RestartPolicy(snapshot_every=1), Deadlines(recovery=recovery)
     with SubprocessEnv(ENDLESS, restart=policy, deadlines=deadlines, hooks=[events.append]) as env:

@@ -17,9 +17,9 @@ import gymnasium
 import pytest
 from test_snapshots import REAL, actions_for, pid_of
 
+from kit import observations_equal
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.events import Recovery
-from multienv.testing import observations_equal
 
 # The journal reaches back to the construction of the env; or to a reset or two, which is not enough for all of them.
 LIMITS = {"all": {}, "little": {"replay_limit": 0.02}}

@@ -14,10 +14,9 @@ import numpy as np
 from interrupt_trainers import KINDS, at, explore
 from interruption import Interruption, Ledger, every_place
 
-from multienv import SubprocessVectorEnv, subprocess_vector_env
+from kit import CounterEnv, SlowEnv
+from multienv import SubprocessVectorEnv
 from multienv.errors import EnvsFailedError
-from multienv.testing import CounterEnv, SlowEnv
-from multienv.vector_dealing import STEPS
 
 NUM_ENVS = 4
 HORIZON = 3
@@ -34,14 +33,15 @@ class Grouped:
         step_seconds: float = 0.0,
         env_fn: Any = None,
     ) -> None:
+        each = NUM_ENVS if at_once else each  # one process, which steps its envs one after the other
         fns = [env_fn or partial(SlowEnv, step_seconds=step_seconds, horizon=HORIZON)] * NUM_ENVS
         self.mode = mode
-        self.envs = SubprocessVectorEnv(fns, envs_per_worker=each, autoreset_mode=mode, max_concurrency=at_once)
+        self.envs = SubprocessVectorEnv(fns, envs_per_worker=each, autoreset_mode=mode)
         self.ledgers = [Ledger(horizon=HORIZON) for _ in fns]
 
     @property
     def hosted(self) -> list[Any]:
-        return self.envs._groups
+        return self.envs._workers
 
     def begin(self, seed: int, *, anew: bool = False) -> None:
         """See to it that episodes are running, if that is ours to do."""
@@ -55,7 +55,6 @@ class Grouped:
         """All is as if nothing had happened."""
         if not (self.mode == "DISABLED" and self.ledgers[0].ended):
             self.step(self.envs.step(self.actions(action)), [action])
-        assert len({group.seq & 1 for group in self.hosted}) == 1, "the groups have fallen out of step"
 
     def reset(self, observations: Any, seed: int) -> None:
         for index, ledger in enumerate(self.ledgers):
@@ -259,23 +258,3 @@ def every_place_of_call(kind: str, stride: str = "1") -> None:
             assert grouped.envs.get_attr("pokes") == pokes, "the recovered envs were poked more or less often"
 
     explore(Grouped, kind, trial, kills=int(stride))
-
-
-def every_place_of_dealing(kind: str, stride: str) -> None:
-    """The step before which the envs are dealt to more processes is interrupted: by these or by those they go on."""
-    subprocess_vector_env.busy_cores = lambda: 2  # type: ignore[assignment]
-    dealt = set()
-
-    def trial(grouped: Grouped, interruption: Interruption, number: int) -> None:
-        grouped.begin(number)
-        for _ in range(STEPS):
-            grouped.go_on()
-        batch = None
-        with interruption:
-            batch = grouped.envs.step(grouped.actions(1))
-        grouped.step(batch or grouped.envs.step(grouped.actions(2)), [1, 2])
-        grouped.go_on()
-        dealt.add(len(grouped.hosted))
-
-    explore(lambda: Grouped(each="auto", step_seconds=0.003), kind, trial, kills=int(stride))
-    assert dealt == {2, NUM_ENVS}, f"they went on in {dealt} processes"

@@ -1,4 +1,4 @@
-"""Groups of envs whose processes are killed at any moment, held against the same host code in this process."""
+"""Workers with several envs whose processes are killed at any moment, held against the same host code in this process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from test_agreement import DEFAULT, KILLS, PATIENT, SEEDS, SOAK, STEP_DEADLINE
 
+from kit import CounterEnv, descendants, first_difference
 from multienv import Deadlines, SerialVectorEnv, SubprocessVectorEnv
-from multienv.testing import CounterEnv, descendants, first_difference
 
 NUM_ENVS = 5
 ACTIONS = st.lists(st.integers(0, 3), min_size=NUM_ENVS, max_size=NUM_ENVS)
@@ -30,20 +30,16 @@ class VectorAgreement(RuleBasedStateMachine):
 
     @initialize(
         mode=st.sampled_from(list(AutoresetMode)),
-        context=st.sampled_from(["forkserver", "forkserver", "fork"]),
-        at_once=st.sampled_from([None, 1, 2]),
         every=st.sampled_from([None, 1, 3]),
         seed=st.integers(0, 999),
     )
-    def open(self, mode: AutoresetMode, context: str, at_once: int | None, every: int | None, seed: int) -> None:
+    def open(self, mode: AutoresetMode, every: int | None, seed: int) -> None:
         fns = [partial(CounterEnv, horizon=3 + index) for index in range(NUM_ENVS)]
         self.mode = mode
         self.envs = SubprocessVectorEnv(
             fns,
             envs_per_worker=2,
             autoreset_mode=mode,
-            context=context,
-            max_concurrency=at_once,
             restart=replace(PATIENT, snapshot_every=every, snapshots=every is not None),
             deadlines=Deadlines(step=STEP_DEADLINE, reset=30, call=30),
         )
@@ -58,8 +54,8 @@ class VectorAgreement(RuleBasedStateMachine):
     def strike(self, blow: tuple[int, int, bool] | None) -> None:
         if blow is None:
             return
-        group, number, with_snapshot = blow
-        worker = self.envs.statistics()[group].pid
+        place, number, with_snapshot = blow
+        worker = self.envs.statistics()[place].pid
         assert worker is not None
         for victim in [worker, *(sorted(descendants(worker))[-1:] if with_snapshot else [])]:
             with contextlib.suppress(ProcessLookupError):  # it is dead already
@@ -109,11 +105,11 @@ class VectorAgreement(RuleBasedStateMachine):
     def kill(self, blow: Any) -> None:
         self.strike(blow)
 
-    @rule(group=st.integers(0, 2), actions=ACTIONS)
-    def hang(self, group: int, actions: list[int]) -> None:
+    @rule(place=st.integers(0, 2), actions=ACTIONS)
+    def hang(self, place: int, actions: list[int]) -> None:
         if self.mode is AutoresetMode.DISABLED and self.ended.any():
             return  # there would be a reset first, whose deadline is long
-        self.strike((group, signal.SIGSTOP, False))  # before it is asked, so that the deadline is that of a step
+        self.strike((place, signal.SIGSTOP, False))  # before it is asked, so that the deadline is that of a step
         self.step(actions, None)
 
     @invariant()

@@ -1,160 +1,231 @@
-"""The public names, and the layers: none imports one above it."""
+"""The rooms of the package, lowest first: none imports one above it; and what else keeps the core small to read."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
+import gymnasium
 import pytest
 
 import multienv
-import multienv.testing
 
 PACKAGE = Path(multienv.__file__).parent
-
-PUBLIC = [
-    "AsyncSubprocessEnvManager",
-    "AutoResetWrapper",
-    "Deadlines",
-    "MultiEnv",
-    "RestartPolicy",
-    "SerialEnv",
-    "SerialVectorEnv",
-    "Snapshot",
-    "StackedSubprocessEnvManager",
-    "SubprocessEnv",
-    "SubprocessVectorEnv",
-    "SyncSubprocessEnvManager",
-    "create_subprocess_envs",
-    "make_vec",
-    "register_state_hook",
-]
-PUBLIC_TESTING = [
-    "CounterEnv", "FailsNthTime", "Fault", "FaultError", "FaultyEnv", "ForkingEnv", "GlobalRandomEnv", "Ignored", "KillManner",
-    "Killer", "LeakError", "LeakyEnv", "Manner", "Moment", "NoisyEnv", "NondeterministicEnv", "PidEnv", "ProcessRecord",
-    "RecoverableEnv", "RecoveryCheck", "Resources", "SameArrayEnv", "SlowEnv", "SpaceEnv", "StickyStateEnv", "Strike",
-    "TokenSpace", "Transition", "TwoArgumentError", "WallClockInfoEnv", "assert_no_splice", "assert_nothing_left",
-    "assert_same_trajectory", "check_env_recovers", "check_recovery", "counter_clock", "descendants", "digest_value",
-    "example_spaces", "first_difference", "is_alive", "misbehave", "multiprocessing_helpers", "no_leaks", "observations_equal",
-    "rollout", "snapshot_resources", "what_is_left",
-]  # fmt: skip
-
-# Lowest first; modules of one line may import each other.
-LAYERS = [
+# Lowest first; the rooms of one line do not import each other, but for those of the first.
+FLOORS = [
     ["errors", "config", "events"],
-    ["threads", "cores", "turns", "unique"],
+    ["threads", "cores"],
     ["wire"],
-    ["reports"],
     ["worker"],
     ["processes"],
-    ["backends"],
+    ["reports"],
     ["recovery"],
-    ["remote_generator"],
-    ["hosted_env", "autoreset", "subprocess_env", "rounds", "multi_env"],
-    [
-        "rendering",
-        "vector_arguments",
-        "vector_spaces",
-        "vector_rounds",
-        "vector_calls",
-        "vector_env",
-        "vector_dealing",
-        "vector_parts",
-        "subprocess_vector_env",
-        "vector_making",
-    ],
-    [
-        "env_states",
-        "env_manager_config",
-        "episode_video",
-        "env_lane",
-        "env_manager_loop",
-        "env_manager",
-        "env_manager_by_id",
-        "env_manager_arguments",
-        "env_manager_calls",
-        "async_env_manager",
-        "sync_env_manager",
-        "stacked_env_manager",
-    ],
+    ["fanout"],
+    ["envs"],
+    ["vector", "managers"],
+    ["adapters"],
     ["testing"],
-    ["chaos", "replay", "cli"],
+    ["cli"],
 ]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+ORDERED = {"errors": 0, "config": 1, "events": 2}  # inside the first line
+ON_TOP = {"adapters", "testing", "cli"}
+MOST_FLOORS = 12
+# What extras install; imported where it is used, with an error that names the extra.
+HEAVY = ["typer", "rich", "torch", "stable_baselines3", "ray", "matplotlib", "moviepy", "cv2", "mujoco", "ale_py"]
+CORE = {"gymnasium", "numpy", "cloudpickle", "typing_extensions", "multienv"}
 
 
-def imports(path: Path) -> set[str]:
-    """The modules of multienv that this one imports anywhere in it, as dotted names below the package."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"}
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
+
+
+@cache
+def imports(name: str) -> dict[str, set[str]]:
+    """The modules of the package that this one imports, anywhere in it, and which names of each."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            pairs = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found |= (
-                {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "multienv" else {node.module}
-            )
-    return {name.removeprefix("multienv.") for name in found if name.split(".")[0] == "multienv"}
+            assert node.level == 0, f"{name}: relative import"
+            pairs = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for module, imported in pairs:
+            if module.split(".")[0] == "multienv":
+                inside = module.removeprefix("multienv").lstrip(".")
+                as_module = f"{inside}.{imported}".lstrip(".")
+                if as_module in MODULES:  # from multienv.worker import seeding
+                    found.setdefault(as_module, set())
+                else:
+                    found.setdefault(inside, set()).add(imported)
+    return found
 
 
-@pytest.mark.parametrize(("module", "names"), [(multienv, PUBLIC), (multienv.testing, PUBLIC_TESTING)])
-def test_the_public_names(module, names):
-    assert sorted(module.__all__) == sorted(names)
-    for name in names:
-        assert hasattr(module, name)
+def room_of(name: str) -> str:
+    return name.split(".")[0]
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_things_and_their_methods_are_documented(name):
-    thing = getattr(multienv, name)
-    assert inspect.getdoc(thing)
-    if inspect.isclass(thing):
-        for method, value in vars(thing).items():
-            if inspect.isfunction(value) and not method.startswith("_"):
-                assert inspect.getdoc(value), f"{name}.{method}"
+def test_every_module_lies_in_a_room():
+    assert {room_of(name) for name in MODULES} <= set(FLOOR_OF)
 
 
-def test_there_is_a_version():
+def test_the_docstring_of_the_package_tells_the_rooms_in_the_same_order():
+    told = [
+        re.findall(r"[a-z_]+", line) for line in re.findall(r"^    ([a-z_, ]+?)  +\S", multienv.__doc__, re.MULTILINE)
+    ]
+    rooms = [room for line in told for room in line]
+    assert set(rooms) >= {room for room in FLOOR_OF if (PACKAGE / room).is_dir()} - {"adapters"}
+    floors = [FLOOR_OF[line[0]] for line in told if line[0] in FLOOR_OF]
+    assert floors == sorted(floors) or told[-1] == ["testing", "cli"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_its_own_room_and_rooms_before_it(name):
+    room = room_of(name)
+    for other in imports(name):
+        theirs = room_of(other)
+        if not theirs:  # the package itself: what users have
+            assert room in ON_TOP, f"{name} imports the package itself"
+        elif theirs == room:
+            continue
+        elif theirs in ORDERED and room in ORDERED:
+            assert ORDERED[theirs] < ORDERED[room], f"{name} imports {other}"
+        else:
+            assert FLOOR_OF[theirs] < FLOOR_OF[room], f"{name} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_private_name_of_another_module_is_used(name):
+    for other, names in imports(name).items():
+        private = {one for one in names if one.startswith("_") and not one.startswith("__")}
+        assert not private, f"{name} imports {private} from {other}"
+    modules = {one.asname or one.name.split(".")[-1] for node in ast.walk(tree_of(name))
+               if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("multienv")
+               for one in node.names if f"{node.module}.{one.name}".removeprefix("multienv.") in MODULES}  # fmt: skip
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            assert not node.attr.startswith("_"), f"{name} uses {node.value.id}.{node.attr}"
+
+
+@cache
+def bases_of(module: str, kind: str) -> tuple[str, ...]:
+    """The bases of a class of the package that are classes of the package, as ``module:class``."""
+    node = next((one for one in ast.walk(tree_of(module)) if isinstance(one, ast.ClassDef) and one.name == kind), None)
+    found = []
+    for base in node.bases if node else ():
+        base = base.value if isinstance(base, ast.Subscript) else base
+        if not isinstance(base, ast.Name):
+            continue
+        here = any(isinstance(one, ast.ClassDef) and one.name == base.id for one in tree_of(module).body)
+        home = module if here else next((other for other, names in imports(module).items() if base.id in names), None)
+        if home in MODULES:
+            found.append(f"{home}:{base.id}")
+    return tuple(found)
+
+
+def depth(module: str, kind: str) -> int:
+    """How many classes of the package lie in the longest row of bases, this one included; the error tree aside."""
+    if module == "errors":
+        return 0
+    return 1 + max((depth(*base.split(":")) for base in bases_of(module, kind)), default=0)
+
+
+def test_inheritance_inside_the_package_is_two_levels_at_most():
+    depths = {
+        f"{name}:{node.name}": depth(name, node.name)
+        for name in MODULES
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {kind: found for kind, found in depths.items() if found > 2} == {}
+    assert max(depths.values()) == 2, "nothing is counted at all"
+
+
+def floors() -> list[set[str]]:
+    """The modules by the longest way of imports below each; modules that import each other share a floor."""
+
+    @cache
+    def reached(name: str) -> frozenset[str]:
+        found, todo = set(), [name]
+        while todo:
+            for other in imports(todo.pop()):
+                if other in MODULES and other not in found:
+                    found.add(other)
+                    todo.append(other)
+        return frozenset(found)
+
+    @cache
+    def floor(name: str) -> int:
+        below = [other for other in imports(name) if other in MODULES and name not in reached(other)]
+        return 1 + max(map(floor, below), default=-1)
+
+    by_floor: list[set[str]] = []
+    for name in MODULES:
+        while len(by_floor) <= floor(name):
+            by_floor.append(set())
+        by_floor[floor(name)].add(name)
+    circles = {name for name in MODULES if name in reached(name)}
+    assert not circles, f"modules import each other in a circle: {sorted(circles)}"
+    return by_floor
+
+
+def test_there_are_at_most_twelve_floors_of_imports():
+    found = [{name for name in names if room_of(name) not in ON_TOP} for names in floors()]
+    assert not any(found[MOST_FLOORS:]), "\n".join(f"{place}: {sorted(names)}" for place, names in enumerate(found))
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = f"import sys, multienv; print([name for name in {HEAVY} if name in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert told.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) not in {"cli", "adapters"}])
+def test_the_core_imports_nothing_but_its_dependencies(name):
+    for node in ast.walk(tree_of(name)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for one in names:
+            assert one.split(".")[0] in CORE | set(sys.stdlib_module_names), f"{name} imports {one}"
+
+
+# --- the public face ----------------------------------------------------------------------------
+
+NAMES = {
+    "AsyncSubprocessEnvManager", "AutoResetWrapper", "Deadlines", "EnvManagerConfig", "Loss", "MultiEnv", "Recovery",
+    "Recycled", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
+    "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "create_subprocess_envs", "make_vec",
+    "register_state_hook",
+}  # fmt: skip
+
+
+def test_the_public_names_are_these_and_the_errors():
+    assert set(multienv.__all__) == NAMES | set(multienv.errors.__all__)
+    assert len(multienv.__all__) == len(set(multienv.__all__))
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?\w+)?", multienv.__version__)
 
 
-def test_every_module_has_a_layer_and_the_packages_docstring_tells_the_same_order():
-    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES}
-    assert parts == set(LEVEL)
-    table = re.findall(r"^    ([a-z_, …]+?)  +\S", multienv.__doc__, re.MULTILINE)
-    told = [re.findall(r"[a-z_]+", line) for line in table]
-    assert [names[0] for names in told] == [names[0] for names in LAYERS]
-    for names, layer in zip(told, LAYERS, strict=True):
-        assert set(names) <= set(layer)
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_module_imports_one_of_a_layer_above(path):
-    own = LEVEL[path.relative_to(PACKAGE).parts[0].removesuffix(".py")]
-    for name in imports(path):
-        part = name.split(".")[0]
-        if own == LEVEL["testing"] and part not in LEVEL:
-            continue  # the conformance kit tries the public face
-        assert part in LEVEL, f"{path} imports {name} from the package itself"
-        assert LEVEL[part] <= own, f"{path} imports {name}, which is above it"
-
-
-def test_the_test_kit_depends_on_the_face_only_and_only_when_called():
-    for path in (PACKAGE / "testing").glob("*.py"):
-        outside = {name for name in imports(path) if name.split(".")[0] != "testing"}
-        assert outside <= ({"SubprocessEnv"} if path.name == "conformance.py" else set()), path
-
-
-def test_the_core_imports_nothing_but_its_three_dependencies():
-    import sys
-
-    allowed = set(sys.stdlib_module_names) | {"multienv", "gymnasium", "numpy", "cloudpickle", "typing_extensions"}
-    for path in set(MODULES) - {PACKAGE / "cli.py"}:  # it says itself what to install
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                assert name.split(".")[0] in allowed, f"{path} imports {name}"
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_public_things_and_their_methods_are_documented(name):
+    thing = getattr(multienv, name)
+    assert inspect.getdoc(thing)
+    for method, value in vars(thing).items() if inspect.isclass(thing) else ():
+        if inspect.isfunction(value) and not method.startswith("_"):
+            inherited = any(hasattr(base, method) for base in (gymnasium.Env, gymnasium.vector.VectorEnv))
+            assert value.__doc__ or inherited, f"{name}.{method}"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
+from kit import CounterEnv
 from multienv import Deadlines, RestartPolicy, SerialEnv, SubprocessEnv
 from multienv.config import check_seconds
 from multienv.errors import UsageError
-from multienv.testing import CounterEnv
 
 NOT_SECONDS = [
     math.nan,
@@ -33,8 +35,9 @@ NOT_SECONDS = [
 ]
 DEADLINES = [field.name for field in dataclasses.fields(Deadlines)]
 DURATIONS = ["window", "backoff", "max_backoff", "replay_limit"]
-REACTIONS = ["on_crash", "on_timeout", "on_error"]
-COUNTS = {"max_restarts": 0, "poison_after": 1, "journal_limit": 0}
+_ON_LOSS = "'replay', 'truncate', 'raise'"
+REACTIONS = {"on_crash": _ON_LOSS, "on_timeout": _ON_LOSS, "on_error": "'raise', 'truncate'"}
+COUNTS = {"max_restarts": 0, "poison_after": 1, "journal_limit": 0, "max_snapshots": 0}
 
 
 @pytest.mark.parametrize("value", NOT_SECONDS, ids=lambda value: repr(value)[:20])
@@ -80,8 +83,30 @@ def test_all_durations_but_the_window_may_be_zero(name):
 @pytest.mark.parametrize("value", ["Replay", "", None, True, 1, "retry", ["replay"]])
 @pytest.mark.parametrize("name", REACTIONS)
 def test_policies_refuse_unknown_reactions_and_name_the_known(name, value):
-    with pytest.raises(UsageError, match=f"RestartPolicy.{name}.*'replay', 'truncate', 'raise'"):
+    with pytest.raises(UsageError, match=f"RestartPolicy.{name}.*{REACTIONS[name]}"):
         RestartPolicy(**{name: value})
+
+
+def test_an_exception_of_the_env_is_raised_or_truncates_and_is_never_replayed():
+    assert RestartPolicy(on_error="truncate").on_error == "truncate"
+    with pytest.raises(UsageError, match="on_error is 'replay'"):
+        RestartPolicy(on_error="replay")
+
+
+@pytest.mark.parametrize("name", ["recycle_after_steps", "recycle_after_episodes", "recycle_after", "max_rss"])
+@pytest.mark.parametrize("value", [0, -1, math.nan, "many", True])
+def test_limits_of_a_process_are_positive_or_none(name, value):
+    assert getattr(RestartPolicy(**{name: None}), name) is None
+    with pytest.raises(UsageError, match=name):
+        RestartPolicy(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("crash", "timeout", "replays"),
+    [("replay", "raise", True), ("truncate", "replay", True), ("raise", "truncate", False)],
+)
+def test_a_policy_replays_if_any_loss_is_to_be_made_good(crash, timeout, replays):
+    assert RestartPolicy(on_crash=crash, on_timeout=timeout).replays == replays
 
 
 @pytest.mark.parametrize("value", [True, False, 1.0, 1.5, math.nan, "1", None, -1])
@@ -101,10 +126,11 @@ def test_counts_have_a_least_value(name, least):
 
 @pytest.mark.parametrize("config", [Deadlines, RestartPolicy])
 def test_options_are_named_known_frozen_and_comparable(config):
-    with pytest.raises(TypeError):
+    with pytest.raises(UsageError, match="say which it is"):
         config(1.0)
     with pytest.raises(TypeError):
         config(on_fire="run")
+    assert pickle.loads(pickle.dumps(config())) == copy.copy(config()) == config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config(), dataclasses.fields(config)[0].name, 1)
     assert config() == config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,61 @@ def test_as_many_cores_as_may_be_busy(monkeypatch, quota, busy):
     monkeypatch.setattr(cores, "cores", lambda: list(range(8)))
     monkeypatch.setattr(cores, "quota", lambda: quota)
     assert cores.busy_cores() == busy
+
+
+# --- who runs where, and is asked when --------------------------------------------------------
+
+
+class Worker:
+    core: int | None = None
+    looks = False
+
+    def prefer(self, core: int | None, *, looks: bool) -> None:
+        self.core, self.looks = core, looks
+
+
+@pytest.mark.parametrize(
+    ("workers", "available", "busy", "expected"),
+    [
+        (5, [2, 3], 2, [(2, True), (3, True), (2, True), (3, True), (2, True)]),
+        (2, [2, 3], 2, [(2, True), (3, True)]),
+        (2, [0, 1, 2], 3, [(None, True)] * 2),
+        (2, [0], 1, [(None, False)] * 2),
+        (4, [0, 1, 2, 3], 2, [(None, False)] * 4),
+        (0, [0, 1], 2, []),
+    ],
+    ids=["in turn", "one each", "fewer than cores", "a single core", "a quota of time", "none"],
+)
+def test_workers_are_dealt_to_the_cores(monkeypatch, workers, available, busy, expected):
+    monkeypatch.setattr(cores, "cores", lambda: available)
+    monkeypatch.setattr(cores, "busy_cores", lambda: busy)
+    made = [Worker() for _ in range(workers)]
+    cores.spread(made)
+    assert [(one.core, one.looks) for one in made] == expected
+
+
+@pytest.mark.parametrize(
+    ("preferred", "here", "expected"),
+    [
+        ({0: 0, 1: 1, 2: 0, 3: 1}, 0, (1, 3, 0, 2)),
+        ({0: 0, 1: 1, 2: 0, 3: 1}, 1, (0, 2, 1, 3)),
+        ({0: 0, 1: 1, 2: 0, 3: 1}, 7, (0, 1, 2, 3)),
+        ({4: 0, 7: None, 9: 1}, 0, (7, 9, 4)),
+        ({0: None, 1: None}, 0, (0, 1)),
+        ({}, 0, ()),
+    ],
+)
+def test_workers_on_other_cores_than_the_trainers_are_asked_first(monkeypatch, preferred, here, expected):
+    monkeypatch.setattr(cores, "_here", lambda: here)
+    assert cores.Turns(preferred).now() == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not say")
+def test_the_core_that_this_thread_runs_on_is_known():
+    before = os.sched_getaffinity(0)
+    try:
+        for core in cores.cores():
+            os.sched_setaffinity(0, {core})
+            assert cores._here() == core
+    finally:
+        os.sched_setaffinity(0, before)

@@ -11,6 +11,7 @@ import traceback
 import gymnasium
 import pytest
 
+from kit import FaultError, TwoArgumentError
 from multienv import errors
 from multienv.errors import (
     ActionError,
@@ -26,7 +27,6 @@ from multienv.errors import (
     catchable_as,
     rebuilt,
 )
-from multienv.testing import FaultError, TwoArgumentError
 
 PUBLIC = [getattr(errors, name) for name in errors.__all__]
 ALSO = {

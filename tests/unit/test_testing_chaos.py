@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from multienv.testing import Killer, is_alive, no_leaks
+from kit import is_alive, no_leaks
+from multienv.testing import Killer
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from multienv.testing import CounterEnv, NondeterministicEnv, RecoveryCheck, check_recovery, no_leaks
+from kit import CounterEnv, NondeterministicEnv, no_leaks
+from multienv.testing import RecoveryCheck, check_env_recovers
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +97,7 @@ class Unkillable(Backend):
 
 
 def test_an_exact_backend_passes():
-    check = check_recovery(Backend, CounterEnv, steps=30, kills=4, seed=1)
+    check = check_env_recovers(CounterEnv, make_env=Backend, steps=30, kills=4, seed=1)
     assert check == RecoveryCheck(asked=4, kills=4, exact=4)
     assert check.is_exact
     check.raise_if_inexact()
@@ -104,7 +105,7 @@ def test_an_exact_backend_passes():
 
 
 def test_a_truncating_backend_is_honest_but_not_exact():
-    check = check_recovery(Truncating, CounterEnv, steps=30, kills=3, seed=1)
+    check = check_env_recovers(CounterEnv, make_env=Truncating, steps=30, kills=3, seed=1)
     assert check == RecoveryCheck(asked=3, kills=3, truncated=3)
     check.raise_if_dishonest()
     with pytest.raises(AssertionError, match="3 by truncation"):
@@ -113,7 +114,7 @@ def test_a_truncating_backend_is_honest_but_not_exact():
 
 @pytest.mark.parametrize("backend", [Splicing, Forgetful])
 def test_a_dishonest_backend_is_found_out(backend):
-    check = check_recovery(backend, CounterEnv, steps=30, kills=3, seed=1)
+    check = check_env_recovers(CounterEnv, make_env=backend, steps=30, kills=3, seed=1)
     assert len(check.mismatches) == 3
     assert not check.is_honest
     with pytest.raises(AssertionError, match="observation"):
@@ -122,14 +123,14 @@ def test_a_dishonest_backend_is_found_out(backend):
 
 def test_an_env_that_no_seed_repeats_is_found_out_soon():
     Backend.started = 0
-    check = check_recovery(Backend, NondeterministicEnv, steps=30, kills=0)
+    check = check_env_recovers(NondeterministicEnv, make_env=Backend, steps=30, kills=0)
     assert check.kills == check.asked == 0
     assert not check.is_honest
     assert Backend.started == len(check.mismatches) == 5
 
 
 def test_kills_that_were_not_delivered_do_not_pass():
-    check = check_recovery(Unkillable, CounterEnv, steps=6, kills=2)
+    check = check_env_recovers(CounterEnv, make_env=Unkillable, steps=6, kills=2)
     assert check == RecoveryCheck(asked=2)
     assert check.is_honest
     assert not check.is_exact
@@ -137,4 +138,4 @@ def test_kills_that_were_not_delivered_do_not_pass():
 
 def test_more_kills_than_steps_are_refused():
     with pytest.raises(ValueError, match="as many steps as kills"):
-        check_recovery(Backend, CounterEnv, steps=2, kills=3)
+        check_env_recovers(CounterEnv, make_env=Backend, steps=2, kills=3)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from multienv.threads import Pool, Task, side_by_side
+from multienv.errors import UsageError
+from multienv.threads import Pool, Task, close_at_once, side_by_side
 
 
 @pytest.fixture
@@ -16,15 +17,15 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-def test_a_result(pool: Pool) -> None:
+def test_a_task_runs_in_a_thread_of_the_pool_and_keeps_its_result(pool: Pool) -> None:
     task = Task(lambda: threading.current_thread().name)
     task.start(pool)
-    task.wait()
+    assert task.wait()
     assert task.result.startswith("test")
     assert task.error is None
 
 
-def test_an_error_is_kept(pool: Pool) -> None:
+def test_whatever_a_task_raises_is_kept_and_the_others_go_on(pool: Pool) -> None:
     def fail() -> None:
         raise SystemExit(3)
 
@@ -33,7 +34,7 @@ def test_an_error_is_kept(pool: Pool) -> None:
     assert tasks[1].result == 5
 
 
-def test_started_again_and_again_it_is_done_once(pool: Pool) -> None:
+def test_a_task_that_is_started_again_is_done_once(pool: Pool) -> None:
     calls: list[int] = []
     task = Task(lambda: calls.append(1))
     for _ in range(3):
@@ -45,38 +46,24 @@ def test_started_again_and_again_it_is_done_once(pool: Pool) -> None:
     assert calls == [1]
 
 
-def test_dropped_before_it_began_it_never_does(pool: Pool) -> None:
-    begun, gate, calls = threading.Barrier(3), threading.Event(), list[int]()
-
-    def block() -> bool:
-        begun.wait()
-        return gate.wait()
-
-    blockers = [Task(block) for _ in range(2)]
-    for blocker in blockers:
-        blocker.start(pool)
-    begun.wait()
-    task = Task(lambda: calls.append(1))
+def test_a_wait_is_bounded_and_the_result_comes_later(pool: Pool) -> None:
+    gate = threading.Event()
+    task = Task(gate.wait)
     task.start(pool)
-    task.drop()
+    assert not task.wait(0.01)
     gate.set()
-    for blocker in blockers:
-        blocker.drop()  # has begun: waits
-        assert blocker.result is True
-    side_by_side(pool, [bool] * 4)
-    assert calls == []
+    assert task.wait(30)
+    assert task.result is True
 
 
-def test_all_threads_are_there_from_the_start() -> None:
+def test_all_threads_of_a_pool_are_there_from_the_start() -> None:
     before = threading.active_count()
     with Pool(5, "test"):
         assert threading.active_count() == before + 5
 
 
-def test_where_no_thread_can_be_started_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the interpreter exits."""
-
-    def refuse(thread: threading.Thread) -> None:
+def test_where_no_thread_can_be_started_a_task_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:  # as when the interpreter exits
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
@@ -85,3 +72,20 @@ def test_where_no_thread_can_be_started_it_is_done_here(monkeypatch: pytest.Monk
             tasks = side_by_side(pool, [threading.current_thread, lambda: 1 // 0])
     assert tasks[0].result is threading.current_thread()
     assert isinstance(tasks[1].error, ZeroDivisionError)
+
+
+def test_slow_closes_run_beside_each_other_and_what_is_no_error_of_ours_is_raised_when_all_are_done() -> None:
+    meeting, done = threading.Barrier(3, timeout=30), list[int]()
+
+    def close(number: int) -> None:
+        meeting.wait()  # passes only if all three run at once
+        done.append(number)
+        if number == 1:
+            raise UsageError("ours")
+        if number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        close_at_once([lambda number=number: close(number) for number in range(3)])  # type: ignore[misc]
+    assert sorted(done) == [0, 1, 2]
+    close_at_once([])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_strategies import LAID_OUT_SPACES, PICKLED, fingerprint, spaces_with_values
 
-from multienv.testing import TokenSpace, example_spaces
+from kit import TokenSpace, example_spaces
 from multienv.wire.layout import layout_of
 
 BOX = spaces.Box(-1.0, 1.0, (2, 3), dtype=np.float32)

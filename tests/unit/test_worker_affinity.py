@@ -3,173 +3,97 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
-from multienv.wire.memory import CORE, STEP_SECONDS
-from multienv.worker.affinity import _ENOUGH, _PATIENCE, SAMPLE, Affinity, Scheduler
+from multienv.wire.segment import CORE, Segment
+from multienv.worker import affinity
+from multienv.worker.affinity import ENOUGH, LONG, REST, SHORT, Affinity
 
-SHORT, LONG = 10e-6, 5e-3
-
-
-class Kernel(Scheduler):
-    """Lets the test say what the kernel accounts; notes what it is asked for."""
-
-    def __init__(self, permits: bool = True) -> None:
-        self.permits, self.seconds_waited = permits, 0.0
-        self.asked: list[int | None] = []
-
-    def waited(self) -> float:
-        return self.seconds_waited
-
-    def bind(self, core: int) -> bool:
-        self.asked.append(core)
-        return self.permits
-
-    def free(self) -> None:
-        self.asked.append(None)
+BRIEF, SLOW = SHORT / 2, LONG * 2
 
 
-class Worker:
-    """Takes steps of a given length, by a clock of its own."""
+class Kernel:
+    """Stands for the kernel: what was asked of it, the time, and the seconds this process had to wait for a core."""
 
-    def __init__(self, kernel: Kernel | None, core: int | None = 1) -> None:
-        self.now, self.duration = 0.0, SHORT
-        self.kernel = kernel
-        self.words, self.times = [0] * 8, [0.0] * 8
-        self.words[CORE] = 0 if core is None else core + 1
-        self.affinity = Affinity(self.words, self.times, kernel, lambda: self.now)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+        self.cores, self.policy, self.now, self.waited = {0, 1}, os.SCHED_OTHER, 100.0, 0.0
+        monkeypatch.setattr(affinity.os, "sched_getaffinity", lambda pid: self.cores)
+        monkeypatch.setattr(affinity.os, "sched_setaffinity", lambda pid, cores: setattr(self, "cores", set(cores)))
+        monkeypatch.setattr(affinity.os, "sched_getscheduler", lambda pid: self.policy)
+        monkeypatch.setattr(affinity.os, "sched_setscheduler", lambda pid, policy, _: setattr(self, "policy", policy))
+        monkeypatch.setattr(affinity.os, "pread", lambda *_: b"7 %d 3\n" % int(self.waited * 1e9))
+        monkeypatch.setattr(affinity.time, "monotonic", lambda: self.now)
+        self.words = Segment(-1).words
+        self.words[CORE] = 1 + 1
+        self.affinity = Affinity(self.words, os.open(tmp_path, os.O_RDONLY))
 
-    def handle(self, seq: int, kind: int, frame: bytes) -> bytes:
-        self.now += self.duration
-        return b"%d %d " % (seq, kind) + frame
+    def samples(self, count: int, seconds: float) -> None:
+        for _ in range(count):
+            self.affinity.consider(seconds, 64)
 
-    def samples(self, number: int, duration: float, waits: float = 0.0) -> None:
-        self.duration = duration
-        for _ in range(number):
-            if self.kernel is not None:
-                self.kernel.seconds_waited += waits * (SAMPLE + 1)
-            assert self.affinity.timed(self.handle, 5, 2, b"frame") == b"5 2 frame"
-
-
-def test_short_steps_bind() -> None:
-    worker = Worker(kernel := Kernel())
-    worker.samples(_ENOUGH - 1, SHORT)
-    assert kernel.asked == []
-    worker.samples(100, SHORT)
-    assert kernel.asked == [1]
+    @property
+    def bound(self) -> bool:
+        assert (self.cores == {1}) == (self.policy == os.SCHED_BATCH)
+        return self.cores == {1}
 
 
-def test_the_time_of_a_step_is_told() -> None:
-    worker = Worker(None)
-    worker.samples(1, SHORT)
-    assert worker.times[STEP_SECONDS] == pytest.approx(SHORT)
-    worker.samples(1, LONG)
-    assert SHORT < worker.times[STEP_SECONDS] < LONG / 2
-    worker.samples(200, LONG)
-    assert worker.times[STEP_SECONDS] == pytest.approx(LONG, rel=1e-3)
+@pytest.fixture
+def kernel(monkeypatch, tmp_path):
+    kernel = Kernel(monkeypatch, tmp_path)
+    yield kernel
+    kernel.affinity.end()
 
 
-def test_long_steps_do_not() -> None:
-    worker = Worker(kernel := Kernel())
-    worker.samples(1000, LONG)
-    assert kernel.asked == []
+def test_several_short_steps_in_a_row_bind(kernel):
+    kernel.samples(ENOUGH - 1, BRIEF)
+    kernel.samples(1, 2 * SHORT)
+    kernel.samples(ENOUGH - 1, BRIEF)
+    assert not kernel.bound
+    kernel.samples(1, BRIEF)
+    assert kernel.bound
 
 
-def test_nothing_without_a_preference() -> None:
-    worker = Worker(kernel := Kernel(), core=None)
-    worker.samples(1000, SHORT)
-    assert kernel.asked == []
+def test_nothing_is_bound_unless_the_trainer_names_a_core_that_there_is(kernel):
+    for core in (0, 9 + 1):
+        kernel.words[CORE] = core
+        kernel.samples(100, BRIEF)
+        assert kernel.cores == {0, 1}
 
 
-def test_nothing_without_a_scheduler() -> None:
-    Worker(None).samples(100, SHORT)
+@pytest.mark.parametrize("why", ["long steps", "waits for the core", "the trainer's word"])
+def test_the_core_is_let_go_and_not_bound_again_for_a_while(kernel, why):
+    kernel.samples(ENOUGH, BRIEF)
+    if why == "waits for the core":
+        kernel.waited += 64 * SLOW
+    if why == "the trainer's word":
+        kernel.words[CORE] = 0
+    kernel.samples(1, SLOW if why == "long steps" else BRIEF)
+    assert not kernel.bound
+    kernel.words[CORE] = 2
+    kernel.now += 0.99 * REST
+    kernel.samples(100, BRIEF)
+    assert not kernel.bound
+    kernel.now += 0.02 * REST
+    kernel.samples(1, BRIEF)
+    assert kernel.bound
 
 
-def test_waiting_for_the_core_frees_and_patience_grows() -> None:
-    worker = Worker(kernel := Kernel())
-    worker.samples(_ENOUGH, SHORT)
-    for rest in (_PATIENCE, 4 * _PATIENCE):
-        kernel.asked.clear()
-        freed_at = worker.now
-        worker.samples(1, SHORT, waits=LONG)
-        assert kernel.asked == [None]
-        worker.samples(100, SHORT)
-        worker.now = freed_at + 0.99 * rest
-        worker.samples(100, SHORT)
-        assert kernel.asked == [None]
-        worker.now = freed_at + 1.01 * rest
-        worker.samples(_ENOUGH, SHORT)
-        assert kernel.asked == [None, 1]
+def test_waits_before_it_was_bound_do_not_count(kernel):
+    kernel.waited = 1000.0
+    kernel.samples(ENOUGH + 1, BRIEF)
+    assert kernel.bound
 
 
-def test_waiting_a_little_too_long_frees_if_it_lasts() -> None:
-    worker = Worker(kernel := Kernel())
-    worker.samples(_ENOUGH, SHORT)
-    worker.samples(_ENOUGH - 1, SHORT, waits=0.9e-3)
-    assert kernel.asked == [1]
-    worker.samples(1, SHORT, waits=0.9e-3)
-    assert kernel.asked == [1, None]
+def test_an_env_that_made_its_own_arrangements_keeps_them(kernel):
+    kernel.cores = {0}
+    kernel.samples(100, BRIEF)
+    assert kernel.cores == {0}
 
 
-def test_a_worker_that_has_just_bound_itself_looks_more_often() -> None:
-    worker = Worker(kernel := Kernel())
-    assert worker.affinity.unseen == SAMPLE
-    worker.samples(_ENOUGH, SHORT)
-    masks = []
-    for _ in range(6):
-        masks.append(worker.affinity.unseen)
-        worker.samples(1, SHORT)
-    assert masks == [3, 7, 15, 31, 63, 63]
-    worker.samples(1, SHORT, waits=LONG)
-    assert kernel.asked == [1, None]
-    assert worker.affinity.unseen == SAMPLE
-
-
-def test_longer_steps_are_looked_at_more_often() -> None:
-    worker = Worker(Kernel())
-    worker.samples(100, 150e-6)
-    assert worker.affinity.unseen == 3
-    worker = Worker(Kernel())
-    worker.samples(100, 40e-6)
-    assert worker.affinity.unseen == 15
-
-
-def test_steps_that_become_long_free() -> None:
-    worker = Worker(kernel := Kernel())
-    worker.samples(_ENOUGH, SHORT)
-    worker.samples(_ENOUGH, LONG)
-    assert kernel.asked == [1, None]
-
-
-def test_one_slow_step_does_not() -> None:
-    worker = Worker(kernel := Kernel())
-    worker.samples(_ENOUGH, SHORT)
-    for _ in range(50):
-        worker.samples(1, LONG)
-        worker.samples(2, SHORT)
-    assert kernel.asked == [1]
-
-
-def test_a_refusal_is_final() -> None:
-    worker = Worker(kernel := Kernel(permits=False))
-    worker.samples(1000, SHORT)
-    assert kernel.asked == [1]
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
-def test_the_kernel_does_as_asked() -> None:
-    cores, policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
-    scheduler = Scheduler.of_this_process()
-    assert scheduler is not None
-    assert scheduler.waited() >= 0
-    assert not scheduler.bind(max(cores) + 1)  # not ours to run on
-    core = min(cores)
-    try:
-        assert scheduler.bind(core)
-        assert (os.sched_getaffinity(0), os.sched_getscheduler(0)) == ({core}, os.SCHED_BATCH)
-        assert not scheduler.bind(core)  # somebody has made arrangements
-    finally:
-        scheduler.free()
-        os.close(scheduler._account)  # a worker keeps it to its end
-    assert (os.sched_getaffinity(0), os.sched_getscheduler(0)) == (cores, policy)
+def test_the_end_undoes_what_was_done_and_nothing_is_bound_afterwards(kernel):
+    kernel.samples(ENOUGH, BRIEF)
+    kernel.affinity.end()
+    kernel.samples(100, BRIEF)
+    assert not kernel.bound

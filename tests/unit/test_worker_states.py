@@ -1,10 +1,8 @@
-"""The state of an env as bytes: whatever it is made of comes back to the bit in a copy, or is refused."""
+"""The state of an env as bytes: what it is made of comes back to the bit in a copy, or is refused."""
 
 from __future__ import annotations
 
-import random
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,14 +11,12 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces, wrappers
-from gymnasium.utils import EzPickle
+from gymnasium import wrappers
 
+from kit import CounterEnv, first_difference, rollout
 from multienv import register_state_hook
 from multienv.errors import UsageError
-from multienv.testing import CounterEnv, first_difference, rollout
-from multienv.worker import state_hooks, states
-from multienv.worker.attributes import attributes_of
+from multienv.worker import seeding, state_hooks, states
 
 gymnasium.register_envs(ale_py)
 STICKY = {"repeat_action_probability": 0.25}
@@ -35,7 +31,7 @@ def go_on(env: Any, actions: list[Any]) -> list[Any]:
         seen.append((observation, reward, terminated, truncated))
         if terminated or truncated:
             seen.append((env.reset()[0], 0.0, False, False))
-    seen.append((np.float64(env.unwrapped.np_random.random()), random.random(), False, False))
+    seen.append((np.float64(env.unwrapped.np_random.random()), 0.0, False, False))
     return seen
 
 
@@ -47,20 +43,17 @@ def agree(one: Any, other: Any) -> None:
 
 
 def transplanted(env_fn: EnvFn, steps: int, actions: list[Any], seed: int = 5) -> tuple[list[Any], list[Any]]:
-    """What an env shows after so many steps, and a fresh copy of it that was given its state."""
+    """What a fresh env shows that was given the state of another after so many steps, and what that one shows."""
     env = env_fn()
     env.reset(seed=seed)
     before = (actions * steps)[:steps]
     go_on(env, before)
-    state = states.capture(env)
+    state, generators = states.capture(env), seeding.capture([env])
     expected = go_on(env, actions)
     copy = env_fn()
-    copy.reset()
-    for _ in range(8):  # as the worker does: ALE keeps the last action to itself
-        if before and any(copy.step(before[-1])[2:4]):
-            break
-    random.random()
+    states.warm_up(copy, (seed + 1, None), before[-1:])
     states.restore(copy, state)
+    seeding.restore([copy], generators)
     return go_on(copy, actions), expected
 
 
@@ -82,19 +75,15 @@ def atari() -> Any:
 REAL: dict[str, EnvFn] = {
     "CartPole": partial(gymnasium.make, "CartPole-v1", max_episode_steps=80),
     "Pong": partial(gymnasium.make, "ALE/Pong-v5", **STICKY),
-    "Breakout": partial(gymnasium.make, "ALE/Breakout-v5", **STICKY),
     "Atari as usual": atari,
     "HalfCheetah": partial(gymnasium.make, "HalfCheetah-v5", max_episode_steps=90),
-    "Humanoid": partial(gymnasium.make, "Humanoid-v5"),
-    "Pendulum": partial(gymnasium.make, "Pendulum-v1"),
-    "Taxi": partial(gymnasium.make, "Taxi-v4"),
     "wrapped": stacked,
     "normalized": normalized,
     "counter": CounterEnv,
 }
 
 
-@pytest.mark.parametrize("steps", [0, 1, 137])
+@pytest.mark.parametrize("steps", [0, 137])
 @pytest.mark.parametrize("name", REAL)
 def test_a_copy_goes_on_bit_for_bit(name: str, steps: int) -> None:
     env = REAL[name]()
@@ -104,7 +93,7 @@ def test_a_copy_goes_on_bit_for_bit(name: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_to_take_it_changes_nothing(name: str) -> None:
+def test_taking_a_state_changes_nothing(name: str) -> None:
     seen = []
     for interval in (1000, 10):
         env = REAL[name]()
@@ -120,7 +109,7 @@ def test_to_take_it_changes_nothing(name: str) -> None:
     agree(*seen)
 
 
-def test_a_copy_of_a_copy() -> None:
+def test_a_copy_of_a_copy_goes_on_too() -> None:
     env = REAL["HalfCheetah"]()
     env.reset(seed=1)
     actions = [env.action_space.sample() for _ in range(50)]
@@ -133,8 +122,7 @@ def test_a_copy_of_a_copy() -> None:
         env = copy
 
 
-def test_a_model_that_is_changed_as_it_goes() -> None:
-    """Domain randomization."""
+def test_a_mujoco_model_that_the_env_changes_is_put_back() -> None:
     env, copy = (gymnasium.make("HalfCheetah-v5") for _ in range(2))
     env.reset(seed=1)
     copy.reset(seed=2)
@@ -149,8 +137,7 @@ def test_a_model_that_is_changed_as_it_goes() -> None:
     agree(expected, go_on(copy, actions))
 
 
-def test_each_state_has_the_model_of_its_time() -> None:
-    """What is compressed for one is used for the next only if that has the same model."""
+def test_each_state_has_the_mujoco_model_of_its_time() -> None:
     env, other, copy = (gymnasium.make("HalfCheetah-v5") for _ in range(3))
     for each in (env, other, copy):
         each.reset(seed=1)
@@ -165,104 +152,66 @@ def test_each_state_has_the_model_of_its_time() -> None:
         agree(expected, go_on(copy, actions))
 
 
-# --- what pickles leave out -----------------------------------------------------------------------
-
-
-class Forgetful(EzPickle):
-    """Its pickle has what it was constructed with, and nothing else."""
-
-    def __init__(self) -> None:
-        EzPickle.__init__(self)
-        self.sum = 0
-
-
-class Dropping:
-    """Its pickle leaves a part out."""
-
-    def __init__(self) -> None:
-        self.sum, self.lock = 0, None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"lock": None}
-
-
-class Slotted:
-    __slots__ = ("sum",)
-
-    def __init__(self) -> None:
-        self.sum = 0
-
-    def __reduce__(self) -> Any:
-        return Slotted, ()
+# --- what cannot be had -----------------------------------------------------------------------
 
 
 class Holding(CounterEnv):
-    """Shows what another object holds."""
+    """Holds something, and shows what its part holds."""
 
-    def __init__(self, part: Callable[[], Any], **counter: Any) -> None:
-        super().__init__(horizon=None, **counter)
-        self.parts = {"part": [part()]}
+    def __init__(self, part: Callable[[], Any]) -> None:
+        super().__init__(horizon=None)
+        self.part = part()
 
     def step(self, action: Any) -> Any:
-        part = self.parts["part"][0]
-        part.sum += int(action)
+        self.part.sum += int(action)
         observation, *others = super().step(action)
-        observation[3] = part.sum
+        observation[3] = self.part.sum
         return (observation, *others)
 
 
 ACTIONS = [np.int64(index % 4) for index in range(20)]
 
 
-@pytest.mark.parametrize("part", [Forgetful, Dropping, Slotted])
-def test_what_a_class_leaves_out_of_its_pickles_is_kept(part: Callable[[], Any]) -> None:
-    agree(*transplanted(partial(Holding, part), 9, ACTIONS))
-
-
-class Sharing(CounterEnv):
-    """An attribute is a view of another."""
-
-    def __init__(self, view: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.board = np.zeros(9)
-        self.corner = view(self.board)
-
-
 @pytest.mark.parametrize(
     ("env_fn", "why"),
     [
-        (partial(Sharing, lambda board: board[:3]), "share memory"),
-        (partial(Sharing, lambda board: threading.Lock()), "lock"),
-        (partial(Sharing, lambda board: (number for number in board)), "generator"),
-        (partial(Sharing, lambda board: gymnasium.make("HalfCheetah-v5").unwrapped.data.qpos), "memory of a PyCapsule"),
+        (partial(Holding, threading.Lock), "lock"),
+        (partial(Holding, lambda: (number for number in range(3))), "generator"),
         (partial(gymnasium.make, "LunarLander-v3"), "Swig"),
-        (partial(gymnasium.make, "BipedalWalker-v3"), "Swig"),
     ],
 )
-def test_what_cannot_be_had_is_refused(env_fn: EnvFn, why: str) -> None:
+def test_what_cannot_be_had_is_refused_and_the_env_goes_on(env_fn: EnvFn, why: str) -> None:
     env = env_fn()
     env.reset(seed=0)
     with pytest.raises(states.NotCapturable, match=why):
         states.capture(env)
-    env.step(env.action_space.sample())
-
-
-def test_views_of_different_parts_are_no_obstacle() -> None:
-    env = Sharing(lambda board: np.arange(6).reshape(2, 3)[0])
     env.reset(seed=0)
-    copy = Sharing(lambda board: None)
+
+
+def test_objects_that_several_layers_hold_stay_one() -> None:
+    def env_fn() -> Any:
+        inner = CounterEnv()
+        inner.shared = [0]  # type: ignore[attr-defined]
+        outer = wrappers.TimeLimit(inner, 30)
+        outer.shared = inner.shared  # type: ignore[attr-defined]
+        return outer
+
+    env, copy = env_fn(), env_fn()
+    env.shared.append(7)
     states.restore(copy, states.capture(env))
-    np.testing.assert_array_equal(copy.corner, [0, 1, 2])
+    assert copy.shared == [0, 7]
+    assert copy.shared is copy.unwrapped.shared
+    assert copy.shared is not env.shared
 
 
-def test_another_env_is_found_out() -> None:
-    env, other = gymnasium.make("CartPole-v1"), gymnasium.make("Pendulum-v1")
+def test_the_state_of_another_env_is_refused() -> None:
+    env, other = gymnasium.make("HalfCheetah-v5"), gymnasium.make("CartPole-v1")
     env.reset(seed=0)
-    with pytest.raises(TypeError, match="CartPole"):
+    with pytest.raises((KeyError, TypeError)):
         states.restore(other, states.capture(env))
 
 
-def test_attributes_that_were_not_there_go() -> None:
+def test_attributes_that_the_other_did_not_have_are_gone() -> None:
     env, copy = CounterEnv(), CounterEnv()
     env.reset(seed=0)
     copy.later = 1  # type: ignore[attr-defined]
@@ -284,8 +233,7 @@ class OwnWord(CounterEnv):
         self.asked = True
 
 
-def test_an_env_is_taken_at_its_word_and_its_generators_are_put_back() -> None:
-    """It does not speak of its generator, and the wrapper around it holds a counter of its own."""
+def test_an_env_with_a_state_of_its_own_is_taken_at_its_word() -> None:
     env_fn: EnvFn = lambda: wrappers.TimeLimit(OwnWord(horizon=None), 30)  # noqa: E731
     agree(*transplanted(env_fn, 17, ACTIONS))
     copy = env_fn()
@@ -339,12 +287,16 @@ def registry() -> Any:
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_registered_type_wherever_it_lies() -> None:
+def test_a_registered_type_in_an_attribute_goes_by_its_hook() -> None:
     env_fn = partial(Holding, InC)
     with pytest.raises(states.NotCapturable, match="generator"):
         states.capture(env_fn())
     register_state_hook(InC, lambda part: part.sum, lambda part, state: setattr(part, "sum", state))
     agree(*transplanted(env_fn, 9, ACTIONS))
+    env = env_fn()
+    env.parts = [InC()]
+    with pytest.raises(states.NotCapturable, match="elsewhere than in an attribute"):
+        states.capture(env)
 
 
 @pytest.mark.usefixtures("registry")
@@ -353,7 +305,7 @@ def test_hooks_travel_and_do_not_replace_what_is_there() -> None:
     register_state_hook(InC, get, set_)
     data = state_hooks.registered_hooks()
     state_hooks._registered.clear()
-    register_state_hook(Slotted, other, set_)
+    register_state_hook(Holding, other, set_)
     state_hooks.register_all(data)
     hook = state_hooks.hook_of(InC)
     assert hook is not None
@@ -373,48 +325,5 @@ def test_wrong_registrations_are_refused() -> None:
         register_state_hook(InC, len, None)  # type: ignore[arg-type]
     lock = threading.Lock()
     register_state_hook(InC, lambda part: lock, lambda part, state: None)
-    with pytest.raises(UsageError, match="Register it in env_fn"):
+    with pytest.raises(UsageError, match="Call it in env_fn"):
         state_hooks.registered_hooks()
-
-
-# --- attributes -----------------------------------------------------------------------------------
-
-
-class Plain:
-    shared = None
-    limit = 7
-
-    def __init__(self) -> None:
-        self.shared = None
-        self.first = self.second = None
-        self.numbers = deque([1])
-        self.computed = 0
-
-    @property
-    def looked(self) -> int:
-        self.computed += 1
-        return self.computed
-
-
-class PlainSlots(Plain):
-    __slots__ = ("own",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = spaces.Discrete(3)
-
-
-@pytest.mark.parametrize("kind", [Plain, PlainSlots])
-@pytest.mark.parametrize("extra", [{}, {"from outside": 5}, {"from_outside": None, "other": "x"}])
-def test_all_attributes_are_found_without_running_code(kind: type[Any], extra: dict[str, Any]) -> None:
-    holder = kind()
-    for name, value in extra.items():
-        setattr(holder, name, value)
-    found = attributes_of(holder)
-    own = {"own": holder.own} if kind is PlainSlots else {}
-    expected = {**holder.__dict__, **own}
-    for name, value in expected.items():
-        if name != "from_outside":  # None hides among others: told by nobody's code
-            assert found[name] is value, name
-    assert holder.computed == 0
-    assert set(found) <= {*expected, "limit"}

@@ -1,0 +1,174 @@
+"""Begin the next episode by itself, in one of gymnasium's three ways, losing no observation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AutoresetMode
+
+from multienv.envs.building import mode_of
+from multienv.envs.calls import Calls
+from multienv.envs.subprocess_env import supervisor_of
+from multienv.errors import MultienvError, UsageError
+from multienv.recovery.state_machine import Episode
+from multienv.recovery.supervisor import Supervisor
+from multienv.wire.codecs import Transition
+from multienv.wire.messages import Reset
+
+_BEGIN = Reset((None,), (None,))
+
+
+class AutoresetFollowup:
+    """Makes resets of steps, and lets resets follow them: what a fan-out over single envs does about ended episodes.
+
+    Whether an episode has ended is the supervisor's to say: an episode that the caller begins or restores goes on.
+    After an exception of the env, too, the next step begins a new episode.
+
+    Args:
+        mode: ``NEXT_STEP`` or ``SAME_STEP``.
+    """
+
+    def __init__(self, mode: AutoresetMode) -> None:
+        self._same_step = mode is AutoresetMode.SAME_STEP
+        self._failed: set[int] = set()  # members whose own reset raised: it is still due
+
+    def is_due(self, place: int, supervisor: Supervisor) -> bool:
+        """Tell whether the next step of a member is to be a reset."""
+        episode = supervisor.state.episode
+        return episode is Episode.ENDED or (episode is Episode.NONE and place in self._failed)
+
+    def first(self, place: int, supervisor: Supervisor) -> Reset | None:
+        """Return the reset to ask for in place of a step, or ``None``."""
+        return _BEGIN if self.is_due(place, supervisor) else None
+
+    def next(self, place: int, transition: Transition) -> Reset | None:
+        """Return the reset that follows the end of an episode in the same step."""
+        return _BEGIN if self._same_step else None
+
+    def joined(self, place: int, transition: Transition | None, begun: tuple[Any, dict[str, Any]]) -> Transition:
+        """Return the outcome of a step that was a reset, or was followed by one."""
+        self._failed.discard(place)
+        return joined(transition, begun)
+
+    def failed(self, place: int, transition: Transition | None, error: MultienvError) -> None:
+        """Note that a step, or the reset in it, raised."""
+        if getattr(error, "command", "") == "reset":
+            self._failed.add(place)
+            if transition is not None:
+                error.returned = transition  # type: ignore[attr-defined]
+
+
+def joined(transition: Transition | None, begun: tuple[Any, dict[str, Any]]) -> Transition:
+    """Return what a step comes to in which an episode began: after ``transition``, or ``None``, in place of a step."""
+    observation, info = begun
+    if transition is None:
+        return observation, 0.0, False, False, info
+    final_observation, reward, terminated, truncated, final_info = transition
+    info = {**info, "final_obs": final_observation, "final_info": final_info}
+    return observation, reward, terminated, truncated, info
+
+
+class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Resets an env after its episode has ended.
+
+    - ``NEXT_STEP``: the step that ends the episode returns its final observation; the next one ignores its
+      action and returns the first observation of the new episode, reward 0.0 and both flags False.
+    - ``SAME_STEP``: the step that ends the episode returns the first observation of the new one, with
+      ``info["final_obs"]`` and ``info["final_info"]`` of the old; reward and flags are the old one's.
+    - ``DISABLED``: nothing; the caller resets.
+
+    After a step that raised, the next one begins a new episode. If it was the reset in a ``SAME_STEP`` that raised,
+    ``error.returned`` is what the step had returned. The mode is stated in ``metadata["autoreset_mode"]``. The two
+    halves of a step are there where the env has them.
+
+    Args:
+        env: Any gymnasium.Env.
+        mode: A mode, or its name or value.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> None:
+        if not isinstance(env, gymnasium.Env):
+            raise TypeError(f"AutoResetWrapper: {env!r:.100} is a {type(env).__name__}; give a gymnasium.Env.")
+        super().__init__(env)
+        self.mode = mode_of(mode)
+        self.metadata = {**(env.metadata or {}), "autoreset_mode": self.mode}
+        # Of an env without a supervisor: the next step is a reset; what ended the episode, until the caller is
+        # given it.
+        self._is_due = False
+        self._ending: Transition | None = None
+        self._supervisor = supervisor_of(env)
+        self._followup = None if self.mode is AutoresetMode.DISABLED else AutoresetFollowup(self.mode)
+        self._calls = None if self._supervisor is None else Calls(self._supervisor, self._followup)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the next step is a reset."""
+        if self._supervisor is None or self._followup is None:
+            return self._is_due
+        return self._followup.is_due(0, self._supervisor)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode, whatever became of the last one."""
+        if self._calls is not None:
+            self._calls.settle("reset")
+        result = self.env.reset(seed=seed, options=options)
+        self._is_due, self._ending = False, None
+        return result
+
+    def step(self, action: Any) -> Transition:
+        """Take one step, or make the reset that is due.
+
+        If it is interrupted, the next call completes it; see :meth:`SubprocessEnv.step`.
+        """
+        return self._step_here(action) if self._calls is None else self._calls.step(action)
+
+    def _step_here(self, action: Any) -> Transition:
+        """Step an env without a supervisor."""
+        if self._is_due:
+            return self._begin_here()
+        resets = self.mode is not AutoresetMode.DISABLED
+        try:
+            transition: Any = self.env.step(action)
+        except Exception:
+            self._is_due = resets
+            raise
+        if resets and (transition[2] or transition[3]):
+            if self.mode is AutoresetMode.SAME_STEP:
+                self._ending = transition
+            self._is_due = True
+            if self.mode is AutoresetMode.SAME_STEP:
+                return self._begin_here()
+        return transition  # type: ignore[no-any-return]
+
+    def _begin_here(self) -> Transition:
+        """Make the reset that is due; if it is interrupted, the next step makes it."""
+        result = joined(self._ending, self.env.reset())
+        self._is_due, self._ending = False, None
+        return result
+
+    # --- in two halves --------------------------------------------------------------------------
+
+    def step_async(self, action: Any) -> None:
+        """Send a step, or the reset that is due."""
+        self._halves().send("step", action)
+
+    def step_wait(self, timeout: float | None = None) -> Transition:
+        """Collect what was sent. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        transition: Transition = self._halves().wait("step", timeout)
+        return transition
+
+    def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        """Send a reset."""
+        self._halves().settle("reset")
+        self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Collect what the reset returned."""
+        self._halves()
+        return self.env.reset_wait(timeout)  # type: ignore[attr-defined, no-any-return]
+
+    def _halves(self) -> Calls:
+        if self._calls is None:
+            raise UsageError(f"{self.env} has no calls in two halves: use step() and reset().")
+        return self._calls

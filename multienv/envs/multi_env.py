@@ -1,0 +1,397 @@
+"""Several envs, stepped together: lists in, lists out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+
+import gymnasium
+from gymnasium.vector import AutoresetMode
+
+from multienv.config import checked_seed, integer
+from multienv.cores import spread
+from multienv.envs.autoreset import AutoresetFollowup, AutoResetWrapper
+from multienv.envs.building import mode_of
+from multienv.envs.subprocess_env import (
+    SupervisedEnv,
+    close_all,
+    initialize_all,
+    refuse_copy,
+    supervisor_of,
+)
+from multienv.errors import ActionError, ClosedError, EnvsFailedError, SpaceMismatchError, UsageError
+from multienv.events import Statistics
+from multienv.fanout import Blocking, FanOut, Round, resumed
+from multienv.recovery.supervisor import Supervisor
+from multienv.wire.messages import Reset
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Lists = tuple[list[Any], list[Any], list[Any], list[Any], list[dict[str, Any] | None]]
+
+_UNTOUCHED = (None, None, None, None, None)
+
+
+class MultiEnv:
+    """Steps and resets several envs at once.
+
+    ::
+
+        m = MultiEnv(create_subprocess_envs([lambda: gymnasium.make("CartPole-v1")] * 8))
+        observations, infos = m.reset(seed=0)
+        observations, rewards, terminations, truncations, infos = m.step(actions)
+
+    Requests of envs whose calls come in two halves (:class:`SubprocessEnv`) are all sent before the first answer is
+    awaited. The threads of a ThreadPoolExecutor serve what blocks: envs of any other kind, building, and bringing back
+    lost processes.
+
+    Args:
+        envs: Any gymnasium.Env each; :class:`SubprocessEnv` gains most. They are initialized if they need it.
+        autoreset_mode: What happens when an episode ends; see :class:`AutoResetWrapper`.
+        bind_cores: Where there are at least as many envs as cores, have workers whose steps are short run on one core
+            each in turn, which is faster by a third for CartPole; they free themselves while somebody else wants their
+            core. And one worker on each core looks for its next request for 0.2 ms before it sleeps. Linux only, and
+            not where a container has a quota of CPU time.
+        max_workers: Threads of the executor; ``None``: one for each env.
+
+    Raises:
+        UsageError: No envs.
+        SpaceMismatchError: Their spaces differ.
+    """
+
+    def __init__(
+        self,
+        envs: Iterable[gymnasium.Env[Any, Any]],
+        *,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_workers: int | None = None,
+        bind_cores: bool = True,
+    ) -> None:
+        self.envs = _listed(envs)
+        if max_workers is not None and (integer(max_workers) or 0) < 1:
+            raise UsageError(f"MultiEnv: max_workers is {max_workers!r}; give an integer of at least 1, or None.")
+        self.autoreset_mode = mode_of(autoreset_mode)
+        self.num_envs = len(self.envs)
+        self._closed = self._all_closed = False
+        hosted = self._hosted()
+        self._initialize(hosted)
+        self._adopt_spaces()
+        if bind_cores:
+            spread([one for env in hosted.values() if (one := supervisor_of(env)) is not None])
+        disabled = self.autoreset_mode is AutoresetMode.DISABLED
+        followup = None if disabled else AutoresetFollowup(self.autoreset_mode)
+        self._fan = FanOut([self._member(env) for env in self.envs], followup=followup, threads=max_workers)
+
+    def _hosted(self) -> dict[int, SupervisedEnv]:
+        """Return the envs of our own, also those that are wrapped, by their places."""
+        inner = {index: env.unwrapped for index, env in enumerate(self.envs)}
+        hosted = {index: env for index, env in inner.items() if isinstance(env, SupervisedEnv)}
+        if len(set(map(id, hosted.values()))) < len(hosted):
+            raise UsageError("MultiEnv: one env is given twice, in several wrappers; give each its own.")
+        return hosted
+
+    def _initialize(self, hosted: dict[int, SupervisedEnv]) -> None:
+        places, envs = list(hosted), list(hosted.values())
+        try:
+            failures = initialize_all(envs)
+        except BaseException:
+            # An interruption leaves some half built, with a thread waiting for each.
+            close_all([env for env in envs if env.statistics().state == "starting"])
+            raise
+        if failures:
+            failed = {places[place]: error for place, error in failures.items()}
+            results = [None if index in failed else env for index, env in enumerate(self.envs)]
+            raise EnvsFailedError.collect("initialize()", failed, results, "Mend what the causes below name.")
+
+    def _member(self, env: gymnasium.Env[Any, Any]) -> Supervisor | Blocking:
+        supervisor = supervisor_of(env)
+        return partial(_ask_here, AutoResetWrapper(env, self.autoreset_mode)) if supervisor is None else supervisor
+
+    def _adopt_spaces(self) -> None:
+        first = self.envs[0]
+        for index, one in enumerate(self.envs):
+            for name in ("observation_space", "action_space"):
+                if getattr(one, name) != getattr(first, name):
+                    raise SpaceMismatchError(
+                        f"MultiEnv: env {index} has {name} {getattr(one, name)}, env 0 has {getattr(first, name)}. "
+                        "Put envs of one kind together, or wrap them to the same spaces."
+                    )
+        self.observation_space = first.observation_space
+        self.action_space = first.action_space
+        self.metadata: dict[str, Any] = {**(first.metadata or {}), "autoreset_mode": self.autoreset_mode}
+        self.spec = first.spec
+        self.render_mode = first.render_mode
+
+    def __len__(self) -> int:
+        """Return the number of envs."""
+        return len(self.envs)
+
+    # --- step -----------------------------------------------------------------------------------
+
+    def step(self, actions: Sequence[Any]) -> Lists:
+        """Step every env.
+
+        A step interrupted by Ctrl-C has been sent all the same: the next call completes it and returns its
+        outcome, whatever its own actions; ``infos[i]["multienv"]`` then says ``resumed``.
+
+        Args:
+            actions: One for each env; ``None`` leaves that env untouched and gives ``None`` in its five places.
+
+        Returns:
+            Five lists: observations, rewards, terminations, truncations, infos.
+
+        Raises:
+            ActionError: A wrong number of actions; nothing was sent.
+            EnvsFailedError: Some envs raised. The others have stepped: their outcomes are in its ``results``. With
+                autoreset the next step of those that raised begins a new episode; else reset them.
+        """
+        fan = self._fan
+        if self._closed or fan.unfinished is not None:
+            self._refuse_if_closed("step()")
+            if fan.unfinished is not None and fan.unfinished.name != "step":
+                fan.drop()
+        if fan.unfinished is not None:
+            current = fan.resume()
+            results = [result and resumed(result) for result in current.answers]
+        else:
+            self._check_actions(actions)
+            current = fan.ask("step", actions)
+            results = current.answers
+        if current.failures:
+            advice = "Reset the failed envs: reset(mask=…). The episodes of the others go on."
+            if self.autoreset_mode is not AutoresetMode.DISABLED:
+                advice = "The next step() of those whose env raised begins a new episode; the others' go on."
+            self._raise("step()", current, results, advice)
+        if None in results:
+            results = [_UNTOUCHED if result is None else result for result in results]
+        lists: Any = tuple(map(list, zip(*results, strict=True)))
+        fan.finish()
+        return lists  # type: ignore[no-any-return]
+
+    def _check_actions(self, actions: Any) -> None:
+        is_list = hasattr(actions, "__len__") and getattr(actions, "shape", None) != ()
+        if isinstance(actions, Mapping | str | set | frozenset):
+            raise ActionError(
+                f"step(): the actions are a {type(actions).__name__}; give a list with one for each of the "
+                f"{self.num_envs} envs, None for an env to leave untouched. Nothing was sent."
+            )
+        if not is_list or len(actions) != self.num_envs:
+            given = len(actions) if is_list else repr(actions)[:100]
+            raise ActionError(
+                f"step(): {given} actions for {self.num_envs} envs; give one for each, "
+                "None for an env to leave untouched. Nothing was sent."
+            )
+
+    # --- reset ------------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
+        mask: Sequence[bool] | None = None,
+    ) -> tuple[list[Any], list[dict[str, Any] | None]]:
+        """Begin an episode in every env, or in those of ``mask``.
+
+        A reset interrupted by Ctrl-C is completed by whatever is called next, before it does its own.
+
+        Args:
+            seed: ``None``, one integer (env ``i`` gets ``seed + i``), or one for each env.
+            options: The envs' own: one for all, or one for each.
+            mask: Which envs to reset; the others are untouched and give ``None`` in both places. Gymnasium's
+                ``options={"reset_mask": mask}`` says the same.
+
+        Returns:
+            Observations and infos.
+
+        Raises:
+            EnvsFailedError: Some envs raised; the others are reset: see its ``results``.
+        """
+        self._refuse_if_closed("reset()")
+        if isinstance(options, dict) and "reset_mask" in options:
+            options = dict(options)
+            mask = options.pop("reset_mask")
+            options = options or None
+        requests = [
+            Reset((one_seed,), (one,)) if chosen else None
+            for one_seed, one, chosen in zip(self._seeds(seed), self._options(options), self._chosen(mask), strict=True)
+        ]
+        fan = self._fan
+        fan.drop()
+        for env, request in zip(self.envs, requests, strict=True):
+            if request is not None and isinstance(env, SupervisedEnv):
+                gymnasium.Env.reset(env, seed=request.seeds[0])  # gymnasium's own: seeds np_random on this side
+        current = fan.ask("reset", requests)
+        if current.failures:
+            self._raise("reset()", current, current.answers, "The others are reset.")
+        pairs = [(None, None) if answer is None else answer for answer in current.answers]
+        lists = [observation for observation, _ in pairs], [info for _, info in pairs]
+        fan.finish()
+        return lists
+
+    def _seeds(self, seed: Any) -> Sequence[int | None]:
+        if seed is None or not hasattr(seed, "__len__"):
+            first = checked_seed(seed)
+            return [None if first is None else first + index for index in range(self.num_envs)]
+        return [checked_seed(one) for one in self._one_each("seed", seed)]
+
+    def _options(self, options: Any) -> Sequence[dict[str, Any] | None]:
+        if options is None or isinstance(options, dict):
+            return [options] * self.num_envs
+        return self._one_each("options", options)
+
+    def _chosen(self, mask: Any) -> Sequence[bool]:
+        if mask is None:
+            return [True] * self.num_envs
+        return [bool(one) for one in self._one_each("mask", mask)]
+
+    def _one_each(self, name: str, values: Any) -> Sequence[Any]:
+        try:
+            each: list[Any] = list(values)
+        except TypeError:
+            raise UsageError(f"reset({name}={values!r:.100}): give one value, or a list of {self.num_envs}.") from None
+        if len(each) != self.num_envs:
+            raise UsageError(f"{len(each)} values of {name} for {self.num_envs} envs; give one for each.")
+        return each
+
+    # --- anything else ----------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every env, side by side; an attribute that is not callable is returned."""
+        return self._each(f"call({name!r})", [partial(_call, env, name, args, kwargs) for env in self.envs])
+
+    def get_attr(self, name: str) -> list[Any]:
+        """Return an attribute of every env."""
+        return self._each(f"get_attr({name!r})", [partial(env.get_wrapper_attr, name) for env in self.envs])
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute on every env: a list or tuple has one value for each, anything else is for all."""
+        each = self._one_each("values", values) if isinstance(values, list | tuple) else [values] * self.num_envs
+        calls = [partial(env.set_wrapper_attr, name, value) for env, value in zip(self.envs, each, strict=True)]
+        self._each(f"set_attr({name!r})", calls)
+
+    def render(self) -> list[Any]:
+        """Return what every env renders."""
+        return self._each("render()", [env.render for env in self.envs])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to go on from here in another trainer; see :meth:`SubprocessEnv.state_dict`.
+
+        Raises:
+            UsageError: A step was interrupted, or an env keeps no journal.
+        """
+        self._refuse_unfinished("state_dict()")
+        return {"envs": [self._supervised(env).state_dict() for env in self.envs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called, all envs side by side.
+
+        Raises:
+            EnvsFailedError: Some could not be restored (``NotRestoredError``); those are as they were before.
+            UsageError: ``state`` is something else, or of another number of envs.
+        """
+        self._refuse_unfinished("load_state_dict()")
+        each = state.get("envs") if isinstance(state, dict) else None
+        if not isinstance(each, list | tuple) or len(each) != self.num_envs:
+            raise UsageError(f"load_state_dict(): give what the state_dict() of {self.num_envs} such envs returned.")
+        calls = [partial(self._supervised(env).load_state_dict, one) for env, one in zip(self.envs, each, strict=True)]
+        self._each("load_state_dict()", calls, "The others are restored.")
+
+    def _supervised(self, env: gymnasium.Env[Any, Any]) -> SupervisedEnv:
+        if not isinstance(env, SupervisedEnv):
+            raise UsageError(f"{env} has no state_dict(): it is not a SubprocessEnv.")
+        return env
+
+    def statistics(self) -> list[Statistics | None]:
+        """Return the statistics of every env that keeps any."""
+        return [env.statistics() if isinstance(env, SupervisedEnv) else None for env in self.envs]
+
+    def _each(
+        self, what: str, calls: Sequence[Callable[[], Any]], advice: str = "The others answered; all episodes go on."
+    ) -> list[Any]:
+        """Make these calls side by side, one for each env, and return what they return."""
+        self._refuse_unfinished(what)
+        current = self._fan.call_each(what, calls)
+        if current.failures:
+            self._raise(what, current, current.answers, advice)
+        self._fan.finish()
+        return current.answers
+
+    def _raise(self, what: str, current: Round, results: list[Any], advice: str) -> NoReturn:
+        """Raise what some envs raised."""
+        try:
+            self._refuse_if_closed(what)  # meanwhile, by a signal handler or another thread: no failure of the envs
+            raise EnvsFailedError.collect(what, current.failures, results, advice)
+        finally:
+            self._fan.finish()
+
+    def _refuse_if_closed(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{what}: this MultiEnv has been closed. Make a new one.")
+
+    def _refuse_unfinished(self, what: str) -> None:
+        """Complete an interrupted call other than a step, which is kept for the next step()."""
+        self._refuse_if_closed(what)
+        unfinished = self._fan.unfinished
+        if unfinished is not None and unfinished.name == "step":
+            raise UsageError(f"{what}: a step was interrupted. Call step() to complete it, or reset() to drop it.")
+        self._fan.drop()
+
+    def close(self) -> None:
+        """Close all envs, side by side; again does nothing, unless it was interrupted."""
+        self._closed = True
+        if not self._all_closed:
+            close_all(self.envs)
+            self._fan.close()
+            self._all_closed = True
+
+    def __enter__(self) -> Self:
+        """Nothing more to do: the envs are initialized."""
+        return self
+
+    def __exit__(self, *error: object) -> Literal[False]:
+        """Close."""
+        self.close()
+        return False
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
+        """Refuse to be copied and pickled."""
+        refuse_copy(self)
+
+
+def _listed(envs: Any) -> list[gymnasium.Env[Any, Any]]:
+    """Return a list of envs; the errors say what to write instead."""
+    if isinstance(envs, gymnasium.Env):
+        raise UsageError("MultiEnv: envs is a single env; give a list of them.")
+    if isinstance(envs, str) or not isinstance(envs, Iterable):
+        raise UsageError(f"MultiEnv: envs is {envs!r:.100}; give a list of envs.")
+    found: list[Any] = list(envs)
+    if not found:
+        raise UsageError("MultiEnv: envs is empty; give at least one env.")
+    for index, env in enumerate(found):
+        if not isinstance(env, gymnasium.Env):
+            advice = "give a gymnasium.Env"
+            if isinstance(env, str):
+                advice += f". make_vec({env!r}, {len(found)}) makes a batch of an id"
+            elif callable(env):
+                advice += ". create_subprocess_envs(env_fns) makes envs of functions"
+            raise TypeError(f"MultiEnv: env {index} is {env!r:.100}, a {type(env).__name__}; {advice}.")
+    if len(set(map(id, found))) < len(found):
+        raise UsageError("MultiEnv: the same env is given twice; give each its own.")
+    return found
+
+
+def _ask_here(env: AutoResetWrapper, name: str, request: Any) -> Any:
+    """Step or reset an env that blocks; called in a thread."""
+    if name == "step":
+        return env.step(request)
+    return env.reset(seed=request.seeds[0], options=request.options[0])
+
+
+def _call(env: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(env, SupervisedEnv):
+        return env.call(name, *args, **kwargs)
+    attribute = env.get_wrapper_attr(name)
+    return attribute(*args, **kwargs) if callable(attribute) else attribute

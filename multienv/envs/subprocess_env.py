@@ -1,0 +1,531 @@
+"""One env in one process, which may die at any moment; and the same in the trainer's own process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+
+import gymnasium
+
+from multienv.config import Deadlines, RestartPolicy, checked_seed
+from multienv.cores import spread
+from multienv.envs.building import (
+    EnvFn,
+    SerialLaunch,
+    build_message,
+    check_env_fn,
+    check_options,
+    listed_env_fns,
+    local_build_message,
+)
+from multienv.envs.calls import Calls
+from multienv.errors import (
+    EnvsFailedError,
+    ResultNotPicklableError,
+    UsageError,
+)
+from multienv.events import Hook, Statistics, checked_hooks
+from multienv.processes.launcher import Launch, method_of
+from multienv.recovery.state_machine import Process
+from multienv.recovery.supervisor import Supervisor
+from multienv.reports.store import directory_for
+from multienv.threads import Pool, close_at_once, side_by_side
+from multienv.wire.codecs import Transition
+from multienv.wire.messages import Call, GetAttribute, HasAttribute, Method, Render, Reset, SetAttribute
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_OWN_METHODS = frozenset(("reset", "step", "render", "close"))
+_SPACES = frozenset(("observation_space", "action_space"))
+
+
+class NotCopyableError(UsageError, TypeError):
+    """A copy was wanted of what owns processes; a TypeError for pickle's callers too."""
+
+
+def refuse_copy(owner: object) -> NoReturn:
+    """Raise NotCopyableError: a copy of ``owner`` would ask the same envs."""
+    raise NotCopyableError(
+        f"A {type(owner).__name__} cannot be copied or pickled: it owns its envs. Build another one from the same "
+        "env_fns where it is wanted. Of a SubprocessEnv, state_dict() can be pickled, snapshot() come back to."
+    )
+
+
+def call_message(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return the message that calls a method of the env; UsageError for those that have a method of their own here."""
+    if name in _OWN_METHODS:
+        raise UsageError(
+            f"Trying to call function `{name}` with `call`, use `{name}` directly instead: what it does to the "
+            "episode must be seen here."
+        )
+    return Call(name, args, kwargs)
+
+
+class SupervisedEnv(gymnasium.Env[Any, Any]):
+    """Base of SubprocessEnv and SerialEnv: a gymnasium.Env whose env is behind a supervisor.
+
+    Each call comes whole (``step``) and in two halves: ``step_async`` sends and does not block, ``step_wait`` collects,
+    with a timeout if given. ``np_random`` is a generator of this object, seeded by ``reset(seed=…)``; the env draws
+    from its own. Wrappers that draw belong into ``env_fn``.
+    """
+
+    # gymnasium declares these on the class; here they are the env's, known once it is built.
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._calls = Calls(supervisor)
+
+    # --- start and end --------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Launch the process and have it build the env; does not wait. Again does nothing.
+
+        Returns:
+            The env itself.
+
+        Raises:
+            ClosedError: It has been closed.
+        """
+        self._supervisor.start()
+        return self
+
+    def initialize(self, timeout: float | None = None) -> Self:
+        """Wait until the env is built; start it first if need be. Again does nothing.
+
+        Afterwards ``observation_space``, ``action_space``, ``metadata``, ``spec`` and ``render_mode`` are those of the
+        env.
+
+        Args:
+            timeout: Seconds to wait; it can be called again.
+
+        Returns:
+            The env itself.
+
+        Raises:
+            EnvRaisedError: ``env_fn`` raised; catchable by the exception's own type too.
+            WorkerLostError: Building the env ended its process.
+            WaitTimeout: ``timeout`` is over.
+        """
+        try:
+            self._build(timeout)
+        finally:
+            self._supervisor.record.call_hooks()
+        return self
+
+    def _build(self, timeout: float | None = None) -> None:
+        description = self._supervisor.initialize(timeout)
+        if "observation_space" not in self.__dict__:
+            self.metadata = description.metadata
+            self.spec = description.spec
+            self.render_mode = description.render_mode
+            # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these. The one that is
+            # asked about above comes last: an interruption leaves all to do again.
+            observation_space, action_space = copy.deepcopy(description.spaces[0])
+            self.action_space = action_space
+            self.observation_space = observation_space
+
+    def close(self) -> None:
+        """End the process: by asking, and after ``Deadlines.close`` seconds by force. Again does nothing."""
+        self._supervisor.close()
+
+    def __enter__(self) -> Self:
+        """Initialize; close if that fails."""
+        try:
+            return self.initialize()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *error: object) -> Literal[False]:
+        """Close."""
+        self.close()
+        return False
+
+    # --- an episode -----------------------------------------------------------------------------
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode.
+
+        Args:
+            seed: For the env's generators. Without one they go on as they are; an env that was never seeded gets a
+                drawn seed the first time, so that the episode can be replayed.
+            options: The env's own.
+
+        Returns:
+            Observation and info.
+        """
+        answer: tuple[Any, dict[str, Any]] = self._calls.ask("reset", self._reset_message(seed, options))
+        return answer
+
+    def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        """Send a reset; collect it with :meth:`reset_wait`."""
+        self._calls.send("reset", self._reset_message(seed, options))
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Collect what the reset returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        answer: tuple[Any, dict[str, Any]] = self._calls.wait("reset", timeout)
+        return answer
+
+    def step(self, action: Any) -> Transition:
+        """Take one step.
+
+        An interrupted step (Ctrl-C) has been sent all the same: the next call returns its outcome, whatever
+        its own action, with ``info["multienv"] == {"resumed": True}``.
+
+        Args:
+            action: Of the env's action space; it arrives in the type, dtype and value given here.
+
+        Returns:
+            Observation, reward, terminated, truncated, info. An episode that could not be brought back
+            after a loss ends with ``truncated=True``, the last observation seen, reward 0.0 and
+            ``info["multienv"]["reason"]``.
+
+        Raises:
+            ActionError: The action does not fit the action space; nothing was sent.
+            ResetNeededError: There is no running episode.
+            EnvRaisedError: The env raised; catchable by the exception's own type too.
+            WorkerLostError: The process was lost and the policy says ``"raise"``, or its budget is spent.
+        """
+        transition: Transition = self._calls.step(action)
+        return transition
+
+    def step_async(self, action: Any) -> None:
+        """Send a step; collect it with :meth:`step_wait`."""
+        self._calls.send("step", action)
+
+    def step_wait(self, timeout: float | None = None) -> Transition:
+        """Collect what the step returned. Raises WaitTimeout after ``timeout`` seconds; wait again then.
+
+        A loss that shows meanwhile is made good here first: ``Deadlines.recovery`` bounds that.
+        """
+        transition: Transition = self._calls.wait("step", timeout)
+        return transition
+
+    def resume(self) -> Any:
+        """Return what the last step or reset returned, collected before or not: to go on after an interruption."""
+        return self._calls.resume()
+
+    def render(self) -> Any:
+        """Draw the env where it is; returns what its ``render`` returns."""
+        return self._calls.ask("render", Render())
+
+    # --- branching and checkpoints ----------------------------------------------------------------
+
+    def snapshot(self) -> Any:
+        """Keep the env as it is now, to come back to with :meth:`restore`, any number of times.
+
+        To be called between two steps. The env's process forks itself, which takes about a millisecond and works for
+        whatever can be forked: also what cannot be copied or pickled, an emulator or a physics engine for instance.
+
+        Returns:
+            To be given to :meth:`restore`. It is freed when nobody holds it any more.
+
+        Raises:
+            NotForkableError: The env has threads, child processes, sockets, shared memory or a GPU; or it is not on
+                Linux, or is a :class:`SerialEnv`. Nothing is lost.
+            UsageError: ``RestartPolicy.max_snapshots`` are kept already.
+        """
+        self._calls.settle("snapshot")
+        return self._supervisor.snapshot()
+
+    def restore(self, snapshot: Any) -> None:
+        """Have the env as it was when this snapshot of it was taken: exactly, its random generators too.
+
+        What happened since is undone for the env; the next step continues the episode of the snapshot. Losses after
+        that are made good as ever.
+
+        Raises:
+            UsageError: The snapshot is another env's, or has been freed.
+            NotRestoredError: The frozen process has been killed, and the env could not be replayed to that state.
+        """
+        self._calls.settle("restore")
+        self._supervisor.restore(snapshot)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to go on from here in another trainer: plain data, to be pickled or saved with a model.
+
+        To be called between two steps. It holds what drove the env and what was seen of it, as the journal does, and
+        is as large as that. The generators of the spaces on this side (``action_space.sample()``) are not in it.
+
+        Raises:
+            UsageError: Something is pending, or the journal does not reach back far enough.
+        """
+        self._calls.settle("state_dict")
+        return self._supervisor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called: a new process replays what it holds, and is verified.
+
+        Whatever this env was doing is given up. It is initialized if need be; its ``env_fn`` must be the same.
+
+        Raises:
+            NotRestoredError: The replay does not show what had been seen; this env is as it was before.
+            UsageError: ``state`` is something else, or a request is pending.
+        """
+        self.initialize()
+        self._calls.settle("load_state_dict")
+        self._supervisor.load_state_dict(state)
+
+    # --- anything else ----------------------------------------------------------------------------
+
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the env or of one of its wrappers; an attribute that is not callable is returned.
+
+        Calls are recorded and replayed: the method should be as deterministic as the env.
+
+        Raises:
+            ValueError: ``name`` is reset, step, render or close, which have methods of their own here.
+        """
+        return self._calls.ask("call", call_message(name, args, kwargs))
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Send a call; collect it with :meth:`call_wait`."""
+        self._calls.send("call", call_message(name, args, kwargs))
+
+    def call_wait(self, timeout: float | None = None) -> Any:
+        """Collect what the call returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        return self._calls.wait("call", timeout)
+
+    def get_attr(self, name: str) -> Any:
+        """Return a copy of an attribute of the env or of one of its wrappers; of a method, what calls it there."""
+        if name in _OWN_METHODS:
+            return getattr(self, name)
+        value = self._calls.ask("get_attr", GetAttribute(name))
+        return partial(self.call, name) if isinstance(value, Method) else value
+
+    def set_attr(self, name: str, value: Any) -> None:
+        """Set an attribute where it is found among env and wrappers, else on the outermost. Recorded, replayed."""
+        self._calls.ask("set_attr", SetAttribute(name, (value,)))
+
+    def statistics(self) -> Statistics:
+        """Return state, process and counters at this moment, as a frozen record."""
+        return self._supervisor.statistics()
+
+    # --- gymnasium's own ways to attributes -------------------------------------------------------
+
+    def has_wrapper_attr(self, name: str) -> bool:
+        """Tell whether this env or the remote one has the attribute; private names are the remote one's."""
+        return self._has_here(name) or bool(self._calls.ask("has_attr", HasAttribute(name)))
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """Return the attribute of this env, or of the remote one; private names are the remote one's."""
+        return getattr(self, name) if self._has_here(name) else self.get_attr(name)
+
+    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+        """Set an attribute of the remote env, as :meth:`set_attr` does; False if it has none and not ``force``."""
+        if not force and not self._calls.ask("has_attr", HasAttribute(name)):
+            return False
+        self.set_attr(name, value)
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a copy of what the remote env has and this object has not.
+
+        Names that begin with ``_`` are this object's own. While the remote env cannot be asked, because a call is
+        pending or its process is known to be lost, there is no such thing.
+        """
+        supervisor = self.__dict__.get("_supervisor")
+        if name in _SPACES and supervisor is not None:
+            supervisor.refuse(name)
+        nowhere = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name.startswith("_") or supervisor is None or not _is_idle(supervisor):
+            raise AttributeError(f"{nowhere}; the remote env's: get_attr()")
+        try:
+            return self.get_attr(name)
+        except (AttributeError, ResultNotPicklableError) as error:
+            advice = "A wrapper that needs it belongs into the env_fn."
+            raise AttributeError(f"{nowhere}, nor has the remote env one to be had here. {advice} {error}") from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the remote env has, and this object has not, there; anything else here."""
+        if name.startswith("_") or name in _SPACES or self._has_here(name) or not self._has_remotely(name):
+            super().__setattr__(name, value)
+        else:
+            self.set_attr(name, value)
+
+    def _has_here(self, name: str) -> bool:
+        return not name.startswith("_") and (name in self.__dict__ or hasattr(type(self), name))
+
+    def _has_remotely(self, name: str) -> bool:
+        if "observation_space" not in self.__dict__ or self._supervisor.state.process is Process.CLOSED:
+            return False
+        return bool(self._calls.ask("has_attr", HasAttribute(name)))
+
+    def __str__(self) -> str:
+        """Name the env by its spec, where it has one."""
+        spec = self.__dict__.get("spec")
+        return f"<{type(self).__name__}{'' if spec is None else f'<{spec.id}>'} {self._supervisor.statistics().state}>"
+
+    def __repr__(self) -> str:
+        """Return the same as ``str``."""
+        return str(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
+        """Refuse to be copied and pickled."""
+        refuse_copy(self)
+
+    def _reset_message(self, seed: Any, options: Any) -> Reset:
+        number = checked_seed(seed)
+        super().reset(seed=number)  # gymnasium's: seeds np_random
+        return Reset((number,), (options,))
+
+
+class SubprocessEnv(SupervisedEnv):
+    """A gymnasium.Env whose env runs in a process of its own, and survives that process.
+
+    ::
+
+        env = SubprocessEnv(lambda: gymnasium.make("CartPole-v1"))
+        env.start()          # launches the process; does not block
+        env.initialize()     # the env is built; its spaces are known
+        observation, info = env.reset(seed=0)
+        observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
+
+    When the process dies, by whatever cause, a new one replays the episode and the step returns what it
+    would have returned; what cannot be shown to be the same episode is truncated, never spliced.
+
+    Args:
+        env_fn: Builds the env; called in the process. It travels by cloudpickle, so a lambda will do.
+        restart: What happens when the process is lost.
+        deadlines: When it counts as hung.
+        context: ``"forkserver"`` (the default on Linux) or ``"spawn"`` (elsewhere).
+        native_threads: Threads that BLAS, OpenMP and the like may use in the process, unless the
+            environment says otherwise; ``None`` leaves them alone.
+        env_index: The env's index in its batch, for messages.
+        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
+        reports: The directory that each loss writes a crash report to, for ``multienv replay``; the newest 100 are
+            kept. ``None`` is ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+            An empty string, here or in the variable, for none. With them a journal is kept under every RestartPolicy.
+
+    Raises:
+        EnvFnError: ``env_fn`` is not callable or cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        context: Any = None,
+        native_threads: int | None = 1,
+        env_index: int | None = None,
+        hooks: Sequence[Hook] = (),
+        reports: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_env_fn(env_fn)
+        check_options(restart, deadlines, native_threads)
+        method = method_of(context)
+        title = "multienv env" if env_index is None else f"multienv env {env_index}"
+        build = build_message([env_fn], exact=True, restart=restart, native_threads=native_threads, title=title)
+        super().__init__(
+            Supervisor(
+                Launch(method, native_threads, title),
+                build,
+                policy=restart,
+                deadlines=deadlines,
+                index=env_index,
+                hooks=checked_hooks(hooks),
+                reports=directory_for(reports),
+            )
+        )
+        spread([self._supervisor])
+        self._owner = os.getpid()
+
+    def __del__(self) -> None:
+        """Let go of the process, which ends by itself, if close() was not called.
+
+        No ``weakref.finalize``: its registry would hold the supervisor, so the traceback of an exception that it keeps,
+        and so the frames that hold this object.
+        """
+        if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
+            self._supervisor.abandon()
+
+
+class SerialEnv(SupervisedEnv):
+    """The same host, wire and supervisor with the env in this very process: for debugging.
+
+    What a :class:`SubprocessEnv` must be equal to, to the bit. Deadlines are not enforced and a crash of
+    the env is a crash of this process.
+
+    Args:
+        env_fn: Builds the env.
+        env_index: The env's index in its batch, for messages.
+        hooks: As for :class:`SubprocessEnv`.
+    """
+
+    def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, hooks: Sequence[Hook] = ()) -> None:
+        check_env_fn(env_fn)
+        super().__init__(
+            Supervisor(
+                SerialLaunch([env_fn]),
+                local_build_message(1, exact=True),
+                policy=RestartPolicy(on_crash="raise", on_timeout="raise"),
+                deadlines=Deadlines(),
+                index=env_index,
+                hooks=checked_hooks(hooks),
+                reports=None,
+            )
+        )
+
+
+def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[SubprocessEnv]:
+    """Make envs in processes of their own, all started first, then built in parallel.
+
+    Args:
+        env_fns: One function for each env.
+        **options: Of :class:`SubprocessEnv`, for all of them.
+
+    Returns:
+        The initialized envs, in order; each knows its index.
+
+    Raises:
+        EnvsFailedError: Some could not be built. The others are closed again; ``failures`` has every
+            cause. With a single cause it is catchable by that cause's own type.
+    """
+    fns = listed_env_fns("create_subprocess_envs", env_fns)
+    if not fns:
+        raise UsageError("create_subprocess_envs: env_fns is empty; give one function for each env.")
+    envs = [SubprocessEnv(env_fn, env_index=index, **options) for index, env_fn in enumerate(fns)]
+    try:
+        failures = initialize_all(envs)
+    except BaseException:
+        close_all(envs)  # it ends what the threads wait for
+        raise
+    if failures:
+        close_all(envs)
+        results = [None if index in failures else env for index, env in enumerate(envs)]
+        raise EnvsFailedError.collect(
+            "create_subprocess_envs()", failures, results, "All of them have been closed; mend the env_fns named below."
+        )
+    return envs
+
+
+def initialize_all(envs: Sequence[SupervisedEnv]) -> dict[int, BaseException]:
+    """Start all, then build in parallel; returns what some of them raised, by their place."""
+    for env in envs:
+        env.start()
+    tasks = side_by_side(Pool(max(1, len(envs)), "multienv-build"), [env._build for env in envs])
+    for env in envs:
+        env._supervisor.record.call_hooks()
+    return {place: task.error for place, task in enumerate(tasks) if task.error is not None}
+
+
+def close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
+    """Close envs side by side, so that several stuck ones take no longer than one."""
+    close_at_once([env.close for env in envs])
+
+
+def supervisor_of(env: Any) -> Supervisor | None:
+    """Return the supervisor of an env of ours; ``None`` for any other, and for a wrapper around one."""
+    return env._supervisor if isinstance(env, SupervisedEnv) else None
+
+
+def _is_idle(supervisor: Supervisor) -> bool:
+    state = supervisor.state
+    return state.process is Process.READY and state.request is None

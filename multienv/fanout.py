@@ -1,0 +1,406 @@
+"""Ask many workers at once and collect what they answer: in order, with losses healed in threads, across a Ctrl-C.
+
+A *member* is a supervised worker, or a function that blocks (an env without two halves). A *round* is one request to
+each of several members: a step of all envs, say. All requests are sent before the first answer is awaited. A member
+whose process must be brought back, and a member that blocks, gets a thread of the executor meanwhile.
+
+**Ctrl-C at any line.** A round is noted in ``FanOut.unfinished`` before anything is sent, and stays there until its
+owner has handed the outcome to the caller. It holds for each member the number of the last request before the round.
+That is all it takes to go on: a request was sent if the supervisor has one pending or its number is higher, and was
+answered if the number is higher and nothing is pending; the supervisor keeps that answer. So :meth:`FanOut.collect` is
+one loop that sends what was not sent, waits for what was not answered and takes what was not taken; it may be broken
+off and called again any number of times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any, Protocol
+
+from multienv.config import check_seconds
+from multienv.cores import Turns
+from multienv.errors import CallPendingError, MultienvError, WaitTimeout
+from multienv.recovery.state_machine import Episode
+from multienv.recovery.supervisor import HealingDue, Supervisor
+from multienv.threads import Pool, Task
+
+# (name, request) → answer; called in a thread.
+Blocking = Callable[[str, Any], Any]
+
+
+class _Missing:
+    """The answer that is not there yet."""
+
+
+MISSING = _Missing()
+
+
+def resumed(transition: Any) -> Any:
+    """Return the outcome of a step of one env, whose info says that the step was interrupted."""
+    *seen, info = transition
+    told = info.get("multienv", {}) if isinstance(info, dict) else None
+    if not isinstance(told, dict):  # an env of the caller's own, in this process
+        return transition
+    return (*seen, {**info, "multienv": {**told, "resumed": True}})
+
+
+class Followup(Protocol):
+    """What a step means besides itself: autoreset. Without one a step is a step."""
+
+    def first(self, place: int, supervisor: Supervisor) -> Any:
+        """Return the reset to ask for in place of a step, while no episode runs; ``None``: step all the same."""
+
+    def next(self, place: int, transition: Any) -> Any:
+        """Return the reset to ask for after a step that ended an episode, or ``None``."""
+
+    def joined(self, place: int, transition: Any, begun: Any) -> Any:
+        """Return the outcome of a step: what it returned, ``None`` if it was a reset from the first, and the reset."""
+
+    def failed(self, place: int, transition: Any, error: MultienvError) -> None:
+        """Note that a member failed in a step, or in the reset after it."""
+
+
+class Round:
+    """One request to several members, and what has come of it so far.
+
+    Args:
+        name: What the caller called: ``"step"``, ``"reset"``, …
+        requests: One for each member: an action, or a message; ``None`` leaves the member alone.
+        marks: For each member the number of its supervisor's last answered request.
+        whole: Asked and answered in one call of the caller's; else in two halves.
+        nothing: The request that leaves a member alone.
+
+    Attributes:
+        answers: One for each member; ``None`` for those left alone and those that failed; ``MISSING`` while it lacks.
+        failures: Member → what it raised.
+        resumed: It was broken off, and a later call completes it.
+    """
+
+    __slots__ = ("answers", "ended", "failures", "marks", "name", "requests", "resumed", "tasks", "whole")
+
+    def __init__(
+        self, name: str, requests: Sequence[Any], marks: list[int], *, whole: bool, nothing: Any = None
+    ) -> None:
+        self.name = name
+        self.requests = requests
+        self.marks = marks
+        self.whole = whole
+        self.resumed = False
+        self.answers: list[Any] = [None if request is nothing else MISSING for request in requests]
+        self.failures: dict[int, BaseException] = {}
+        self.tasks: dict[int, Task] = {}
+        # Members whose step ended an episode and is followed by a reset: the transition, and the number of that step.
+        self.ended: dict[int, tuple[Any, int]] = {}
+
+
+class FanOut:
+    """Makes one round at a time.
+
+    A face calls ``ask(name, requests)``, makes the caller's values of the round, and calls ``finish()`` in the last
+    line before it returns or raises them. If it finds ``unfinished`` set when it is called, an earlier call was
+    interrupted: ``resume()`` completes that round, ``drop()`` completes it for nobody. The two halves of a call are
+    ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``.
+
+    Args:
+        members: Supervisors; or functions ``(name, request) -> answer`` that block.
+        followup: Makes resets of steps and lets resets follow them.
+        threads: Of the executor; ``None``: one for each member.
+        name: Of the threads.
+        skips_none: A request of ``None`` leaves its member alone.
+
+    Attributes:
+        supervisors: Of the members that have one, ``None`` for the others.
+        unfinished: The round whose outcome has not been handed to the caller.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Supervisor | Blocking],
+        *,
+        followup: Followup | None = None,
+        threads: int | None = None,
+        name: str = "multienv",
+        skips_none: bool = True,
+    ) -> None:
+        self.supervisors: list[Any] = [None if callable(member) else member for member in members]
+        self.unfinished: Round | None = None
+        self._blocking = {place: member for place, member in enumerate(members) if callable(member)}
+        self._followup = followup
+        self._threads = min(threads or len(members), len(members))
+        self._name = name
+        self._executor: Pool | None = None
+        self.nothing = None if skips_none else MISSING
+        self._me = weakref.ref(self)
+        self._told: deque[Any] = deque()  # what hooks are to be told when the call is done
+        for supervisor in filter(None, self.supervisors):
+            self._told.extend(supervisor.record.told)
+            supervisor.record.told = self._told
+        self._heals_here = len(members) == 1  # no other member has to wait meanwhile
+        # After multienv.cores.spread(), which says on which core each worker runs.
+        self._turns = Turns({place: one.core for place, one in enumerate(self.supervisors) if one is not None})
+
+    @property
+    def pool(self) -> Pool:
+        """The executor, made when it is first needed."""
+        if self._executor is None:
+            self._executor = Pool(self._threads, self._name)
+        return self._executor
+
+    def close(self) -> None:
+        """Let the executor go: its threads end once they have nothing to do. Takes no lock, as handlers may call it."""
+        self._executor = None
+
+    def ask(self, name: str, requests: Sequence[Any]) -> Round:
+        """Send all requests and collect all answers. The round is ``unfinished`` until its owner says otherwise.
+
+        Args:
+            name: ``"step"``: the requests are actions; else they are messages.
+            requests: One for each member; ``None`` leaves it alone.
+        """
+        self.send(name, requests)
+        return self.collect()
+
+    def call_each(self, name: str, calls: Sequence[Callable[[], Any] | None]) -> Round:
+        """Make blocking calls side by side, one for each member, as a round that survives an interruption, too."""
+        current = Round(name, calls, [], whole=True)
+        current.tasks = {place: Task(call) for place, call in enumerate(calls) if call is not None}
+        self.unfinished = current
+        return self.collect()
+
+    def send(self, name: str, requests: Sequence[Any], *, whole: bool = True) -> Round:
+        """Send all requests; a member that refuses its own has failed. Does not block.
+
+        Args:
+            name: As for :meth:`ask`.
+            requests: As for :meth:`ask`.
+            whole: ``collect()`` follows in the same call of the caller's.
+        """
+        supervisors, followup = self.supervisors, self._followup
+        marks = [-1 if supervisor is None else supervisor.number for supervisor in supervisors]
+        current = self.unfinished = Round(name, requests, marks, whole=whole, nothing=self.nothing)
+        steps, nothing, me = name == "step", self.nothing, self._me
+        try:
+            for place in self._blocking:
+                if requests[place] is not nothing:
+                    self._send_one(current, place)
+            for place in self._turns.now():
+                request = requests[place]
+                if request is nothing:
+                    continue
+                supervisor = supervisors[place]
+                if supervisor.asked_by is not me and not self._takes_over(current, place):
+                    continue
+                if steps and (followup is None or supervisor.state.episode is Episode.RUNNING):
+                    try:
+                        supervisor.send_step(request, whole)
+                    except MultienvError as error:
+                        self._fail(current, place, error)
+                else:
+                    self._send_one(current, place)
+        except BaseException:
+            # The caller may reuse the arrays that are not sent yet.
+            with contextlib.suppress(Exception):  # what cannot be copied is kept as it is
+                current.requests = copy.deepcopy(list(current.requests))
+            raise
+        return current
+
+    def collect(self, timeout: float | None = None) -> Round:
+        """Wait for all answers of the unfinished round.
+
+        Args:
+            timeout: Seconds; it may be called again then.
+
+        Raises:
+            WaitTimeout: An answer is not there yet.
+        """
+        check_seconds("timeout", timeout, zero=True)
+        current = self.unfinished
+        assert current is not None
+        until = None if timeout is None else monotonic() + timeout
+        while self._collect_once(current, until):
+            self._wait_for_tasks(current, until)
+        return current
+
+    def resume(self) -> Round:
+        """Complete the round that was broken off."""
+        current = self.unfinished
+        assert current is not None
+        current.resumed = True
+        return self.collect()
+
+    def drop(self) -> None:
+        """Complete the round that was broken off, if there is one; nobody asks for its outcome."""
+        if self.unfinished is not None:
+            self.resume()
+            self.finish()
+
+    def finish(self) -> None:
+        """Call the hooks with what happened meanwhile; note in the last line that the outcome is handed over.
+
+        What the caller does between this and its ``return`` must not call anything: an interruption would lose the
+        outcome. One in a hook does not: the next call has it.
+        """
+        if self._told:
+            current, self.unfinished = self.unfinished, None  # a hook may use the envs
+            try:
+                self.call_hooks()
+            finally:
+                self.unfinished = current
+        self.unfinished = None
+
+    def call_hooks(self) -> None:
+        """Call the hooks with what happened meanwhile."""
+        if self._told:
+            next(filter(None, self.supervisors)).record.call_hooks()
+
+    # --- how ----------------------------------------------------------------------------------------
+
+    def _collect_once(self, current: Round, until: float | None) -> bool:
+        """Take the answers of all supervisors in turn; return whether something is left for another time."""
+        answers, tasks, supervisors, whole = current.answers, current.tasks, self.supervisors, current.whole
+        follows = self._followup is not None and current.name == "step"
+        heals = self._heals_here and until is None  # in a thread it does not hold up a wait that has an end
+        left = bool(tasks)
+        for place in self._blocking:
+            left |= answers[place] is MISSING
+        for place in reversed(self._turns.now()):
+            if answers[place] is not MISSING or place in tasks:
+                continue
+            supervisor = supervisors[place]
+            try:
+                pending = supervisor.state.request
+                if pending is None or pending.whole is not whole:
+                    if supervisor.number == self._mark(current, place):  # broken off before it was sent
+                        left = True
+                        self._send_one(current, place)
+                        continue
+                    answer = supervisor.resume()  # broken off after it was answered; or a thread has collected it
+                elif until is None:
+                    answer = supervisor.collect(None, heals)
+                else:
+                    answer = supervisor.collect(max(0.0, until - monotonic()), heals)
+                if follows and (len(answer) == 2 or answer[2] or answer[3]):
+                    answer = self._follow(current, place, answer)
+                    left |= answer is MISSING
+                answers[place] = answer
+            except HealingDue:
+                left = True
+                self._begin(current, place, supervisor.collect)
+            except WaitTimeout:
+                raise
+            except MultienvError as error:
+                self._fail(current, place, error)
+        return left
+
+    def _follow(self, current: Round, place: int, answer: Any) -> Any:
+        """Return what a step comes to whose answer is a reset's or ended an episode; MISSING if a reset follows."""
+        followup = self._followup
+        assert followup is not None
+        if len(answer) == 2:
+            transition, _ = current.ended.get(place, (None, 0))
+            return followup.joined(place, transition, answer)
+        message = followup.next(place, answer)
+        if message is None:
+            return answer
+        supervisor = self.supervisors[place]
+        current.ended[place] = answer, supervisor.number
+        supervisor.send("reset", message, current.whole)
+        return MISSING
+
+    def _mark(self, current: Round, place: int) -> int:
+        """Return the number of the member's last answered request before the one that it is asked now."""
+        return current.ended[place][1] if place in current.ended else current.marks[place]
+
+    def _send_one(self, current: Round, place: int) -> None:
+        """Send a member's request, or the reset that takes its place or follows it."""
+        supervisor, request = self.supervisors[place], current.requests[place]
+        if supervisor is None:
+            self._begin(current, place, partial(self._blocking[place], current.name, request))
+            return
+        if supervisor.asked_by is not self._me and not self._takes_over(current, place):
+            return
+        try:
+            message = None
+            if current.name == "step" and self._followup is not None:
+                if place in current.ended:
+                    message = self._followup.next(place, current.ended[place][0])
+                else:
+                    message = self._followup.first(place, supervisor)
+            if message is not None:
+                supervisor.send("reset", message, current.whole)
+            elif current.name == "step":
+                supervisor.send_step(request, current.whole)
+            else:
+                supervisor.send(current.name, request, current.whole)
+        except MultienvError as error:
+            self._fail(current, place, error)
+
+    def _takes_over(self, current: Round, place: int) -> bool:
+        """Be the one that asks a supervisor which another fan-out has asked before: an env alone, a MultiEnv of it.
+
+        If that one was broken off, the answer which the caller has not got must not be passed over: the member fails.
+        A reset of an env alone drops what was broken off of it alone.
+        """
+        supervisor = self.supervisors[place]
+        other: FanOut | None = None if supervisor.asked_by is None else supervisor.asked_by()
+        unfinished = None if other is None else other.unfinished
+        if other is not None and unfinished is not None and unfinished.marks:
+            theirs = other.supervisors.index(supervisor)
+            if unfinished.requests[theirs] is not other.nothing:
+                if current.name != "reset" or not unfinished.whole or len(other.supervisors) > 1:
+                    self._fail(current, place, _unfinished_elsewhere(current.name, unfinished))
+                    return False
+                other.drop()
+        supervisor.asked_by = self._me
+        return True
+
+    def _begin(self, current: Round, place: int, call: Callable[[], Any]) -> None:
+        """Have a thread of the executor make a call for a member."""
+        task = current.tasks[place] = Task(call)  # noted first: an interruption does not lose it
+        task.start(self.pool)
+
+    def _wait_for_tasks(self, current: Round, until: float | None) -> None:
+        """Wait for the threads. What they raised are failures; what supervisors answered is taken from these later."""
+        tasks = current.tasks
+        for place in self._blocking:
+            if current.answers[place] is MISSING and place not in tasks:  # broken off before it was begun
+                self._send_one(current, place)
+        for task in tasks.values():
+            task.start(self.pool)
+        short: BaseException | None = None
+        for place, task in list(tasks.items()):
+            if not task.wait(None if until is None else max(0.0, until - monotonic())):
+                raise WaitTimeout(f"{current.name}(): an answer is not there yet; nothing is lost, wait again.")
+            supervised = place not in self._blocking and bool(current.marks)
+            if task.error is not None and supervised and not isinstance(task.error, MultienvError):
+                short = task.error
+            elif task.error is not None:
+                self._fail(current, place, task.error)
+            elif not supervised:
+                current.answers[place] = task.result
+            del tasks[place]
+        if short is not None:  # the trainer has run out of descriptors, say: no failure of the env, which stays asked
+            raise short
+
+    def _fail(self, current: Round, place: int, error: BaseException) -> None:
+        if self._followup is not None and current.name == "step" and isinstance(error, MultienvError):
+            self._followup.failed(place, current.ended.get(place, (None, 0))[0], error)
+        # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
+        current.failures[place] = error.with_traceback(None)
+        current.answers[place] = None
+
+
+def _unfinished_elsewhere(name: str, unfinished: Round) -> CallPendingError:
+    """Build the error for a call of an env that another fan-out has asked, and whose answer nobody has got."""
+    asked = unfinished.name
+    if unfinished.whole:
+        text = f"{asked}() was interrupted elsewhere. Call it again there for its outcome, or reset() there."
+    else:
+        text = f"{asked} is pending. Call {asked}_wait() first."
+    return CallPendingError(f"{name}(): {text}", asked)

@@ -1,0 +1,198 @@
+"""What users of the env managers give and get: options, states, timesteps, and what all envs have in common."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
+
+import gymnasium
+from typing_extensions import Self
+
+from multienv.config import Deadlines, check_seconds, integer
+from multienv.errors import UsageError
+from multienv.processes.launcher import method_of
+
+# DI-engine's configs name the class that they are for; passed over.
+_NAMES_OF_THE_CLASS = ("cfg_type", "type")
+
+
+class EnvState(IntEnum):
+    """Where an env of a manager stands; DI-engine's names and numbers.
+
+    ::
+
+        VOID ──launch──▶ INIT ──▶ RESET ──▶ RUN ──end of an episode──▶ RESET        (auto_reset)
+                                    │        │            ├──────────▶ NEED_RESET   (else)
+                                    │        │            └──────────▶ DONE         (the last one)
+                                    └────────┴──it raised, or was lost for good──▶ ERROR
+
+        NEED_RESET, DONE, ERROR, RUN ──reset()──▶ RESET           any ──close()──▶ VOID
+    """
+
+    VOID = 0  # the manager is not launched
+    INIT = 1  # the env is built
+    RUN = 2  # an episode runs
+    RESET = 3  # a reset is under way
+    DONE = 4  # it has run `episode_num` episodes
+    ERROR = 5  # it raised, or its process is lost for good
+    NEED_RESET = 6  # its episode has ended, and without `auto_reset` the caller resets
+
+
+class _Fields(NamedTuple):
+    observation: Any
+    reward: Any
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+class Timestep(_Fields):
+    """What one step of one env returned; unpacks into gymnasium's five values.
+
+    Attributes:
+        env_id: Which env.
+        observation: After the step; ``obs`` is the same. With ``reset_inplace``, at the end of an episode, the first
+            one of the next episode.
+        reward: Of the step.
+        terminated: The episode has ended by itself.
+        truncated: The episode was cut short; ``info["abnormal"]`` is true where that is because the env's process was
+            lost and could not be brought back exactly.
+        info: The env's own.
+    """
+
+    env_id: int
+
+    def __new__(cls, env_id: int, *values: Any) -> Self:
+        """Make a timestep of the env's id and the five values."""
+        self = super().__new__(cls, *values)
+        self.env_id = env_id
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (self.env_id, *self)
+
+    def _replace(self, **changes: Any) -> Timestep:
+        return Timestep(self.env_id, *(changes.get(name, value) for name, value in self._asdict().items()))
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
+        return f"Timestep(env_id={self.env_id}, {values})"
+
+    @property
+    def obs(self) -> Any:
+        """Return the observation, by DI-engine's name."""
+        return self.observation
+
+    @property
+    def done(self) -> bool:
+        """Tell whether the episode has ended, either way."""
+        return self.terminated or self.truncated
+
+
+@dataclass(frozen=True, slots=True)
+class EnvReference:
+    """What the envs of a manager have in common, as the first one tells it: no env is built in the trainer.
+
+    Attributes:
+        observation_space: Of a single env, as the other spaces.
+        action_space: ``random_action()`` samples it.
+        reward_space: The env's own attribute of that name, or all real numbers.
+        metadata, spec, render_mode: The env's.
+    """
+
+    observation_space: gymnasium.Space[Any]
+    action_space: gymnasium.Space[Any]
+    reward_space: gymnasium.Space[Any]
+    metadata: dict[str, Any]
+    spec: Any
+    render_mode: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvManagerConfig:
+    """How a manager runs its envs. Times are in seconds.
+
+    Args:
+        episode_num: Whole episodes each env runs before it is done.
+        max_retry: How often a reset is tried before its error is raised; 1 is no retry.
+        retry_type: A reset is tried again in the same process (``"reset"``) or in a new one (``"renew"``).
+        retry_waiting_time: Between two tries.
+        auto_reset: An env whose episode has ended is reset in the background, until it is done.
+        step_timeout: One step; past it the process counts as hung: it is killed and brought back. ``None``: for ever.
+        reset_timeout: The same for one reset; ``None``: as long as ``connect_timeout``.
+        connect_timeout: From the launch of a process to the built env; ``None``: for ever.
+        wait_num: Timesteps the asynchronous manager's ``step()`` waits for; at most as many as it was given actions.
+        step_wait_timeout: How long it waits for more of them; ``None``: for all.
+        reset_inplace: The timestep that ends an episode has the first observation of the next one, and its own in
+            ``info["final_obs"]``.
+        shared_memory: Accepted because DI-engine's configs have it: observations always travel in shared memory.
+        copy_on_get: Every observation handed out is the caller's own; if false, the same array may be handed out
+            twice, in the timestep and in ``ready_obs``.
+        context: ``"forkserver"`` or ``"spawn"``; ``None`` is the first where it exists.
+
+    Raises:
+        UsageError: A value makes no sense.
+    """
+
+    episode_num: float = math.inf
+    max_retry: int = 1
+    retry_type: Literal["reset", "renew"] = "reset"
+    retry_waiting_time: float = 0.1
+    auto_reset: bool = True
+    step_timeout: float | None = None
+    reset_timeout: float | None = None
+    connect_timeout: float | None = 60.0
+    wait_num: float = 2
+    step_wait_timeout: float | None = 0.01
+    reset_inplace: bool = False
+    shared_memory: bool = True
+    copy_on_get: bool = True
+    context: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("episode_num", "wait_num", "max_retry"):
+            value = getattr(self, name)
+            endless = name != "max_retry" and value == math.inf
+            if not endless and (integer(value) or 0) < 1:
+                raise UsageError(f"{name} is {value!r:.100}; give an integer of at least 1.")
+        for name in ("step_timeout", "reset_timeout", "connect_timeout"):
+            check_seconds(name, getattr(self, name))
+        for name in ("retry_waiting_time", "step_wait_timeout"):
+            check_seconds(name, getattr(self, name), zero=True)
+        if self.retry_waiting_time is None:
+            raise UsageError("retry_waiting_time is None; give a number of seconds.")
+        if self.retry_type not in ("reset", "renew"):
+            raise UsageError(f"retry_type is {self.retry_type!r:.100}; choose 'reset' or 'renew'.")
+        if self.reset_inplace and not self.auto_reset:
+            raise UsageError("reset_inplace=True wants auto_reset=True: without it nothing is reset in place.")
+        method_of(self.context)
+
+    @classmethod
+    def of(cls, given: Any, options: Mapping[str, Any], defaults: EnvManagerConfig) -> EnvManagerConfig:
+        """Return the config that a caller gives as a config, a mapping or single options; the rest from ``defaults``.
+
+        Raises:
+            UsageError: An option of another name.
+        """
+        if given is not None and not isinstance(given, cls | Mapping):
+            raise UsageError(f"cfg is {given!r:.100}; give an EnvManagerConfig or a dict of its options.")
+        start = given if isinstance(given, cls) else defaults
+        mapping = given if isinstance(given, Mapping) else {}
+        named = {name: value for name, value in mapping.items() if name not in _NAMES_OF_THE_CLASS} | dict(options)
+        known = [field.name for field in fields(cls)]
+        for name in named:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise UsageError(f"{name!r} is no option of an env manager.{hint} There are: {', '.join(known)}.")
+        return replace(start, **named)
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Return the timeouts as the deadlines of a single env."""
+        reset = self.connect_timeout if self.reset_timeout is None else self.reset_timeout
+        return Deadlines(start=self.connect_timeout, reset=reset, step=self.step_timeout)

@@ -1,0 +1,535 @@
+"""Several envs by their ids: each goes on when it is ready, and none waits for the slowest."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+
+import gymnasium
+import numpy as np
+
+from multienv.config import RestartPolicy, checked_seed
+from multienv.envs.building import EnvFn
+from multienv.envs.subprocess_env import (
+    SubprocessEnv,
+    call_message,
+    close_all,
+    initialize_all,
+    refuse_copy,
+    supervisor_of,
+)
+from multienv.errors import (
+    CallPendingError,
+    ClosedError,
+    EnvsFailedError,
+    MultienvError,
+    ResetNeededError,
+    SpaceMismatchError,
+    UsageError,
+)
+from multienv.events import Hook, Statistics
+from multienv.managers.config import EnvManagerConfig, EnvReference, EnvState, Timestep
+from multienv.managers.rollout import Rollout
+from multienv.wire.messages import GetAttribute, Message, Method, Render, SetAttribute
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+ResetParam = Mapping[int, Mapping[str, Any] | None]
+
+_NO_REASON_TO_STEP = {
+    EnvState.DONE: "has run all its episodes; reset() begins anew",
+    EnvState.ERROR: "has failed; reset({{{0}: None}}) begins an episode",
+    EnvState.NEED_RESET: "has ended its episode; call reset({{{0}: None}})",
+    EnvState.RESET: "is being reset; ready_obs says when it is ready",
+}
+
+
+class EnvManager:
+    """Runs each env in a process of its own, resets it when its episode has ended, and counts its episodes.
+
+    Args:
+        env_fn: A list of functions that build the envs; the place in it is the env's id.
+        cfg: An :class:`~multienv.managers.config.EnvManagerConfig`, or a dict of its options.
+        restart: What happens when a process is lost.
+        hooks: Called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery` and
+            :class:`~multienv.events.Recycled`.
+        native_threads: As for :class:`SubprocessEnv`.
+        reports: As for :class:`SubprocessEnv`.
+        **options: Options of the config, by name.
+
+    One thread at a time may call it; ``close()`` may be called by any, and by a signal handler.
+
+    Raises:
+        UsageError: No ``env_fn``, or an option that is not known or makes no sense.
+    """
+
+    config: EnvManagerConfig
+    _defaults = EnvManagerConfig()
+    _waits_for_all = False
+    _way_to_collect = "step({})"
+
+    def __init__(
+        self,
+        env_fn: Iterable[EnvFn],
+        cfg: EnvManagerConfig | Mapping[str, Any] | None = None,
+        *,
+        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        hooks: Sequence[Hook] = (),
+        native_threads: int | None = 1,
+        reports: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        if callable(env_fn):
+            raise UsageError("env_fn is a single function; give a list of them, one for each env.")
+        self._env_fns = list(env_fn)
+        if not self._env_fns:
+            raise UsageError("env_fn is empty; give one function for each env.")
+        self.config = EnvManagerConfig.of(cfg, options, self._defaults)
+        self._options = {
+            "restart": restart,
+            "hooks": hooks,
+            "native_threads": native_threads,
+            "reports": reports,
+            "deadlines": self.config.deadlines,
+            "context": self.config.context,
+        }
+        self._rollout: Rollout | None = None
+        self._launching: list[SubprocessEnv] | None = None
+        self._envs: list[SubprocessEnv] = []  # an env that nobody holds lets its process go
+        self._reference: EnvReference | None = None
+        self._seeds: dict[int, int] = {}
+        self._dynamic_seed = True
+
+    @classmethod
+    def default_config(cls) -> EnvManagerConfig:
+        """Return the options of this manager as they are unless given."""
+        return cls._defaults
+
+    # --- begin and end ----------------------------------------------------------------------------
+
+    def launch(self, reset_param: ResetParam | None = None) -> None:
+        """Start the processes, build the envs and reset them all.
+
+        Args:
+            reset_param: As for :meth:`reset`; envs it does not name are reset without parameters.
+
+        Raises:
+            UsageError: It is launched already.
+            EnvsFailedError: Some envs could not be built or reset; all are closed again.
+            ClosedError: Another thread, or a signal handler, has called ``close()`` meanwhile.
+        """
+        if not self.closed:
+            raise UsageError("launch(): the manager is launched already. Call close() first.")
+        params = _checked_params(reset_param, self.env_num)
+        self.close()  # one that was interrupted
+        envs = self._launching = [
+            SubprocessEnv(env_fn, env_index=index, **self._options) for index, env_fn in enumerate(self._env_fns)
+        ]
+        rollout: Rollout | None = None
+        try:
+            _build(envs)
+            self._reference = self._reference or _reference_of(envs[0])
+            self._seed_actions()
+            self._envs = envs
+            supervisors = [supervisor for supervisor in map(supervisor_of, envs) if supervisor is not None]
+            rollout = self._rollout = Rollout(supervisors, self.config, self._seed_of)
+            self._reset(rollout, {**dict.fromkeys(range(self.env_num)), **params})
+        except BaseException as error:
+            closed = self._launching is not envs
+            self._rollout = None
+            close_all(envs) if rollout is None else rollout.close()
+            if closed and isinstance(error, MultienvError):
+                raise ClosedError("launch(): the manager was closed meanwhile. Call launch() again.") from error
+            raise
+        self._launching = None
+
+    def close(self) -> None:
+        """End all processes, side by side: it takes no longer than the slowest. Again does nothing.
+
+        ``launch()`` can be called again.
+        """
+        launching, self._launching = self._launching, None
+        if self._rollout is not None:
+            self._rollout.close()  # first: the call that waits there is to find it closed
+            self._rollout = None
+        if launching is not None:
+            close_all(launching)
+        self._envs = []
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether it is not launched."""
+        return self._rollout is None or self._rollout.closed
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
+        """Refuse to be copied and pickled."""
+        refuse_copy(self)
+
+    def __enter__(self) -> Self:
+        if self.closed:
+            self.launch()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- reset ------------------------------------------------------------------------------------
+
+    def reset(self, reset_param: ResetParam | None = None) -> None:
+        """Begin episodes, and wait until they have begun: ``ready_obs`` has the observations.
+
+        What these envs were doing is given up; an env that was done starts counting anew.
+
+        Args:
+            reset_param: Env id → ``{"seed": …, "options": …}``, either of which may be left out, or ``None``. These
+                envs are reset, the others go on; the parameters are remembered for the automatic resets, ``None``
+                clears them. Without it all envs are reset, with what is remembered.
+
+        Raises:
+            EnvsFailedError: Some could not be reset; the others are.
+        """
+        rollout = self._launched("reset()")
+        params = _checked_params(reset_param, self.env_num)
+        self._reset(rollout, params if reset_param is not None else None)
+
+    def _reset(self, rollout: Rollout, params: Mapping[int, dict[str, Any] | None] | None) -> None:
+        for index, param in (params or {}).items():
+            rollout.params[index] = param or {}
+        rollout.reset(range(self.env_num) if params is None else list(params))
+
+    def seed(self, seed: int | Sequence[int] | Mapping[int, int], dynamic_seed: bool | None = None) -> None:
+        """Seed the envs, from their next reset on; before :meth:`launch` or after.
+
+        Args:
+            seed: One for all (env ``i`` gets ``seed + i``), a list with one for each, or env id → seed.
+            dynamic_seed: Unless false, each further episode of an env has a seed of its own, which depends on the
+                given one and the number of the episode alone, whatever happens to processes; if false, all have the
+                same. A seed in ``reset_param`` comes first.
+
+        Raises:
+            UsageError: A wrong number of seeds, an unknown id, or no integer.
+        """
+        given = _checked_seeds(seed, self.env_num)
+        self._seeds = {**self._seeds, **given}
+        self._dynamic_seed = dynamic_seed is None or bool(dynamic_seed)
+        if self._rollout is not None:
+            self._rollout.count_resets_anew(given)
+        self._seed_actions()
+
+    def _seed_of(self, index: int, episode: int) -> int | None:
+        seed = self._seeds.get(index)
+        if seed is None or episode == 0 or not self._dynamic_seed:
+            return seed
+        return int(np.random.SeedSequence(seed, spawn_key=(episode,)).generate_state(1)[0] >> 1)
+
+    def _seed_actions(self) -> None:
+        if self._reference is not None and self._seeds:
+            self._reference.action_space.seed(self._seeds[min(self._seeds)])
+
+    # --- step -------------------------------------------------------------------------------------
+
+    @property
+    def ready_obs(self) -> dict[int, Any]:
+        """Return the observations of the envs that can be stepped: env id → observation.
+
+        Waits until there is one, unless none is being reset: empty when all are done, or wait for a reset of yours, or
+        are being stepped (``step({})`` collects those).
+
+        Raises:
+            EnvsFailedError: Envs could not be reset in the background; it holds the other observations.
+        """
+        rollout = self._launched("ready_obs")
+        rollout.until_some_are_ready()
+        observations = {index: rollout.observation(index) for index in rollout.ready()}
+        rollout.tell_failures("ready_obs", observations)
+        return observations
+
+    def random_action(self) -> dict[int, Any]:
+        """Sample an action for each env that can be stepped now."""
+        return {index: self.action_space.sample() for index in self.ready_env}
+
+    def step(self, actions: Mapping[int, Any]) -> dict[int, Timestep]:
+        """Step these envs: env id → action.
+
+        An interrupted step (Ctrl-C) has been sent all the same, or not at all: the next one, ``step({})`` for instance,
+        gives its timesteps, and ``ready_env`` tells.
+
+        Returns:
+            Env id → timestep. The one that ends an episode has its last observation; the first of the next episode
+            will be in ``ready_obs``.
+
+        Raises:
+            UsageError: An id that does not exist, or an env that cannot be stepped now; nothing was sent.
+            EnvsFailedError: Some envs raised, or could not be reset in the background; its ``results`` has the
+                timesteps of the others, by id.
+        """
+        rollout = self._launched("step()")
+        if not isinstance(actions, Mapping):
+            raise UsageError(f"step({actions!r:.100}): give a dict: env id → action.")
+        self._send_steps(rollout, actions)
+        self._wait(rollout, len(actions))
+        return rollout.hand_over("step()", dict)  # type: ignore[no-any-return]
+
+    def _send_steps(self, rollout: Rollout, actions: Mapping[Any, Any]) -> None:
+        """Send these steps, all of them or none."""
+        rollout.finish_calls()
+        chosen: dict[int, Any] = {}
+        for env_id, action in actions.items():
+            index = _checked_id("step()", env_id, self.env_num)
+            record = rollout.records[index]
+            if record.is_stepping or record.timestep is not None:
+                raise CallPendingError(
+                    f"step(): env {index} is stepping; {self._way_to_collect} collects it. Nothing was sent."
+                )
+            if record.state is not EnvState.RUN:
+                reason = _NO_REASON_TO_STEP[record.state].format(index)
+                raise ResetNeededError(f"step(): env {index} {reason}. Nothing was sent.")
+            chosen[index] = action
+        if not (chosen or rollout.is_busy()):
+            states = {index: state.name for index, state in self.env_states.items()}
+            raise UsageError(f"step(): no action, and nothing to wait for: {states}. Step some envs, or reset them.")
+        rollout.step(chosen)
+
+    def _wait(self, rollout: Rollout, asked: int) -> None:
+        """Wait for as many timesteps as this manager waits for, so many steps having been asked just now."""
+        if not (rollout.stepping() or rollout.news()):
+            rollout.until_some_are_ready()
+        elif self._waits_for_all:
+            rollout.until_stepped(math.inf, None)
+        else:
+            rollout.until_stepped(min(self.config.wait_num, asked or math.inf), self.config.step_wait_timeout)
+
+    # --- how they stand ---------------------------------------------------------------------------
+
+    @property
+    def env_num(self) -> int:
+        """Return how many envs there are."""
+        return len(self._env_fns)
+
+    @property
+    def env_ref(self) -> EnvReference:
+        """Return spaces, metadata, spec and render mode; before the first launch a process is asked for them."""
+        if self._reference is None:
+            with SubprocessEnv(self._env_fns[0], **{**self._options, "hooks": ()}) as env:
+                self._reference = _reference_of(env.initialize())
+            self._seed_actions()
+        return self._reference
+
+    @property
+    def observation_space(self) -> gymnasium.Space[Any]:
+        """Return that of a single env."""
+        return self.env_ref.observation_space
+
+    @property
+    def action_space(self) -> gymnasium.Space[Any]:
+        """Return that of a single env."""
+        return self.env_ref.action_space
+
+    @property
+    def reward_space(self) -> gymnasium.Space[Any]:
+        """Return that of a single env."""
+        return self.env_ref.reward_space
+
+    @property
+    def env_states(self) -> dict[int, EnvState]:
+        """Return where each env stands, as far as its answers have been taken up."""
+        rollout = self._rollout
+        if rollout is None or rollout.closed:
+            return dict.fromkeys(range(self.env_num), EnvState.VOID)
+        return {index: record.state for index, record in enumerate(rollout.records)}
+
+    @property
+    def active_env(self) -> list[int]:
+        """Return the ids of the envs in an episode, whether they are being stepped or not."""
+        return [index for index, state in self.env_states.items() if state is EnvState.RUN]
+
+    @property
+    def ready_env(self) -> list[int]:
+        """Return the ids of the envs that can be stepped now; does not wait."""
+        rollout = self._launched("ready_env")
+        rollout.turn(0.0)
+        return rollout.ready()
+
+    @property
+    def ready_obs_id(self) -> list[int]:
+        """Return the same as :attr:`ready_env`."""
+        return self.ready_env
+
+    @property
+    def ready_info(self) -> dict[int, dict[str, Any]]:
+        """Return what came with the observations of the envs that can be stepped, from their resets too."""
+        rollout = self._launched("ready_info")
+        rollout.turn(0.0)
+        return {index: rollout.records[index].info for index in rollout.ready()}
+
+    @property
+    def ready_imgs(self) -> dict[int, Any]:
+        """Render the envs that can be stepped now."""
+        return self._call("ready_imgs", "render", Render(), self.ready_env)
+
+    @property
+    def done(self) -> bool:
+        """Tell whether each env has run ``episode_num`` episodes."""
+        return self._rollout is not None and self._rollout.done()
+
+    def env_state_done(self, env_id: int) -> bool:
+        """Tell whether this env has run ``episode_num`` episodes."""
+        return self.env_states[_checked_id("env_state_done()", env_id, self.env_num)] is EnvState.DONE
+
+    def statistics(self) -> list[Statistics]:
+        """Return those of each env; see :meth:`SubprocessEnv.statistics`."""
+        return [one.statistics() for one in self._launched("statistics()").supervisors]
+
+    # --- the envs' own ----------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every env, side by side, once what is under way has come in; return a list by id.
+
+        Raises:
+            EnvsFailedError: Some raised; its ``results`` has what the others returned.
+        """
+        return self._call_all(f"call({name!r})", "call", call_message(name, args, kwargs))
+
+    def get_attr(self, name: str) -> list[Any]:
+        """Read an attribute of every env, in the same way."""
+        values = self._call_all(f"get_attr({name!r})", "get_attr", GetAttribute(name))
+        if any(isinstance(value, Method) for value in values):
+            raise UsageError(f"get_attr({name!r}): it is a method of the envs; call({name!r}) calls it.")
+        return values
+
+    def set_attr(self, name: str, value: Any) -> None:
+        """Set an attribute of every env to this value, in the same way."""
+        self._call_all(f"set_attr({name!r})", "set_attr", SetAttribute(name, (value,)))
+
+    def render(self) -> list[Any]:
+        """Render every env, in the same way."""
+        return self._call_all("render()", "render", Render())
+
+    def _call_all(self, what: str, name: str, message: Message) -> list[Any]:
+        return list(self._call(what, name, message, range(self.env_num)).values())
+
+    def _call(self, what: str, name: str, message: Message, ids: Iterable[int]) -> dict[int, Any]:
+        return self._launched(what).call(what, name, dict.fromkeys(ids, message))
+
+    def _launched(self, what: str) -> Rollout:
+        rollout = self._rollout
+        if rollout is None or rollout.closed:
+            raise ClosedError(f"{what}: the envs are not running. Call launch() first.")
+        return rollout
+
+
+class AsyncSubprocessEnvManager(EnvManager):
+    """Steps envs by id, and waits for some of them only.
+
+    ::
+
+        with AsyncSubprocessEnvManager(env_fns, episode_num=10) as manager:
+            while not manager.done:
+                actions = {env_id: policy(obs) for env_id, obs in manager.ready_obs.items()}
+                for env_id, timestep in manager.step(actions).items():
+                    ...
+
+    ``step()`` returns once ``wait_num`` timesteps are there and ``step_wait_timeout`` seconds are over, or all are;
+    in the first case not before an env is ready to be stepped. Given fewer actions than ``wait_num`` it waits for as
+    many timesteps, of whichever envs, so that the last fast env does not wait for the slow ones. What is not there yet
+    comes with a later one.
+
+    See :class:`~multienv.managers.env_manager.EnvManager` for the arguments.
+    """
+
+
+class SyncSubprocessEnvManager(EnvManager):
+    """Steps envs by id: ``step()`` returns the timesteps of exactly the ids it was given, any subset of those ready.
+
+    With ``reset_inplace=True`` all envs are ready again after each step. ``wait_num`` and ``step_wait_timeout`` are the
+    asynchronous manager's, and mean nothing here.
+
+    See :class:`~multienv.managers.env_manager.EnvManager` for the arguments.
+    """
+
+    _defaults = EnvManagerConfig(wait_num=math.inf, step_wait_timeout=None)
+    _waits_for_all = True
+
+
+# --- what is given ----------------------------------------------------------------------------
+
+
+def _checked_id(what: str, env_id: Any, env_num: int) -> int:
+    """Return the id as an int; numpy's will do."""
+    try:
+        index = operator.index(env_id)
+    except TypeError:
+        index = -1
+    if not 0 <= index < env_num:
+        raise UsageError(f"{what}: {env_id!r:.100} is no env's id; they are 0 to {env_num - 1}.")
+    return index
+
+
+def _checked_params(reset_param: Any, env_num: int) -> dict[int, dict[str, Any] | None]:
+    """Return copies of the parameters of resets, by id."""
+    if reset_param is None:
+        return {}
+    if not isinstance(reset_param, Mapping):
+        raise UsageError(f"reset_param is {reset_param!r:.100}; give a dict: env id → parameters of its reset.")
+    params: dict[int, dict[str, Any] | None] = {}
+    for env_id, param in reset_param.items():
+        if param is not None and not (isinstance(param, Mapping) and set(param) <= {"seed", "options"}):
+            raise UsageError(
+                f"reset_param has {param!r:.100} for an env; give None or a dict with 'seed' and 'options'."
+            )
+        index = _checked_id("reset_param", env_id, env_num)
+        params[index] = None if param is None else copy.deepcopy(dict(param))
+        checked_seed((param or {}).get("seed"))
+    return params
+
+
+def _checked_seeds(seed: Any, env_num: int) -> dict[int, int]:
+    """Return a seed for each env, or for some, by id."""
+    if isinstance(seed, Mapping):
+        given = {_checked_id("seed()", env_id, env_num): one for env_id, one in seed.items()}
+    elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str) and np.shape(seed) != ():
+        if len(seed) != env_num:
+            raise UsageError(f"seed(): {len(seed)} seeds for {env_num} envs; give one for each.")
+        given = dict(enumerate(seed))
+    else:
+        first = checked_seed(seed)
+        given = {index: None if first is None else first + index for index in range(env_num)}
+    if any(one is None for one in given.values()):
+        raise UsageError(f"seed({seed!r:.100}): give an integer, a list of them, or a dict: env id → seed.")
+    return {index: checked_seed(one) for index, one in given.items()}  # type: ignore[misc]
+
+
+def _build(envs: Sequence[SubprocessEnv]) -> None:
+    """Build envs side by side, in their processes, and compare their spaces."""
+    failures = initialize_all(envs)
+    if failures:
+        advice = "All of them have been closed; mend the env_fns named below."
+        raise EnvsFailedError.collect("launch()", failures, [None] * len(envs), advice)
+    for index, env in enumerate(envs):
+        for name in ("observation_space", "action_space"):
+            if getattr(env, name) != getattr(envs[0], name):
+                raise SpaceMismatchError(
+                    f"Env {index} has {name} {getattr(env, name)}, env 0 has {getattr(envs[0], name)}. "
+                    "Give a manager envs of one kind, or wrap them to the same spaces."
+                )
+
+
+def _reference_of(env: SubprocessEnv) -> EnvReference:
+    """Return what this env, which is built, tells of all."""
+    reward_space = env.get_attr("reward_space") if env.has_wrapper_attr("reward_space") else None
+    return EnvReference(
+        env.observation_space,
+        copy.deepcopy(env.action_space),
+        reward_space if reward_space is not None else gymnasium.spaces.Box(-np.inf, np.inf, (), np.float64),
+        dict(env.metadata or {}),
+        env.spec,
+        env.render_mode,
+    )

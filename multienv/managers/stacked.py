@@ -1,0 +1,174 @@
+"""Envs in batches whose order is that of the observations handed out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+
+from multienv.errors import ActionError, EnvError, UsageError
+from multienv.managers.config import EnvManagerConfig, Timestep
+from multienv.managers.env_manager import EnvManager, ResetParam
+from multienv.managers.rollout import Rollout
+
+# Spaces whose actions for several envs can be one value; those for others are a list.
+_BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)
+
+
+class StackedSubprocessEnvManager(EnvManager):
+    """Takes and gives batches of whichever envs are ready.
+
+    ::
+
+        with StackedSubprocessEnvManager(env_fns, episode_num=10) as manager:
+            while not manager.done:
+                actions = policy(manager.ready_obs)      # one row for each env in manager.ready_obs_id
+                for timestep in manager.step(actions):
+                    timestep.env_id, timestep.reward, timestep.done
+
+    An env that becomes ready in between is in the next batch, and does not shift this one.
+
+    See :class:`~multienv.managers.env_manager.EnvManager` for the arguments.
+    """
+
+    _defaults = EnvManagerConfig(wait_num=math.inf, step_wait_timeout=None)
+    _waits_for_all = True
+    _way_to_collect = "a step() of the batch that ready_obs gives now"
+    _batch: list[int] | None = None  # ids in the last batch that was read and not stepped
+    _implied: list[int] | None = None  # a batch that may be stepped though nobody has read it
+
+    @property
+    def ready_obs(self) -> Any:
+        """Return the observations of the envs that can be stepped, as one batch; :attr:`ready_obs_id` has their ids.
+
+        Waits until there is one, unless none is being reset: then the batch is empty.
+
+        Raises:
+            EnvsFailedError: Envs could not be reset in the background, or have returned what does not fit their space;
+                it holds the other observations.
+        """
+        rollout = self._launched("ready_obs")
+        rollout.until_some_are_ready()
+        self._tell_failures(rollout)
+        ready = rollout.ready()
+        observations = [rollout.records[index].observation for index in ready]
+        try:
+            batch = _stacked(self.observation_space, observations)
+        except Exception:  # of numpy's, or of a custom space
+            rollout.fail(self._misfits(dict(zip(ready, observations, strict=True))))
+            self._tell_failures(rollout)
+            raise
+        self._batch, self._implied = ready, None
+        return batch
+
+    @property
+    def ready_obs_id(self) -> list[int]:
+        """Return the ids of the envs in the last batch, in its order: the order of the actions."""
+        if self._batch is None:
+            _ = self.ready_obs
+        return list(self._batch or [])
+
+    def random_action(self) -> list[Any]:  # type: ignore[override]  # batches take the place of dicts
+        """Sample an action for each env in the last batch."""
+        return [self.action_space.sample() for _ in self.ready_obs_id]
+
+    def step(self, actions: Any) -> list[Timestep]:  # type: ignore[override]
+        """Step the envs of the last batch.
+
+        It need not be read after ``launch()`` or a reset of all envs, which is a batch of all; nor after a step in
+        which no episode has ended, which is a batch of the same envs.
+
+        Args:
+            actions: One for each, as a list or as a batch, in the order of the batch.
+
+        Returns:
+            Their timesteps, in the same order; each has an ``env_id``.
+
+        Raises:
+            ActionError: A wrong number of actions; nothing was sent.
+            UsageError: ``ready_obs`` must be read first.
+            EnvsFailedError: As for the other managers; ``results`` is by env id.
+        """
+        rollout = self._launched("step()")
+        batch = self._batch
+        if batch is None and not rollout.stepping() and not rollout.news():
+            batch = self._implied
+            if batch is None:
+                raise UsageError("step(): read ready_obs first: the actions are for the envs of that batch.")
+        order = batch or []
+        rows = _rows(self.action_space, actions, order)
+        self._send_steps(rollout, dict(zip(order, rows, strict=True)))
+        self._batch = self._implied = None
+        self._wait(rollout, len(order))
+        return rollout.hand_over("step()", lambda steps: self._listed(rollout, steps, order))  # type: ignore[no-any-return]
+
+    def reset(self, reset_param: ResetParam | None = None) -> None:
+        """Reset envs as :meth:`EnvManager.reset` does; the last batch is out of date then."""
+        self._batch = self._implied = None
+        super().reset(reset_param)
+        if reset_param is None or len(reset_param) == self.env_num:
+            self._implied = list(range(self.env_num))
+
+    def launch(self, reset_param: ResetParam | None = None) -> None:
+        """Launch as :meth:`EnvManager.launch` does."""
+        self._batch = self._implied = None
+        super().launch(reset_param)
+        self._implied = list(range(self.env_num))
+
+    def _listed(self, rollout: Rollout, steps: dict[int, Timestep], order: list[int]) -> list[Timestep]:
+        # Which envs are made ready by a reset in the background is chance: they are in no batch until one is read.
+        goes_on = self.config.reset_inplace or not any(timestep.done for timestep in steps.values())
+        if order and goes_on and all(rollout.records[index].is_idle for index in order):
+            self._implied = order
+        first = [steps[index] for index in order if index in steps]
+        return first + [step for index, step in steps.items() if index not in order]
+
+    def _tell_failures(self, rollout: Rollout) -> None:
+        rollout.tell_failures("ready_obs", {index: rollout.observation(index) for index in rollout.ready()})
+
+    def _misfits(self, observations: Mapping[int, Any]) -> dict[int, EnvError]:
+        """Return an error for each env whose observation does not fit the space."""
+        space = self.observation_space
+        found: dict[int, EnvError] = {}
+        for index, observation in observations.items():
+            try:
+                _stacked(space, [observation])
+            except Exception as error:
+                found[index] = EnvError(
+                    f"Env {index} has returned the observation {observation!r:.100}, which does not fit its space "
+                    f"{space!r:.100}: {error}. Reset it; the managers by id take any."
+                )
+                found[index].env_index = index
+        return found
+
+
+def _stacked(space: spaces.Space[Any], observations: Sequence[Any]) -> Any:
+    stack: Any = create_empty_array(space, len(observations), np.zeros)
+    return concatenate(space, observations, stack) if observations else stack
+
+
+def _rows(space: spaces.Space[Any], actions: Any, batch: list[int]) -> list[Any]:
+    """Return the action for each env of a batch."""
+    number = len(batch)
+    whole = isinstance(actions, Mapping) if type(space) is spaces.Dict else not isinstance(actions, list)
+    if type(space) is spaces.Tuple:
+        whole = isinstance(actions, tuple)
+    try:
+        if not whole or type(space) not in _BATCHED:
+            rows = list(actions)
+        elif type(space) in (spaces.Dict, spaces.Tuple):
+            rows = list(iterate(batch_space(space, number), actions)) if number else []
+        else:
+            rows = list(np.asarray(actions))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ActionError(f"step({actions!r:.100}): this is no batch of actions. Nothing was sent.") from error
+    if len(rows) != number:
+        raise ActionError(
+            f"step(): {number} actions are wanted, for the envs {batch} of the last ready_obs; {len(rows)} are given. "
+            "Nothing was sent."
+        )
+    return rows

@@ -1,0 +1,232 @@
+"""The seam between the trainer and the process that holds envs: a channel.
+
+Requests and replies lie in the channel's segment; the channel itself only tells that there is one, and that the process
+has ended. Everything can be repeated after an interruption (Ctrl-C): reading a reply does not use it up.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from multienv.wire.segment import CORE, LOOKS, REPLY, TRAINER_SLEEPS, Segment
+
+Cause = Literal["died", "hung", "broken"]
+
+# Looks at the reply before the trainer goes to sleep, giving the core away at each: 30 to 50 µs.
+TRAINER_LOOKS = 50
+# Seconds. "I sleep" is stored and the reply is loaded after it; without a fence, which Python does not have, the
+# processor may do it the other way round, and a wake-up is lost. After this time the store is visible to all.
+FIRST_SLEEP = 0.002
+# Seconds until a sleeping trainer looks again on its own.
+LONGEST_SLEEP = 1.0
+
+
+class SystemErrors:
+    """Suppresses the OSErrors of system calls in a block, and no others.
+
+    A handler of SIGALRM may raise TimeoutError, as the usual recipe of a time limit has it. That is an OSError too, but
+    without ``errno``: it must come through, or the limit, and what the block was about to do, would be lost.
+    """
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+        """Suppress what a system call has raised."""
+        return isinstance(error, OSError) and error.errno is not None
+
+
+give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """How a process ended.
+
+    Attributes:
+        code: Exit code; negative: minus the number of the signal; ``None``: not known.
+        stack: Stacks that faulthandler wrote, at a crash or when asked before a kill.
+        stderr: The last lines on stderr.
+        snapshot: The forked snapshot it has left: its process, and the number of the last request executed in it.
+    """
+
+    code: int | None
+    stack: str = ""
+    stderr: str = ""
+    snapshot: tuple[int, int] | None = None
+
+
+UNKNOWN_FATE = Fate(None)
+
+
+class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncation or a WorkerLostError
+    """Raised by a channel whose process has ended without the awaited reply.
+
+    Attributes:
+        cause: Whether it died, was killed because it hung, or broke the channel.
+        fate: How it ended.
+        pid: The process, if known.
+        number: The request it was executing; 0: none.
+        slot: The slot whose env was being called; -1: none.
+        resetting: Whether that env was being reset.
+        replaying: Index of the request inside a replay; -1: none.
+        detail: What else is known, for the message.
+    """
+
+    def __init__(
+        self,
+        cause: Cause,
+        fate: Fate = UNKNOWN_FATE,
+        pid: int | None = None,
+        *,
+        number: int = 0,
+        slot: int = -1,
+        resetting: bool = False,
+        replaying: int = -1,
+        detail: str = "",
+    ) -> None:
+        super().__init__(f"process {pid} {cause}: {fate} {detail}")
+        self.cause = cause
+        self.fate = fate
+        self.pid = pid
+        self.number = number
+        self.slot = slot
+        self.resetting = resetting
+        self.replaying = replaying
+        self.detail = detail
+
+
+class Channel(ABC):
+    """The trainer's end of the connection to one host.
+
+    Attributes:
+        segment: The memory that both sides share.
+    """
+
+    segment: Segment
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The process, once it is known."""
+
+    @abstractmethod
+    def ring(self, number: int) -> None:
+        """Tell that request ``number`` lies in the segment. Never blocks; repeated, it does no harm."""
+
+    @abstractmethod
+    def wait(self, number: int, until: float | None) -> bool:
+        """Wait for the reply to request ``number``.
+
+        Args:
+            number: The request.
+            until: When to give up, by ``time.monotonic()``; ``None``: never.
+
+        Returns:
+            Whether the reply is there.
+
+        Raises:
+            Gone: The process has ended without it.
+        """
+
+    def answered(self, number: int) -> bool:
+        """Tell whether the reply to request ``number`` is there; no system call."""
+        return self.segment.words[REPLY] == number
+
+    @abstractmethod
+    def descriptors(self) -> tuple[int, ...]:
+        """Return what becomes readable when something has happened; ask again before each poll."""
+
+    @abstractmethod
+    def attend(self) -> bool:
+        """Read what the descriptors have to tell; return whether the process has ended, or the channel is closed."""
+
+    def prefer(self, core: int | None, *, looks: bool) -> None:
+        """Set the core to run on while steps are short, and whether to look for requests before going to sleep."""
+        words = self.segment.words
+        words[CORE], words[LOOKS] = 0 if core is None else core + 1, int(looks)
+
+    @abstractmethod
+    def stack(self) -> str:
+        """Return the Python stacks of the process as they are now; empty if it does not tell within a second."""
+
+    @abstractmethod
+    def kill(self, *, cause: Cause = "died", stack: bool = False, detail: str = "") -> Gone:
+        """End the process now and return what :meth:`wait` raises from now on; takes about 2 s at most.
+
+        Args:
+            cause: Why it is killed.
+            stack: Have its stacks written first.
+            detail: For the message.
+        """
+
+    @abstractmethod
+    def wake(self) -> Channel | None:
+        """After its end: have the snapshot it left go on, as a new process with a new segment.
+
+        It is awake once ``wait(fate.snapshot[1], …)`` says so. ``None`` if there is no snapshot.
+        """
+
+    @abstractmethod
+    def close(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for the process, which has been asked to close, to end; kill it; release."""
+
+    @abstractmethod
+    def release(self, *, keep_memory: bool = False) -> None:
+        """Let go of all descriptors without waiting. The monitor ends a process that is still there in about 0.5 s.
+
+        Args:
+            keep_memory: Leave the segment readable: what the caller saw last lies in it.
+        """
+
+
+def wait_any(waiting: Sequence[tuple[Channel, int]], until: float | None) -> list[int]:
+    """Wait until a reply is there or a process has ended.
+
+    Args:
+        waiting: Channels, each with the number of the request it is to answer.
+        until: When to give up, by ``time.monotonic()``; ``None``: never.
+
+    Returns:
+        The indices of those whose ``wait()`` now returns or raises at once; empty when ``until`` has passed.
+    """
+    for _ in range(TRAINER_LOOKS):
+        found = _answered(waiting)
+        if found:
+            return found
+        give_way()
+    patience = FIRST_SLEEP
+    try:
+        while True:
+            poller = select.poll()
+            owners: dict[int, int] = {}
+            for index, (channel, _) in enumerate(waiting):
+                channel.segment.words[TRAINER_SLEEPS] = 1
+                for descriptor in channel.descriptors():
+                    if descriptor >= 0:  # another thread may close the channel meanwhile
+                        owners[descriptor] = index
+                        poller.register(descriptor, select.POLLIN)
+            found = _answered(waiting)
+            if found:
+                return found
+            left = patience if until is None else min(patience, until - time.monotonic())
+            ready = {owners[descriptor] for descriptor, _ in poller.poll(max(0.0, left) * 1000)}
+            attended = ready or range(len(waiting))  # a channel counts the time until its process is acknowledged
+            ended = {index for index in attended if waiting[index][0].attend()}
+            found = sorted(ended.union(_answered(waiting)))
+            if found or (until is not None and time.monotonic() >= until):
+                return found
+            patience = LONGEST_SLEEP
+    finally:
+        for channel, _ in waiting:
+            channel.segment.words[TRAINER_SLEEPS] = 0
+
+
+def _answered(waiting: Sequence[tuple[Channel, int]]) -> list[int]:
+    return [index for index, (channel, number) in enumerate(waiting) if channel.answered(number)]

@@ -1,0 +1,298 @@
+"""Launch workers through the monitor, and the monitor when there is none.
+
+One monitor serves a trainer; it is launched with the first worker and ends by itself a second after the last. A thread
+of the trainer waits for that end: a zombie would be left otherwise. To make the monitor nobody's child (a second fork)
+would not do where the trainer is process 1 of a container: all orphans are its children there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401 - its exit handler must be registered before ours
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from multienv.errors import ClosedError, UsageError
+from multienv.processes.environment import (
+    import_path,
+    refuse_other_namespace,
+    unset_thread_variables,
+    worker_environment,
+)
+from multienv.processes.protocol import BRANCH, FREE, LAUNCH, Order
+from multienv.processes.worker_process import PATIENCE, ProcessChannel, live, undisturbed
+
+METHODS = ("forkserver", "spawn")
+PRELOAD = (
+    "numpy",
+    "cloudpickle",
+    "gymnasium",
+    "gymnasium.wrappers",
+    "gymnasium.envs.classic_control",
+    "multienv.worker.host",
+)
+# Out of reach of the terminal's Ctrl-C, yet in the trainer's session: Linux schedules session against session
+# (autogroups), and workers in a session of their own step half as fast.
+_APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+# Of all workers, or a set would be iterated in another order in a replacement; the trainer's own cannot be had.
+_HASH_SEED = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
+# Seconds until an order that the monitor's socket does not take is given up.
+_LONGEST_SEND = 30.0
+# The monitor has ended, or takes no more orders.
+_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
+# The socket is full, or too many descriptors wait in it.
+_FULL = (errno.EAGAIN, errno.ETOOMANYREFS)
+
+
+def method_of(context: Any) -> str:
+    """Return the start method that ``context`` names.
+
+    Args:
+        context: A name, a multiprocessing context, or ``None`` for the best.
+
+    Raises:
+        UsageError: There is no such method.
+    """
+    name = context if context is None or isinstance(context, str) else getattr(context, "_name", context)
+    if name is None:
+        return "forkserver" if sys.platform == "linux" else "spawn"
+    if name == "fork":
+        raise UsageError(
+            'context="fork" is not supported: forking a trainer that has threads deadlocks. '
+            'Use "forkserver", which is as fast.'
+        )
+    if name not in METHODS:
+        raise UsageError(f"context is {context!r}; choose one of {', '.join(map(repr, METHODS))}, or None.")
+    return str(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to launch the processes of one worker: the same for the first and every replacement.
+
+    Args:
+        method: ``"forkserver"`` or ``"spawn"``.
+        native_threads: Threads of native libraries (BLAS, OpenMP); ``None``: as the user has set them.
+        title: What ``ps`` shows.
+    """
+
+    method: str
+    native_threads: int | None = 1
+    title: str = ""
+
+    def start(self) -> ProcessChannel:
+        """Launch a process; does not wait for it. Raises OSError, UsageError, ClosedError."""
+        order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, title=self.title or "multienv worker")
+        return undisturbed(partial(_launched, order))
+
+    def branch(self, token: int) -> ProcessChannel | None:
+        """Have the snapshot kept under this token go on as a new process with a new segment; ``None`` if it is gone.
+
+        The worker it was taken from has to end within 2 s, or has ended.
+        """
+        client = _client
+        if client is None or client.trainer != os.getpid():
+            return None
+        try:
+            return undisturbed(partial(ProcessChannel, client, Order(BRANCH, token=token)))
+        except OSError as error:
+            if error.errno is None:  # a signal handler's: see SystemErrors
+                raise
+            return None
+
+    def free(self, token: int) -> None:
+        """Let the snapshot kept under this token go. Takes no lock and never raises: finalizers call it."""
+        client = _client
+        if client is not None and client.trainer == os.getpid():
+            with contextlib.suppress(OSError):
+                client.send_now(Order(FREE, token=token))
+
+
+def monitor_pid() -> int | None:
+    """Return the monitor's process, if there is one."""
+    client = _client
+    return client.process.pid if client is not None and client.is_alive() else None
+
+
+class MonitorClient:
+    """The trainer's end of its monitor. Making one launches the monitor; orders wait in its socket until it is up."""
+
+    def __init__(self) -> None:
+        refuse_other_namespace()
+        self.trainer = os.getpid()
+        self._control, theirs = socket.socketpair()
+        try:
+            # Not by the number of a standard stream, which a daemon may have closed.
+            with theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)) as handed:
+                self.process = subprocess.Popen(
+                    _command(handed.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[handed.fileno()],
+                    env=worker_environment() | {"PYTHONHASHSEED": _HASH_SEED},
+                    **_APART,
+                )
+        except BaseException:
+            self._control.close()
+            raise
+        waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: is_alive() takes note of its end
+            waiter.start()
+
+    def _await_end(self) -> None:
+        """Reap it when it has ended by itself, and let go of the socket, which nobody listens to any more."""
+        self.process.wait()
+        self._control.close()
+
+    def is_alive(self) -> bool:
+        """Tell whether it runs, and is this process's."""
+        return self.trainer == os.getpid() and self.process.poll() is None
+
+    def lose(self) -> None:
+        """Note that it is dead, if it is: a worker's socket has ended without news, and the process is to end now.
+
+        A monitor that has no descriptor left for a worker also drops the worker's socket, and lives on.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE)
+
+    def send(self, order: Order, descriptors: Sequence[int] = (), over: socket.socket | None = None) -> None:
+        """Give an order; waits while the socket is full, but not for a monitor that has been stopped."""
+        began, again = time.monotonic(), False
+        while True:
+            try:
+                order.send(self._control if over is None else over, descriptors)
+                return
+            except OSError as error:
+                if error.errno not in _FULL or time.monotonic() > began + _LONGEST_SEND:
+                    raise
+            poller = select.poll()
+            try:
+                poller.register(self._control if over is None else over, select.POLLOUT)
+            except ValueError:  # closed meanwhile: the next round says so
+                continue
+            if not poller.poll(PATIENCE * 1000):
+                self.rouse(again=again)
+                again = True
+            time.sleep(0.001)
+
+    def send_now(self, order: Order) -> None:
+        """Give an order or raise OSError."""
+        order.send(self._control)
+
+    def rouse(self, *, again: bool) -> None:
+        """Have it go on if it has been stopped; ``again``: kill it if it is stopped though it was told to go on.
+
+        A monitor that is merely slow, because the machine is busy or it still imports, is left alone.
+        """
+        if self.is_alive():
+            self.process.send_signal(signal.SIGKILL if again and self._is_stopped() else signal.SIGCONT)
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return False
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Let go of it: it ends what is left, and itself."""
+        if self.trainer == os.getpid():
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+        if timeout and self.trainer == os.getpid():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout)
+
+
+_client: MonitorClient | None = None
+_inherited: object = None
+_lock = threading.Lock()
+_is_shutting_down = False
+
+
+def _launched(order: Order) -> ProcessChannel:
+    """Launch a worker by the monitor there is, or by a new one if that has ended or takes no more orders."""
+    for _ in range(2):
+        client = _monitor()
+        try:
+            return ProcessChannel(client, order)
+        except OSError as error:
+            if error.errno not in _ENDED:
+                raise
+        _retire(client)
+    return ProcessChannel(_monitor(), order)
+
+
+def _monitor() -> MonitorClient:
+    """Return this process's monitor, launched if there is none; ClosedError once the interpreter ends."""
+    global _client
+    with _lock:
+        if _is_shutting_down:
+            raise ClosedError("The interpreter is shutting down: envs have ended, and none can be started any more.")
+        if _client is None or not _client.is_alive():
+            before, _client = _client, MonitorClient()
+            if before is not None:
+                before.close()
+        return _client
+
+
+def _retire(client: MonitorClient) -> None:
+    """Give this monitor no more orders."""
+    global _client
+    with _lock:
+        if _client is client:
+            _client = None
+    client.close()
+
+
+def _forget() -> None:
+    """In a forked child: the monitor is the parent's, and the lock may be held by a thread that is not here."""
+    global _client, _lock, _inherited
+    client, _client, _lock = _client, None, threading.Lock()
+    if client is not None:
+        client.close()
+        _inherited = client.process  # kept: its finalizer would warn of a process that still runs
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _command(control: int) -> list[str]:
+    interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+    where = f"import sys; sys.path[:] = {import_path()!r}; "
+    spawn = [*interpreter, "-c", where + "from multienv.worker.main import spawned; spawned(*sys.argv[1:])"]
+    code = where + "import json; from multienv.processes.monitor import main; main(*json.loads(sys.argv[1]))"
+    settings = [control, os.getpid(), PRELOAD, spawn, unset_thread_variables()]
+    return [*interpreter, "-c", code, json.dumps(settings)]
+
+
+def _shut_down() -> None:
+    """At the trainer's end: workers see that no request will come, the monitor that it is no longer needed."""
+    global _client, _is_shutting_down
+    # Or a thread that is woken by its worker's end would bring the env back and hang once more.
+    _is_shutting_down = True
+    client, _client = _client, None
+    if client is not None and client.trainer == os.getpid():
+        for channel in list(live):
+            channel.end_requests()
+        client.close(3.0)
+
+
+# Before the threads of executors are joined: one of them may wait for an env that hangs.
+getattr(threading, "_register_atexit", atexit.register)(_shut_down)

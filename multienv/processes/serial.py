@@ -1,0 +1,97 @@
+"""A channel to a host in the trainer itself: for debugging, and to hold the process channel against."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from multienv.processes.channel import Cause, Channel, Fate, Gone
+from multienv.wire.segment import PID, REPLY, REQUEST, Segment
+
+
+class SerialChannel(Channel):
+    """Executes a request when its reply is waited for, in the same thread.
+
+    Args:
+        make_host: Makes the host; ``multienv.worker.host.Host`` by default.
+    """
+
+    def __init__(self, make_host: Callable[..., Any] | None = None) -> None:
+        if make_host is None:
+            from multienv.worker.host import Host
+
+            make_host = Host
+        self.segment = Segment(-1)
+        self.segment.words[PID] = os.getpid()
+        self._host = make_host(
+            self.segment, on_build=lambda build: None, on_branch=lambda number, token: "the trainer's own process"
+        )
+        self._begun = 0
+        self._lost: tuple[Cause, Fate, str] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """This process."""
+        return os.getpid()
+
+    def ring(self, number: int) -> None:
+        """Note the request."""
+        self.segment.words[REQUEST] = number
+
+    def wait(self, number: int, until: float | None) -> bool:
+        """Execute the request unless that has been done."""
+        if self.segment.words[REPLY] == number:
+            return True
+        if self._lost is None and self._begun == number:
+            # An env that was interrupted in the middle cannot be asked twice.
+            self._lost = ("broken", Fate(None), "the answer to an interrupted call is lost")
+        if self._lost is not None:
+            raise self._gone()
+        self._begun = number
+        try:
+            self._host.handle(number)
+        except SystemExit as error:  # in a worker this would end the process
+            self._lost = ("died", Fate(error.code if isinstance(error.code, int) else int(error.code is not None)), "")
+            raise self._gone() from error
+        self.segment.words[REPLY] = number
+        return True
+
+    def _gone(self) -> Gone:
+        assert self._lost is not None
+        cause, fate, detail = self._lost
+        return Gone(cause, fate, self.pid, number=self._begun, detail=detail)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """Nothing: :meth:`attend` says that it can be waited for."""
+        return ()
+
+    def answered(self, number: int) -> bool:
+        """True: waiting is executing."""
+        return True
+
+    def attend(self) -> bool:
+        """Tell whether the host has been lost."""
+        return self._lost is not None
+
+    def stack(self) -> str:
+        """Return nothing: the trainer's own stack is the caller's."""
+        return ""
+
+    def kill(self, *, cause: Cause = "died", stack: bool = False, detail: str = "") -> Gone:
+        """Use the host no longer; there is no process to kill."""
+        if self._lost is None:
+            self._lost = (cause, Fate(None), detail)
+        return self._gone()
+
+    def wake(self) -> Channel | None:
+        """Return nothing: there are no snapshots."""
+        return None
+
+    def close(self, timeout: float) -> None:
+        """Close the envs."""
+        self.release()
+
+    def release(self, *, keep_memory: bool = False) -> None:
+        """Close the envs."""
+        self._host.close_envs()

@@ -1,0 +1,324 @@
+"""What the caller gets for a reply: read out of the bank and the mail, with honest truncations laid over it.
+
+``ExactAnswers`` is for one env, ``RowsAnswers`` for several. Both remember which bank holds the observations that the
+caller saw last: a truncation shows them once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from multienv.errors import ResultNotPicklableError
+from multienv.wire.banks import ENDED, FAILED, IDLE, IRREGULAR
+from multienv.wire.codecs import ExactCodec, RowsCodec, RowsReply, Transition, mail_of
+from multienv.wire.infos import Extras, Illegible, unpack_extras
+from multienv.wire.messages import Failure, Reset, foreign
+from multienv.wire.segment import Segment
+
+# Slot and failure → the error to raise.
+ErrorOf = Callable[[int, Failure], Exception]
+# Slot and reason → what info["multienv"] says of a truncation.
+Told = Callable[[int, str], dict[str, Any]]
+Absent = Sequence[tuple[int, str]]
+
+
+def unreadable(command: str, error: Exception) -> ResultNotPicklableError:
+    """Build the error for something the env returned that cannot be unpickled in this process."""
+    error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    built = ResultNotPicklableError(
+        f"{command}(): what the env returned was pickled, but cannot be unpickled here: "
+        f"{type(error).__name__}: {error}. The {command} itself is done."
+    )
+    built.remote_traceback = "".join(traceback.format_exception(error))
+    # Without its frames, which would keep the segment mapped as long as the caller keeps the error.
+    built.__cause__ = error.with_traceback(None)
+    return built
+
+
+class ExactAnswers:
+    """Makes the answers of one env.
+
+    Attributes:
+        seen: Number of the last reply with an observation; 0: none.
+        generators: What the last reset told of the random generators, or ``b""``.
+        evidence: Of the last reply, if its observation travelled as mail.
+        ended: The last step ended an episode.
+    """
+
+    def __init__(self, codec: ExactCodec, error_of: ErrorOf, told: Told) -> None:
+        self._codec = codec
+        self._error_of, self._told = error_of, told
+        self.seen = 0
+        self.generators = b""
+        self.evidence = b""
+        self.ended = False
+        self._seen_evidence = b""
+
+    def read(self, segment: Segment, number: int) -> bytes:
+        """Return the mail behind the evidence, which is kept. Raises nothing: mail is bytes."""
+        self.evidence, rest = mail_of(segment, number)
+        return rest
+
+    def step(self, segment: Segment, number: int, rest: bytes, absent: Absent) -> Transition | Exception:
+        """Return the transition that a reply to a step shows, or what the env raised."""
+        bank = segment.banks[number & 1]
+        if bank.view[2] == FAILED:
+            self.ended = True
+            self.evidence = b""
+            return self._error_of(0, pickle.loads(rest))
+        self._see(number)
+        self.ended = bool(bank.view[3] & ENDED)
+        return (*self._codec.transition(segment, number, self.evidence), self._info(rest))
+
+    def reset(
+        self, segment: Segment, number: int, rest: bytes, message: Reset, absent: Absent
+    ) -> tuple[Any, dict[str, Any]] | Exception:
+        """Return observation and info that a reply to a reset shows, or what the env raised."""
+        if segment.banks[number & 1].view[2] == FAILED:
+            self.evidence = b""
+            return self._error_of(0, pickle.loads(rest))
+        self._see(number)
+        extras, illegible = unpack_extras(rest)
+        self.generators = extras.generators
+        for error in illegible.values():
+            raise error
+        observation = self._codec.observation(segment, number, self.evidence)
+        return observation, next(iter(extras.infos), (0, {}))[1]
+
+    def truncation(self, segment: Segment | None, absent: Absent) -> Transition:
+        """Return the honest end of an episode that cannot go on: the last observation once more."""
+        observation = None
+        if segment is not None and self.seen:
+            with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
+                observation = self._codec.observation(segment, self.seen, self._seen_evidence)
+        self.ended = True
+        return observation, 0.0, False, True, {"multienv": self._told(0, dict(absent)[0])}
+
+    def plain(self, segment: Segment, number: int, answer: Transition) -> Transition:
+        """Return the answer to a plain step with the info in its mail."""
+        self.evidence, rest = mail_of(segment, number)
+        return (*answer[:4], self._info(rest))
+
+    def note_plain(self, number: int) -> None:
+        """Note that a plain step was answered."""
+        self.seen, self._seen_evidence = number, b""
+
+    def standing(self, segment: Segment) -> dict[str, Any]:
+        """Return what the caller saw last, as plain data."""
+        bank = segment.banks[self.seen & 1]
+        return {"seen": self.seen, "evidence": self._seen_evidence, "bank": bytes(bank.view[bank.layout.rewards :])}
+
+    def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
+        """Have seen what :meth:`standing` returned, also in the banks of a new process."""
+        self.seen, self._seen_evidence = standing["seen"], standing["evidence"]
+        bank = segment.banks[self.seen & 1]
+        if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
+            bank.view[bank.layout.rewards :] = standing["bank"]
+
+    def _see(self, number: int) -> None:
+        self.seen, self._seen_evidence = number, self.evidence
+
+    def _info(self, rest: bytes) -> dict[str, Any]:
+        if not rest:
+            return {}
+        extras, illegible = unpack_extras(rest)
+        for error in illegible.values():
+            raise error
+        info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
+        return info
+
+
+class RowsAnswers:
+    """Makes the answers of a worker with several envs; attributes as those of :class:`ExactAnswers`."""
+
+    def __init__(self, codec: RowsCodec, error_of: ErrorOf, told: Told, *, same_step: bool, truncates: bool) -> None:
+        self._codec = codec
+        self._error_of, self._told = error_of, told
+        self._same_step, self._truncates = same_step, truncates
+        self.seen = 0
+        self.generators = b""
+        self.evidence = b""
+        self.ended = False
+        self.truncated_errors: dict[int, Exception] = {}
+        self._loose: list[bytes | None] = [None] * codec.slots  # observations that have no rows, as they travelled
+        # The reply that was read last, and what had been seen before it: reading it again after an interruption gives
+        # the same.
+        self._earlier: tuple[int, int, list[bytes | None]] = (0, 0, self._loose)
+
+    def read(self, segment: Segment, number: int) -> bytes:
+        """Return the mail behind the evidence, which is kept."""
+        self.evidence, rest = mail_of(segment, number)
+        return rest
+
+    def step(self, segment: Segment, number: int, rest: bytes, absent: Absent) -> RowsReply | Exception:
+        """Return the rows that a reply to a step shows, those of absent slots as honest truncations."""
+        if segment.banks[number & 1].view[2] == FAILED:  # nothing was stepped: the actions cannot be unpickled there
+            return self._error_of(-1, pickle.loads(rest))
+        reply, extras = self._reply(segment, number, rest, "step")
+        infos: dict[int, Any] = dict(extras.infos) if absent else {}
+        for slot, reason in absent:
+            told = {"multienv": self._told(slot, reason)}
+            if self._same_step:
+                last = self._last_observation(segment, slot)
+                infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": told, **told}
+            if not self._same_step or segment.banks[number & 1].absent[slot] == IDLE:
+                self._show_again(segment, slot, reply)
+            if not self._same_step:
+                infos[slot] = told
+            reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
+        self._finish(segment, number, reply, extras, infos)
+        return reply
+
+    def reset(
+        self, segment: Segment, number: int, rest: bytes, message: Reset, absent: Absent
+    ) -> RowsReply | Exception:
+        """Return the rows after a reset; those of slots that were not reset are what the caller saw last."""
+        if segment.banks[number & 1].view[2] == FAILED:
+            return self._error_of(-1, pickle.loads(rest))
+        reply, extras = self._reply(segment, number, rest, "reset")
+        self.generators = extras.generators
+        missing = dict(absent)
+        for slot in range(self._codec.slots):
+            if slot in missing or not message.touches(slot):
+                self._show_again(segment, slot, reply)
+        self._finish(segment, number, reply, extras, {})
+        return reply
+
+    def truncation(self, segment: Segment | None, absent: Absent) -> RowsReply:
+        """Return the honest end of all episodes without a process: what was seen last once more."""
+        assert segment is not None
+        reply = self._codec.rows(segment, self.seen)
+        reply.rewards[:], reply.terminated[:], reply.truncated[:] = 0.0, False, True
+        infos = [(slot, {"multienv": self._told(slot, reason)}) for slot, reason in absent]
+        return RowsReply(
+            reply.leaves,
+            reply.rewards,
+            reply.terminated,
+            reply.truncated,
+            Extras(infos, {}, self._loose_observations({})),
+        )
+
+    def plain(self, segment: Segment, number: int, answer: RowsReply) -> RowsReply:
+        """Return the answer to a plain step with the infos in its mail."""
+        rest = mail_of(segment, number)[1]
+        extras, illegible = unpack_extras(rest)
+        errors: dict[int, Exception] = {slot: unreadable("step", error) for slot, error in illegible.items()}
+        return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, extras, errors)
+
+    def note_plain(self, number: int) -> None:
+        """Note that a plain step was answered."""
+        self.seen = number
+
+    def standing(self, segment: Segment) -> dict[str, Any]:
+        """Return what the caller saw last, as plain data."""
+        bank = segment.banks[self.seen & 1]
+        return {"seen": self.seen, "loose": list(self._loose), "bank": bytes(bank.view[bank.layout.rewards :])}
+
+    def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
+        """Have seen what :meth:`standing` returned, also in the banks of a new process."""
+        self.seen, self._loose = standing["seen"], list(standing["loose"])
+        self._earlier = (0, 0, self._loose)
+        bank = segment.banks[self.seen & 1]
+        if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
+            bank.view[bank.layout.rewards :] = standing["bank"]
+
+    def _reply(self, segment: Segment, number: int, rest: bytes, command: str) -> tuple[RowsReply, Extras]:
+        if self._earlier[0] != number:
+            self._earlier = (number, self.seen, self._loose)
+        reply = self._codec.rows(segment, number)
+        extras, illegible = unpack_extras(rest)
+        errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
+        errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
+        reply.errors = errors
+        if not self._codec.has_rows and segment.banks[number & 1].view[3] & IRREGULAR:
+            observations = pickle.loads(self.evidence)
+            pairs = zip(self._earlier[2], observations, strict=True)
+            self._loose = [old if new is None else new for old, new in pairs]
+        return reply, extras
+
+    def _finish(self, segment: Segment, number: int, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
+        """Lay failures over the rows, and note that this is what the caller sees.
+
+        ``infos`` are all infos, if truncations were laid over some of them; else ``{}``.
+        """
+        self.truncated_errors = {}
+        failures = [slot for slot in reply.errors if slot in extras.failures]  # of others the info alone is unreadable
+        if failures and not infos:
+            infos = dict(extras.infos)
+        for slot in failures:
+            if self._truncates and reply.truncated[slot]:
+                self.truncated_errors[slot] = reply.errors.pop(slot)
+                what = extras.failures[slot]
+                told = {"multienv": self._told(slot, f"The env raised {what.type_name}: {what.text}")}
+                infos[slot] = {**infos.get(slot, {}), **told}
+                reply.rewards[slot] = 0.0
+                if self._same_step:
+                    infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": told}
+                    continue
+            self._show_again(segment, slot, reply)
+        extras.observations = self._loose_observations(reply.errors)
+        if infos:
+            extras.infos = sorted(infos.items())
+        reply.extras = extras if extras.infos or extras.observations is not None else None
+        self.seen = number
+
+    def _show_again(self, segment: Segment, slot: int, reply: RowsReply) -> None:
+        """Have the row of a slot show what was seen last."""
+        seen = self._earlier[1]
+        if seen and reply.leaves:
+            before = self._codec.rows(segment, seen)
+            for leaf, old in zip(reply.leaves, before.leaves, strict=True):
+                leaf[slot] = old[slot]
+
+    def _last_observation(self, segment: Segment, slot: int) -> Any:
+        _, seen, loose = self._earlier
+        if self._codec.has_rows:
+            return self._codec.row(segment, seen, slot) if seen else None
+        told = loose[slot]
+        return None if told is None else pickle.loads(told)
+
+    def _loose_observations(self, errors: dict[int, Exception]) -> Any:
+        """Return the observations that have no rows; ``errors`` gets those that cannot be unpickled here."""
+        if self._codec.has_rows:
+            return None
+        observations: list[Any] = []
+        for slot, told in enumerate(self._loose):
+            observations.append(None)
+            if told is not None:
+                try:
+                    observations[-1] = foreign(partial(pickle.loads, told), Illegible)
+                except Illegible as error:
+                    errors.setdefault(slot, unreadable("step", error))
+                    self._loose[slot] = self._earlier[2][slot]  # it has not been seen
+        return observations
+
+
+def call_answer(
+    mail: bytes, slots: Iterable[int], command: str, error_of: ErrorOf
+) -> tuple[list[Any], dict[int, Exception]]:
+    """Return the values that a call gave, one for each slot asked, and what it raised instead, by slot.
+
+    Args:
+        mail: The mail of the reply.
+        slots: Those asked.
+        command: What the caller called.
+        error_of: Builds the error of a slot's failure.
+    """
+    pickled, failures = pickle.loads(mail)
+    values: list[Any] = []
+    errors: dict[int, Exception] = {}
+    for slot, data in zip(slots, pickled, strict=True):
+        values.append(None)
+        if slot in failures:
+            errors[slot] = error_of(slot, failures[slot])
+        elif data is not None:
+            try:
+                values[-1] = foreign(partial(pickle.loads, data), Illegible)
+            except Illegible as error:
+                errors[slot] = unreadable(command, error)
+    return values, errors

@@ -1,0 +1,284 @@
+"""Come back to an earlier state of the envs: of this trainer (a kept snapshot), or of another (a checkpoint)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from itertools import count
+from typing import Any
+
+from multienv.errors import NotForkableError, NotRestoredError, UsageError
+from multienv.processes.channel import Channel
+from multienv.recovery.journal import Journal
+from multienv.recovery.ladder import Unrecoverable
+from multienv.recovery.state_machine import Episode, Process, State
+from multienv.wire.messages import Branch
+
+# Of what state_dict() returns.
+_VERSION = 3
+# The env has a moment to take a snapshot, in seconds; a fork of a large process takes some of it.
+_BRANCH_LIMIT = 30.0
+_tokens = count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a worker stood between two requests: plain data.
+
+    Attributes:
+        journal: What ``Journal.dump()`` returned.
+        shown: What the caller saw last, see ``answers``.
+        episode: Name of the episode state.
+        owed: Slots whose episode is lost and not yet told of.
+        process_seeds, draws: Of the envs' present life.
+        seeds: Of the last reset with one, for each env.
+        number, steps, steps_before, episodes: Counters.
+    """
+
+    journal: dict[str, Any]
+    shown: dict[str, Any]
+    episode: str
+    owed: tuple[tuple[int, str], ...]
+    process_seeds: tuple[int, int] | None
+    draws: tuple[int, ...]
+    seeds: tuple[int | None, ...]
+    number: int
+    steps: int
+    steps_before: tuple[int, ...]
+    episodes: int
+
+
+class Snapshot:
+    """A state of a worker's envs to come back to, any number of times: a frozen process, and what led there.
+
+    It is freed with :meth:`free`, when nobody holds it any more, or when its env is closed.
+
+    Attributes:
+        token: What the frozen process is kept under.
+        standing: Where the worker stood.
+    """
+
+    __slots__ = ("__weakref__", "_finalizer", "standing", "token")
+
+    def __init__(self, token: int, standing: Standing, free: Callable[[int], None]) -> None:
+        self.token = token
+        self.standing = standing
+        self._finalizer = weakref.finalize(self, free, token)
+        self._finalizer.atexit = False
+
+    def free(self) -> None:
+        """Let the frozen process end; again does nothing."""
+        self._finalizer()
+
+    @property
+    def is_free(self) -> bool:
+        """Tell whether it can be restored no more."""
+        return not self._finalizer.alive
+
+
+class Checkpoints:
+    """Takes and restores the states of one worker.
+
+    Args:
+        supervisor: The worker.
+        limit: How many snapshots may be kept at a time.
+    """
+
+    def __init__(self, supervisor: Any, limit: int) -> None:
+        self._supervisor = supervisor
+        self._limit = limit
+        self._kept: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self._asked = 0  # token of a snapshot that was asked for by a call that did not come to its end
+
+    # --- snapshots ----------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Have the process fork itself, and keep the copy."""
+        worker = self._supervisor
+        self._require_idle("snapshot")
+        kept = sum(not one.is_free for one in self._kept)
+        if kept >= self._limit:
+            raise UsageError(
+                f"snapshot(): {kept} are kept, as many as RestartPolicy.max_snapshots allows. "
+                "free() some, or let go of them."
+            )
+        if worker.state.process is not Process.READY:
+            raise UsageError("snapshot(): the env's process was lost. reset() starts a new one.")
+        self._free_asked()
+        token = self._asked = next(_tokens)
+        obstacle = worker.ask_between(Branch(token), _BRANCH_LIMIT)
+        if obstacle:
+            self._asked = 0
+            raise NotForkableError(
+                f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, devices and "
+                "shared memory do not survive it; nor does the trainer take part in it (SerialEnv). Nothing is lost."
+            )
+        snapshot = Snapshot(token, self.standing(), worker.ladder.free)
+        self._kept.add(snapshot)
+        self._asked = 0
+        return snapshot
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Have the envs as they stood when this snapshot of them was taken."""
+        worker = self._supervisor
+        if worker.state.request is not None or worker.description is None:
+            worker.refuse("restore")
+        if not isinstance(snapshot, Snapshot):
+            raise UsageError(f"restore({snapshot!r:.100}): give what snapshot() returned.")
+        if snapshot not in self._kept:
+            raise UsageError("restore(): this is another env's snapshot; each env comes back to its own.")
+        if snapshot.is_free:
+            raise UsageError("restore(): this snapshot has been freed.")
+        standing, ladder = snapshot.standing, worker.ladder
+        effort = ladder.begin(planned=True)
+        # First: the process would be the parent of what is woken, and nobody would hear of the end of that.
+        worker.give_up()
+        try:
+            channel = ladder.branch(snapshot.token, standing.number, effort)
+            if channel is None:  # the frozen process is gone; what led there is known
+                channel = self._replayed(standing, effort)
+        except Unrecoverable as reason:
+            raise NotRestoredError(
+                f"restore(): the frozen process is gone, and {reason}. reset() starts a new one."
+            ) from reason.with_traceback(None)  # its frames would keep a segment mapped
+        self._stand(standing, channel)
+
+    def free_all(self) -> None:
+        """Let go of all snapshots; called when the worker is closed."""
+        for snapshot in list(self._kept):
+            snapshot.free()
+        self._free_asked()
+
+    def _free_asked(self) -> None:
+        if self._asked:
+            self._supervisor.ladder.free(self._asked)
+            self._asked = 0
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all it takes to have the envs again as they stand: plain data."""
+        self._require_idle("state_dict")
+        if not self._supervisor.journal.plans():
+            raise UsageError(
+                "state_dict(): what drove the env is not all known: its RestartPolicy does not replay, or the episode "
+                "has outgrown its journal_limit or replay_limit and no state of the env is kept "
+                "(statistics().no_state_anchors says why)."
+            )
+        state = {"version": _VERSION, **asdict(self.standing())}
+        return state | {"digest": _digest_of(state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the envs as they stood then, verified; in a new process."""
+        worker = self._supervisor
+        if worker.state.request is not None:
+            worker.refuse("load_state_dict")
+        if not isinstance(state, dict) or "version" not in state:
+            raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
+        if state["version"] != _VERSION:
+            raise UsageError(
+                f"load_state_dict(): this is what the state_dict() of another multienv returned, its version is "
+                f"{state['version']!r:.20}. This one knows version {_VERSION}."
+            )
+        if state.get("digest") != _digest_of(state):
+            raise UsageError("load_state_dict(): this state is damaged: it is not what state_dict() returned.")
+        if not worker.journal.replaying:
+            raise UsageError("load_state_dict(): the env's RestartPolicy does not replay; give it one that does.")
+        standing = Standing(**{name: state[name] for name in Standing.__dataclass_fields__})
+        if standing.journal["stride"] != worker.journal.stride or len(standing.seeds) != worker.rules.slots:
+            raise NotRestoredError(
+                "load_state_dict(): this state is that of other envs. Is the env_fn the same? "
+                "The env is as it was before."
+            )
+        try:
+            channel = self._replayed(standing, worker.ladder.begin(planned=True))
+        except Unrecoverable as reason:
+            raise NotRestoredError(
+                f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
+                "The env is as it was before."
+            ) from reason.with_traceback(None)
+        self._stand(standing, channel)
+
+    # --- both ---------------------------------------------------------------------------------------
+
+    def standing(self) -> Standing:
+        """Return where the worker stands."""
+        worker = self._supervisor
+        build = worker.ladder.build
+        return Standing(
+            journal=worker.journal.dump(),
+            shown=worker.answers.standing(worker.segment),
+            episode=worker.state.episode.value,
+            owed=worker.state.owed,
+            process_seeds=build.seeds,
+            draws=build.draws,
+            seeds=tuple(worker.record.seeds),
+            number=worker.number,
+            steps=worker.record.steps,
+            steps_before=tuple(worker.record.steps_before),
+            episodes=worker.record.episodes,
+        )
+
+    def _replayed(self, standing: Standing, effort: Any) -> Channel:
+        """Return a new process whose envs stand so; the worker keeps the one it has."""
+        worker = self._supervisor
+        journal = Journal(recording=True)
+        journal.load(standing.journal)
+        ladder, before = worker.ladder, worker.ladder.build
+        ladder.build = replace(before, seeds=standing.process_seeds, draws=standing.draws)
+        try:
+            found = ladder.bring_back(journal.plans(), effort)
+        finally:
+            ladder.build = before
+        if found.strays:
+            found.channel.kill()
+            found.channel.release()
+            raise Unrecoverable(f"the replay does not match what was seen: {next(iter(found.strays.values()))}")
+        channel: Channel = found.channel
+        return channel
+
+    def _stand(self, standing: Standing, channel: Channel) -> None:
+        """Make this process the worker's, which stands so. Interrupted, the env is what it was, or lost."""
+        worker = self._supervisor
+        worker.give_up()
+        ladder = worker.ladder
+        ladder.build = replace(ladder.build, seeds=standing.process_seeds, draws=standing.draws)
+        worker.journal.load(standing.journal)
+        worker.maintenance.pacing.move(standing.steps - worker.record.steps)
+        worker.number, worker.record.steps_before[:] = standing.number, standing.steps_before
+        worker.record.seeds[:] = standing.seeds
+        worker.record.steps, worker.record.episodes = standing.steps, standing.episodes
+        worker.adopt(channel)
+        worker.answers.stand(channel.segment, standing.shown)
+        worker.stand(State(Process.READY, Episode(standing.episode), owed=standing.owed))
+
+    def _require_idle(self, name: str) -> None:
+        worker = self._supervisor
+        if worker.state.request is not None or worker.description is None:
+            worker.refuse(name)
+
+
+def _digest_of(state: dict[str, Any]) -> bytes:
+    """Return a digest of all that a checkpoint holds: a damaged one is found out before anything of it is run."""
+    digest = blake2b(digest_size=16)
+    for key in sorted(state, key=str):
+        if key != "digest":
+            _feed(digest.update, (key, state[key]))
+    return digest.digest()
+
+
+def _feed(update: Callable[[bytes], None], value: Any) -> None:
+    if isinstance(value, bytes):
+        update(b"bytes %d:" % len(value) + value)
+    elif isinstance(value, dict):
+        update(b"%d pairs:" % len(value))
+        for key in sorted(value, key=str):
+            _feed(update, (key, value[key]))
+    elif isinstance(value, list | tuple):
+        update(b"%d values:" % len(value))
+        for one in value:
+            _feed(update, one)
+    else:
+        update(f"{value!r};".encode())

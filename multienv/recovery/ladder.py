@@ -1,0 +1,392 @@
+"""The ways back to where a worker was lost, tried one after the other.
+
+First the forked snapshot of the lost process, with what came since run again. Then new processes that run the
+journal: from the construction of the envs, or from an anchor. Each is held against what the caller saw; the first
+rung on which no slot strays is taken, else the last one, with its strays.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+from multienv.config import Deadlines, RestartPolicy
+from multienv.processes.channel import Channel, Gone
+from multienv.recovery.journal import Plan
+from multienv.recovery.policy import Effort, RestartBudget
+from multienv.recovery.verification import differences
+from multienv.wire.banks import FAILED, HEAD, MESSAGE
+from multienv.wire.codecs import Codec, codec_of
+from multienv.wire.infos import Illegible
+from multienv.wire.messages import Build, Description, Failure, Message, Replay, drawn_seeds, foreign, pack_message
+
+# Processes that may die while envs are built, and at one place of a replay when killed from outside, before a rung
+# is given up. Such a death says nothing of the journal.
+_PATIENCE = 6
+# A forked snapshot that is not up by then is given up, seconds; it takes some milliseconds.
+_UP_WITHIN = 10.0
+_BUILDING = -2
+
+
+class Unrecoverable(Exception):  # noqa: N818 - internal
+    """The envs cannot be brought back exactly; the message says why."""
+
+
+class BudgetSpentError(Exception):
+    """The policy allows no further restart."""
+
+
+class BuildError(Exception):
+    """``env_fn`` raised; ``failure`` says what."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+class Launcher(Protocol):
+    """Where processes come from."""
+
+    def start(self) -> Channel:
+        """Launch a process; does not wait for it."""
+        ...
+
+    def branch(self, token: int) -> Channel | None:
+        """Wake the snapshot kept under this token."""
+        ...
+
+    def free(self, token: int) -> None:
+        """Let that snapshot go."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Envs that were brought back: their process, and slot → difference of those that are not what was seen."""
+
+    channel: Channel
+    strays: dict[int, str]
+
+
+class Ladder:
+    """Starts the processes of one worker and brings its envs back in them.
+
+    Args:
+        launcher: Where processes come from.
+        build: The request that builds the envs.
+        policy, deadlines: The limits.
+        wait: Waits so many seconds; true if the worker was closed meanwhile.
+        clock: Tells seconds.
+
+    Attributes:
+        build: The request that builds the envs; its seeds are those of the present life.
+        description: What the envs are; known once they were built.
+        codec: How their steps travel; known then.
+        restarts: Processes started in place of lost ones.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        build: Build,
+        policy: RestartPolicy,
+        deadlines: Deadlines,
+        wait: Callable[[float], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.build = build
+        self.description: Description | None = None
+        self.codec: Codec | None = None
+        self.restarts = 0
+        self._launcher = launcher
+        self._policy = policy
+        self._deadlines = deadlines
+        self._wait = wait
+        self._clock = clock
+        self._budget = RestartBudget(policy)
+        self._numbers = count(-1, -1)
+        self._current: Channel | None = None  # being brought up, and nobody's yet
+        self._closed = False
+
+    # --- requests of our own ------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """Return a number for a request that the caller did not make."""
+        return next(self._numbers)
+
+    def publish(self, channel: Channel, number: int, mail: bytes) -> None:
+        """Publish a request that is not a step; again does no harm."""
+        segment = channel.segment
+        segment.write_request_mail(number, mail)
+        HEAD.pack_into(segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & 0xFFFF_FFFF, 0)
+        channel.ring(number)
+
+    def ask(self, channel: Channel, message: Message, until: float | None) -> Any:
+        """Have a process answer a request of ours.
+
+        Raises:
+            Gone: The process was lost, or did not answer in time and was killed.
+            BuildError: It raised; ``failure`` says what.
+        """
+        number = self.next_number()
+        self.publish(channel, number, pack_message(message))
+        return self.answer(channel, number, until)
+
+    def answer(self, channel: Channel, number: int, until: float | None) -> Any:
+        """Wait for the answer to such a request."""
+        banks = channel.segment.banks
+        if not channel.wait(number, until):
+            raise channel.kill(cause="hung", stack=True)
+        try:
+            mail = channel.segment.read_reply_mail(number)
+            value = foreign(partial(pickle.loads, mail), Illegible)
+        except (EOFError, Illegible) as illegible:
+            raise channel.kill(cause="broken", detail=str(illegible)) from illegible
+        if banks[number & 1].view[2] == FAILED:
+            raise BuildError(value)
+        return value
+
+    # --- building -----------------------------------------------------------------------------------
+
+    def launch(self, *, replacement: bool = False) -> tuple[Channel, int]:
+        """Launch a process and ask it to build the envs; returns its channel and the number of that request."""
+        channel = self._current = self._launcher.start()
+        if self._closed:
+            channel.kill()
+            channel.release()
+            raise Unrecoverable("it was closed")
+        number = self.next_number()
+        self.publish(channel, number, pack_message(replace(self.build, replacement=replacement)))
+        return channel, number
+
+    def await_build(self, channel: Channel, number: int, until: float | None) -> None:
+        """Wait until the envs are built. Raises :class:`BuildError`, ``Gone``, :class:`Unrecoverable`."""
+        description = self.answer(channel, number, until)
+        if not isinstance(description, Description):  # of a multienv that the env has imported anew
+            raise channel.kill(cause="broken", detail=f"it described the envs by a {type(description).__name__}")
+        self.note(description)
+        assert self.codec is not None
+        channel.segment.lay_out(self.codec.layout)
+
+    def note(self, description: Description) -> None:
+        """Keep what the envs are, or refuse envs that are something else than the first time."""
+        if self.description is None:
+            self.codec = codec_of(description, self.build.exact, self.build.space)
+            self.description = description
+        elif self.description.spaces != description.spaces:
+            raise Unrecoverable("env_fn built an env with other spaces than the first time")
+
+    def start_deadline(self, effort: Effort | None = None) -> float | None:
+        """Return when a process that is launched now must have built its envs."""
+        limits = [] if self._deadlines.start is None else [self._clock() + self._deadlines.start]
+        if effort is not None and effort.until is not None:
+            limits.append(effort.until)
+        return min(limits, default=None)
+
+    def handed_over(self) -> None:
+        """Note that the process which was being brought up belongs to the worker now."""
+        self._current = None
+
+    def close(self) -> None:
+        """End a recovery that goes on in another thread, or below a signal handler."""
+        self._closed = True
+        current = self._current
+        if current is not None:
+            current.kill()
+
+    def release(self) -> None:
+        """Let go of a process that was being brought up when an interruption came; this ladder is not used any more."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.release()
+
+    def free(self, token: int) -> None:
+        """Let a kept snapshot go."""
+        self._launcher.free(token)
+
+    # --- recoveries ---------------------------------------------------------------------------------
+
+    def begin(self, *, planned: bool = False) -> Effort:
+        """Begin a recovery now."""
+        now, limit = self._clock(), self._deadlines.recovery
+        return Effort(now, None if limit is None else now + limit, planned)
+
+    def admit(self, effort: Effort, progress: int) -> None:
+        """Charge one recovery to the budget and wait for its turn. Raises :class:`BudgetSpentError`."""
+        if effort.planned:
+            return
+        delay = self._budget.admit(self._clock(), progress)
+        if delay is None:
+            raise BudgetSpentError
+        if effort.until is not None:
+            delay = min(delay, max(0.0, effort.until - self._clock()))
+        if self._closed or (delay and self._wait(delay)):
+            raise Unrecoverable("it was closed")
+
+    def wake(self, lost: Channel, since: Callable[[int], Plan | None], effort: Effort, fate: Any) -> Found | None:
+        """Bring the envs back from the forked snapshot that a lost process left; ``None``: that is no way."""
+        plan = None if fate.snapshot is None else since(fate.snapshot[1])
+        if plan is None:
+            return None
+        try:
+            channel = self._current = lost.wake()
+        except OSError as error:  # no descriptor is left, or the monitor is gone
+            if error.errno is None:  # a signal handler's
+                raise
+            return None
+        if channel is None:
+            return None
+        self.restarts += not effort.planned
+        return self._follow(channel, fate.snapshot[1], plan, effort)
+
+    def branch(self, token: int, number: int, effort: Effort) -> Channel | None:
+        """Wake the snapshot kept under this token; ``None``: it is gone."""
+        channel = self._current = self._launcher.branch(token)
+        found = None if channel is None else self._follow(channel, number, Plan(b"", "snapshot"), effort)
+        return None if found is None else found.channel
+
+    def _follow(self, channel: Channel, number: int, plan: Plan, effort: Effort) -> Found | None:
+        assert self.codec is not None
+        effort.attempts += 1
+        limit = self._clock() + _UP_WITHIN
+        if effort.until is not None:  # one that does not get up must not take the time that the other rungs need
+            limit = min(limit, (self._clock() + effort.until) / 2)
+        try:
+            channel.segment.lay_out(self.codec.layout)
+            if not channel.wait(number, limit):
+                raise channel.kill(cause="hung")
+            strays = self._replay(channel, plan, effort)
+        except (Gone, BuildError):
+            self._let_go(channel)
+            return None
+        except BaseException:
+            self._let_go(channel)
+            raise
+        if strays:
+            self._let_go(channel)
+            return None
+        effort.rung = "snapshot"
+        return Found(channel, {})
+
+    def bring_back(self, plans: Iterable[Plan], effort: Effort) -> Found:
+        """Bring the envs back in a new process, by the first of these plans on which no slot strays.
+
+        Raises:
+            Unrecoverable: None of them leads there.
+        """
+        assert self.codec is not None
+        reason = "what drove it is not all known (see RestartPolicy.journal_limit and replay_limit)"
+        tried = list(plans)
+        for index, plan in enumerate(tried):
+            effort.deaths.clear()
+            while True:
+                try:
+                    channel = self.restart(effort)
+                except BuildError as failed:
+                    effort.deaths[_BUILDING] += 1
+                    if effort.deaths[_BUILDING] >= self._policy.poison_after:
+                        why = f"env_fn raised {failed.failure.type_name}: {failed}"
+                        # Without its frames, which would keep a segment mapped as long as the caller keeps the error.
+                        raise Unrecoverable(why) from failed.with_traceback(None)
+                    continue
+                try:
+                    strays = self._replay(channel, plan, effort)
+                except Gone as gone:
+                    self._let_go(channel)
+                    reason = self._count_death(effort, gone.replaying, gone)
+                    if reason:
+                        break
+                    continue
+                except BuildError as failed:
+                    self._let_go(channel)
+                    reason = f"the replay raised {failed.failure.type_name}: {failed}"
+                    break
+                except BaseException:
+                    self._let_go(channel)
+                    raise
+                is_last = index == len(tried) - 1
+                if not strays or (is_last and len(strays) < self.codec.slots):
+                    effort.rung = "state" if plan.rung == "state" else "journal"
+                    return Found(channel, strays)
+                self._let_go(channel)
+                begun = " from a state of the env" if plan.state else ""
+                reason = f"the replay{begun} does not match what was seen: {next(iter(strays.values()))}"
+                break
+        raise Unrecoverable(reason)
+
+    def restart(self, effort: Effort) -> Channel:
+        """Launch a process and have the envs built in it; deaths meanwhile are tried again.
+
+        Raises:
+            BuildError: ``env_fn`` raised.
+            Unrecoverable: Too many processes died, or the time is over.
+        """
+        while True:
+            self._check_time(effort)
+            effort.attempts += 1
+            self.restarts += not effort.planned
+            channel, number = self.launch(replacement=not effort.planned)
+            try:
+                self.await_build(channel, number, self.start_deadline(effort))
+            except Gone as gone:
+                self._let_go(channel)
+                reason = self._count_death(effort, _BUILDING, gone)
+                if reason:
+                    raise Unrecoverable(reason) from gone.with_traceback(None)
+            except BaseException:
+                self._let_go(channel)
+                raise
+            else:
+                return channel
+
+    def renew(self, effort: Effort, lasting: bytes) -> Channel:
+        """Begin a new life: other chances, nothing brought back but calls and attributes set."""
+        if self.build.seeds is not None:
+            self.build = replace(self.build, seeds=drawn_seeds())
+        self.build = replace(self.build, draws=tuple(draw + 1 for draw in self.build.draws))
+        effort.deaths.clear()
+        channel = self.restart(effort)
+        if lasting:
+            try:
+                self.ask(channel, Replay(b"", lasting=lasting), effort.until)
+            except BaseException:
+                self._let_go(channel)
+                raise
+        return channel
+
+    def _replay(self, channel: Channel, plan: Plan, effort: Effort) -> dict[int, str]:
+        assert self.codec is not None
+        if not (plan.entries or plan.state or plan.lasting):
+            return {}
+        self._check_time(effort)
+        message = Replay(plan.entries, plan.state, plan.generators, plan.lasting)
+        replayed = self.ask(channel, message, effort.until)
+        layout = self.codec.layout
+        effort.replayed += plan.requests
+        return differences(plan.entries, replayed, layout, exact=self.codec.exact)
+
+    def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
+        """Return why this rung is given up, once too many processes died at one place; else ``""``."""
+        effort.deaths[place] += 1
+        outside = place == _BUILDING or gone.fate.code in (None, -9)
+        allowed = _PATIENCE if outside and gone.cause != "hung" else self._policy.poison_after
+        if effort.deaths[place] < allowed:
+            return ""
+        what = "while being built" if place == _BUILDING else f"while running request {place + 1} of its replay"
+        return f"{effort.deaths[place]} processes ended {'when their replay was over' if place == -1 else what}"
+
+    def _check_time(self, effort: Effort) -> None:
+        if self._closed:
+            raise Unrecoverable("it was closed")
+        if effort.until is not None and self._clock() >= effort.until:
+            raise Unrecoverable(f"recovery took longer than Deadlines.recovery ({self._deadlines.recovery:g} s)")
+
+    def _let_go(self, channel: Channel) -> None:
+        channel.kill()
+        channel.release()
+        self._current = None

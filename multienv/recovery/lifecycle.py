@@ -1,0 +1,303 @@
+"""The processes of one worker, one after the other: launched, built, lost, brought back, replaced by plan.
+
+Each method carries out one instruction of the state machine and returns the event that came of it; the supervisor
+commits the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from multienv.config import Deadlines, RestartPolicy
+from multienv.errors import MultienvError
+from multienv.events import Loss, Outcome
+from multienv.processes.channel import Channel, Fate, Gone
+from multienv.recovery.journal import Journal
+from multienv.recovery.ladder import BudgetSpentError, BuildError, Found, Ladder, Launcher, Unrecoverable
+from multienv.recovery.pending import Pending
+from multienv.recovery.policy import Effort
+from multienv.recovery.record import Record
+from multienv.recovery.state_machine import (
+    BudgetSpent,
+    Built,
+    Event,
+    Instruction,
+    Kind,
+    Lost,
+    NotRecovered,
+    Recovered,
+    State,
+)
+from multienv.reports.crash import Case
+from multienv.reports.texts import what_happened
+from multienv.wire.messages import Build
+
+# Processes that may be killed from outside while envs are built for the first time.
+_BUILD_ATTEMPTS = 6
+
+
+class Lifecycle:
+    """Has a worker's process, and each that replaces it.
+
+    Args:
+        launcher, build: Where processes come from, and what builds their envs.
+        policy, deadlines: The limits.
+        record: Told of what happens.
+        journal: What drove the envs.
+        pending: The pending request.
+        wait: Waits so many seconds; true if the worker was closed meanwhile.
+
+    Attributes:
+        channel: To the present process, or to the last one that was lost.
+        found: Envs that were brought back and are to be adopted.
+        loss: The loss that is being healed.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        build: Build,
+        policy: RestartPolicy,
+        deadlines: Deadlines,
+        *,
+        record: Record,
+        journal: Journal,
+        pending: Pending,
+        wait: Callable[[float], bool],
+    ) -> None:
+        self.ladder = Ladder(launcher, build, policy, deadlines, wait)
+        self.channel: Channel | None = None
+        self.found: Found | None = None
+        self.loss: Loss | None = None
+        self._policy, self._deadlines = policy, deadlines
+        self._record, self._journal, self._pending = record, journal, pending
+        self._number = 0  # of the request that builds the envs
+        self._deaths = 0  # while they are built for the first time
+        self._fate: Fate | None = None  # not the Gone itself: its traceback would keep the segment mapped
+        self._effort: Effort | None = None
+
+    # --- the first process ------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Launch the first process and ask it to build the envs."""
+        self.channel, self._number = self.ladder.launch()
+        self.ladder.handed_over()
+        self._pending.limit = self._deadlines.start
+        self._pending.arm()
+
+    def await_build(self, until: float | None, name: str) -> Event | Exception | None:
+        """Wait until the envs are built.
+
+        Returns:
+            The event; ``None`` if ``until`` has passed; or the error to raise, if ``env_fn`` raised or process after
+            process was lost. It is not raised here: its traceback would keep the segment mapped as long as the caller
+            keeps the error.
+        """
+        channel = self.channel
+        assert channel is not None
+        try:
+            if not self._pending.await_reply(channel, self._number, until, name, "initialize"):
+                return None
+            self.ladder.await_build(channel, self._number, self._pending.until)
+        except BuildError as failed:
+            self.drop()
+            return self._record.error_of(-1, failed.failure, "initialize")
+        except Gone as gone:
+            return self._build_lost(gone)
+        if self._effort is not None and self.loss is not None:
+            self._record.recovery(self.loss, "exact", "", self._effort)
+        self._deaths, self._effort, self.loss = 0, None, None
+        return Built()
+
+    def _build_lost(self, gone: Gone) -> Event | Exception:
+        """Try again, as generously as after any other loss; returns the error if that is over."""
+        self._deaths += 1
+        self.loss = self._record.loss(gone, "initialize", gone.slot, self._pending.limit, self._case(b""))
+        effort = self._effort = self._effort or self.ladder.begin()
+        outside = _is_from_outside(gone)
+        allowed = _BUILD_ATTEMPTS if outside else self._policy.poison_after
+        action = self._policy.on_timeout if gone.cause == "hung" else self._policy.on_crash
+        advice, kind = "", None
+        if action != "replay" or self._deaths >= allowed:
+            advice = "Run env_fn() in-process to see why; initialize() tries again."
+        else:
+            try:
+                self.ladder.admit(effort, self._record.steps)
+            except (BudgetSpentError, Unrecoverable):
+                advice, kind = self._budget_text(), "budget"
+        self.drop()
+        if advice:
+            self._effort, self._deaths = None, 0
+            self._record.recovery(self.loss, "raised", "", effort)
+            return self._record.lost_error(self.loss, advice, kind)  # type: ignore[arg-type]
+        effort.attempts += 1
+        self.ladder.restarts += 1
+        return Lost(gone.cause, -1, outside)
+
+    # --- losses -----------------------------------------------------------------------------------
+
+    def lost(self, gone: Gone, state: State, number: int, committed: int) -> Lost:
+        """Note that the process is gone which was asked the pending request.
+
+        Args:
+            gone: How it was lost.
+            state: With the request.
+            number: Of the request.
+            committed: Number of the last request that was answered: the journal may already hold one more.
+        """
+        request = state.request
+        assert request is not None
+        channel = self.channel
+        assert channel is not None
+        slot = (0 if len(self._record.seeds) == 1 else gone.slot) if gone.number == number else -1
+        if request.kind is Kind.STEP:
+            self._pending.save(channel.segment, number)
+        self._journal.cut(committed)
+        self._fate = gone.fate
+        codec = self.ladder.codec
+        entry = b""
+        if codec is not None and self._record.reports.wanted:
+            entry = self._pending.entry(channel.segment, number, request, codec.layout)
+        self.loss = self._record.loss(gone, request.name, slot, self._pending.limit, self._case(entry))
+        self._effort = self.ladder.begin()
+        return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))
+
+    def settle(self, instruction: Instruction, state: State) -> None:
+        """Tell what becomes of a loss that the policy does not have made good."""
+        assert self.loss is not None
+        assert self._effort is not None
+        self.drop()
+        if instruction is Instruction.RAISE_LOST:
+            outcome: Outcome = "raised"
+        else:
+            is_reset = state.request is not None and state.request.kind is Kind.RESET
+            outcome = "fresh" if is_reset else "truncated"
+        self._record.recovery(self.loss, outcome, "" if outcome == "raised" else state.what, self._effort)
+
+    def recover(self) -> Event:
+        """Bring the envs back: the ladder, one charge to the budget, one deadline."""
+        fate, loss, ladder, channel = self._fate, self.loss, self.ladder, self.channel
+        assert fate is not None
+        assert loss is not None
+        assert channel is not None
+        effort = self._effort = self._effort or ladder.begin()
+        try:
+            ladder.admit(effort, self._record.steps)
+            found = ladder.wake(channel, self._journal.since, effort, fate)
+            self.found = found or ladder.bring_back(self._journal.plans(), effort)
+        except BudgetSpentError:
+            self._record.recovery(loss, "raised", "the budget of restarts is spent", effort)
+            self.drop()
+            return BudgetSpent()
+        except Unrecoverable as why:
+            return NotRecovered(f"{what_happened(loss)} It cannot be brought back: {why}.")
+        return Recovered(
+            {
+                slot: f"{what_happened(loss)} Its replay does not match what was seen: {what}."
+                for slot, what in self.found.strays.items()
+            }
+        )
+
+    def tell(self, event: Event, instruction: Instruction, before: State, after: State) -> None:
+        """Tell what became of a recovery, once, when the state is committed."""
+        loss, effort = self.loss, self._effort
+        assert loss is not None
+        assert effort is not None
+        if isinstance(event, NotRecovered):
+            is_reset = before.request is not None and before.request.kind is Kind.RESET
+            fresh = is_reset and not after.owed and not after.absent
+            self._record.recovery(loss, "fresh" if fresh else "truncated", event.reason, effort)
+        elif isinstance(event, Recovered):
+            truncated = [reason for slot, reason in after.owed if slot in event.strays]
+            reasons = [*dict(after.absent).values(), *truncated, *event.strays.values()]
+            outcome: Outcome = "exact"
+            if reasons:  # all that differs may be about to be reset
+                outcome = "truncated" if after.absent or truncated else "fresh"
+            reason = next(iter(reasons), "")
+            if instruction is Instruction.RAISE_POISON:
+                outcome, reason = "raised", f"The same {loss.command}() ended process after process."
+            self._record.recovery(loss, outcome, reason, effort)
+
+    def renew(self, number: int) -> Channel:
+        """Begin a new life of the envs, in which what was called and set holds as before.
+
+        Raises:
+            BuildError: ``env_fn`` raised.
+            Unrecoverable: No process can be built.
+        """
+        effort = self.ladder.begin(planned=self.loss is None)
+        lasting = self._journal.all_lasting() if self._journal.replaying else b""
+        try:
+            channel = self.ladder.renew(effort, lasting)
+        except Gone:  # one of the calls ends the process: go on without them
+            lasting = b""
+            channel = self.ladder.renew(effort, b"")
+        self._journal.begin(number, self._record.steps, lasting)
+        return channel
+
+    def replace(self) -> tuple[Channel | None, Effort, str]:
+        """Bring the envs, which are not lost, into a new process; returns it, or ``None`` and why not."""
+        effort = self.ladder.begin(planned=True)
+        try:
+            # Not their whole life again: what leaked would leak once more.
+            found = self.ladder.bring_back(self._journal.plans(short=True), effort)
+        except (Unrecoverable, OSError) as reason:
+            if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
+                raise
+            return None, effort, str(reason)
+        if found.strays:
+            found.channel.kill()
+            found.channel.release()
+            return None, effort, next(iter(found.strays.values()))
+        return found.channel, effort, ""
+
+    def error(self, instruction: Instruction, state: State) -> MultienvError:
+        """Build the error that an instruction wants raised."""
+        loss, record = self.loss, self._record
+        assert loss is not None
+        if instruction is Instruction.RAISE_BUDGET:
+            return record.lost_error(loss, self._budget_text(), "budget")
+        if instruction is Instruction.RAISE_POISON:
+            advice = f"The same {loss.command}() ended process after process; it is not tried again."
+            if loss.command == "reset":
+                advice += " The next reset() starts a new process."
+            return record.lost_error(loss, advice, "poison")
+        if state.owed:
+            reason = state.owed[0][1].removeprefix(what_happened(loss)).strip()
+            return record.lost_error(loss, f"{reason} The next step() ends the episode.".strip())
+        return record.lost_error(loss, "Its episode is lost; the next reset() starts a new process.")
+
+    def _budget_text(self) -> str:
+        policy = self._policy
+        return f"Its RestartPolicy allows {policy.max_restarts} restarts in {policy.window:g} s; they are spent."
+
+    def settled(self) -> None:
+        """Note that an answer was delivered: the next loss is another one."""
+        self.loss = self._effort = self._gone = None
+
+    def drop(self) -> None:
+        """End the process; its segment stays, with what the caller saw last."""
+        channel = self.channel
+        if channel is not None:
+            channel.kill()
+            channel.release(keep_memory=True)
+
+    def _case(self, pending: bytes) -> Case | None:
+        """Return what a crash report is made of."""
+        if not self._record.reports.wanted:
+            return None
+        ladder, codec = self.ladder, self.ladder.codec
+        return Case(
+            journal=self._journal.dump() if self._journal.recording and codec is not None else None,
+            pending=pending,
+            build=ladder.build,
+            description=ladder.description,
+            deadline=self._pending.limit,
+            layout=None if codec is None else codec.layout,
+            exact=ladder.build.exact,
+        )
+
+
+def _is_from_outside(gone: Gone) -> bool:
+    """Tell whether a process was killed from outside: SIGKILL, or the monitor's end."""
+    return gone.cause == "died" and gone.fate.code in (None, -9)

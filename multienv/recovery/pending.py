@@ -1,0 +1,152 @@
+"""The pending request of a worker: what it carries, how it is published, how long it may take."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from multienv.processes.channel import Channel
+from multienv.recovery.state_machine import Kind, Request, State
+from multienv.wire.actions import PICKLED
+from multienv.wire.banks import ABSENT, HEAD, IDLE, MESSAGE, STEP, STEPPED, BankLayout, Entry
+from multienv.wire.messages import Message
+from multienv.wire.segment import REQUEST, Segment
+
+logger = logging.getLogger("multienv")
+
+# A call that waits so many seconds without a deadline says so once, and kills nothing.
+SILENCE = 60.0
+
+
+class Pending:
+    """Holds what the state does not say of the pending request.
+
+    A plain step lies in its bank and nowhere else. What is kept here is the rest: a message, and a step that is to be
+    asked of another process.
+
+    Attributes:
+        message: The request, unless it is a step.
+        mail: The message, pickled.
+        limit: Seconds that the process may take for it; ``None``: no limit.
+        until: When it is overdue, seconds of the clock; ``None``: never.
+    """
+
+    __slots__ = ("_saved", "_told_of", "limit", "mail", "message", "until")
+
+    def __init__(self) -> None:
+        self.message: Message | None = None
+        self.mail = b""
+        self.limit: float | None = None
+        self.until: float | None = None
+        # Number, request part and mail of a step that is to be asked of another process.
+        self._saved: tuple[int, bytes, bytes] | None = None
+        self._told_of = 0  # number of the request whose silence was told of
+
+    def begin_step(self, limit: float | None, number: int = 0, aside: Segment | None = None) -> None:
+        """Hold a step, which lies in its bank, or in a segment ``aside`` because there is no process."""
+        self.message, self.mail, self.limit = None, b"", limit
+        self._saved = None if aside is None else (number, *_request_of(aside, number))
+        self.arm()
+
+    def begin(self, message: Message, mail: bytes, limit: float | None) -> None:
+        """Hold a request that is not a step."""
+        self.message, self.mail, self._saved, self.limit = message, mail, None, limit
+        self.arm()
+
+    def arm(self) -> None:
+        """Begin to count the time that a process may take."""
+        self.until = None if self.limit is None else time.monotonic() + self.limit
+
+    def save(self, segment: Segment, number: int) -> None:
+        """Keep a step beyond the end of the process that was asked."""
+        if self._saved is None or self._saved[0] != number:
+            self._saved = (number, *_request_of(segment, number))
+
+    def put(self, segment: Segment, number: int) -> None:
+        """Put a step that was saved into the segment of another process."""
+        if self._saved is not None and self._saved[0] == number:
+            _, part, mail = self._saved
+            bank = segment.banks[number & 1]
+            bank.view[: len(part)] = part
+            tag = part[1] & ~ABSENT
+            HEAD.pack_into(bank.view, 0, STEP, tag, STEPPED, 0, 0, number & 0xFFFF_FFFF, 0)
+            bank.absent[:] = 0
+            if tag == PICKLED:
+                segment.write_request_mail(number, mail)
+
+    def publish(self, channel: Channel, number: int, state: State) -> None:
+        """Publish the request, without its absent slots; again does no harm."""
+        segment = channel.segment
+        if segment.words[REQUEST] != number:
+            bank, request = segment.banks[number & 1], state.request
+            assert request is not None
+            flag = ABSENT if state.absent else 0
+            if request.kind is Kind.STEP:
+                bank.view[1] = bank.view[1] & ~ABSENT | flag
+            else:
+                segment.write_request_mail(number, self.mail)
+                HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & 0xFFFF_FFFF, 0)
+            bank.absent[:] = 0
+            for slot, _ in state.absent:
+                bank.absent[slot] = IDLE if slot in state.idle else 1
+        channel.ring(number)
+
+    def await_reply(self, channel: Channel, number: int, until: float | None, who: str, name: str) -> bool:
+        """Wait for the reply.
+
+        Args:
+            channel: Of the process that was asked.
+            number: Of the request.
+            until: When the caller gives up waiting; ``None``: never.
+            who: Names the env in the warning that a call waits long.
+            name: Names the call there.
+
+        Returns:
+            Whether it is there; else ``until`` has passed.
+
+        Raises:
+            Gone: The process ended, or was killed because the request is overdue.
+        """
+        due = self.until
+        silent = None if due is not None or self._told_of == number else time.monotonic() + SILENCE
+        while True:
+            nearest = min([limit for limit in (until, due, silent) if limit is not None], default=None)
+            if channel.wait(number, nearest):
+                return True
+            if nearest == due:
+                raise channel.kill(cause="hung", stack=True)
+            if nearest == until:
+                return False
+            self._told_of, silent = number, None
+            option = name if name in ("step", "reset") else "start" if name == "initialize" else "call"
+            logger.warning(
+                "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give "
+                "Deadlines(%s=seconds) to have it healed.\nIts stack:\n%s",
+                who,
+                name,
+                SILENCE,
+                channel.pid,
+                option,
+                channel.stack().strip(),
+            )
+
+    def mail_of(self, segment: Segment, number: int, request: Request) -> bytes:
+        """Return what the request carries beside its bank."""
+        return _request_of(segment, number)[1] if request.kind is Kind.STEP else self.mail
+
+    def entry(self, segment: Segment, number: int, request: Request, layout: BankLayout) -> bytes:
+        """Return the request as a journal entry without a reply, for a crash report."""
+        if request.kind is not Kind.STEP:
+            part, mail = HEAD.pack(MESSAGE, 0, 0, 0, 0, number & 0xFFFF_FFFF, 0), self.mail
+        else:
+            self.save(segment, number)
+            assert self._saved is not None
+            _, part, mail = self._saved
+        return Entry(part + bytes(layout.end - len(part)), mail).packed()
+
+
+def _request_of(segment: Segment, number: int) -> tuple[bytes, bytes]:
+    """Return the request part of a step's bank, and its mail."""
+    bank = segment.banks[number & 1]
+    is_pickled = bank.view[0] == STEP and bank.view[1] & ~ABSENT == PICKLED
+    return bytes(bank.view[: bank.layout.rewards]), segment.read_request_mail(number) if is_pickled else b""

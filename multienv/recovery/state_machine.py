@@ -1,0 +1,466 @@
+"""What a supervised worker is doing, and what is to be done when something happens to it. Pure: no clock, no I/O.
+
+Three things are told apart. The **process** is there, or being built, or lost. The **episode** of the worker's envs
+runs or does not. The **request** is what was asked and not yet answered; it outlives the process. ``decide`` takes
+a state and an event and returns the state after it and the instruction to carry out next. The supervisor commits
+the new state by one assignment and then carries the instruction out. An interruption (Ctrl-C) finds the state
+before or after, never between: the next call asks ``instruction_of(state, rules)`` and goes on where the last one
+was.
+
+``TABLE`` says which event leads from which process state to which. ``docs/states.py`` draws the diagram from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from multienv.config import OnLoss
+
+Cause = Literal["died", "hung", "broken"]
+
+
+class Process(Enum):
+    """Where the worker's process stands."""
+
+    NONE = "none"  # there is no process: none was started yet, or the last one is gone and nothing is asked
+    BUILDING = "building"  # it is launched and asked to build its envs, which is waited for
+    READY = "ready"  # its envs are built and stand where the caller saw them last
+    LOST = "lost"  # it is gone, and what the caller saw is to be brought back
+    CLOSED = "closed"  # close() was called; nothing is possible any more
+
+
+class Episode(Enum):
+    """Where the episodes of the worker's envs stand, as far as the caller must care."""
+
+    NONE = "none"  # no reset has been answered since the envs were built: step() is refused
+    RUNNING = "running"  # step() is possible; a worker with several envs begins ended episodes by itself
+    ENDED = "ended"  # the env's episode has ended and the caller has seen it: step() is refused
+    OWED = "owed"  # the episode was lost between two steps: the next step() returns truncated=True
+
+
+class Kind(Enum):
+    """What a request asks for, as far as a loss is concerned."""
+
+    STEP = "step"
+    RESET = "reset"
+    CALL = "call"  # any other: its loss cannot end an episode with a truncated step of its own
+
+
+class Request(NamedTuple):
+    """A request that has been asked and not yet answered.
+
+    Attributes:
+        kind: Step, reset or call.
+        name: What the caller called: ``"step"``, ``"get_attr"`` …
+        whole: The caller waits for the answer in the same call. If a later call finds the request pending, that call
+            was interrupted; if false, it is ``step_async`` or its like whose answer has not been collected.
+        touched: A reset: which slots it resets; ``None``: all.
+    """
+
+    kind: Kind
+    name: str
+    whole: bool = True
+    touched: tuple[bool, ...] | None = None
+
+
+class State(NamedTuple):
+    """All that ``decide`` knows of one supervised worker.
+
+    Attributes:
+        absent: Slots that take no part in the pending request, and why.
+        idle: Those of the absent slots that are not even reset in the pending step, because it is their reset that ends
+            processes.
+        owed: Slots whose episode is lost and not yet told of, and why: they are absent from the next step.
+        deaths: Slot and number of processes that ended while they executed the pending request for that slot.
+        killed: The same for those killed from outside, which may have been the slot's doing (memory) or not.
+        losses: Processes lost since the pending request was asked.
+        what: What happened when the last of them was lost, in a sentence.
+    """
+
+    process: Process = Process.NONE
+    episode: Episode = Episode.NONE
+    request: Request | None = None
+    absent: tuple[tuple[int, str], ...] = ()
+    idle: tuple[int, ...] = ()
+    owed: tuple[tuple[int, str], ...] = ()
+    deaths: tuple[tuple[int, int], ...] = ()
+    killed: tuple[tuple[int, int], ...] = ()
+    losses: int = 0
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a policy says, and what kind of worker it is said of.
+
+    Attributes:
+        slots: Number of envs.
+        resets_itself: The worker begins the next episode of an env by itself, in or after the step that ends one.
+        poison_after: Processes that a slot may end with the same request before it is left out.
+        on_crash, on_timeout: See :class:`~multienv.RestartPolicy`.
+    """
+
+    slots: int = 1
+    resets_itself: bool = False
+    poison_after: int = 2
+    on_crash: OnLoss = "replay"
+    on_timeout: OnLoss = "replay"
+
+    def on(self, cause: Cause) -> OnLoss:
+        """Return what to do about a loss with this cause."""
+        return self.on_timeout if cause == "hung" else self.on_crash
+
+
+# --- events -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A process was launched and asked to build the envs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The envs are built; ``fresh``: nothing of an earlier process was brought back."""
+
+    fresh: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BuildFailed:
+    """``env_fn`` raised, or the process could not be had: the error goes to the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The caller asks for something."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Replied:
+    """The request is answered; ``ended``: the episode of a worker that does not reset by itself has ended."""
+
+    ended: bool = False
+    failed: bool = False  # the env raised
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The process is gone.
+
+    Attributes:
+        cause: It died, hung, or answered what cannot be read.
+        slot: The slot whose env it was executing; -1: none, or not known.
+        outside: It was killed from outside (SIGKILL, the monitor's end), which says nothing against the request.
+        what: What happened, in a sentence.
+    """
+
+    cause: Cause
+    slot: int = -1
+    outside: bool = False
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The envs stand where the caller saw them last, but for ``strays``: slot → what differs."""
+
+    strays: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class NotRecovered:
+    """Nothing brings the envs back; ``reason`` says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSpent:
+    """The policy allows no further restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """The caller gives the process up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """close() was called."""
+
+
+Event = (
+    Launched
+    | Built
+    | BuildFailed
+    | Asked
+    | Replied
+    | Lost
+    | Recovered
+    | NotRecovered
+    | BudgetSpent
+    | Discarded
+    | Closed
+)
+
+
+# --- instructions -----------------------------------------------------------------------------
+
+
+class Instruction(Enum):
+    """What the supervisor does next."""
+
+    NOTHING = "nothing"  # wait for the caller
+    LAUNCH = "launch"  # launch a process and ask it to build the envs
+    AWAIT_BUILD = "await build"  # wait until the envs are built
+    ASK = "ask"  # publish the pending request, without its absent slots, and wait for the answer
+    RECOVER = "recover"  # try the ladder: snapshot, journal from construction, from an anchor
+    DELIVER = "deliver"  # hand the answer to the caller, truncations overlaid
+    TRUNCATE = "truncate"  # hand the caller truncated=True for all slots without asking any process
+    RAISE_LOST = "raise lost"  # raise the error of the loss
+    RAISE_POISON = "raise poison"  # raise that the request ends every process
+    RAISE_BUDGET = "raise budget"  # raise that no restart is left
+    RELEASE = "release"  # let go of the process
+
+
+# Lost so often before it answered, a request counts as the cause even if no process died executing it: an env may close
+# the worker's descriptors, return, and the worker ends of that. Deaths from outside count here and nowhere else.
+LOSSES = 6
+
+# (process, event) → the process states it may lead to. What is not here cannot happen; decide() raises.
+TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
+    (Process.NONE, Launched): (Process.BUILDING,),
+    (Process.NONE, Asked): (Process.NONE,),
+    (Process.NONE, Replied): (Process.NONE,),
+    (Process.NONE, Discarded): (Process.NONE,),
+    (Process.NONE, BuildFailed): (Process.NONE,),
+    (Process.NONE, BudgetSpent): (Process.NONE,),
+    (Process.BUILDING, Built): (Process.READY,),
+    (Process.BUILDING, Lost): (Process.NONE,),
+    (Process.BUILDING, BuildFailed): (Process.NONE,),
+    (Process.BUILDING, BudgetSpent): (Process.NONE,),
+    (Process.READY, Asked): (Process.READY,),
+    (Process.READY, Replied): (Process.READY,),
+    (Process.READY, Lost): (Process.LOST, Process.NONE),
+    (Process.READY, Discarded): (Process.NONE,),
+    (Process.LOST, Recovered): (Process.READY,),
+    (Process.LOST, NotRecovered): (Process.NONE,),
+    (Process.LOST, BudgetSpent): (Process.NONE,),
+    (Process.LOST, Discarded): (Process.NONE,),
+    (Process.CLOSED, Closed): (Process.CLOSED,),
+} | {(process, Closed): (Process.CLOSED,) for process in Process}
+
+
+def instruction_of(state: State, rules: Rules) -> Instruction:
+    """Return what a state waits for: how a call goes on that an interruption broke off."""
+    if state.process is Process.BUILDING:
+        return Instruction.AWAIT_BUILD
+    if state.process is Process.LOST:
+        return Instruction.RECOVER
+    if state.request is None:
+        return Instruction.NOTHING
+    if _is_all_absent(state, rules):
+        return Instruction.TRUNCATE
+    return Instruction.ASK if state.process is Process.READY else Instruction.LAUNCH
+
+
+def _is_all_absent(state: State, rules: Rules) -> bool:
+    """Tell whether a step needs no process: nobody takes part in it, and nobody is reset in it."""
+    is_step = state.request is not None and state.request.kind is Kind.STEP
+    return is_step and len(state.absent) == rules.slots and not rules.resets_itself
+
+
+def decide(state: State, event: Event, rules: Rules) -> tuple[State, Instruction]:
+    """Return the state after an event, and what to do next.
+
+    Raises:
+        ValueError: The event cannot happen in this state.
+    """
+    allowed = TABLE.get((state.process, type(event)))
+    if allowed is None:
+        raise ValueError(f"{type(event).__name__} cannot happen while the process is {state.process.value}")
+    after, instruction = _HANDLERS[type(event)](state, event, rules)
+    assert after.process in allowed, (state, event, after)
+    return after, instruction
+
+
+def _launched(state: State, event: Launched, rules: Rules) -> tuple[State, Instruction]:
+    return state._replace(process=Process.BUILDING), Instruction.AWAIT_BUILD
+
+
+def _built(state: State, event: Built, rules: Rules) -> tuple[State, Instruction]:
+    after = state._replace(process=Process.READY)
+    return after, instruction_of(after, rules)
+
+
+def _build_failed(state: State, event: BuildFailed, rules: Rules) -> tuple[State, Instruction]:
+    return _without_request(state._replace(process=Process.NONE)), Instruction.NOTHING
+
+
+def _asked(state: State, event: Asked, rules: Rules) -> tuple[State, Instruction]:
+    absent = state.owed if event.request.kind is Kind.STEP else ()
+    after = state._replace(request=event.request, absent=absent)
+    return after, instruction_of(after, rules)
+
+
+def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruction]:
+    request = state.request
+    assert request is not None
+    after = _without_request(state)
+    if request.kind is Kind.RESET and not event.failed:
+        touched = request.touched
+        owed = () if touched is None else tuple(one for one in state.owed if not touched[one[0]])
+        after = after._replace(episode=Episode.OWED if owed and rules.slots == 1 else Episode.RUNNING, owed=owed)
+    elif request.kind is Kind.RESET and rules.slots == 1:
+        after = after._replace(episode=Episode.NONE, owed=())
+    elif request.kind is Kind.STEP:
+        ended = event.ended and not rules.resets_itself and rules.slots == 1
+        after = after._replace(episode=Episode.ENDED if ended else Episode.RUNNING, owed=())
+    return after, Instruction.DELIVER
+
+
+def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
+    if state.process is Process.BUILDING:
+        return state._replace(process=Process.NONE), Instruction.LAUNCH
+    after = state._replace(process=Process.LOST, losses=state.losses + 1, what=event.what)
+    if event.outside:
+        after = after._replace(killed=_one_more(state.killed, event.slot))
+    else:
+        after = after._replace(deaths=_one_more(state.deaths, event.slot))
+    if event.slot in dict(state.absent) and event.slot in _poisoned(after, rules):
+        after = after._replace(idle=tuple(sorted({*state.idle, event.slot})))
+    action = rules.on(event.cause)
+    if action == "replay":
+        return after, Instruction.RECOVER
+    if action == "raise":
+        return _given_up(after, {}, running=False), Instruction.RAISE_LOST
+    return _ended(after, event.what, rules)
+
+
+def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Instruction]:
+    after = state._replace(process=Process.READY)
+    request = state.request
+    if request is None:
+        return after._replace(owed=_merged(state.owed, event.strays), episode=_owing(state, event.strays, rules)), (
+            Instruction.NOTHING
+        )
+    poisoned = _poisoned(state, rules)
+    if request.kind is Kind.CALL:
+        owed = _merged(state.owed, event.strays)
+        after = after._replace(owed=owed, episode=_owing(state, event.strays, rules))
+        if poisoned:
+            return _without_request(after), Instruction.RAISE_POISON
+        return after, Instruction.ASK
+    absent = _merged(state.absent, {**event.strays, **poisoned} if request.kind is Kind.STEP else poisoned)
+    after = after._replace(absent=absent)
+    if request.kind is Kind.RESET:
+        touched = request.touched
+        strays = {slot: why for slot, why in event.strays.items() if touched is not None and not touched[slot]}
+        after = after._replace(owed=_merged(state.owed, strays))
+        if poisoned and rules.slots == 1:
+            return _without_request(after, episode=Episode.NONE), Instruction.RAISE_POISON
+        return after, Instruction.ASK
+    return after, instruction_of(after, rules)
+
+
+def _not_recovered(state: State, event: NotRecovered, rules: Rules) -> tuple[State, Instruction]:
+    return _ended(state, event.reason, rules)
+
+
+def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]:
+    """End all episodes of the worker: what ran is truncated, what was to begin begins in a new process."""
+    everyone = dict.fromkeys(range(rules.slots), reason)
+    request = state.request
+    after = state._replace(process=Process.NONE)
+    running = state.episode in (Episode.RUNNING, Episode.OWED)
+    if request is None:
+        return _given_up(after, everyone, running=running), Instruction.NOTHING
+    if request.kind is Kind.CALL:
+        return _given_up(after, everyone, running=running), Instruction.RAISE_LOST
+    if request.kind is Kind.STEP:
+        after = after._replace(absent=_merged(state.absent, everyone))
+        return after, Instruction.LAUNCH if rules.resets_itself else Instruction.TRUNCATE
+    # A reset begins anew whatever was lost; slots that it does not touch owe the end of their episode.
+    touched = request.touched
+    owed = {} if touched is None or not running else {slot: reason for slot in everyone if not touched[slot]}
+    after = after._replace(owed=_merged(state.owed, owed), absent=_merged((), _poisoned(state, rules)))
+    if after.absent and rules.slots == 1:
+        return _without_request(after, episode=Episode.NONE), Instruction.RAISE_POISON
+    return after, Instruction.LAUNCH
+
+
+def _budget_spent(state: State, event: BudgetSpent, rules: Rules) -> tuple[State, Instruction]:
+    return _given_up(state, {}, running=False), Instruction.RAISE_BUDGET
+
+
+def _discarded(state: State, event: Discarded, rules: Rules) -> tuple[State, Instruction]:
+    return _given_up(state, {}, running=False), Instruction.RELEASE
+
+
+def _closed(state: State, event: Closed, rules: Rules) -> tuple[State, Instruction]:
+    return State(process=Process.CLOSED), Instruction.RELEASE
+
+
+def _poisoned(state: State, rules: Rules) -> dict[int, str]:
+    """Return the slots that end every process with the pending request, and what is to be said of them."""
+    found = {slot: count for slot, count in state.deaths if count >= rules.poison_after}
+    if state.losses >= LOSSES and not found:
+        # The slot that most of them ended in is the cause; all are, where nothing is known.
+        suspects = Counter(dict(state.deaths)) + Counter(dict(state.killed))
+        most = max(suspects.values(), default=0)
+        found = {slot: count for slot, count in suspects.items() if count == most}
+        found = found or dict.fromkeys(range(rules.slots), state.losses)
+    name = "" if state.request is None else state.request.name
+    return {
+        slot: f"{state.what} The same {name}() ended {count} processes; it was not tried again."
+        for slot, count in found.items()
+    }
+
+
+def _owing(state: State, strays: Mapping[int, str], rules: Rules) -> Episode:
+    return Episode.OWED if strays and rules.slots == 1 and state.episode is Episode.RUNNING else state.episode
+
+
+def _one_more(counts: tuple[tuple[int, int], ...], slot: int) -> tuple[tuple[int, int], ...]:
+    """Return the counts with one more for a slot; -1 is none."""
+    return tuple(sorted((Counter(dict(counts)) + Counter([slot] if slot >= 0 else [])).items()))
+
+
+def _merged(known: tuple[tuple[int, str], ...], more: Mapping[int, str]) -> tuple[tuple[int, str], ...]:
+    """Return both, the first reason of a slot kept."""
+    return tuple(sorted({**more, **dict(known)}.items()))
+
+
+def _without_request(state: State, **changes: object) -> State:
+    return state._replace(request=None, absent=(), idle=(), deaths=(), killed=(), losses=0, what="", **changes)  # type: ignore[arg-type]
+
+
+def _given_up(state: State, owed: Mapping[int, str], *, running: bool) -> State:
+    """Return the state without process and request; running episodes owe their end."""
+    episode = Episode.OWED if owed and running else Episode.NONE
+    return _without_request(
+        state, process=Process.NONE, episode=episode, owed=_merged(state.owed, owed) if running else ()
+    )
+
+
+_HANDLERS: Mapping[type, Callable[[State, Any, Rules], tuple[State, Instruction]]] = {
+    Launched: _launched,
+    Built: _built,
+    BuildFailed: _build_failed,
+    Asked: _asked,
+    Replied: _replied,
+    Lost: _lost,
+    Recovered: _recovered,
+    NotRecovered: _not_recovered,
+    BudgetSpent: _budget_spent,
+    Discarded: _discarded,
+    Closed: _closed,
+}

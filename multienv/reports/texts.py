@@ -1,0 +1,192 @@
+"""Sentences and errors about a lost worker or an env that raised: all that is known, in order, for people to read."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shlex
+import signal
+from collections.abc import Callable
+from typing import Any, Literal
+
+import cloudpickle
+
+from multienv.errors import (
+    EnvError,
+    EnvRaisedError,
+    HangingPoisonError,
+    PoisonError,
+    RemoteTraceback,
+    ReplyBrokenError,
+    RestartBudgetExceeded,
+    ResultNotPicklableError,
+    WorkerDiedError,
+    WorkerHungError,
+    WorkerLostError,
+    catchable_as,
+    rebuilt,
+)
+from multienv.events import Loss, Recovery
+from multienv.wire.messages import Failure
+
+LostKind = Literal["died", "hung", "broken", "poison", "budget"]
+
+_CLASSES: dict[LostKind, type[WorkerLostError]] = {
+    "died": WorkerDiedError,
+    "hung": WorkerHungError,
+    "broken": ReplyBrokenError,
+    "poison": PoisonError,
+    "budget": RestartBudgetExceeded,
+}
+# Lines of a stack or of stderr that an error shows.
+_LINES = 60
+
+
+def exit_text(code: int | None) -> str:
+    """Return an exit code in words, signals by name."""
+    if code is None:
+        return "ended in an unknown way"
+    if code >= 0:
+        return f"exited with code {code}"
+    hint = " (often the kernel's out-of-memory killer: look at dmesg and at the env's memory)" if code == -9 else ""
+    return f"was killed by {signal_name(code)}{hint}"
+
+
+def signal_name(code: int) -> str:
+    """Return the name of the signal in a negative exit code."""
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def what_happened(loss: Loss) -> str:
+    """Return one sentence: which process, how it was lost, and where in its work."""
+    process = "The env's process" if loss.env_index is None else f"The process of env {loss.env_index}"
+    return f"{process} {how_lost(loss)} {where(loss.command, loss.step, loss.seed)}."
+
+
+def how_lost(loss: Loss) -> str:
+    """Return how the process was lost, the end of a sentence about it."""
+    if loss.cause == "hung":
+        limit = "" if loss.deadline is None else f" of {loss.deadline:g} s"
+        return f"did not answer within its deadline{limit} and was killed"
+    if loss.cause == "broken":
+        return "answered something that cannot be decoded and was killed"
+    return exit_text(loss.exit_code)
+
+
+def where(command: str, step: int | None, seed: int | None) -> str:
+    """Return what the env was doing, how far into its episode, and its last seed."""
+    text = f"during {command}()" if command else "while idle"
+    if step is not None and command not in ("initialize", "reset"):
+        text += f" after {step} step{'' if step == 1 else 's'} of its episode"
+    return text + (f" (last seed {seed})" if seed is not None else "")
+
+
+def outcome_text(recovery: Recovery) -> str:
+    """Return what the log says of a loss and of what became of it; no sentence stands in it twice."""
+    happened = what_happened(recovery.loss)
+    how = f" from the {recovery.rung}, {recovery.replayed} requests replayed," if recovery.rung else ""
+    parts = [happened, f"Outcome: {recovery.outcome},{how} in {recovery.seconds:.3f} s."]
+    # The reason often begins with what happened.
+    parts += [recovery.reason.removeprefix(happened).strip(), replay_advice(recovery.report)]
+    return " ".join(filter(None, parts))
+
+
+def replay_command(report: str) -> str:
+    """Return the command that runs a report again."""
+    return f"multienv replay {shlex.quote(report)}"
+
+
+def replay_advice(report: str) -> str:
+    """Return how to see it happen again; ``""`` without a report."""
+    return f"To see it again: {replay_command(report)}" if report else ""
+
+
+def lost_error(loss: Loss, kind: LostKind, advice: str, report: str = "") -> WorkerLostError:
+    """Build the error for a loss, with all that is known of it.
+
+    Args:
+        loss: What happened.
+        kind: Which error: the cause, or that the request is poison, or that the budget of restarts is spent.
+        advice: What to do next, in sentences.
+        report: Path of the crash report; ``""``: none is written.
+    """
+    parts = [f"{what_happened(loss)} {advice}".strip()]
+    if loss.stack.strip():
+        parts.append(f"Its stack:\n{_indented(loss.stack)}")
+    if loss.stderr.strip():
+        parts.append(f"Its last lines on stderr:\n{_indented(loss.stderr)}")
+    if report:
+        parts.append(replay_advice(report))
+    hangs = kind == "poison" and loss.cause == "hung"
+    error = (HangingPoisonError if hangs else _CLASSES[kind])("\n".join(parts))
+    error.env_index, error.command, error.step, error.seed = loss.env_index, loss.command, loss.step, loss.seed
+    error.exit_code, error.stack, error.stderr = loss.exit_code, loss.stack, loss.stderr
+    error.report = report
+    return error
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    " + line for line in text.strip().splitlines()[-_LINES:])
+
+
+def env_error(failure: Failure, *, index: int | None, command: str, step: int | None, seed: int | None) -> EnvError:
+    """Build the error for an exception that the env raised: ``except`` its own type catches it.
+
+    Args:
+        failure: What the worker told.
+        index: The env's index in its batch, or ``None``.
+        command: What was asked: ``"step"``.
+        step: Steps of the episode so far.
+        seed: That of the last seeded reset.
+    """
+    place = where(command, step, seed)
+    if failure.result_not_picklable:
+        error: Any = ResultNotPicklableError(f"{failure.text} ({place}.)")
+        error.__cause__ = RemoteTraceback(failure.traceback)
+    else:
+        env = "The env" if index is None else f"Env {index}"
+        message = f"{env} raised {failure.type_name}: {failure.text}\n{place}."
+        original = _original(failure)
+        error = catchable_as(EnvRaisedError, original, message) if original else EnvRaisedError(message)
+        remote = RemoteTraceback(failure.traceback)
+        if original is not None:
+            original.__cause__ = remote
+        error.__cause__ = original or remote
+    error.env_index, error.command, error.step, error.seed = index, command, step, seed
+    error.remote_traceback = failure.traceback
+    if failure.returned is not None:
+        with contextlib.suppress(Exception):  # its info may be of a class that is not importable here
+            error.returned = pickle.loads(failure.returned)
+    assert isinstance(error, EnvError)
+    return error
+
+
+def _original(failure: Failure) -> BaseException | None:
+    if failure.exception is None:
+        return None
+    try:
+        return rebuilt(cloudpickle.loads(failure.exception))
+    except Exception:  # its class is not importable here, or refuses to be rebuilt
+        return None
+
+
+def decoded(decode: Callable[[bytes], Any], reply: bytes, command: str) -> Any:
+    """Return ``decode(reply)``, what the env returned.
+
+    Raises:
+        ResultNotPicklableError: It cannot be unpickled here. The request has been done all the same.
+    """
+    try:
+        return decode(reply)
+    except Exception as error:
+        try:
+            decode(reply)
+        except Exception:  # foreign code fails again: it is to blame
+            raise ResultNotPicklableError(
+                f"{command}(): what the env returned was pickled, but cannot be unpickled here: "
+                f"{type(error).__name__}: {error}. The {command} itself is done."
+            ) from error
+        raise  # a signal handler raised it the first time

@@ -1,0 +1,709 @@
+"""What the vector envs share: a batch of envs in supervised workers, with gymnasium's vector API."""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+
+import numpy as np
+from gymnasium import logger
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from multienv.cores import Turns
+from multienv.errors import (
+    CallPendingError,
+    ClosedError,
+    EnvsFailedError,
+    MultienvError,
+    NothingPendingError,
+    ResetNeededError,
+    UsageError,
+)
+from multienv.events import Statistics
+from multienv.fanout import FanOut, Round
+from multienv.recovery.supervisor import HealingDue, Supervisor
+from multienv.threads import Pool, close_at_once, side_by_side
+from multienv.vector.batching import (
+    Rows,
+    WrongTypeError,
+    action_splitter,
+    check_mask,
+    check_sendable,
+    check_shareable,
+    check_spaces,
+    checked_indices,
+    checked_seeds,
+    observation_spaces,
+)
+from multienv.vector.rendering import Frame, tile_images
+from multienv.wire.actions import shown
+from multienv.wire.codecs import RowsReply
+from multienv.wire.infos import InfoMerger
+from multienv.wire.messages import Call, Message, Render, Reset, SetAttribute
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Array = np.ndarray[Any, Any]
+Batch = tuple[Any, Array, Array, Array, dict[str, Any]]
+
+_OWN_METHODS = ("reset", "step", "close")
+
+
+class HostedVectorEnv(VectorEnv[Any, Any, Any]):
+    """What SubprocessVectorEnv and SerialVectorEnv share: a batch of envs in supervised workers.
+
+    Attributes:
+        num_envs: How many envs there are.
+        single_observation_space, single_action_space: Of each.
+        observation_space, action_space: Of all together.
+        metadata, render_mode: As the first env has them.
+        spec: What :func:`make_vec` makes the same again from; else ``None``, as in gymnasium.
+        autoreset_mode: What happens when an episode ends.
+        envs_per_worker: How many envs each worker has.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Supervisor],
+        sizes: Sequence[int],
+        *,
+        shared_memory: bool | None,
+        copy: bool,
+        observation_mode: Any,
+        autoreset_mode: AutoresetMode,
+    ) -> None:
+        self.num_envs = sum(sizes)
+        self.copy, self.shared_memory = copy, shared_memory
+        self.observation_mode, self.autoreset_mode = observation_mode, autoreset_mode
+        self.envs_per_worker = list(sizes)
+        self._workers = list(workers)
+        self._slices = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+        self._fanout = FanOut(self._workers)
+        self._turns = Turns({place: worker.core for place, worker in enumerate(workers)})
+        self._is_disabled = autoreset_mode is AutoresetMode.DISABLED
+        self._begun = np.zeros(self.num_envs, np.bool_)  # the env has an episode
+        self._all_begun = False
+        self._mask: Array | None = None  # that of the last reset
+        self._asked: Sequence[int] = ()  # the envs of the last call
+        self._broken_off: Round | None = None  # one in two halves whose second half was interrupted
+        self._merger = InfoMerger(self.num_envs)
+        self._merges_as_gymnasium = type(self)._add_info is VectorEnv._add_info
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self) -> None:
+        """Wait until all envs are built, and compare their spaces."""
+        descriptions = self._initialized()
+        members = [member for description in descriptions for member in description.spaces]
+        check_spaces(type(self).__name__, self.observation_mode, members)
+        # Copies: training code writes to spaces (CleanRL sets a dtype), and workers go by their own.
+        public = observation_spaces(self.observation_mode, copying.deepcopy([space for space, _ in members]))
+        self.observation_space, self.single_observation_space = public
+        single, action_space = copying.deepcopy(public[1]), members[0][1]
+        if self.shared_memory:
+            check_shareable(single)
+        self.single_action_space = copying.deepcopy(action_space)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.metadata = {**descriptions[0].metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = descriptions[0].render_mode
+        self._rows = Rows(single, self.envs_per_worker, copy=self.copy)
+        self._split = action_splitter(action_space, self._slices)
+
+    def _initialized(self) -> list[Any]:
+        for worker in self._workers:
+            worker.start()
+        with Pool(len(self._workers), "multienv-build") as pool:
+            tasks = side_by_side(pool, [worker.initialize for worker in self._workers])
+        self._fanout.finish()
+        failures: dict[int, BaseException] = {}
+        for task, rows in zip(tasks, self._slices, strict=True):
+            if task.error is not None:
+                index = getattr(task.error, "env_index", None)
+                failures[rows.start if index is None else index] = task.error
+        if failures:
+            advice = "All have been closed; mend the env_fns named below."
+            raise EnvsFailedError.collect(type(self).__name__, failures, [None] * self.num_envs, advice)
+        return [task.result for task in tasks]
+
+    def __enter__(self) -> Self:
+        """Nothing more to do: the envs are built."""
+        return self
+
+    def __exit__(self, *error: object) -> Literal[False]:
+        """Close."""
+        self.close()
+        return False
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
+        """Refuse to be copied and pickled: two of it would ask the same envs."""
+        raise TypeError(f"A {type(self).__name__} cannot be copied or pickled: it owns its envs. Build another one.")
+
+    # --- reset ------------------------------------------------------------------------------------
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in every env, or in those of ``options["reset_mask"]``.
+
+        A step that was interrupted is completed and dropped first.
+
+        Args:
+            seed: ``None``, one integer (env ``i`` gets ``seed + i``), or one for each env.
+            options: The envs' own; and ``reset_mask``, a bool array: the others stay as they are.
+
+        Returns:
+            The batch of observations, and infos as gymnasium merges them.
+
+        Raises:
+            EnvsFailedError: Some envs raised; the others are reset.
+        """
+        self._begin_reset("reset", seed, options)
+        return self._collect_reset(None)
+
+    def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None) -> None:
+        """Send the resets; collect them with :meth:`reset_wait`."""
+        self._begin_reset("reset_async", seed, options)
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Collect what the resets returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        self._refuse_wait("reset")
+        return self._collect_reset(timeout)
+
+    def _begin_reset(self, name: str, seed: Any, options: dict[str, Any] | None) -> None:
+        self._refuse_pending(name)
+        seeds = checked_seeds(seed, self.num_envs)
+        if not (options is None or isinstance(options, Mapping)):
+            raise WrongTypeError(f"reset(): options is {shown(options)}; give a dict, or None. Nothing was sent.")
+        options = None if options is None else dict(options)
+        mask = None
+        if options is not None and "reset_mask" in options:
+            mask = check_mask(options.pop("reset_mask"), self.num_envs)
+        self._mask = mask
+        requests = []
+        for rows in self._slices:
+            part = None if mask is None else tuple(mask[rows].tolist())
+            own = [None if options is None else dict(options) for _ in seeds[rows]]
+            requests.append(Reset(tuple(seeds[rows]), tuple(own), part))
+        self._fanout.send("reset", requests, whole=name == "reset")
+
+    def _collect_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
+        current = self._collected(timeout)
+
+        def make() -> Any:
+            self._note(current)
+            return self._error_of(current) or (self._rows.observations(current.answers), self._infos(current))
+
+        return self._handed_over(current, make)  # type: ignore[no-any-return]
+
+    # --- step -------------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> Batch:
+        """Take one step in every env.
+
+        A step interrupted by Ctrl-C is completed by the next call, whatever its actions; ``infos["multienv"]`` then
+        says ``resumed``.
+
+        Args:
+            actions: A batch of the action space.
+
+        Returns:
+            Observations, rewards (float64), terminations, truncations, infos. With ``copy=False`` the next step but one
+            overwrites the observations. An episode that could not be brought back after a loss ends with ``truncated``,
+            and ``infos["multienv"]`` says why.
+
+        Raises:
+            ActionError: The actions do not fit; nothing was sent.
+            EnvsFailedError: Some envs failed; ``results`` has what the others returned, and their episodes go on.
+        """
+        unfinished = self._fanout.unfinished
+        if unfinished is not None and unfinished.name == "step" and self._is_interrupted():
+            return self._outcome(self._fanout.resume())
+        if unfinished is not None or self.closed:
+            self._refuse_pending("step")
+        parts = self._split(actions)
+        if not self._all_begun:
+            self._refuse_without_episodes()
+        return self._outcome(self._stepped(parts))
+
+    def _stepped(self, parts: list[Any]) -> Round:
+        """Do what ``FanOut.ask("step", parts)`` does; written by hand, for this is the hot path."""
+        workers, fanout, turn, is_left = self._workers, self._fanout, self._turns.now(), False
+        current = Round("step", parts, [worker.number for worker in workers], whole=True)
+        answers = current.answers
+        fanout.unfinished = current
+        try:
+            for place in turn:
+                workers[place].send_step(parts[place])
+        except MultienvError:  # one refuses: it, and those after it, are asked there
+            return fanout.collect()
+        except BaseException:
+            current.requests = copying.deepcopy(parts)  # the caller may reuse its array before all is sent
+            raise
+        for place in reversed(turn):
+            try:
+                answers[place] = workers[place].collect(None, False)
+            except HealingDue:
+                is_left = True
+            except MultienvError as error:
+                current.failures[place], answers[place] = error.with_traceback(None), None
+        return fanout.collect() if is_left else current
+
+    def step_async(self, actions: Any) -> None:
+        """Send the steps; collect them with :meth:`step_wait`."""
+        self._refuse_pending("step_async")
+        parts = self._split(actions)
+        if not self._all_begun:
+            self._refuse_without_episodes()
+        self._fanout.send("step", parts, whole=False)
+
+    def step_wait(self, timeout: float | None = None) -> Batch:
+        """Collect what the steps returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        self._refuse_wait("step")
+        return self._outcome(self._collected(timeout))
+
+    def _outcome(self, current: Round) -> Batch:
+        """Return what a step comes to, or raise what has failed; either ends the round."""
+        infos = None
+        if not current.failures and not current.resumed and not self._is_disabled:
+            infos = self._plain_infos(current.answers)
+        if infos is None:
+            return self._handed_over(current, partial(self._special_outcome, current))  # type: ignore[no-any-return]
+        batch = (*self._rows.batch(current.answers), infos)
+        # The answers, which are arrays over the banks, stay mapped while the traceback of an error holds the round.
+        self._fanout.finish()
+        del current.answers[:]  # no call
+        return batch
+
+    def _plain_infos(self, replies: Sequence[RowsReply]) -> dict[str, Any] | None:
+        """Return the infos if those of all envs are numbers of the same names, ``{}`` if there are none, else None."""
+        for reply in replies:
+            if reply.extras is not None or reply.errors:
+                break
+        else:
+            return {}
+        parts = [reply.extras.infos for reply in replies if reply.extras is not None]
+        if any(reply.errors for reply in replies):
+            return None
+        if not any(parts):
+            return {}
+        return self._merger.merged(parts) if len(parts) == len(replies) and self._merges_as_gymnasium else None
+
+    def _special_outcome(self, current: Round) -> Batch | EnvsFailedError:
+        self._note(current)
+        error = self._error_of(current)
+        if error is not None:
+            return error
+        infos = self._infos(current)
+        if current.resumed:
+            for index in range(self.num_envs):
+                self._add_info(infos, {"multienv": {"resumed": True}}, index)
+        return (*self._rows.batch(current.answers), infos)
+
+    def _refuse_without_episodes(self) -> NoReturn:
+        missing = np.flatnonzero(~self._begun).tolist()
+        if len(missing) == self.num_envs:
+            raise ResetNeededError("step(): there is no episode yet. Call reset() first. Nothing was sent.")
+        raise ResetNeededError(
+            f"step(): there is no episode in envs {missing}. reset(options={{'reset_mask': mask}}) begins one. "
+            "Nothing was sent."
+        )
+
+    # --- what came back ---------------------------------------------------------------------------
+
+    def _handed_over(self, current: Round, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` makes of the unfinished round, or raise the error that it returns; this ends the round.
+
+        So do infos that gymnasium cannot merge: what they raise comes again. Any other exception is a signal handler's
+        and does not end the round: the next call tells of its outcome.
+        """
+        try:
+            outcome = make()
+        except Exception as error:
+            if type(error) is ClosedError or _raises(make, type(error)):
+                self._fanout.finish()
+                del current.answers[:]  # no call
+            raise
+        failed = isinstance(outcome, EnvsFailedError)
+        self._fanout.finish()
+        del current.answers[:]  # no call from here on: a handler that comes in would keep the outcome from the caller
+        if failed:
+            raise outcome
+        return outcome
+
+    def _note(self, current: Round) -> None:
+        """Note which envs have an episode after a reset or a step."""
+        if current.name not in ("reset", "step"):
+            return
+        if current.name == "reset":
+            self._begun |= True if self._mask is None else self._mask
+        elif self._is_disabled:
+            for rows, reply in zip(self._slices, current.answers, strict=True):
+                self._begun[rows] &= False if reply is None else ~(reply.terminated | reply.truncated)
+        if self._is_disabled:
+            self._begun[list(self._failures_of(current))] = False
+        self._all_begun = bool(self._begun.all())
+
+    def _failures_of(self, current: Round) -> dict[int, BaseException]:
+        """Return what has failed, by env; a worker that is lost fails for all its envs."""
+        if any(type(error) is ClosedError for error in current.failures.values()):
+            self._refuse_closed(current.name)  # by a signal handler or another thread: that is no failure of the envs
+        failures: dict[int, BaseException] = {}
+        for worker, (rows, reply) in enumerate(zip(self._slices, current.answers, strict=True)):
+            if worker in current.failures:
+                failures |= dict.fromkeys(range(rows.start, rows.stop), current.failures[worker])
+            else:
+                failures |= {rows.start + slot: error for slot, error in reply.errors.items()}
+        return failures
+
+    def _error_of(self, current: Round) -> EnvsFailedError | None:
+        """Return the error for what has failed, with what the others returned."""
+        failures = self._failures_of(current)
+        if not failures:
+            return None
+        results: list[Any] = [None] * self.num_envs
+        for rows, reply in zip(self._slices, current.answers, strict=True):
+            for slot, index in enumerate(range(rows.start, rows.stop)):
+                if index not in failures:
+                    seen = self._rows.row(reply, slot)
+                    ended = bool(reply.terminated[slot]), bool(reply.truncated[slot])
+                    results[index] = (seen, reply.rewards[slot], *ended) if current.name == "step" else seen
+        if current.failures:
+            advice = "The episodes of the others go on; what is to be done about these is said below, or reset()."
+        elif self._is_disabled:
+            advice = "The episodes of the others go on; reset the failed ones by options['reset_mask']."
+        else:
+            advice = "The episodes of the others go on; the next step() begins new ones where envs raised, or reset()."
+        return _collect(current.name, failures, results, advice)
+
+    def _infos(self, current: Round) -> dict[str, Any]:
+        """Return the infos as gymnasium merges them."""
+        infos: dict[str, Any] = {}
+        for rows, reply in zip(self._slices, current.answers, strict=True):
+            for slot, info in reply.extras.infos if reply.extras is not None else ():
+                if "final_obs" in info:  # in gymnasium's order: those of the episode that ended come first
+                    final = {key: info[key] for key in ("final_obs", "final_info") if key in info}
+                    self._add_info(infos, final, rows.start + slot)
+                    info = {key: value for key, value in info.items() if key not in final}
+                self._add_info(infos, info, rows.start + slot)
+        return infos
+
+    # --- calls and attributes ---------------------------------------------------------------------
+
+    def call(
+        self, name: str, *args: Any, indices: Sequence[int] | None = None, recorded: bool = True, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Call a method of each env, or of a wrapper of it; an attribute that is not callable is returned.
+
+        Args:
+            name: The method; reset, step and close have methods of their own here.
+            *args: For the method.
+            indices: Which envs, in this order; ``None``: all.
+            recorded: The call may change the env: it is replayed when the env is brought back, so the method should be
+                as deterministic as the env.
+            **kwargs: For the method.
+
+        Returns:
+            What each env returned.
+
+        Raises:
+            EnvsFailedError: Some envs raised; ``results`` has what the others returned, and all episodes go on.
+        """
+        return self._ask("call", lambda slots: _call(name, args, kwargs, slots, recorded), indices)
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Send the calls; collect them with :meth:`call_wait`."""
+        self._refuse_pending("call_async")
+        self._asked = range(self.num_envs)
+        self._fanout.send("call", [_call(name, args, kwargs, None, True)] * len(self._workers), whole=False)
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Collect what the calls returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        self._refuse_wait("call")
+        return self._values(timeout)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of every env; a method is called, as gymnasium does."""
+        return self._ask("get_attr", lambda slots: _call(name, (), {}, slots, True))
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute on every env.
+
+        Args:
+            name: It is set where it is found among the env and its wrappers, else on the outermost.
+            values: A list or tuple has one value for each env; anything else is for all.
+        """
+        self._refuse_pending("set_attr")
+        if not isinstance(values, list | tuple):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise UsageError(
+                "set_attr(): Values must be a list or tuple with length equal to the number of environments. "
+                f"Got `{len(values)}` values for {self.num_envs} environments."
+            )
+        if len(self._workers) > 1:
+            check_sendable(tuple(values), "set_attr(): the values")
+        self._asked = range(self.num_envs)
+        self._fanout.send("set_attr", [SetAttribute(name, tuple(values[rows])) for rows in self._slices])
+        self._values(None)
+
+    def _ask(
+        self, name: str, message: Callable[[tuple[int, ...] | None], Message], indices: Sequence[int] | None = None
+    ) -> tuple[Any, ...]:
+        """Ask the envs something; ``message`` is called with the slots of each worker, ``None``: all of them."""
+        self._refuse_pending(name)
+        asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
+        requests: list[Message | None] = []
+        for rows in self._slices:
+            slots = None if indices is None else tuple(i - rows.start for i in asked if rows.start <= i < rows.stop)
+            requests.append(None if slots == () else message(slots))
+        self._asked = asked
+        self._fanout.send(name, requests)
+        return self._values(None)
+
+    def _values(self, timeout: float | None) -> tuple[Any, ...]:
+        current, asked = self._collected(timeout), self._asked
+
+        def make() -> Any:
+            if any(type(error) is ClosedError for error in current.failures.values()):
+                self._refuse_closed(current.name)
+            found: dict[int, Any] = {}
+            failures: dict[int, BaseException] = {}
+            for worker, (rows, answer) in enumerate(zip(self._slices, current.answers, strict=True)):
+                members = [index for index in asked if rows.start <= index < rows.stop]
+                if worker in current.failures:
+                    failures |= dict.fromkeys(members, current.failures[worker])
+                elif answer is not None:
+                    values, errors = answer
+                    found |= zip(members, values, strict=True)
+                    failures |= {rows.start + slot: error for slot, error in errors.items()}
+            results = tuple(found.get(index) for index in asked)
+            if failures:
+                advice = "The others answered; all episodes go on."
+                return _collect(current.name, failures, results, advice)
+            return results
+
+        return self._handed_over(current, make)  # type: ignore[no-any-return]
+
+    @property
+    def np_random(self) -> Any:
+        """Copies of the generators of all envs, as AsyncVectorEnv has them."""
+        return self.get_attr("np_random")
+
+    @np_random.setter
+    def np_random(self, value: Any) -> None:
+        self.set_attr("np_random", value)
+
+    @property
+    def np_random_seed(self) -> Any:
+        """The seeds of the generators of all envs; -1 where it is not known."""
+        return self.get_attr("np_random_seed")
+
+    def render(self) -> tuple[Any, ...]:
+        """Return what every env renders, as its ``render_mode`` says: with ``"rgb_array"`` one frame each."""
+        return self._ask("render", Render)
+
+    def get_images(self) -> list[Frame]:
+        """Return one frame of every env; UsageError if ``render_mode`` is another than ``"rgb_array"``."""
+        if self.render_mode != "rgb_array":
+            raise UsageError(
+                f"get_images(): the envs draw no frames, render_mode is {self.render_mode!r}. Make them with "
+                "render_mode='rgb_array'."
+            )
+        return list(self.render())
+
+    def render_tiled(self) -> Frame:
+        """Return the frames of all envs in one picture, as :func:`~multienv.vector.rendering.tile_images` does."""
+        return tile_images(self.get_images())
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def snapshot(self) -> VectorSnapshot:
+        """Keep the envs as they are, in frozen copies of their processes, to come back to with :meth:`restore`.
+
+        Raises:
+            EnvsFailedError: A process cannot be forked; ``failures`` says why.
+        """
+        found = self._each("snapshot", [worker.snapshot for worker in self._workers])
+        return VectorSnapshot(tuple(found), tuple(self._begun.tolist()))
+
+    def restore(self, snapshot: VectorSnapshot) -> None:
+        """Go back to a snapshot, as often as is wanted.
+
+        Raises:
+            EnvsFailedError: A worker could not; the others are where the snapshot was taken. Restore another one, or
+                reset.
+        """
+        if not isinstance(snapshot, VectorSnapshot) or len(snapshot.workers) != len(self._workers):
+            raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of these envs; snapshot() returns one.")
+        calls = [partial(worker.restore, one) for worker, one in zip(self._workers, snapshot.workers, strict=True)]
+        self._each("restore", calls)
+        self._stand(snapshot.begun)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what another trainer needs to go on from here, bit for bit: plain data that can be pickled."""
+        found = self._each("state_dict", [worker.state_dict for worker in self._workers])
+        return {"version": 1, "workers": found, "begun": self._begun.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring the envs to where they were when :meth:`state_dict` returned this; all of them, or none.
+
+        Raises:
+            UsageError: It is no such state, or one of envs dealt to workers in another way.
+            EnvsFailedError: Some could not be brought there; all are as they were before.
+        """
+        sizes = len(self._workers), self.num_envs
+        found: list[Any] = [state.get(key) for key in ("workers", "begun")] if isinstance(state, Mapping) else []
+        if not all(isinstance(one, list) for one in found) or tuple(len(one) for one in found) != sizes:
+            raise UsageError(
+                f"load_state_dict(): that is no state_dict() of {sizes[1]} envs in {sizes[0]} workers. Give "
+                "envs_per_worker the number that the first trainer had."
+            )
+        before = self._each("load_state_dict", [worker.state_dict for worker in self._workers])
+        done: list[int] = []
+
+        def load(place: int) -> None:
+            self._workers[place].load_state_dict(found[0][place])
+            done.append(place)
+
+        try:
+            self._each("load_state_dict", [partial(load, place) for place in range(sizes[0])])
+        except EnvsFailedError:
+            self._each("load_state_dict", [partial(self._workers[k].load_state_dict, before[k]) for k in done])
+            raise
+        self._stand(found[1])
+
+    def _stand(self, begun: Sequence[bool]) -> None:
+        self._begun[:] = begun
+        self._all_begun = bool(self._begun.all())
+
+    def _each(self, name: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make blocking calls of workers side by side; EnvsFailedError if some raise."""
+        self._refuse_pending(name)
+        tasks = side_by_side(self._fanout.pool, calls)
+        starts = [rows.start for rows in self._slices]
+        failures = {start: task.error for start, task in zip(starts, tasks, strict=False) if task.error is not None}
+        results = [task.result for task in tasks]
+        if failures:
+            raise _collect(name, failures, results, "Of each worker the first env is named.")
+        return results
+
+    # --- which call may be made -------------------------------------------------------------------
+
+    def _is_interrupted(self) -> bool:
+        """Tell whether the call that began the unfinished round, or waited for it, was broken off."""
+        current = self._fanout.unfinished
+        return current is not None and (current.whole or current is self._broken_off)
+
+    def _refuse_pending(self, name: str) -> None:
+        """Raise if another call is pending; bring one to its end that was interrupted, unless that was a step."""
+        if self.closed:
+            self._refuse_closed(name)
+        current = self._fanout.unfinished
+        if current is None:
+            return
+        if not self._is_interrupted():
+            raise CallPendingError(
+                f"Calling `{name}` while waiting for a pending call to `{current.name}` to complete. Call "
+                f"{current.name}_wait() first.",
+                current.name,
+            )
+        if current.name == "step" and not name.startswith("reset"):
+            raise CallPendingError(
+                f"{name}(): a step was interrupted. Call step() to complete it, or reset() to drop it.", "step"
+            )
+        self._note(self._fanout.resume())  # nobody asks for its outcome; what it has changed stays so
+        self._fanout.finish()
+
+    def _refuse_wait(self, command: str) -> None:
+        if self.closed:
+            self._refuse_closed(f"{command}_wait")
+        current = self._fanout.unfinished
+        if current is None or current.name != command:
+            pending = "" if current is None else f" What is pending is {current.name}."
+            raise NothingPendingError(
+                f"Calling `{command}_wait` without any prior call to `{command}_async`.{pending}", command
+            )
+
+    def _refuse_closed(self, name: str) -> NoReturn:
+        face = type(self).__name__
+        raise ClosedError(f"{name}(): Trying to operate on `{face}`, after a call to `close()`. Make a new one.")
+
+    def _collected(self, timeout: float | None) -> Round:
+        try:
+            return self._fanout.collect(timeout)
+        except Exception:
+            raise
+        except BaseException:
+            self._broken_off = self._fanout.unfinished
+            raise
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def statistics(self) -> list[Statistics]:
+        """Return counters and state of each worker; its steps are those of all its envs together."""
+        return [worker.statistics() for worker in self._workers]
+
+    def __del__(self) -> None:
+        """Leave the workers alone, where gymnasium before 1.2 closes: they end by themselves."""
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
+        """End the workers: by asking, and after ``Deadlines.close`` seconds by force; again does nothing.
+
+        Args:
+            timeout: Seconds to wait for them, if that is less.
+            terminate: Do not ask.
+            **kwargs: Ignored, as gymnasium does.
+
+        Warns:
+            UserWarning: An answer is pending that was not collected. All is closed nevertheless.
+        """
+        patience = 0.0 if terminate else timeout
+        close_at_once([partial(worker.close, patience) for worker in self._workers])
+        self._fanout.close()
+        if hasattr(self, "_rows"):  # the envs have been built
+            self._rows.forget()
+        current, interrupted = self._fanout.unfinished, self._is_interrupted()
+        self._fanout.unfinished = self._broken_off = None  # they hold arrays over the banks
+        if current is not None and not interrupted:
+            self.closed = True  # the warning may be made an error
+            logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")
+
+
+@dataclass(frozen=True, slots=True)
+class VectorSnapshot:
+    """What :meth:`HostedVectorEnv.snapshot` returns: a snapshot of each worker."""
+
+    workers: tuple[Any, ...]
+    begun: tuple[bool, ...]
+
+
+def _call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: tuple[int, ...] | None, recorded: bool
+) -> Message:
+    if name in _OWN_METHODS:
+        raise UsageError(
+            f"Trying to call function `{name}` with `call`, use `{name}` directly instead: what it does to the "
+            "episode must be seen here."
+        )
+    return Render(slots) if name == "render" else Call(name, args, kwargs, slots, recorded)
+
+
+def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], advice: str) -> EnvsFailedError:
+    error = EnvsFailedError.collect(f"{name}()", failures, results, advice)
+    assert isinstance(error, EnvsFailedError)
+    return error
+
+
+def _raises(make: Callable[[], Any], kind: type[Exception]) -> bool:
+    try:
+        make()
+    except Exception as error:  # what is tried is foreign code
+        return type(error) is kind
+    return False

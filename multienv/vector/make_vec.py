@@ -1,0 +1,121 @@
+"""Make a vector env from a registered id."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec, _find_spec
+
+from multienv.config import integer
+from multienv.envs.building import EnvFn
+from multienv.errors import UsageError
+from multienv.vector.hosted_vector_env import HostedVectorEnv
+from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
+
+_Env = gymnasium.Env[Any, Any]
+_FACES: dict[str, Callable[..., HostedVectorEnv]] = {"subprocess": SubprocessVectorEnv, "serial": SerialVectorEnv}
+_OF_GYMNASIUM = {"async": "subprocess", "sync": "serial"}
+# What a spec may hold that a call to make_vec() has left there.
+_OWN = ("num_envs", "vectorization", "vector_kwargs", "wrappers")
+
+
+def make_vec(
+    id: str | EnvSpec | EnvFn,  # noqa: A002 - gymnasium's name
+    num_envs: int = 1,
+    vectorization: str = "subprocess",
+    vector_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[Callable[[_Env], _Env]] | None = None,
+    **make_kwargs: Any,
+) -> HostedVectorEnv:
+    """Make a batch of envs, as ``gymnasium.make_vec`` does.
+
+    ::
+
+        envs = make_vec("CartPole-v1", 8)
+        envs = make_vec("HalfCheetah-v5", 32, vector_kwargs={"autoreset_mode": "SameStep"}, ctrl_cost_weight=0.2)
+        envs = make_vec(lambda: MyEnv(), 8, wrappers=[lambda env: TimeLimit(env, 500)])
+
+    Args:
+        id: A registered id (``"module:Env-v0"`` imports the module first), an ``EnvSpec``, or a function that builds
+            one env. The ``spec`` of what this returned makes the same again.
+        num_envs: How many.
+        vectorization: ``"subprocess"``, a :class:`SubprocessVectorEnv`; or ``"serial"``, a :class:`SerialVectorEnv`.
+        vector_kwargs: What else the constructor of that class takes.
+        wrappers: Put around each env, the first innermost; each is called with the env alone.
+        **make_kwargs: For ``gymnasium.make``, or the function, in every process: the env's own, ``render_mode`` and
+            ``max_episode_steps``.
+
+    Returns:
+        The envs, built; call ``reset()`` next.
+
+    Raises:
+        UsageError: There is no such vectorization, or fewer than one env are wanted.
+        EnvsFailedError: Some envs could not be built.
+        gymnasium.error.Error: There is no such id.
+    """
+    if callable(id):
+        spec, kwargs, make = None, dict(make_kwargs), id
+    elif isinstance(id, str | EnvSpec):
+        spec = copy.deepcopy(_find_spec(id) if isinstance(id, str) else id)
+        kwargs, spec.kwargs = spec.kwargs, {}
+        num_envs = kwargs.pop("num_envs", num_envs)
+        mode = kwargs.pop("vectorization_mode", None)  # gymnasium's own make_vec has made the spec
+        vectorization = kwargs.pop("vectorization", _OF_GYMNASIUM.get(getattr(mode, "value", mode), vectorization))
+        vector_kwargs = kwargs.pop("vector_kwargs", vector_kwargs)
+        wrappers = kwargs.pop("wrappers", wrappers)
+        kwargs |= make_kwargs
+        make = _Make(spec)
+    else:
+        raise UsageError(f"make_vec(): {id!r:.200} is no id, no EnvSpec and no function that builds an env.")
+    _check(num_envs, vectorization, kwargs)
+    num_envs = int(num_envs)
+    if callable(wrappers) or not isinstance(wrappers or (), Iterable):
+        raise UsageError(f"make_vec(): wrappers is {wrappers!r:.100}; give a list of functions of an env.")
+    if not isinstance(vector_kwargs or {}, Mapping):
+        raise UsageError(f"make_vec(): vector_kwargs is {vector_kwargs!r:.100}; give a dict, or None.")
+    wrappers, vector_kwargs = tuple(wrappers or ()), dict(vector_kwargs or {})
+    env_fn = _Build(make, kwargs, wrappers) if kwargs or wrappers or spec is not None else make
+    envs = _FACES[vectorization]([env_fn] * num_envs, **vector_kwargs)
+    if spec is not None:
+        told = (num_envs, vectorization, vector_kwargs, wrappers)
+        envs.spec = copy.deepcopy(spec)
+        envs.spec.kwargs = kwargs | {name: value for name, value in zip(_OWN, told, strict=True) if value}
+    return envs
+
+
+def _check(num_envs: Any, vectorization: Any, kwargs: dict[str, Any]) -> None:
+    if "vectorization_mode" in kwargs:
+        raise UsageError("make_vec(): vectorization_mode is gymnasium's; give vectorization: 'subprocess' or 'serial'.")
+    if vectorization not in _FACES:
+        raise UsageError(f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' or 'serial'.")
+    if (integer(num_envs) or 0) < 1:
+        raise UsageError(f"make_vec(): num_envs is {num_envs!r}; give an integer of at least 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Make:
+    """Makes the env of a spec."""
+
+    spec: EnvSpec
+
+    def __call__(self, **kwargs: Any) -> _Env:
+        return gymnasium.make(self.spec, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """Builds one env, in any process. Each env gets arguments of its own: it may change them."""
+
+    make: Callable[..., _Env]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    wrappers: Sequence[Callable[[_Env], _Env]] = ()
+
+    def __call__(self) -> _Env:
+        env = self.make(**copy.deepcopy(self.kwargs))
+        for wrapper in self.wrappers:
+            env = wrapper(env)
+        return env

@@ -1,0 +1,247 @@
+"""Vector envs: many envs in a few processes that may die at any moment; and the same in this process."""
+
+from __future__ import annotations
+
+import copy as copying
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+
+from multienv.config import Deadlines, RestartPolicy
+from multienv.cores import busy_cores, spread
+from multienv.envs.building import (
+    EnvFn,
+    SerialLaunch,
+    build_message,
+    check_options,
+    listed_env_fns,
+    local_build_message,
+    mode_of,
+    setting_here,
+)
+from multienv.errors import UsageError
+from multienv.events import Hook, checked_hooks
+from multienv.processes.launcher import Launch, method_of
+from multienv.recovery.supervisor import Supervisor
+from multienv.reports.store import directory_for
+from multienv.vector.batching import check_observation_mode, deal
+from multienv.vector.hosted_vector_env import HostedVectorEnv
+
+
+class SubprocessVectorEnv(HostedVectorEnv):
+    """A ``gymnasium.vector.VectorEnv`` whose envs live in processes, several in each, and survive their deaths.
+
+    ::
+
+        envs = SubprocessVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 32)
+        observations, infos = envs.reset(seed=0)
+        observations, rewards, terminations, truncations, infos = envs.step(envs.action_space.sample())
+
+    It takes the place of ``gymnasium.vector.AsyncVectorEnv`` and equals ``SyncVectorEnv`` to the bit; the design page
+    says what of the former is not here, and why. When a process dies, by any cause, its envs are brought back as
+    :class:`~multienv.SubprocessEnv` brings back one, and the step returns what it would have returned. An env that is
+    itself to blame and cannot be brought back ends its episode with ``truncated`` and the reason in
+    ``infos["multienv"]`` (with SAME_STEP in ``infos["final_info"]["multienv"]``, as all that is told of the end of an
+    episode); the others of its process go on exactly.
+
+    A step returns observations, batched as ``observation_space`` says, rewards (float64, ``(num_envs,)``), terminations
+    and truncations (bool, ``(num_envs,)``), and the envs' infos merged: a key has a value for each env, and ``_key``
+    says of which env it is. ``autoreset_mode`` says what happens at the end of an episode:
+
+    - ``NEXT_STEP``: the step that ends it returns its last observation; the next one ignores the env's action and
+      returns the first observation of the new episode, reward 0.0 and both flags False.
+    - ``SAME_STEP``: the step that ends it returns the first observation of the new one, with the old one's last in
+      ``infos["final_obs"]`` and its info in ``infos["final_info"]``.
+    - ``DISABLED``: the caller resets the envs that have ended, ``reset(options={"reset_mask": mask})``.
+
+    Args:
+        env_fns: Each builds one env, in its process; they travel by cloudpickle. All envs have the same action space.
+        envs_per_worker: How many envs share a process; the last one has what is left. ``"auto"``: one process a core,
+            with the envs dealt out evenly. Envs that wait rather than compute do better with fewer in a process.
+        shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
+            not. ``True`` refuses spaces without such a layout; ``False`` is accepted and changes nothing.
+        copy: Give out new arrays of observations. If False, two sets of arrays are used in turn: the step or reset
+            after the next one overwrites them; they may be written to.
+        context: ``"forkserver"`` (the default on Linux) or ``"spawn"`` (elsewhere).
+        daemon: Ignored: the processes end with the trainer in any case, and may start processes of their own.
+        worker: Refused: multienv's own worker hosts the envs.
+        observation_mode: ``"same"``: all envs have the same observation space. ``"different"``: they share shape and
+            dtype. Or a pair, the batched and the single space.
+        autoreset_mode: A mode of gymnasium's, or its name or value.
+        max_concurrency: How many envs may step or reset at a time: at most so many processes share all envs.
+        restart: What happens when a process is lost. ``on_crash`` and its likes concern the env that is to blame.
+        deadlines: When a process counts as hung; those of a step and a reset are for all its envs together.
+        native_threads: Threads that BLAS, OpenMP and the like may use in each process, unless the environment says
+            otherwise; ``None`` leaves them alone.
+        bind_cores: A process whose steps are short keeps to a core, and yields it to others; one on each core looks for
+            its next request for 0.2 ms before it sleeps.
+        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
+        reports: As for :class:`~multienv.SubprocessEnv`.
+
+    Raises:
+        EnvsFailedError: Some envs could not be built; all have been closed.
+        SpaceMismatchError: Their spaces differ; also a RuntimeError, as gymnasium has it.
+        NotShareableError: ``shared_memory=True``, and the observations cannot lie in shared memory.
+        EnvFnError: An ``env_fn`` is not callable or cannot be pickled.
+        UsageError: Another argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[EnvFn],
+        *,
+        envs_per_worker: int | str = "auto",
+        shared_memory: bool | None = None,
+        copy: bool = True,
+        context: Any = None,
+        daemon: bool = True,
+        worker: None = None,
+        observation_mode: Any = "same",
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_concurrency: int | None = None,
+        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        native_threads: int | None = 1,
+        bind_cores: bool = True,
+        hooks: Sequence[Hook] = (),
+        reports: str | os.PathLike[str] | None = None,
+    ) -> None:
+        env_fns = _checked_env_fns(type(self).__name__, env_fns)
+        if worker is not None:
+            raise UsageError(
+                "A custom `worker` runs AsyncVectorEnv's own protocol; here multienv's worker hosts the envs, or they "
+                "could not be brought back. Leave it out, and put what it does into env_fn or a wrapper."
+            )
+        check_observation_mode(observation_mode)
+        check_options(restart, deadlines, native_threads)
+        if restart.recycle_after_episodes is not None:
+            raise UsageError(
+                "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
+                "give recycle_after_steps, recycle_after or max_rss."
+            )
+        mode, method = mode_of(autoreset_mode), method_of(context)
+        sizes = deal(len(env_fns), envs_per_worker, busy_cores(), max_concurrency)
+        space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
+        setting, told, directory = setting_here(native_threads), checked_hooks(hooks), directory_for(reports)
+        workers = []
+        for start, stop in pairwise(accumulate(sizes, initial=0)):
+            title = f"multienv env {start}" if stop == start + 1 else f"multienv envs {start}-{stop - 1}"
+            build = build_message(
+                env_fns[start:stop],
+                exact=False,
+                restart=restart,
+                native_threads=native_threads,
+                autoreset=mode.name,
+                space=space,
+                title=title,
+                setting=setting,
+            )
+            workers.append(
+                Supervisor(
+                    Launch(method, native_threads, title),
+                    build,
+                    policy=restart,
+                    deadlines=deadlines,
+                    index=start,
+                    hooks=told,
+                    reports=directory,
+                )
+            )
+        if bind_cores:
+            spread(workers)
+        # Without close(): the processes end by themselves once they are let go.
+        for one in workers:
+            weakref.finalize(self, _abandon, one, os.getpid()).atexit = False
+        self.env_fns = env_fns
+        super().__init__(
+            workers,
+            sizes,
+            shared_memory=shared_memory,
+            copy=copy,
+            observation_mode=observation_mode,
+            autoreset_mode=mode,
+        )
+
+
+class SerialVectorEnv(HostedVectorEnv):
+    """The same host, wire and supervisor with all envs in this very process: for debugging.
+
+    What a :class:`SubprocessVectorEnv` must be equal to, to the bit, infos and errors included. A breakpoint in an env
+    stops here. Deadlines are not enforced, and a crash of an env is a crash of this process.
+
+    Attributes:
+        envs: The envs themselves, as ``gymnasium.vector.SyncVectorEnv`` has them. To look at: what is done to them
+            here is not done through this class.
+
+    Args:
+        env_fns: Each builds one env.
+        shared_memory, copy, observation_mode, autoreset_mode, hooks: As for :class:`SubprocessVectorEnv`.
+
+    Raises:
+        EnvsFailedError: Some envs could not be built; all have been closed.
+        SpaceMismatchError: Their spaces differ.
+        UsageError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[EnvFn],
+        *,
+        shared_memory: bool | None = None,
+        copy: bool = True,
+        observation_mode: Any = "same",
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        self.env_fns = _checked_env_fns(type(self).__name__, env_fns)
+        self.envs: list[Any] = [None] * len(self.env_fns)
+        check_observation_mode(observation_mode)
+        mode = mode_of(autoreset_mode)
+        space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
+        noted = [_Noted(env_fn, self.envs, index) for index, env_fn in enumerate(self.env_fns)]
+        supervisor = Supervisor(
+            SerialLaunch(noted),
+            local_build_message(len(noted), exact=False, autoreset=mode.name, space=space),
+            policy=RestartPolicy(on_crash="raise", on_timeout="raise", journal_limit=0),
+            deadlines=Deadlines(),
+            index=0,
+            hooks=checked_hooks(hooks),
+        )
+        super().__init__(
+            [supervisor],
+            [len(self.env_fns)],
+            shared_memory=shared_memory,
+            copy=copy,
+            observation_mode=observation_mode,
+            autoreset_mode=mode,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """Builds an env and notes it in its place."""
+
+    env_fn: EnvFn
+    envs: list[Any]
+    index: int
+
+    def __call__(self) -> Any:
+        env = self.envs[self.index] = self.env_fn()
+        return env
+
+
+def _checked_env_fns(face: str, env_fns: Any) -> list[EnvFn]:
+    found = listed_env_fns(face, env_fns)
+    if not found:
+        raise UsageError("env_fns is empty; give one function for each env.")
+    return found
+
+
+def _abandon(worker: Supervisor, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child of the trainer's must leave the trainer's workers alone
+        worker.abandon()

@@ -1,0 +1,188 @@
+"""The trainer's half of a step: how actions get into a bank, and what is read out of it.
+
+There are two codecs behind one interface. ``ExactCodec`` is for one env whose values arrive exactly as the env returned
+them. ``RowsCodec`` is for several envs whose values become rows of a batch. The worker's half is in ``worker/``; both
+halves take the layout of the banks from :func:`layout_of_envs`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+
+from multienv.wire.actions import Encode, action_bytes, action_encoder
+from multienv.wire.banks import EVIDENCE_AT, IRREGULAR, BankLayout
+from multienv.wire.infos import Extras
+from multienv.wire.layout import layout_of
+from multienv.wire.messages import Description
+from multienv.wire.rows import Array, has_rows, leaf_arrays, nested, row_bytes, row_of
+from multienv.wire.segment import REPLY_MAIL, Segment
+
+# The reward of a single env keeps its type, by a tag in the head. A float64 holds integers exactly up to 2**53; what
+# does not fit makes the reply irregular.
+REWARD_TYPES: tuple[type, ...] = (float, np.float64, np.float32, int, np.int64, bool)
+REWARD_TAGS = {kind: tag for tag, kind in enumerate(REWARD_TYPES)}
+INTEGER_REWARDS = 3  # from this tag on
+EXACT_INTEGER = 2**53
+
+Transition = tuple[Any, Any, bool, bool, dict[str, Any]]
+
+
+def layout_of_envs(exact: bool, observation_space: Any, action_space: Any, slots: int) -> BankLayout:
+    """Return the layout of the banks; worker and trainer call this with the same arguments.
+
+    Args:
+        exact: For the exact codec; else for rows.
+        observation_space: Of one env; for rows, the space that the batch has.
+        action_space: Of one env.
+        slots: Number of envs.
+    """
+    if exact:
+        layout = layout_of(observation_space)
+        return BankLayout(1, action_bytes(action_space), () if layout is None else (layout.size,))
+    leaves = row_bytes(observation_space) if has_rows(observation_space) else ()
+    return BankLayout(slots, action_bytes(batch_space(action_space, slots)), leaves)
+
+
+@dataclass(slots=True)
+class RowsReply:
+    """What a worker with several envs answered: arrays over its bank, whole until the request after the next.
+
+    Attributes:
+        leaves: For each leaf of the observation space an array with a row for each slot; empty where observations
+            travel as mail: see ``extras.observations``.
+        rewards, terminated, truncated: One value for each slot.
+        extras: Infos, failures and observations that travelled; ``None``: nothing.
+        errors: What the envs have raised, by slot, as errors to raise.
+    """
+
+    leaves: list[Array]
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    extras: Extras | None = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+
+def _reward_of(tag: int, number: float) -> Any:
+    return number if tag == 0 else REWARD_TYPES[tag](number)
+
+
+def mail_of(segment: Segment, number: int) -> tuple[bytes, bytes]:
+    """Return the evidence and the rest of the mail of a reply."""
+    if not segment.words[REPLY_MAIL + (number & 1)]:
+        return b"", b""
+    mail = segment.read_reply_mail(number)
+    view = segment.banks[number & 1].view
+    length = int.from_bytes(view[EVIDENCE_AT : EVIDENCE_AT + 4], "little")
+    return mail[:length], mail[length:]
+
+
+class ExactCodec:
+    """Reads the replies of one env exactly as it gave them."""
+
+    exact = True
+    slots = 1
+
+    def __init__(self, description: Description) -> None:
+        ((self._observation_space, self._action_space),) = description.spaces
+        self._observations = layout_of(self._observation_space)
+        self.layout = layout_of_envs(True, self._observation_space, self._action_space, 1)
+
+    def encoder(self, segment: Segment) -> Encode:
+        """Return the function that writes a step request into its bank."""
+        return action_encoder(self._action_space, segment)
+
+    def reader(self, segment: Segment) -> Callable[[int], Transition]:
+        """Return the function that reads the reply to a plain step: no end, no info."""
+        rewards, views = [bank.rewards.data for bank in segment.banks], [bank.view for bank in segment.banks]
+        space = self._observation_space
+        if type(space) is spaces.Box and self._observations is not None:
+            places = [np.ndarray(space.shape, space.dtype, bank.view, bank.layout.leaves[0]) for bank in segment.banks]
+
+            def read_box(number: int) -> Transition:
+                side = number & 1
+                tag, reward = views[side][4], rewards[side][0]
+                return places[side].copy(), REWARD_TYPES[tag](reward) if tag else reward, False, False, {}
+
+            return read_box
+
+        def read(number: int) -> Transition:
+            side = number & 1
+            reward = _reward_of(views[side][4], rewards[side][0])
+            return self.observation(segment, number, b""), reward, False, False, {}
+
+        return read
+
+    def observation(self, segment: Segment, number: int, evidence: bytes) -> Any:
+        """Return the observation in the reply to ``number``, whose evidence is given where it is irregular."""
+        if evidence:
+            return pickle.loads(evidence)[0]
+        if self._observations is None:
+            return None
+        bank = segment.banks[number & 1]
+        return self._observations.read(bank.view, bank.layout.leaves[0])
+
+    def transition(self, segment: Segment, number: int, evidence: bytes) -> tuple[Any, Any, bool, bool]:
+        """Return observation, reward, terminated and truncated of any reply."""
+        bank = segment.banks[number & 1]
+        if bank.view[3] & IRREGULAR:
+            observation, reward, terminated, truncated = pickle.loads(evidence)
+            return observation, reward, terminated, truncated
+        reward = _reward_of(bank.view[4], bank.rewards[0].item())
+        return (
+            self.observation(segment, number, b""),
+            reward,
+            bool(bank.terminated[0]),
+            bool(bank.truncated[0]),
+        )
+
+
+class RowsCodec:
+    """Reads the replies of several envs as rows."""
+
+    exact = False
+
+    def __init__(self, description: Description, space: Any = None) -> None:
+        self.slots = len(description.spaces)
+        first_observation_space, self._action_space = description.spaces[0]
+        self.space = first_observation_space if space is None else space
+        self.has_rows = has_rows(self.space)
+        self.layout = layout_of_envs(False, self.space, self._action_space, self.slots)
+
+    def encoder(self, segment: Segment) -> Encode:
+        """Return the function that writes a step request, with a batch of actions, into its bank."""
+        return action_encoder(batch_space(self._action_space, self.slots), segment)
+
+    def reader(self, segment: Segment) -> Callable[[int], RowsReply]:
+        """Return the function that reads the reply to a plain step."""
+        replies = [self.rows(segment, side) for side in (0, 1)]
+
+        def read(number: int) -> RowsReply:
+            return replies[number & 1]
+
+        return read
+
+    def rows(self, segment: Segment, number: int) -> RowsReply:
+        """Return the arrays of the bank that holds the reply to ``number``."""
+        bank = segment.banks[number & 1]
+        leaves = leaf_arrays(self.space, bank) if self.has_rows else []
+        return RowsReply(leaves, bank.rewards, bank.terminated, bank.truncated)
+
+    def row(self, segment: Segment, number: int, slot: int) -> Any:
+        """Return a copy of one slot's observation in the reply to ``number``."""
+        return row_of(nested(self.space, leaf_arrays(self.space, segment.banks[number & 1])), slot)
+
+
+Codec = ExactCodec | RowsCodec
+
+
+def codec_of(description: Description, exact: bool, space: Any = None) -> Codec:
+    """Return the codec for envs that describe themselves so."""
+    return ExactCodec(description) if exact else RowsCodec(description, space)

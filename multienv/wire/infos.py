@@ -1,0 +1,234 @@
+"""What a reply carries beside its rows: infos, failures, states of generators.
+
+Infos of numbers travel as numbers: to pickle and merge those of HalfCheetah takes as long as two of its steps.
+Names and types of the columns go with them, so that a reply can be read whatever was read before it. All else is
+pickled, each slot's info by itself, while the slot is marked: an info that cannot be pickled, or that kills the
+process, costs its own env alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from multienv.wire.messages import Failure, foreign
+
+# First byte of infos that are numbers. Pickles begin with 0x80.
+_NUMBERS = 1
+_HEAD = struct.Struct("<BxHI")  # that byte; bytes of the names; slots
+_CELL = 8
+# Exact types, in the order of their codes, and how a value is laid out in 8 bytes.
+_FORMATS: dict[type, str] = {
+    float: "d",
+    int: "q",
+    bool: "?7x",
+    np.float64: "d",
+    np.float32: "f4x",
+    np.int64: "q",
+    np.int32: "i4x",
+    np.uint8: "B7x",
+}
+_TYPES = list(_FORMATS)
+_CODES = {kind: code for code, kind in enumerate(_TYPES)}
+_PLAIN = frozenset((float, int, bool))
+NUMBERS, _STRINGS = frozenset(_TYPES), frozenset((str,))
+# What gymnasium merges in a way of its own.
+_SPECIAL = ("final_obs", "final_info")
+
+Infos = Sequence[tuple[int, Mapping[str, Any]]]  # slot and info
+
+
+class Columns:
+    """The keys of an info, and the types of its values, both in its order."""
+
+    def __init__(self, keys: tuple[str, ...], types: tuple[type, ...]) -> None:
+        self.keys, self.types = keys, types
+        self.formats = "".join([_FORMATS[kind] for kind in types])
+        self.row = struct.Struct(f"={self.formats}")
+
+    def info(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return an info, each value of the type that it had."""
+        return {
+            key: value if kind in _PLAIN else kind(value)
+            for key, kind, value in zip(self.keys, self.types, values, strict=True)
+        }
+
+
+class NumberInfos:
+    """Slot and info of all slots, unpacked only when gone through.
+
+    Attributes:
+        columns: What the infos have in common; the same object for infos of the same keys and types.
+        rows: The numbers.
+    """
+
+    __slots__ = ("columns", "rows")
+
+    def __init__(self, columns: Columns, rows: bytes) -> None:
+        self.columns, self.rows = columns, rows
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield slot and info."""
+        for slot, values in enumerate(self.columns.row.iter_unpack(self.rows)):
+            yield slot, self.columns.info(values)
+
+
+@dataclass(slots=True)
+class Extras:
+    """What a reply carries beside its rows.
+
+    Attributes:
+        infos: Slot and info of those that have one.
+        failures: What the envs have raised, by slot.
+        observations: By slot, pickled each by itself, where observations have no fixed layout; else ``None``.
+        generators: State of the random generators before a reset that asked for it; or ``b""``.
+    """
+
+    infos: NumberInfos | list[tuple[int, Any]] = field(default_factory=list)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    observations: list[bytes] | None = None
+    generators: bytes = b""
+
+
+# --- the worker's end -------------------------------------------------------------------------
+
+
+class InfoPacker:
+    """Packs the infos of one reply.
+
+    Args:
+        slots: Number of envs.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._head = b""
+        self._keys: list[str] = []  # those of the last infos and their types, slot after slot
+        self._types: list[type] = []
+        self._pack = struct.Struct("").pack
+
+    def numbers(self, infos: Infos) -> bytes:
+        """Pack infos as numbers; ``b""`` unless all slots have numbers of the same names and types."""
+        if len(infos) != self._slots:
+            return b""
+        try:  # keys, values and types may be foreign
+            dicts = [info for _, info in infos]
+            keys = list(chain.from_iterable(dicts))
+            values = list(chain.from_iterable([info.values() for info in dicts]))
+            types = list(map(type, values))
+            if not _STRINGS.issuperset(map(type, keys)):
+                return b""
+            if (keys != self._keys or types != self._types) and not self._learn(dicts[0], keys, types):
+                return b""
+            return self._head + self._pack(*values)
+        except Exception:  # also a number of more than 64 bits
+            return b""
+
+    def _learn(self, first: Mapping[str, Any], keys: list[str], types: list[type]) -> bool:
+        own, names = types[: len(first)], tuple(first)
+        # No key is twice in a dict: where all come again in the same order, each dict has them once.
+        if keys != [*names] * self._slots or types != own * self._slots or not NUMBERS.issuperset(own):
+            return False
+        if not all(key and key[0] != "_" and key not in _SPECIAL for key in names):
+            return False
+        named = pickle.dumps((names, bytes([_CODES[kind] for kind in own])), protocol=5)
+        if len(named) > 0xFFFF:
+            return False
+        self._head = _HEAD.pack(_NUMBERS, len(named), self._slots) + named
+        self._pack = struct.Struct("=" + Columns(names, tuple(own)).formats * self._slots).pack
+        self._keys, self._types = keys, types
+        return True
+
+
+def pack_extras(infos: Sequence[tuple[int, bytes]], failures: Mapping[int, Failure], generators: bytes = b"") -> bytes:
+    """Pack slots with their pickled infos, failures and the state of generators."""
+    if not infos and not failures and not generators:
+        return b""
+    return pickle.dumps((list(infos), dict(failures), generators), protocol=5)
+
+
+# --- the trainer's end ------------------------------------------------------------------------
+
+
+class Illegible(Exception):  # noqa: N818 - internal
+    """What the env returned was pickled and cannot be unpickled here."""
+
+
+@lru_cache(maxsize=256)
+def _named(names: bytes) -> Columns:
+    keys, codes = pickle.loads(names)
+    return Columns(keys, tuple(_TYPES[code] for code in codes))
+
+
+def unpack_extras(mail: bytes, start: int = 0) -> tuple[Extras, dict[int, Exception]]:
+    """Unpack what the mail of a reply holds from ``start`` on.
+
+    Returns:
+        What it holds, and for each slot whose info cannot be unpickled here why.
+    """
+    if len(mail) == start:
+        return Extras(), {}
+    if mail[start] == _NUMBERS:
+        _, length, _ = _HEAD.unpack_from(mail, start)
+        begin = start + _HEAD.size
+        return Extras(NumberInfos(_named(mail[begin : begin + length]), mail[begin + length :])), {}
+    pickled, failures, generators = pickle.loads(memoryview(mail)[start:])
+    infos: list[tuple[int, Any]] = []
+    illegible: dict[int, Exception] = {}
+    for slot, data in pickled:
+        try:
+            infos.append((slot, foreign(partial(pickle.loads, data), Illegible)))
+        except Illegible as error:
+            illegible[slot] = error
+    return Extras(infos, failures, None, generators), illegible
+
+
+class InfoMerger:
+    """Merges the infos of a batch as gymnasium merges them, if they are alike and hold only numbers.
+
+    Always in the same memory: to lay it out again takes longer than to copy what it holds.
+
+    Args:
+        count: Number of envs of the batch.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._every = np.ones(count, np.bool_)
+        self._columns: Columns | None = None
+        self._rows = memoryview(b"")
+        self._columns_of_batch: list[tuple[str, str, np.ndarray[Any, Any]]] = []  # key, that of its mask, values
+
+    def merged(self, parts: Sequence[Any]) -> dict[str, Any] | None:
+        """Return an array for each key, and a mask which is true; ``None``: the infos must be merged one by one."""
+        columns = None
+        for infos in parts:
+            if type(infos) is not NumberInfos or (columns is not None and columns is not infos.columns):
+                return None
+            columns = infos.columns
+        if columns is None:
+            return None
+        if columns is not self._columns:
+            self._lay_out(columns)
+        self._rows[:] = b"".join([infos.rows for infos in parts])
+        every, merged = self._every, {}
+        for key, mask, column in self._columns_of_batch:
+            merged[key], merged[mask] = column.copy(), every.copy()
+        return merged
+
+    def _lay_out(self, columns: Columns) -> None:
+        self._columns = None  # an interruption in here is not to leave it half done
+        count, size = len(self._every), columns.row.size
+        rows = bytearray(count * size)
+        self._columns_of_batch = [
+            (key, f"_{key}", np.ndarray((count,), kind, rows, place * _CELL, (size,)))
+            for place, (key, kind) in enumerate(zip(columns.keys, columns.types, strict=True))
+        ]
+        self._rows = memoryview(rows)
+        self._columns = columns

@@ -1,0 +1,163 @@
+"""Rows of a batch in a bank: how observations of any space are written to their row and read back.
+
+Observations of a nested space have an array for each leaf. A space whose values have no fixed size (Text, Graph,
+Sequence, OneOf, custom) has none: its observations travel as mail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gymnasium import spaces
+
+if TYPE_CHECKING:
+    from multienv.wire.banks import Bank
+
+Array = np.ndarray[Any, Any]
+WriteRow = Callable[[int, Any], None]  # row, observation
+
+_SOLID = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Discrete)
+# Channels that are copied one by one where they do not lie beside each other.
+_FEW = 8
+
+
+def has_rows(space: spaces.Space[Any]) -> bool:
+    """Tell whether observations of this space have arrays in a bank."""
+    # The exact type: a subclass may return anything.
+    if type(space) is spaces.Dict:
+        return all(map(has_rows, space.spaces.values()))
+    if type(space) is spaces.Tuple:
+        return all(map(has_rows, space.spaces))
+    return type(space) in _SOLID and space.dtype is not None and not space.dtype.hasobject
+
+
+def leaf_spaces(space: Any) -> list[Any]:
+    """Return the spaces that are not nested, in their order."""
+    if type(space) is spaces.Dict:
+        return [leaf for member in space.spaces.values() for leaf in leaf_spaces(member)]
+    if type(space) is spaces.Tuple:
+        return [leaf for member in space.spaces for leaf in leaf_spaces(member)]
+    return [space]
+
+
+def row_bytes(space: Any) -> tuple[int, ...]:
+    """Return for each leaf the bytes of one row."""
+    return tuple(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaf_spaces(space))
+
+
+def leaf_arrays(space: Any, bank: Bank) -> list[Array]:
+    """Return for each leaf its array in a bank."""
+    return [bank.leaf(place, leaf.shape, leaf.dtype) for place, leaf in enumerate(leaf_spaces(space))]
+
+
+def nested(space: Any, leaves: Iterable[Any]) -> Any:
+    """Return leaves, one for each leaf of the space, in the structure of the space."""
+    return _nested(space, iter(leaves))
+
+
+def _nested(space: Any, rest: Iterator[Any]) -> Any:
+    if type(space) is spaces.Dict:
+        return {key: _nested(member, rest) for key, member in space.spaces.items()}
+    if type(space) is spaces.Tuple:
+        return tuple(_nested(member, rest) for member in space.spaces)
+    return next(rest)
+
+
+def row_of(tree: Any, row: int) -> Any:
+    """Return a copy of one row of nested arrays, in the type its space has."""
+    if isinstance(tree, dict):
+        return {key: row_of(member, row) for key, member in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(row_of(member, row) for member in tree)
+    value = tree[row]
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def row_writer(tree: Any) -> WriteRow:
+    """Return the function that writes one observation into its row of nested arrays."""
+    if isinstance(tree, dict):
+        by_key = {key: row_writer(member) for key, member in tree.items()}
+
+        def write_dict(row: int, value: Any) -> None:
+            for key, write in by_key.items():
+                write(row, value[key])
+
+        return write_dict
+    if isinstance(tree, tuple):
+        members = [row_writer(member) for member in tree]
+
+        def write_tuple(row: int, value: Any) -> None:
+            for write, item in zip(members, value, strict=True):
+                write(row, item)
+
+        return write_tuple
+    return _array_row_writer(tree)
+
+
+def _array_row_writer(array: Array) -> WriteRow:
+    dtype, shape, ndarray = array.dtype, array.shape[1:], np.ndarray
+    few = shape[-1] if len(shape) > 2 and shape[-1] <= _FEW else 0
+    pixel = array.strides[-2:]  # where the channels lie beside each other, and the pixels
+
+    def write(row: int, value: Any) -> None:
+        if type(value) is not ndarray or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
+            value = _fitting(value, dtype, shape)
+        if few and value.strides[-2:] != pixel:
+            # A stack of frames whose axis was moved to the end: numpy would copy it a few bytes at a time.
+            target = array[row]
+            for channel in range(few):
+                target[..., channel] = value[..., channel]
+        else:
+            array[row] = value
+
+    return write
+
+
+def _fitting(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return what ``np.stack`` would make of it; raises for another shape or a type that loses more than precision."""
+    array = np.asarray(value)
+    if array.shape != shape:
+        raise ValueError(
+            f"An observation has shape {array.shape}; the env's observation space wants {shape}. Mend the env, or its "
+            "observation_space."
+        )
+    same_kind = np.can_cast(array.dtype, dtype, "same_kind")
+    if not same_kind and not (isinstance(value, int) and _holds(dtype, value)):
+        raise TypeError(
+            f"An observation has dtype {array.dtype}; the env's observation space wants {dtype}. Mend the env, or its "
+            "observation_space."
+        )
+    fitting: Array = array.astype(dtype, copy=False)
+    return fitting
+
+
+def _holds(dtype: np.dtype[Any], value: int) -> bool:
+    return np.issubdtype(dtype, np.integer) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+
+
+class Cell:
+    """Takes an observation that is assigned to all of it, as a memoryview of a row does."""
+
+    __slots__ = ("_row", "_write")
+
+    def __init__(self, write: WriteRow, row: int) -> None:
+        self._write, self._row = write, row
+
+    def __setitem__(self, whole: slice, observation: Any) -> None:
+        """Write the observation into the row."""
+        self._write(self._row, observation)
+
+
+def cells(tree: Any, slots: int) -> list[Any]:
+    """Return for each row what an observation is assigned to.
+
+    A memoryview takes what has its very format and shape, and refuses anything else, in half the time that it takes to
+    ask; but it knows one dimension only. What it refuses may fit all the same: see :func:`row_writer`.
+    """
+    if isinstance(tree, np.ndarray) and tree.ndim == 2 and tree.dtype.isnative:
+        return [row.data for row in tree]
+    write = row_writer(tree)
+    return [Cell(write, row) for row in range(slots)]

@@ -1,0 +1,186 @@
+"""The shared memory of one worker process: control words, two banks, mail.
+
+One file without a name (``memfd_create``) that the trainer and one process map::
+
+    0         control words: a cache line for each word that one side writes while the other looks
+    1024      two small banks, for requests that are sent before the layout is known
+    4096      two banks with the layout of the envs, used in turn
+    2**40 …   mail: what has no fixed size, written and read with ``pwrite`` and ``pread``
+
+Nothing in here is used up by reading it: an interrupted reader reads once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from multienv.wire.banks import SMALL, Bank
+
+if TYPE_CHECKING:
+    from multienv.wire.banks import BankLayout
+
+# What the kernel's list of mappings calls the segment.
+SHARED_NAME = "multienv"
+CONTROL_SIZE = 4096
+_SMALL_BANKS = 1024
+
+# Words of 8 bytes; a cache line has 8 of them. Each is written by the side that is named.
+REQUEST = 0  # number of the newest request (trainer)
+REPLY = 8  # number of the newest request that has been answered (worker)
+WORKER_SLEEPS = 16  # 1: the worker is about to block on the pipe (worker)
+TRAINER_SLEEPS = 24  # 1: the trainer is about to block on the pipe (trainer)
+BUSY = 32  # number of the request being executed; 0: none (worker)
+SLOT = 33  # 1 + the slot of the env that is being called; 0: none (worker)
+RESETTING = 2**32  # added to SLOT while that env is being reset
+REPLAYING = 34  # 1 + the index of the request inside a replay (worker)
+REPLY_MAIL = 40  # and 41: bytes of mail with the reply of an even and of an odd request (worker)
+REQUEST_MAIL = 48  # and 49: bytes of mail with an even and with an odd request (trainer)
+CORE = 50  # 1 + the core to run on while steps are short; 0: any (trainer)
+LOOKS = 51  # 1: look for the next request before going to sleep (trainer)
+PID = 56  # the process that serves this segment (worker)
+SNAPSHOTS = 57  # forked snapshots it has taken (worker)
+OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
+STEP_SECONDS = 59  # float64: env time of a step, smoothed; 0: not known (worker)
+
+_MAIL = 2**40
+_AREA = 2**36
+_UNUSED = 2**42
+_LARGE = 2**20
+
+
+class Segment:
+    """Maps the memory that the trainer shares with one process.
+
+    Args:
+        descriptor: The file, which becomes the segment's to close; -1: memory of this process alone.
+
+    Attributes:
+        descriptor: To be handed to the process.
+        words: The control words as integers.
+        times: The same memory as float64.
+        layout: Layout of the banks; the small one until :meth:`lay_out`.
+        banks: For even and for odd requests.
+    """
+
+    __slots__ = ("_control", "_large", "_letters", "_memory", "banks", "descriptor", "layout", "times", "words")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        if descriptor >= 0 and os.fstat(descriptor).st_size < CONTROL_SIZE:
+            os.ftruncate(descriptor, CONTROL_SIZE)
+        self._control: mmap.mmap | None = mmap.mmap(descriptor, CONTROL_SIZE)
+        self._memory: mmap.mmap | None = None
+        self._letters: dict[int, bytes] = {}  # mail, where there is no file
+        self._large = False
+        view = memoryview(self._control)
+        self.words, self.times = view.cast("q"), view.cast("d")
+        self.layout = SMALL
+        self.banks: tuple[Bank, ...] = tuple(Bank(SMALL, view, _SMALL_BANKS + side * SMALL.size) for side in (0, 1))
+
+    @classmethod
+    def create(cls) -> Segment:
+        """Make a segment that can be handed to another process."""
+        descriptor = anonymous_file()
+        try:
+            return cls(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def lay_out(self, layout: BankLayout) -> None:
+        """Use banks with this layout for all requests from now on; both sides call this with equal layouts."""
+        if self.descriptor < 0 and layout == self.layout:
+            return  # trainer and host share this very object
+        size = CONTROL_SIZE + 2 * layout.size
+        if self.descriptor >= 0 and os.fstat(self.descriptor).st_size < size:
+            # A byte written behind the banks only ever makes the file longer. Both sides may do it at the same time.
+            os.pwrite(self.descriptor, b"\0", size)
+        memory = mmap.mmap(self.descriptor, size)
+        view = memoryview(memory)
+        banks = tuple(Bank(layout, view, CONTROL_SIZE + side * layout.size) for side in (0, 1))
+        self._memory, self.layout, self.banks = memory, layout, banks
+
+    # --- mail -------------------------------------------------------------------------------------
+
+    def write_request_mail(self, number: int, data: bytes) -> None:
+        """Put what request ``number`` carries beside its bank where the process finds it."""
+        self._write(number & 1, data)
+        self.words[REQUEST_MAIL + (number & 1)] = len(data)
+
+    def read_request_mail(self, number: int) -> bytes:
+        """Return what request ``number`` carries beside its bank."""
+        return self._read(number & 1, self.words[REQUEST_MAIL + (number & 1)])
+
+    def write_reply_mail(self, number: int, data: bytes) -> None:
+        """Put what the reply to request ``number`` carries beside its bank where the trainer finds it."""
+        self._write(2 + (number & 1), data)
+        self.words[REPLY_MAIL + (number & 1)] = len(data)
+
+    def read_reply_mail(self, number: int) -> bytes:
+        """Return what the reply to request ``number`` carries beside its bank."""
+        return self._read(2 + (number & 1), self.words[REPLY_MAIL + (number & 1)])
+
+    def _write(self, area: int, data: bytes) -> None:
+        if self.descriptor < 0:
+            self._letters[area] = data
+            return
+        rest, place = memoryview(data), _MAIL + area * _AREA
+        while rest:
+            written = os.pwrite(self.descriptor, rest, place)
+            rest, place = rest[written:], place + written
+
+    def _read(self, area: int, length: int) -> bytes:
+        if self.descriptor < 0:
+            return self._letters.get(area, b"")[:length]
+        self._large |= length > _LARGE
+        place = _MAIL + area * _AREA
+        data = os.pread(self.descriptor, length, place)
+        while len(data) < length:  # the kernel hands out 2 GiB at a time
+            more = os.pread(self.descriptor, length - len(data), place + len(data))
+            if not more:
+                raise EOFError(f"{length} bytes of mail were announced, {len(data)} are there")
+            data += more
+        return data
+
+    def drop_large_mail(self) -> None:
+        """Give back the memory of mail larger than 1 MiB; called by the trainer while nothing is pending."""
+        if self._large:
+            self._large = False
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.descriptor, CONTROL_SIZE + 2 * self.layout.size)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory stays mapped. Until Python 3.13 a mapping has a descriptor of its own."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def unmap(self) -> None:
+        """Close the descriptor and let go of the memory; the control words stay readable as they were last.
+
+        The memory goes with the last array or view that looks into it: a caller may have been handed one. An error that
+        the caller keeps refers to this object, by the frames of its traceback, but not to the memory any more.
+        """
+        self.close()
+        if self._control is not None:
+            view = memoryview(bytearray(self.words))
+            self.words, self.times, self.banks = view.cast("q"), view.cast("d"), ()
+            self._control = self._memory = None  # last: an interruption leaves all to do again
+
+
+def anonymous_file() -> int:
+    """Return a descriptor of memory, or of a file, that has no name: nothing to leak when a process is killed."""
+    if sys.platform == "linux":
+        descriptor = os.memfd_create(SHARED_NAME, os.MFD_CLOEXEC)
+    else:
+        descriptor, path = tempfile.mkstemp(prefix=f"{SHARED_NAME}-")
+        Path(path).unlink()
+    # An env that writes to descriptors which are not its own writes where nobody reads.
+    os.lseek(descriptor, _UNUSED, os.SEEK_SET)
+    return descriptor

@@ -1,0 +1,230 @@
+"""The envs of one worker: built, reset, called one after the other; the one being called is marked by its slot.
+
+How steps are answered is not here: see ``exact`` for one env whose values travel as they are, ``rows`` for a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import BuiltinMethodType, MethodType, ModuleType
+from typing import Any, NoReturn
+
+import cloudpickle
+import gymnasium
+
+from multienv.wire.messages import Build, Call, Description, Failure, Method, dumps
+from multienv.wire.segment import RESETTING, SLOT
+from multienv.worker import seeding, states
+from multienv.worker.failures import failure_of, not_picklable, wrong_result
+
+Step = Callable[[Any], Any]
+
+
+class EnvGroup:
+    """Holds the envs of a worker, one for each slot.
+
+    Args:
+        envs: The envs, built.
+        message: How they were asked for.
+        words: Control words, where the slot that is called is marked.
+
+    Attributes:
+        calls: For each slot what a step calls: the env's ``step``, or what stands in its place once the episode has
+            ended. The list stays the same object.
+        words: To be replaced when the envs move to another segment.
+    """
+
+    def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]], message: Build, words: Any) -> None:
+        self.envs = list(envs)
+        self.slots = len(self.envs)
+        self.exact = message.exact
+        self.autoreset = message.autoreset
+        self.truncates_errors = message.truncates_errors
+        self.observation_space = envs[0].observation_space if message.space is None else message.space
+        self.action_space = envs[0].action_space
+        self.words = words
+        self._draws = message.draws
+        self._steps: list[Step] = []
+        self._begun = [False] * self.slots  # it has been reset
+        self._attempts = [0] * self.slots  # resets before that
+        self._ended = [not message.exact] * self.slots
+        self._beginnings: list[states.Beginning | None] = [None] * self.slots  # the last reset that was asked for
+        self.calls: list[Step] = []
+        self.update_calls()
+
+    def describe(self) -> Description:
+        """Return the spaces of all envs, and what else the first one tells of itself."""
+        first = self.envs[0]
+        return Description(
+            spaces=tuple((env.observation_space, env.action_space) for env in self.envs),
+            metadata=dict(first.metadata or {}),
+            spec=first.spec,
+            render_mode=first.render_mode,
+        )
+
+    def close(self) -> None:
+        """Close all envs, also if one raises."""
+        with contextlib.ExitStack() as stack:
+            for env in self.envs:
+                stack.callback(env.close)
+
+    # --- episodes ---------------------------------------------------------------------------------
+
+    def update_calls(self) -> None:
+        """Look up each env's ``step``: some envs set it anew, one for each phase."""
+        self._steps = [env.step for env in self.envs]
+        self.calls[:] = [self._call_after_end(slot) if ended else step for slot, (ended, step) in self._each_step()]
+
+    def calls_are_current(self) -> bool:
+        """Tell whether each env's ``step`` is what it was; looked at after each request that is not a step."""
+        with contextlib.suppress(Exception):  # foreign code
+            return [env.step for env in self.envs] == self._steps
+        return True
+
+    def _each_step(self) -> Iterable[tuple[int, tuple[bool, Step]]]:
+        return enumerate(zip(self._ended, self._steps, strict=True))
+
+    def begin(self, slot: int, **arguments: Any) -> tuple[Any, Any]:
+        """Reset the env of a slot; return observation and info.
+
+        Args:
+            slot: Which.
+            arguments: ``seed`` and ``options`` where the caller resets; none where the worker resets by itself.
+        """
+        env = self.envs[slot]
+        self.words[SLOT] = slot + 1 + RESETTING
+        if not self._begun[slot]:
+            if arguments.get("seed") is None and self._draws and not seeding.has_generator(env):
+                arguments["seed"] = seeding.drawn_seed(self._draws[slot], self._attempts[slot])
+            self._attempts[slot] += 1
+        if arguments:
+            self._beginnings[slot] = arguments.get("seed"), arguments.get("options")
+        result = env.reset(**arguments)
+        try:
+            observation, info = result
+        except (TypeError, ValueError):
+            raise wrong_result("reset", "observation, info", result) from None
+        self._begun[slot], self._ended[slot] = True, False
+        self.calls[slot] = self._steps[slot]
+        return observation, info
+
+    def end(self, slot: int) -> None:
+        """Note that the episode of a slot has ended."""
+        self._ended[slot] = True
+        self.calls[slot] = self._call_after_end(slot)
+
+    def _call_after_end(self, slot: int) -> Step:
+        return partial(self._begin_by_step, slot) if self.autoreset in {"NEXT_STEP", "SAME_STEP"} else _refuse
+
+    def _begin_by_step(self, slot: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
+        observation, info = self.begin(slot)
+        return observation, 0.0, False, False, info
+
+    # --- calls and attributes ---------------------------------------------------------------------
+
+    def call(self, message: Call) -> bytes:
+        """Call a method of each env, or read an attribute that is not callable; as :meth:`each`."""
+        return self.each(message.name, message.slots, lambda place, env: _call_by_name(env, message))
+
+    def get(self, name: str, slots: Sequence[int] | None) -> bytes:
+        """Read an attribute of each env or of a wrapper of it; as :meth:`each`."""
+
+        def read(place: int, env: Any) -> Any:
+            value = env.get_wrapper_attr(name)
+            return Method() if _is_method(value) else value
+
+        return self.each(name, slots, read)
+
+    def each(self, name: str, slots: Sequence[int] | None, ask: Callable[[int, Any], Any]) -> bytes:
+        """Ask each env something; an exception of one keeps none of the others from being asked.
+
+        Args:
+            name: Of the method or attribute, for errors.
+            slots: Which envs; ``None``: all.
+            ask: Called with the place in ``slots`` and the env.
+
+        Returns:
+            A pickle: the list of answers, each pickled by itself (``None``: it failed), and failures by slot.
+        """
+        values: list[bytes | None] = []
+        failures: dict[int, Failure] = {}
+        for place, slot in enumerate(range(self.slots) if slots is None else slots):
+            self.words[SLOT] = slot + 1
+            values.append(None)
+            try:
+                value = ask(place, self.envs[slot])
+                try:
+                    values[place] = dumps(value)
+                except Exception as error:
+                    raise not_picklable(name, error) from error
+            except Exception as error:
+                failures[slot] = failure_of(error)
+        self.words[SLOT] = 0
+        return pickle.dumps((values, failures), protocol=5)
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def capture_generators(self) -> bytes:
+        """Return the state of all random generators, and which envs have been reset."""
+        return pickle.dumps((self._begun, self._attempts, seeding.capture(self.envs)), protocol=5)
+
+    def restore_generators(self, data: bytes) -> None:
+        """Put back what :meth:`capture_generators` returned."""
+        begun, attempts, generators = pickle.loads(data)
+        self._begun[:], self._attempts[:] = begun, attempts
+        seeding.restore(self.envs, generators)
+
+    def capture_state(self) -> bytes:
+        """Return the state of all envs and random generators.
+
+        Raises:
+            NotCapturable: The state of an env cannot be had.
+        """
+        captured = []
+        for slot, env in enumerate(self.envs):
+            self.words[SLOT] = slot + 1
+            captured.append(states.capture(env))
+        self.words[SLOT] = 0
+        # By cloudpickle: options of a reset may be anything.
+        data: bytes = cloudpickle.dumps((self._beginnings, self._ended, captured, self.capture_generators()))
+        return data
+
+    def restore_state(self, data: bytes, actions: Sequence[Any]) -> None:
+        """Put back what :meth:`capture_state` returned, into newly built envs.
+
+        Args:
+            data: The state.
+            actions: The last action of each env; empty: there was none.
+        """
+        self._beginnings, self._ended, captured, generators = pickle.loads(data)
+        for slot, env in enumerate(self.envs):
+            self.words[SLOT] = slot + 1
+            states.warm_up(env, self._beginnings[slot], actions[slot : slot + 1])
+            states.restore(env, captured[slot])
+        self.words[SLOT] = 0
+        self.restore_generators(generators)
+        self.update_calls()
+
+
+def _refuse(action: Any) -> NoReturn:
+    raise gymnasium.error.ResetNeeded("The episode of this env has ended. Call reset() before the next step().")
+
+
+def _call_by_name(env: Any, message: Call) -> Any:
+    name, *inside = message.name.split(".")
+    attribute = env.get_wrapper_attr(name)
+    for name in inside:
+        attribute = getattr(attribute, name)
+    return attribute(*message.args, **(message.kwargs or {})) if callable(attribute) else attribute
+
+
+def _is_method(value: Any) -> bool:
+    """Tell whether calling a copy of ``value`` would call a method of a copy."""
+    while isinstance(value, partial):
+        value = value.func
+    return isinstance(value, MethodType | BuiltinMethodType) and not isinstance(
+        value.__self__, type | ModuleType | None
+    )

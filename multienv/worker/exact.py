@@ -1,0 +1,245 @@
+"""The worker's half of the exact codec: one env, whose values reach the trainer as the env returned them.
+
+What does not fit the bank to the bit (another dtype, shape or type than the space says) is pickled: the reply is then
+irregular, and what was pickled is its evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from multienv.wire.actions import INT, action_decoder
+from multienv.wire.banks import ABSENT, ENDED, HEAD, IRREGULAR, STEP, STEPPED, digester
+from multienv.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_TAGS
+from multienv.wire.infos import InfoPacker, pack_extras
+from multienv.wire.layout import Layout, layout_of
+from multienv.wire.messages import Reset, dumps
+from multienv.wire.rows import row_writer
+from multienv.wire.segment import BUSY, REPLY_MAIL, SLOT, Segment
+from multienv.worker.env_group import EnvGroup
+from multienv.worker.failures import not_picklable, wrong_result
+from multienv.worker.replies import U32, answer, answer_failure
+
+Handle = Callable[[int], None]
+
+STEP_RESULT = "observation, reward, terminated, truncated, info"
+_ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
+_FLAGS = (bool, np.bool_)
+
+
+class ExactStepper:
+    """Steps one env and writes what it returns.
+
+    Args:
+        group: Holds the env.
+        segment: With banks that are laid out for it.
+    """
+
+    def __init__(self, group: EnvGroup, segment: Segment) -> None:
+        self._group, self._segment = group, segment
+        self._decode = action_decoder(group.action_space, segment)
+        self._layout = layout_of(group.observation_space)
+        self._packer = InfoPacker(1)
+        self._digests = [
+            None if bank.digests is None else digester(bank.digests, [bank.leaf(0, bank.layout.leaf_bytes, np.uint8)])
+            for bank in segment.banks
+        ]
+
+    def actions(self, number: int) -> list[Any]:
+        """Return the action in the bank of request ``number``, which is a step."""
+        return [self._decode(number, self._segment.banks[number & 1].view[1] & ~ABSENT)]
+
+    def compile(self, otherwise: Handle, last: list[int]) -> Handle:
+        """Return the function that executes any request.
+
+        One function for a step, because each call, and each object that it touches, counts here.
+
+        Args:
+            otherwise: Executes a request that is not a step.
+            last: Its only item becomes the number of each step.
+        """
+        segment, calls, decode, write, skip = self._segment, self._group.calls, self._decode, self._write, self._skip
+        words, ndarray, whole = segment.words, np.ndarray, slice(None)
+        is_integer = type(self._group.action_space) is spaces.Discrete
+        targets: list[tuple[Any, ...]] = [
+            (
+                bank.view,
+                bank.view[HEAD.size : HEAD.size + 8].cast("q") if is_integer else None,
+                cell,
+                bank.rewards.data,
+                # All flags as one integer. An earlier request, or the trainer, may have set one.
+                bank.view[bank.layout.terminated : bank.layout.terminated + 8].cast("q"),
+                digest,
+                REPLY_MAIL + side,
+            )
+            for side, (bank, cell, digest) in enumerate(zip(segment.banks, self._cells(), self._digests, strict=True))
+        ]
+
+        def handle(number: int) -> None:
+            side = number & 1
+            view, integer, cell, rewards, set_flags, digest, mail = targets[side]
+            if view[0] != STEP:
+                otherwise(number)
+                return
+            words[BUSY] = number
+            words[SLOT] = 1
+            try:
+                tag = view[1]
+                if tag & ABSENT:
+                    skip(number)
+                else:
+                    result = calls[0](integer[0] if tag == INT else decode(number, tag))
+                    try:
+                        observation, reward, terminated, truncated, info = result
+                    except (TypeError, ValueError):
+                        raise wrong_result("step", STEP_RESULT, result) from None
+                    if (
+                        info
+                        or terminated is not False
+                        or truncated is not False
+                        or type(reward) is not float
+                        or type(observation) is not ndarray
+                        or set_flags[0]
+                    ):
+                        write(number, observation, reward, terminated, truncated, info)
+                    else:
+                        try:
+                            cell[whole] = observation
+                        except (TypeError, ValueError):  # it may fit all the same
+                            write(number, observation, reward, terminated, truncated, info)
+                        else:
+                            rewards[0] = reward
+                            if digest is not None:
+                                digest()
+                            if words[mail]:
+                                words[mail] = 0
+            except Exception as error:
+                answer_failure(segment, number, error)
+            last[0] = number
+            words[SLOT] = 0
+            words[BUSY] = 0
+
+        return handle
+
+    def reset(self, number: int, message: Reset) -> None:
+        """Execute a reset. Raises what the env raises."""
+        group = self._group
+        if message.generators is not None:
+            group.restore_generators(message.generators)
+        generators = group.capture_generators() if message.anchor else b""
+        bank = self._segment.banks[number & 1]
+        if (bank.view[1] & ABSENT and bank.absent[0]) or not message.touches(0):
+            self._skip(number, generators)
+            return
+        observation, info = group.begin(0, seed=message.seeds[0], options=message.options[0])
+        self._write(number, observation, 0.0, False, False, info, generators)
+
+    def _skip(self, number: int, generators: bytes = b"") -> None:
+        """Reply for an env that is absent from the request, whose episode ends; its row is blank."""
+        self._group.end(0)
+        side = number & 1
+        bank = self._segment.banks[side]
+        self._blank(side)
+        bank.rewards[0], bank.terminated[0], bank.truncated[0] = 0.0, False, False
+        answer(self._segment, number, STEPPED, pack_extras([], {}, generators))
+
+    def _cells(self) -> list[Any]:
+        """Return for each bank what an array is assigned to; it raises ValueError if the array does not fit."""
+        space: Any = self._group.observation_space
+        if self._layout is None or type(space) not in _ARRAYS:
+            return [None, None]
+        arrays = [bank.leaf(0, space.shape, space.dtype) for bank in self._segment.banks]
+        if len(space.shape) == 1 and space.dtype.isnative:
+            # A memoryview takes what has its very format and shape, in half the time that it takes to ask for both.
+            return [array[0].data for array in arrays]
+        return [_Cell(self._layout, array) for array in arrays]
+
+    def _write(
+        self,
+        number: int,
+        observation: Any,
+        reward: Any,
+        terminated: Any,
+        truncated: Any,
+        info: Any,
+        generators: bytes = b"",
+    ) -> None:
+        """Write the reply to a step or a reset, whatever the env has returned."""
+        side = number & 1
+        bank, flags, evidence = self._segment.banks[side], 0, b""
+        tag = REWARD_TAGS.get(type(reward))
+        regular = (
+            tag is not None
+            and (tag < INTEGER_REWARDS or -EXACT_INTEGER <= reward <= EXACT_INTEGER)
+            and type(terminated) in _FLAGS
+            and type(truncated) in _FLAGS
+            and self._put(side, observation)
+        )
+        if not regular:
+            tag, flags = 0, IRREGULAR
+            evidence = _pickled((observation, reward, terminated, truncated))
+        bank.rewards[0] = reward if regular else _number(reward)
+        bank.terminated[0], bank.truncated[0] = terminated, truncated = bool(terminated), bool(truncated)
+        if terminated or truncated:
+            flags |= ENDED
+        rest = b""
+        if info or generators:
+            rest = b"" if generators else self._packer.numbers([(0, info)])
+            rest = rest or pack_extras([(0, _pickled(info))] if info else [], {}, generators)
+        view = bank.view
+        HEAD.pack_into(view, 0, view[0], view[1], STEPPED, flags, tag, number & U32, len(evidence))
+        self._segment.write_reply_mail(number, evidence + rest)
+
+    def _put(self, side: int, observation: Any) -> bool:
+        """Write an observation to the bank, if it fits to the bit."""
+        layout = self._layout
+        if layout is None or not layout.fits(observation):
+            return False
+        bank, digest = self._segment.banks[side], self._digests[side]
+        if not layout.solid:
+            self._blank(side)
+        layout.write(observation, bank.view, bank.layout.leaves[0])
+        if digest is not None:
+            digest()
+        return True
+
+    def _blank(self, side: int) -> None:
+        bank = self._segment.banks[side]
+        if self._layout is not None:
+            start = bank.layout.leaves[0]
+            bank.view[start : start + self._layout.size] = bytes(self._layout.size)
+        if bank.digests is not None:
+            bank.digests[0] = 0  # as of zeros
+
+
+class _Cell:
+    """Takes an array that is assigned to all of it; raises ValueError if it does not fit to the bit."""
+
+    __slots__ = ("_fits", "_write")
+
+    def __init__(self, layout: Layout, array: Any) -> None:
+        self._fits, self._write = layout.fits, row_writer(array)
+
+    def __setitem__(self, whole: slice, value: Any) -> None:
+        if not self._fits(value):
+            raise ValueError
+        self._write(0, value)
+
+
+def _number(reward: Any) -> float:
+    """Return about what a reward is, as evidence where the rest is too large to be kept; 0.0 for no number."""
+    try:
+        return float(reward)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return dumps(value)
+    except Exception as error:
+        raise not_picklable("step", error) from error

@@ -1,0 +1,118 @@
+"""Invariant 10: each worker has its own, recorded seeds for ``random`` and ``numpy.random``.
+
+Workers that are forked from one process share the state of both generators unless somebody sees to it. That they are
+recorded shows twice: in the crash report, and in a recovery after which the env draws what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faces import KINDS, Face, counts
+
+from kit import GlobalRandomEnv, Transition, assert_same_trajectory
+from multienv import AsyncSubprocessEnvManager, MultiEnv, RestartPolicy, SubprocessVectorEnv, create_subprocess_envs
+
+ENV = partial(GlobalRandomEnv, horizon=7)
+
+
+def draws_of_workers(kind: str, context: str, num_envs: int) -> list[tuple[float, float]]:
+    """Return a draw of ``random`` and one of ``numpy.random`` of each of so many workers."""
+    if kind == "manager":
+        with AsyncSubprocessEnvManager([ENV] * num_envs, context=context) as manager:
+            return [tuple(drawn) for drawn in manager.call("draws")]
+    if kind == "vector_env":
+        envs: Any = SubprocessVectorEnv([ENV] * num_envs, envs_per_worker=1, context=context)
+    else:
+        envs = MultiEnv(create_subprocess_envs([ENV] * num_envs, context=context))
+    try:
+        envs.reset(seed=[0] * num_envs)  # the env's own seed has nothing to do with it
+        return [tuple(drawn) for drawn in envs.call("draws")]
+    finally:
+        envs.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "context", "num_envs"),
+    [
+        ("multi_env", "forkserver", 4),
+        ("vector_env", "forkserver", 4),
+        ("manager", "forkserver", 3),
+        ("multi_env", "spawn", 2),
+    ],
+)
+def test_no_two_workers_share_a_global_generator(kind: str, context: str, num_envs: int) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    drawn = draws_of_workers(kind, context, num_envs) + draws_of_workers(kind, context, num_envs)
+    for draws in zip(*drawn, strict=True):
+        assert len(set(draws)) == 2 * num_envs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_generators_of_the_trainer_are_left_alone(kind: str) -> None:
+    random.seed(5)
+    np.random.seed(5)
+    expected = random.random(), np.random.random()
+    random.seed(5)
+    np.random.seed(5)
+    with Face(kind, [ENV] * 2) as face:
+        face.record(counts(9, 2), 0, lambda step: face.signal() if step == 5 else None)
+        assert face.losses() == 1
+    assert (random.random(), np.random.random()) == expected
+
+
+@pytest.mark.parametrize(
+    "policy", [RestartPolicy(snapshots=False), RestartPolicy(snapshot_every=3)], ids=["replay", "snapshot"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_recovery_a_worker_draws_what_it_would_have_drawn(
+    kind: str, policy: RestartPolicy, reports: Path
+) -> None:
+    with Face(kind, [ENV] * 2, restart=policy) as face:
+        records = face.record(counts(20, 2), 3, lambda step: face.signal() if step in (4, 16) else None)
+        after = face.call("draws")
+        assert face.losses() == 2
+        assert face.statistics()[0].exact_recoveries == 2
+    seeds = seeds_in(reports)
+    assert len(seeds) == 1
+    # The same in this process, under the seeds that the reports have.
+    ours = random.getstate(), np.random.get_state()
+    try:
+        expected, draws = again(seeds.pop(), face.num_envs if kind == "vector_env" else 1)
+    finally:
+        random.setstate(ours[0])
+        np.random.set_state(ours[1])
+    for record, own in zip(records, expected, strict=False):
+        assert_same_trajectory(record, own)
+    assert [tuple(one) for one in after][: len(draws)] == draws
+
+
+def seeds_in(reports: Path) -> set[tuple[int, int]]:
+    """Return the seeds of processes that the crash reports tell of, of env 0."""
+    found = [json.loads(path.read_text()) for path in reports.glob("*.json")]
+    assert found
+    return {tuple(report["build"]["seeds"]) for report in found}
+
+
+def again(seeds: tuple[int, int], num_envs: int) -> tuple[list[list[Transition]], list[tuple[float, float]]]:
+    """Do what the worker of env 0 did, with as many envs as it has, in this process."""
+    random.seed(seeds[0])
+    np.random.seed(seeds[1])
+    envs = [ENV() for _ in range(num_envs)]
+    records = []
+    for place, env in enumerate(envs):
+        records.append([Transition(env.reset(seed=3 + place)[0], is_reset=True)])
+    for row in counts(20, 2):
+        for env, record in zip(envs, records, strict=True):
+            if record[-1].ended:
+                record.append(Transition(env.reset()[0], is_reset=True))
+        for env, record, action in zip(envs, records, row, strict=False):
+            record.append(Transition(*env.step(action), action=action))
+    return records, [env.draws() for env in envs]

@@ -1,0 +1,164 @@
+"""Invariant 2: a run whose workers are killed at any moments is, to the bit, the run without kills.
+
+Observations, rewards, flags, infos, what calls return, and what the env draws from its generator afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ale_py
+import gymnasium
+import numpy as np
+import pytest
+from faces import Face, assert_as_without_losses, counts
+
+from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, first_difference
+from multienv import Deadlines, Recovery, RestartPolicy
+from multienv.testing import Killer
+
+POLICIES = {"snapshot": RestartPolicy(snapshot_every=4, backoff=0.0), "journal": RestartPolicy(snapshots=False)}
+
+
+class DrawingEnv(CounterEnv):
+    """Draws in its infos and in calls too; a short one and one of milliseconds, in which a kill can fall."""
+
+    def _info(self) -> dict[str, Any]:
+        return {"luck": float(self.np_random.normal())}
+
+    def draw(self, count: int = 1) -> float:
+        return float(self.np_random.random(count).sum())
+
+
+def run_program(face: Face, seed: int, goes_on: Callable[[int], bool]) -> list[Any]:
+    """Step, reset, call and set as the seed says; return all that was seen, and a draw from each env at the end."""
+    dice = random.Random(seed)
+    rows = face.reset(seed)
+    said: list[Any] = [[astuple(row) for row in rows]]
+    while goes_on(len(said)):
+        what = dice.choices(["step", "reset", "draw", "set"], [30, 1, 4, 2])[0]
+        actions, number = [np.int64(dice.randrange(4)) for _ in range(face.num_envs)], dice.randrange(1000)
+        ended = [row.ended for row in rows]
+        if any(ended):
+            begun = face.reset(mask=ended)
+            rows = [new if is_new else old for new, old, is_new in zip(begun, rows, ended, strict=True)]
+        elif what == "step":
+            rows = face.step(actions)
+        elif what == "reset":
+            rows = face.reset(number)
+        elif what == "set":
+            face.set_attr("offset", number / 8)
+        drawn = face.call("draw", number * 100) if what == "draw" else []
+        said.append([drawn, *map(astuple, rows)])
+    return [*said, face.call("draw", 3)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rung"),
+    [("subprocess_env", "journal"), ("multi_env", "snapshot"), ("vector_env", "journal"), ("vector_env", "snapshot")],
+)
+def test_a_program_with_kills_at_random_moments_is_the_program_without(kind: str, rung: str) -> None:
+    env_fns = [partial(DrawingEnv, horizon=9)] * 3
+    events: list[Any] = []
+    with Face(kind, env_fns, restart=POLICIES[rung], hooks=[events.append]) as face:
+        # Fewer kills than an innocent request is allowed to meet, so that nothing excuses a truncation.
+        with Killer(face.envs, interval=(0.01, 0.05), kills=5, seed=3) as killer:
+            seen = run_program(face, 6, lambda done: killer.delivered < 5)
+        recoveries = [event for event in events if isinstance(event, Recovery)]
+        assert len(recoveries) >= 2
+        assert {event.outcome for event in recoveries} == {"exact"}
+        quiet = gymnasium.vector.SyncVectorEnv(env_fns[: face.num_envs], autoreset_mode="Disabled")
+        expected = run_program(Face.around("vector_env", quiet, face.num_envs), 6, lambda done: done < len(seen) - 1)
+        quiet.close()
+    assert first_difference(seen, expected) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "manner"),
+    [
+        ("subprocess_env", "segv"),
+        ("multi_env", "exit"),
+        ("vector_env", "segv"),
+        ("subprocess_env", "SIGSTOP"),
+        ("multi_env", "hang_c"),
+        ("vector_env", "hang_c"),
+    ],
+)
+def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker: str) -> None:
+    env_fns: list[Any] = [CounterEnv, CounterEnv, CounterEnv]
+    if manner != "SIGSTOP":
+        env_fns[kind != "subprocess_env"] = partial(FaultyEnv, fault=Fault(manner, "step", at=14, once=marker))
+    with Face(kind, env_fns, deadlines=Deadlines(step=0.6), restart=POLICIES["journal"]) as face:
+        actions = counts(25)
+        stop = partial(face.signal, signal.SIGSTOP)
+        records = face.record(actions, 8, lambda step: stop() if (manner, step) == ("SIGSTOP", 14) else None)
+        assert manner == "SIGSTOP" or Path(marker).exists()
+        assert face.losses() == 1
+        assert_as_without_losses(face, records, actions, 8)
+
+
+class DiesAgain(CounterEnv):
+    """Dies at its sixth step, and its successor at the second one, which is run again there."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(horizon=None)
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        struck = Path(f"{self.path}.6").exists()
+        if self.episode_step == (1 if struck else 5) and not Path(f"{self.path}.2").exists():
+            Path(f"{self.path}.2" if struck else f"{self.path}.6").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("subprocess_env", "while it replays"), ("vector_env", "while it replays"), ("multi_env", "while it is built")],
+)
+def test_a_successor_that_dies_too_has_a_successor(kind: str, where: str, tmp_path: Path) -> None:
+    env_fn: Any = partial(DiesAgain, str(tmp_path / "dead"))
+    if where == "while it is built":
+        env_fn = FailsNthTime(env_fn=CounterEnv, counter=tmp_path / "built", nth=2, manner="kill")
+    with Face(kind, [env_fn], restart=POLICIES["journal"]) as face:
+        actions = counts(12, 1)
+        kill = face.signal if where == "while it is built" else int
+        records = face.record(actions, 5, lambda step: kill() if step == 7 else None)
+        assert len(list(tmp_path.glob("dead.*"))) == 2 or (tmp_path / "built").stat().st_size == 3
+        assert face.statistics()[0].truncated_recoveries == 0
+        assert_as_without_losses(face, records, actions, 5)
+
+
+def pong() -> Any:
+    gymnasium.register_envs(ale_py)
+    return gymnasium.make("ALE/Pong-v5")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rung", "context", "env_fn", "num_envs"),
+    [
+        ("vector_env", "snapshot", "forkserver", partial(gymnasium.make, "CartPole-v1"), 3),
+        ("subprocess_env", "journal", "spawn", partial(gymnasium.make, "CartPole-v1"), 1),
+        ("multi_env", "journal", "forkserver", partial(gymnasium.make, "LunarLander-v3"), 2),
+        ("vector_env", "journal", "forkserver", partial(gymnasium.make, "HalfCheetah-v5"), 2),
+        ("subprocess_env", "snapshot", "forkserver", pong, 1),
+    ],
+    ids=["CartPole", "CartPole spawned", "LunarLander", "HalfCheetah", "Pong"],
+)
+def test_a_real_simulator_goes_on_exactly(kind: str, rung: str, context: str, env_fn: Any, num_envs: int) -> None:
+    with Face(kind, [env_fn] * num_envs, restart=POLICIES[rung], context=context) as face:
+        bare = env_fn()
+        space = bare.action_space
+        bare.close()
+        space.seed(2)
+        actions = [[space.sample() for _ in range(num_envs)] for _ in range(60)]
+        records = face.record(actions, 11, lambda step: face.signal() if step in (0, 47) else None)
+        assert face.losses() == 2
+        assert_as_without_losses(face, records, actions, 11)

@@ -1,0 +1,136 @@
+"""Invariant 3: what cannot be shown to be exact is not passed off as exact.
+
+The broken step returns ``truncated=True``, the last observation, reward 0.0 and the reason; the next reset starts clean.
+Each test makes exactness impossible, and then wants the truncation; or leaves it possible, and wants none.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faces import KINDS, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
+
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive
+from kit.trainer_process import becomes_true
+from multienv import Recovery, RestartPolicy
+from multienv.errors import WorkerLostError
+
+
+class FileEnv(CounterEnv):
+    """Adds to a file with each step, and shows how long it is: a replay writes again what has been written."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(horizon=None)
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        with Path(self.path).open("ab") as file:
+            file.write(b".")
+        return super().step(action)
+
+    def _next_draw(self) -> float:
+        return super()._next_draw() + (Path(self.path).stat().st_size if Path(self.path).exists() else 0)
+
+
+@pytest.fixture(params=["file", "chance", "chance in the reward"])
+def unrepeatable(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """An env that cannot do again what it did."""
+    chance = partial(NondeterministicEnv, horizon=None)
+    return {
+        "file": partial(FileEnv, str(tmp_path / "file")),
+        "chance": partial(chance, since=2),
+        "chance in the reward": partial(chance, since=2, shown_in="reward"),
+    }[request.param]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_env_that_does_otherwise_the_second_time_is_truncated(kind: str, unrepeatable: Any) -> None:
+    events: list[Any] = []
+    with Face(kind, [unrepeatable, CounterEnv], restart=REPLAY, hooks=[events.append]) as face:
+        actions = counts(9, 2)
+        records = face.record(actions, 3, lambda step: face.signal() if step == 4 else None)
+        assert face.losses() == 1
+        broken, begun = records[0][5], records[0][6]
+        assert_honest_truncation(broken, records[0][4], "SIGKILL")
+        (recovery,) = [event for event in events if isinstance(event, Recovery)]
+        assert (recovery.outcome, recovery.reason) == ("truncated", broken.recovery["reason"])
+        # The next episode starts clean, and goes on.
+        assert begun.is_reset
+        assert [int(one.observation[0]) for one in records[0][6:]] == [0, 1, 2, 3, 4]
+        assert not any(one.recovery for one in records[0][6:])
+        if face.num_envs == 2:  # whose process is the same one in the vector env
+            assert_as_without_losses(face, records, actions, 3, envs=[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_brings_back_what_no_replay_could(kind: str) -> None:
+    policy = RestartPolicy(snapshot_every=1)
+    events: list[Any] = []
+    with Face(kind, [partial(NondeterministicEnv, horizon=None)] * 2, restart=policy, hooks=[events.append]) as face:
+
+        def kill(step: int) -> None:
+            if step == 4:
+                # The fork follows the reply: wait until the one of the fourth step is there, and the one before is not.
+                assert becomes_true(lambda: face.statistics()[0].snapshots == 4)
+                assert becomes_true(lambda: sum(map(is_alive, descendants(face.pids()[0]))) == 1)
+                face.signal()
+
+        (record, *_) = face.record(counts(9, 2), 3, kill)
+        (recovery,) = [event for event in events if isinstance(event, Recovery)]
+        assert (recovery.outcome, recovery.rung) == ("exact", "snapshot")
+        assert [int(one.observation[0]) for one in record] == list(range(10))
+        assert not any(one.recovery for one in record)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_kills_every_process_ends_the_episode_just_before_it(kind: str) -> None:
+    culprit = partial(FaultyEnv, fault=Fault("segv", "step", action=3), horizon=None)
+    with Face(kind, [culprit, CounterEnv], restart=REPLAY) as face:
+        actions = [[np.int64(3 if step == 4 else 1), np.int64(step % 4)] for step in range(8)]
+        records = face.record(actions, 6)
+        assert face.losses() == 2
+        assert_honest_truncation(records[0][5], records[0][4], "SIGSEGV", "2 processes")
+        assert [int(one.observation[0]) for one in records[0][6:]] == [0, 1, 2, 3]
+        if face.num_envs == 2:
+            assert_as_without_losses(face, records, actions, 6, envs=[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_shows_only_after_the_journal_has_forgotten_it_is_found_out(kind: str) -> None:
+    """The env remembers its earlier episodes; the replay begins after them, and must not show another sum of them."""
+    policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=4000)
+    with Face(kind, [partial(StickyStateEnv, horizon=6, visible_after=3)], restart=policy) as face:
+        (record,) = face.record(counts(125, 1), 3, lambda step: face.signal() if step == 124 else None)
+        assert face.losses() == 1
+        assert record[-2].observation[0] == 4
+        assert_honest_truncation(record[-1], record[-2], "SIGKILL")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_of_an_env_that_is_lost_for_good_begins_a_clean_episode(kind: str, tmp_path: Path) -> None:
+    events: list[Any] = []
+    env_fn = partial(FileEnv, str(tmp_path / "file"))
+    with Face(kind, [env_fn], restart=REPLAY, hooks=[events.append]) as face:
+        face.record(counts(4, 1), 3)
+        face.signal()
+        (begun,) = face.reset(seed=3)
+        assert [event.outcome for event in events if isinstance(event, Recovery)] == ["fresh"]
+        assert (begun.observation[0], begun.recovery) == (0, None)
+        (after,) = face.step([1])
+        assert (after.observation[0], after.truncated) == (1, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_that_finds_the_episode_lost_raises_and_the_next_step_is_truncated(kind: str, tmp_path: Path) -> None:
+    with Face(kind, [partial(FileEnv, str(tmp_path / "file"))], restart=REPLAY) as face:
+        (record,) = face.record(counts(4, 1), 3)
+        face.signal()
+        with pytest.raises(WorkerLostError, match="SIGKILL"):
+            face.call("poke", 1.0)
+        assert_honest_truncation(face.step([1])[0], record[-1], "SIGKILL")
+        face.reset()
+        assert face.step([1])[0].observation[0] == 1

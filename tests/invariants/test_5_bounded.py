@@ -1,0 +1,164 @@
+"""Invariant 5: with a deadline every call returns or raises within it plus a short grace; ``close()`` always does.
+
+What hangs here hangs in C with the GIL held and SIGTERM ignored, unless the test says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faces import KINDS, RAISE, REPLAY, Face
+
+from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, monitor_pid
+from multienv import Deadlines, SyncSubprocessEnvManager
+from multienv.errors import ClosedError, WaitTimeout, WorkerHungError
+
+# To take a stack, to end the process and to launch another, on a machine that is busy with other things.
+GRACE = 4.0
+
+
+@contextmanager
+def within(seconds: float, *, at_least: float = 0.0) -> Iterator[None]:
+    """Fail unless the block takes no longer, with the grace, and no less."""
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    assert at_least <= took <= seconds + GRACE, f"took {took:.2f} s"
+
+
+def hanging(moment: Any, **fault: Any) -> Any:
+    return partial(FaultyEnv, fault=Fault("hang_c", moment, ignore_sigterm=True, **fault))
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        (kind, moment)
+        for kind in KINDS
+        for moment in ("step", "reset", "call")
+        if (kind, moment) != ("multi_env", "call")
+    ],
+)
+def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str) -> None:
+    env_fns = [hanging(moment, at=2), CounterEnv]
+    limits = Deadlines(**{moment: 0.5}, close=0.5)  # type: ignore[arg-type]
+    requests = {
+        "step": lambda face: face.step([1, 1]),
+        "reset": lambda face: face.reset(0),
+        "call": lambda face: face.call("poke"),
+    }
+    with Face(kind, env_fns, deadlines=limits, restart=RAISE) as face:
+        face.reset(0)
+        for name in {"step", "call"} & {moment}:
+            requests[name](face)
+        with within(0.5, at_least=0.5), pytest.raises(WorkerHungError, match="deadline of 0.5 s"):
+            requests[moment](face)
+        assert face.losses() == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_env_that_hangs_while_it_is_built_is_given_up(kind: str) -> None:
+    with within(2 * 1.0), pytest.raises(WorkerHungError):  # two processes: the first may have been unlucky
+        Face(kind, [hanging("construct"), hanging("construct")], deadlines=Deadlines(start=1.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind: str) -> None:
+    with Face(kind, [hanging("step", action=3), CounterEnv], deadlines=Deadlines(step=0.5), restart=REPLAY) as face:
+        face.reset(0)
+        face.step([1, 1])
+        with within(2 * (0.5 + GRACE) - GRACE, at_least=1.0):
+            (row, *_) = face.step([3, 1])
+        assert face.losses() == 2
+        assert row.truncated
+        assert "deadline of 0.5 s" in row.recovery["reason"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recovery_that_hangs_ends_in_a_truncation(kind: str, tmp_path: Path) -> None:
+    """The second process is never built: only the deadline of the recovery ends that."""
+    env_fn = FailsNthTime(env_fn=CounterEnv, counter=tmp_path / "built", nth=range(2, 9), manner="hang_c")
+    limits = Deadlines(recovery=1.0, start=None, close=0.5)
+    with Face(kind, [env_fn], deadlines=limits, restart=REPLAY) as face:
+        face.reset(0)
+        face.step([1])
+        face.signal()
+        with within(1.0, at_least=1.0):
+            (row,) = face.step([1])
+        assert row.truncated
+        assert (tmp_path / "built").stat().st_size >= 2
+
+
+def slow_the_second_time(path: str) -> CounterEnv:
+    time.sleep(1.0 if Path(path).exists() else 0.0)
+    Path(path).touch()
+    return CounterEnv()
+
+
+@pytest.mark.parametrize("then", ["wait", "close"])
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
+def test_a_wait_is_bounded_while_a_worker_is_brought_back(kind: str, then: str, marker: str) -> None:
+    with Face(kind, [partial(slow_the_second_time, marker)], restart=REPLAY) as face:
+        face.reset(0)
+        face.signal()
+        began = time.monotonic()
+        face.envs.step_async(1 if kind == "subprocess_env" else [1])
+        with pytest.raises(WaitTimeout):
+            face.envs.step_wait(timeout=0.1)
+        assert 0.1 <= time.monotonic() - began < 1.0  # less than the recovery takes
+        if then == "wait":
+            row = face.envs.step_wait()
+            assert (row[0][..., 0], row[3]) == (1, False)
+            assert face.losses() == 1
+        else:
+            with warnings.catch_warnings():  # that an answer is pending
+                warnings.simplefilter("ignore")
+                face.close()
+
+
+@pytest.mark.parametrize("monitor", ["alive", "stopped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_is_bounded_with_envs_that_hang(kind: str, monitor: str) -> None:
+    """No deadline but that of close(). Three at once take as long as one."""
+    face = Face(kind, [hanging("close"), hanging("step"), hanging("close")], deadlines=Deadlines(close=0.7))
+    face.reset(0)
+    pending = kind == "vector_env"
+    if pending:
+        face.envs.step_async([1, 1, 1])
+    if monitor == "stopped":
+        os.kill(monitor_pid(), signal.SIGSTOP)
+    with (
+        within(0.7, at_least=0.0 if pending else 0.5),
+        pytest.warns(match="pending call") if pending else nullcontext(),
+    ):
+        face.close()
+    with pytest.raises(ClosedError):
+        face.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deadline_holds_though_the_monitor_is_stopped(kind: str) -> None:
+    with Face(kind, [hanging("step", action=3), CounterEnv], deadlines=Deadlines(step=0.5), restart=RAISE) as face:
+        face.reset(0)
+        os.kill(monitor_pid(), signal.SIGSTOP)
+        with within(0.5, at_least=0.5), pytest.raises(WorkerHungError):
+            face.step([3, 1])
+        with within(5.0):
+            assert face.reset(0)[0].observation[0] == 0
+
+
+def test_the_timeouts_of_a_manager_hold() -> None:
+    with SyncSubprocessEnvManager([hanging("step", at=2), CounterEnv], restart=RAISE, step_timeout=0.5) as manager:
+        manager.step({0: 1, 1: 1})
+        with within(0.5, at_least=0.5), pytest.raises(WorkerHungError) as caught:
+            manager.step({0: 1, 1: 1})
+        assert caught.value.results[1].obs[0] == 2  # type: ignore[attr-defined]

@@ -1,0 +1,128 @@
+"""Invariant 7: within 2 s of the last ``close()``, of an exception that ends the trainer, or of its SIGKILL with an env
+hung in C code, there is no process (the monitor included), zombie, descriptor, thread or shared memory of ours.
+
+Trainers that end are programs of their own: functions of this module, see ``kit/trainer_process.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faces import KINDS, Face, counts
+
+from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, assert_nothing_left, snapshot_resources
+from kit.trainer_process import GONE_WITHIN, STUCK_AFTER, Trainer, becomes_true
+from multienv import AsyncSubprocessEnvManager, RestartPolicy
+from multienv.errors import MultienvError
+
+
+def open_all_with_one_that_hangs(kind: str, context: str, marker: str) -> Any:
+    """Return envs one of which will hang in C, beside others with snapshots, and a child process of their own."""
+    hanging = Fault("hang_c", "step", at=3, ignore_sigterm=True, once=marker)
+    env_fns = [partial(FaultyEnv, fault=hanging), partial(ForkingEnv, stubborn=True), CounterEnv]
+    if kind == "manager":
+        manager = AsyncSubprocessEnvManager(env_fns, context=context)
+        manager.launch()
+        return manager
+    face = Face(kind, env_fns, context=context, restart=RestartPolicy(snapshot_every=1))
+    face.reset(0)
+    return face
+
+
+def hang(kind: str, context: str, marker: str) -> None:
+    """Be a trainer inside a step that never returns."""
+    envs = open_all_with_one_that_hangs(kind, context, marker)
+    print("ready", flush=True)
+    while True:
+        envs.step(dict.fromkeys(envs.ready_obs, 1)) if kind == "manager" else envs.step([1, 1, 1])
+
+
+def end(kind: str, context: str, marker: str, how: str) -> None:
+    """Be a trainer that ends in this way while an env hangs, and closes nothing."""
+    face = open_all_with_one_that_hangs(kind, context, marker)
+    face.step([1, 1, 1])
+    face.step([1, 1, 1])
+    if kind != "multi_env":
+        face.envs.step_async(1 if kind == "subprocess_env" else [1, 1, 1])
+        assert becomes_true(lambda: Path(marker).exists(), STUCK_AFTER)
+    print("ready", flush=True)
+    if how == "exception":
+        raise RuntimeError("the trainer's own mistake")
+    sys.exit(3) if how == "sys.exit" else os._exit(4)
+
+
+@pytest.fixture
+def no_new_names() -> Any:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [("subprocess_env", "forkserver"), ("multi_env", "forkserver"), ("vector_env", "spawn"), ("manager", "forkserver")],
+)
+def test_nothing_outlives_a_trainer_that_is_killed_while_an_env_hangs(
+    kind: str, context: str, marker: str, no_new_names: None
+) -> None:
+    with Trainer("test_7_nothing_left_behind", "hang", kind, context, marker) as trainer:
+        trainer.expect("ready")
+        assert becomes_true(lambda: Path(marker).exists(), STUCK_AFTER)
+        family = trainer.family()
+        assert len(family) >= 3  # the monitor, a worker, a snapshot
+        trainer.signal(signal.SIGKILL)
+        trainer.wait()
+        trainer.assert_nothing_lives()
+        assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family)), "zombies"
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "code"),
+    [("subprocess_env", "exception", 1), ("vector_env", "sys.exit", 3), ("multi_env", "os._exit", 4)],
+)
+def test_nothing_outlives_a_trainer_that_ends_without_close(
+    kind: str, how: str, code: int, marker: str, no_new_names: None
+) -> None:
+    with Trainer("test_7_nothing_left_behind", "end", kind, "forkserver", marker, how) as trainer:
+        trainer.expect("ready")
+        assert trainer.wait() == code
+        trainer.assert_nothing_lives()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_close_leaves_nothing(kind: str) -> None:
+    before = snapshot_resources(threads=True)
+    face = Face(kind, [CounterEnv, CounterEnv], restart=RestartPolicy(snapshot_every=1))
+    face.record(counts(6, 2), 1, lambda step: face.signal() if step == 3 else None)
+    assert face.losses() == 1
+    kept = [env.snapshot() for env in ([face.envs] if kind != "multi_env" else face.envs.envs)]
+    assert len(snapshot_resources().processes) > 3
+    face.close()
+    # The monitor is not spared here: by default nothing of ours is.
+    assert_nothing_left(before, timeout=GONE_WITHIN)
+    del kept
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_envs_that_are_forgotten_leave_nothing(kind: str) -> None:
+    before = snapshot_resources(threads=True)
+    face: Any = Face(kind, [CounterEnv, CounterEnv])
+    face.record(counts(3, 2), 1)
+    del face
+    gc.collect()
+    assert_nothing_left(before, timeout=GONE_WITHIN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_envs_that_cannot_be_built_leave_nothing(kind: str) -> None:
+    before = snapshot_resources(threads=True)
+    with pytest.raises(MultienvError):
+        Face(kind, [partial(FaultyEnv, fault=Fault("exit", "construct")), CounterEnv])
+    assert_nothing_left(before, timeout=GONE_WITHIN)

@@ -1,0 +1,211 @@
+"""Invariant 8: Ctrl-C is the trainer's. Workers ignore SIGINT, none is restarted because of one, and a handler can still
+step and close. An interrupted step is completed by the next call, and nothing is doubled.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from faces import KINDS, Face
+
+import multienv
+from kit import CounterEnv, is_alive
+from kit.trainer_process import STUCK_AFTER, Trainer, becomes_true
+from multienv import AsyncSubprocessEnvManager
+from multienv.errors import ClosedError
+
+PACKAGE = str(Path(multienv.__file__).parent)
+
+
+class GateEnv(CounterEnv):
+    """Waits in its second step until the gate is there, and says that it does."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def step(self, action: Any) -> Any:
+        (self.directory / "waits").touch() if self.episode_step == 1 else None
+        while self.episode_step == 1 and not (self.directory / "gate").exists():
+            time.sleep(0.002)
+        return super().step(action)
+
+
+@contextmanager
+def ctrl_c(directory: Path, pids: list[int]) -> Iterator[None]:
+    """Press Ctrl-C while the env waits at its gate, and open the gate when the block has been left."""
+
+    def press() -> None:
+        assert becomes_true((directory / "waits").exists, STUCK_AFTER)
+        for pid in pids:  # a terminal sends it to all of its foreground group
+            os.kill(pid, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        (directory / "gate").touch()
+
+
+def seen(rows: list[Any]) -> list[list[float]]:
+    return [row.observation[[0, 3]].tolist() for row in rows]
+
+
+@pytest.mark.parametrize("then", ["step", "reset", "close"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_step_is_completed_by_the_next_one_or_dropped(kind: str, then: str, tmp_path: Path) -> None:
+    with Face(kind, [CounterEnv, partial(GateEnv, tmp_path)][kind == "subprocess_env" :]) as face:
+        everyone = slice(face.num_envs)
+        face.reset(0)
+        face.step([0, 0])
+        pids = face.pids()
+        with ctrl_c(tmp_path, pids), pytest.raises(KeyboardInterrupt):
+            face.step([1, 2])
+        if then == "close":
+            return
+        if then == "step":
+            rows = face.step([3, 3])
+            assert seen(rows) == [[2, 1], [2, 2]][everyone]
+            assert all(row.info["multienv"] == {"resumed": True} for row in rows)
+            rows = face.step([3, 0])
+            assert seen(rows) == [[3, 3], [3, 0]][everyone]
+            assert not any("multienv" in row.info for row in rows)
+        else:
+            assert seen(face.reset(0)) == [[0, -1], [0, -1]][everyone]
+            assert seen(face.step([3, 0])) == [[1, 3], [1, 0]][everyone]
+        assert face.pids() == pids
+        assert face.losses() == 0
+
+
+def test_an_interrupted_step_of_a_manager_is_collected_by_the_next(tmp_path: Path) -> None:
+    with AsyncSubprocessEnvManager(
+        [CounterEnv, partial(GateEnv, tmp_path)], wait_num=2, step_wait_timeout=None
+    ) as manager:
+        manager.step({0: 0, 1: 0})
+        with ctrl_c(tmp_path, []), pytest.raises(KeyboardInterrupt):
+            manager.step({0: 1, 1: 2})
+        timesteps: dict[int, Any] = {}
+        while len(timesteps) < 2:
+            new = manager.step({})
+            assert not timesteps.keys() & new.keys()
+            timesteps |= new
+        assert [timesteps[env].obs[[0, 3]].tolist() for env in (0, 1)] == [[2, 1], [2, 2]]
+        assert manager.step({0: 3, 1: 3})[1].obs[[0, 3]].tolist() == [3, 3]
+        assert max(one.losses for one in manager.statistics()) == 0
+
+
+@pytest.fixture
+def handle() -> Iterator[Callable[[Any], Any]]:
+    """Set a handler of SIGINT for this test."""
+    before = signal.getsignal(signal.SIGINT)
+    yield partial(signal.signal, signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handler_may_close_under_the_step(kind: str, tmp_path: Path, handle: Any) -> None:
+    with Face(kind, [CounterEnv, partial(GateEnv, tmp_path)][kind == "subprocess_env" :]) as face:
+        face.reset(0)
+        face.step([0, 0])
+        handle(lambda *_: face.close())
+        with ctrl_c(tmp_path, []), pytest.raises(ClosedError):
+            face.step([1, 1])
+        with pytest.raises(ClosedError):
+            face.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handler_may_step_other_envs_and_the_interrupted_step_goes_on(kind: str, tmp_path: Path, handle: Any) -> None:
+    """A handler that saves something and returns: the step does not notice."""
+    with (
+        Face(kind, [CounterEnv, partial(GateEnv, tmp_path)][kind == "subprocess_env" :]) as face,
+        Face(kind, [CounterEnv] * 2) as other,
+    ):
+        for one in (face, other):
+            one.reset(0)
+            one.step([0, 0])
+        handled: list[Any] = []
+
+        def handler(*_: object) -> None:
+            handled.extend(seen(other.step([3, 3])))
+            (tmp_path / "gate").touch()
+
+        handle(handler)
+        with ctrl_c(tmp_path, []):
+            rows = face.step([1, 2])
+        assert handled == [[2, 3]] * other.num_envs
+        assert seen(rows) == [[2, 1], [2, 2]][: face.num_envs]
+        assert face.losses() == 0
+
+
+# --- again and again: a program in a process group of its own, as a terminal has one ---------------
+
+
+def raise_in_the_library(_: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt while a call is running; what it has returned is the caller's to keep or to lose."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            raise KeyboardInterrupt
+        frame = frame.f_back
+
+
+def step_through_ctrl_c(kind: str, context: str) -> None:
+    """Step until told by SIGUSR1. The env tells in each observation which step it is, and which action it took."""
+    ending: list[int] = []
+    face = Face(kind, [partial(CounterEnv, horizon=None)] * 2, context=context)
+    face.reset(0)
+    pids, steps, interrupted, offered = face.pids(), 0, 0, []
+    signal.signal(signal.SIGUSR1, lambda *_: ending.append(1))
+    signal.signal(signal.SIGINT, raise_in_the_library)
+    print("ready", *pids, flush=True)
+    while not ending or offered:
+        action = random.randrange(4)
+        offered.append(action)
+        result = None
+        try:
+            result = face.envs.step(action if kind == "subprocess_env" else [action] * 2)
+        except KeyboardInterrupt:
+            interrupted += 1
+        if result is None:
+            continue
+        steps += 1
+        observation, info = (result[0], result[4]) if kind == "subprocess_env" else (result[0][0], result[4])
+        # One step further, with this action, or, if it says so, with one that was interrupted.
+        assert observation[0] == steps, (result, steps)
+        resumed = "multienv" in (info[0] if kind == "multi_env" else info)
+        assert observation[3] in offered if resumed else observation[3] == action, (result, offered)
+        offered.clear()
+    assert face.pids() == pids
+    assert face.losses() == 0
+    face.close()
+    print("interrupted", interrupted, flush=True)
+
+
+@pytest.mark.parametrize(("kind", "context"), [*((kind, "forkserver") for kind in KINDS), ("vector_env", "spawn")])
+def test_a_run_goes_on_through_one_ctrl_c_after_the_other(kind: str, context: str) -> None:
+    dice = random.Random(kind)
+    with Trainer("test_8_ctrl_c_is_the_trainers", "step_through_ctrl_c", kind, context) as trainer:
+        workers = [int(word) for word in trainer.expect("ready").split()]
+        for _ in range(60):
+            trainer.signal_group(signal.SIGINT)
+            for pid in workers:
+                os.kill(pid, signal.SIGINT)
+            time.sleep(dice.uniform(0.0, 0.01))
+        assert all(map(is_alive, workers))
+        trainer.signal(signal.SIGUSR1)
+        assert int(trainer.expect("interrupted")) > 10
+        trainer.succeed()

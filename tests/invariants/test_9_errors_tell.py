@@ -1,0 +1,174 @@
+"""Invariant 9: errors tell. Exit code or signal by name, out-of-memory hint, remote traceback, native stack, last lines
+of stderr, env index, command, step in the episode, seed; and what to do next.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faces import KINDS, RAISE, REPLAY, Face
+
+from kit import CounterEnv, Fault, FaultError, FaultyEnv
+from multienv import Deadlines, SubprocessVectorEnv, SyncSubprocessEnvManager
+from multienv.errors import (
+    ClosedError,
+    EnvRaisedError,
+    EnvsFailedError,
+    PoisonError,
+    ResetNeededError,
+    WorkerDiedError,
+    WorkerHungError,
+)
+
+SEED = 40
+
+
+def lose(kind: str, fault: Fault, restart: Any = RAISE) -> tuple[Any, int]:
+    """Take three steps, and one more; return the error of the env with the fault, and its index."""
+    culprit = partial(FaultyEnv, fault=fault)
+    env_fns = [culprit] if kind == "subprocess_env" else [CounterEnv, culprit]
+    with Face(kind, env_fns, restart=restart, deadlines=Deadlines(step=0.5, close=1.0)) as face:
+        face.reset(SEED)
+        for _ in range(3):
+            face.step([1, 1])
+        with pytest.raises(Exception) as caught:
+            face.step([2, 2])
+    error, index = caught.value, len(env_fns) - 1
+    if kind == "subprocess_env":
+        return error, index
+    assert isinstance(error, EnvsFailedError)
+    # One error for all, which says the same, and can be caught by the type of its only cause.
+    assert f"env {index}:" in str(error)
+    assert "reset" in str(error).lower()
+    assert isinstance(error, type(error.failures[index].__cause__ or error.failures[index]))
+    return error.failures[index], index
+
+
+def assert_located(error: Any, index: int) -> None:
+    """Fail unless the error says, to programs and to people, which env it was, in which call, how far, and its seed."""
+    assert (error.env_index, error.command, error.step, error.seed) == (index, "step", 3, SEED + index)
+    for words in (f"env {index} ", "during step()", "after 3 steps", f"last seed {SEED + index}"):
+        assert words.lower() in str(error).lower()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_segfault_is_told_with_its_signal_and_its_stack(kind: str) -> None:
+    error, index = lose(kind, Fault("segv", "step", at=4))
+    assert isinstance(error, WorkerDiedError)
+    assert_located(error, index)
+    assert error.exit_code == -11
+    assert "was killed by SIGSEGV" in str(error)
+    # The native fault, and the Python lines that led to it.
+    for words in ("Segmentation fault", "faults.py", "in string_at"):
+        assert words in error.stack
+        assert words in str(error)
+    assert "reset()" in str(error)
+    assert f"multienv replay {error.report}" in str(error)
+    assert json.loads(Path(error.report).read_text())["loss"]["signal"] == "SIGSEGV"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sigkill_hints_at_the_memory(kind: str) -> None:
+    error, index = lose(kind, Fault("kill", "step", at=4))
+    assert_located(error, index)
+    assert error.exit_code == -9
+    assert "was killed by SIGKILL" in str(error)
+    assert "out-of-memory killer" in str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exit_is_told_with_its_code_and_the_last_lines_of_stderr(kind: str) -> None:
+    error, index = lose(kind, Fault("noise", "step", at=4, exit_code=7))
+    assert_located(error, index)
+    assert error.exit_code == 7
+    assert "exited with code 7" in str(error)
+    assert error.stderr.rstrip().endswith("noise: last words")
+    assert "noise: last words" in str(error)
+
+
+@pytest.mark.parametrize(("kind", "manner"), [*zip(KINDS, ["hang_c", "hang", "hang_c"], strict=True)])
+def test_a_hang_is_told_with_its_deadline_and_where_it_hung(kind: str, manner: Any) -> None:
+    error, index = lose(kind, Fault(manner, "step", at=4))
+    assert isinstance(error, WorkerHungError)
+    assert isinstance(error, TimeoutError)
+    assert_located(error, index)
+    assert "deadline of 0.5 s" in str(error)
+    place = "_hang_in_c" if manner == "hang_c" else "_end_or_hang"
+    assert place in error.stack
+    assert place in str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_of_the_env_is_its_own_type_with_its_own_traceback(kind: str) -> None:
+    error, index = lose(kind, Fault("raise", "step", at=4))
+    assert isinstance(error, EnvRaisedError)
+    assert isinstance(error, FaultError)
+    assert_located(error, index)
+    assert "FaultError: fault at step 4" in str(error)
+    for words in ("Traceback", "faults.py", "in misbehave", "raise FaultError(message)"):
+        assert words in error.remote_traceback
+    assert error.remote_traceback in str(error.__cause__.__cause__)  # so that an uncaught one prints it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_truncation_tells_as_much_as_an_error(kind: str) -> None:
+    with Face(kind, [partial(FaultyEnv, fault=Fault("abort", "step", at=4))], restart=REPLAY) as face:
+        face.reset(SEED)
+        *_, broken = [face.step([1])[0] for _ in range(4)]
+        assert broken.truncated
+        reason = broken.recovery["reason"]
+        for words in ("env 0", "SIGABRT", "during step()", "after 3 steps", f"last seed {SEED}", "2 processes"):
+            assert words in reason
+        report = json.loads(Path(broken.recovery["report"]).read_text())
+        assert any("in misbehave" in line or "in strike" in line for line in report["loss"]["stack"])
+        loss = face.statistics()[0].last_loss
+        assert (loss.command, loss.step, loss.seed, loss.exit_code) == ("step", 3, SEED, -6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_poisonous_call_and_a_wrong_call_say_what_to_do_next(kind: str) -> None:
+    with Face(kind, [partial(FaultyEnv, fault=Fault("exit", "call"))], restart=REPLAY) as face:
+        with pytest.raises(ResetNeededError, match=r"reset\(\)"):
+            face.step([1])
+        face.reset(SEED)
+        with pytest.raises(PoisonError, match="process after process") as caught:
+            face.call("poke")
+        assert "during call()" in str(caught.value)
+        assert "To see it again: multienv replay" in str(caught.value)
+    with pytest.raises(ClosedError, match=r"(?s)clos.*(Make|Create) a new one"):
+        face.step([1])
+
+
+def test_a_manager_tells_it_too() -> None:
+    envs = [CounterEnv, partial(FaultyEnv, fault=Fault("segv", "step", at=2))]
+    with SyncSubprocessEnvManager(envs, restart=RAISE) as manager:
+        manager.reset({1: {"seed": SEED}})
+        manager.step({0: 1, 1: 1})
+        with pytest.raises(WorkerDiedError) as caught:
+            manager.step({0: 1, 1: 1})
+        error: Any = caught.value
+        failure = error.failures[1]
+        assert (failure.env_index, failure.command, failure.step, failure.seed) == (1, "step", 1, SEED)
+        assert "SIGSEGV" in str(error)
+        assert Path(failure.report).exists()
+
+
+@pytest.mark.parametrize(("mode", "step"), [("NEXT_STEP", 2), ("SAME_STEP", 1), ("DISABLED", 9)])
+def test_the_step_is_counted_from_the_autoreset_of_the_env_itself(mode: str, step: int) -> None:
+    """Of two envs in one process, the other's episodes end elsewhere."""
+    horizon = None if mode == "DISABLED" else 4
+    culprit = partial(FaultyEnv, fault=Fault("exit", "step", action=3), horizon=horizon)
+    env_fns = [partial(CounterEnv, horizon=None if mode == "DISABLED" else 3), culprit]
+    with closing(SubprocessVectorEnv(env_fns, envs_per_worker=2, autoreset_mode=mode, restart=RAISE)) as envs:
+        envs.reset(seed=SEED)
+        for _ in range({"NEXT_STEP": 12, "SAME_STEP": 13, "DISABLED": 9}[mode]):
+            observations, *_ = envs.step([0, 0])
+        assert observations[1, 0] == step
+        with pytest.raises(WorkerDiedError, match=f"after {step} step") as caught:
+            envs.step([0, 3])
+        assert caught.value.failures[1].step == step  # type: ignore[attr-defined]

@@ -1,0 +1,86 @@
+"""What the tests share: misbehaving envs, spaces of all kinds, records of trajectories, leaks, the process table."""
+
+from kit.counter import CounterEnv
+from kit.envs import (
+    FaultyEnv,
+    ForkingEnv,
+    GlobalRandomEnv,
+    LeakyEnv,
+    NoisyEnv,
+    NondeterministicEnv,
+    PidEnv,
+    SameArrayEnv,
+    SlowEnv,
+    StickyStateEnv,
+    WallClockInfoEnv,
+)
+from kit.faults import FailsNthTime, Fault, FaultError, Manner, Moment, TwoArgumentError, misbehave
+from kit.leaks import (
+    Ignored,
+    LeakError,
+    Resources,
+    assert_nothing_left,
+    multiprocessing_helpers,
+    no_leaks,
+    snapshot_resources,
+    what_is_left,
+)
+from kit.monitor import monitor_itself, monitor_pid, monitor_process
+from kit.process_table import ProcessRecord, descendants, is_alive
+from kit.space_env import SpaceEnv, TokenSpace, digest_value, example_spaces
+from kit.trajectories import (
+    Transition,
+    assert_no_splice,
+    assert_same_trajectory,
+    counter_clock,
+    first_difference,
+    observations_equal,
+    rollout,
+)
+
+__all__ = [
+    "CounterEnv",
+    "FailsNthTime",
+    "Fault",
+    "FaultError",
+    "FaultyEnv",
+    "ForkingEnv",
+    "GlobalRandomEnv",
+    "Ignored",
+    "LeakError",
+    "LeakyEnv",
+    "Manner",
+    "Moment",
+    "NoisyEnv",
+    "NondeterministicEnv",
+    "PidEnv",
+    "ProcessRecord",
+    "Resources",
+    "SameArrayEnv",
+    "SlowEnv",
+    "SpaceEnv",
+    "StickyStateEnv",
+    "TokenSpace",
+    "Transition",
+    "TwoArgumentError",
+    "WallClockInfoEnv",
+    "assert_no_splice",
+    "assert_nothing_left",
+    "assert_same_trajectory",
+    "counter_clock",
+    "descendants",
+    "digest_value",
+    "example_spaces",
+    "first_difference",
+    "is_alive",
+    "misbehave",
+    "monitor_itself",
+    "monitor_pid",
+    "monitor_process",
+    "multiprocessing_helpers",
+    "no_leaks",
+    "observations_equal",
+    "rollout",
+    "snapshot_resources",
+    "what_is_left",
+]

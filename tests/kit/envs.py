@@ -1,0 +1,364 @@
+"""Environments that misbehave, each in one way, for tests of whatever runs environments.
+
+All of them are `CounterEnv`, so that a lost, doubled or spliced step shows in the observation. All constructors are
+keyword-only, and all classes can be pickled by reference: ``functools.partial(SlowEnv, step_seconds=1.0)`` is an
+``env_fn`` for any start method.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.counter import CounterEnv
+from kit.faults import FailsNthTime, Fault, Moment, PickleBomb, UnpickleBomb
+from kit.space_env import SpaceEnv
+
+__all__ = [
+    "CounterEnv",
+    "FailsNthTime",
+    "FaultyEnv",
+    "ForkingEnv",
+    "GlobalRandomEnv",
+    "LeakyEnv",
+    "NoisyEnv",
+    "NondeterministicEnv",
+    "PidEnv",
+    "SameArrayEnv",
+    "SlowEnv",
+    "SpaceEnv",
+    "StickyStateEnv",
+    "WallClockInfoEnv",
+]
+
+Observation = NDArray[np.float32]
+Reset = tuple[Observation, dict[str, Any]]
+Step = tuple[Observation, float, bool, bool, dict[str, Any]]
+
+PER_EPISODE_MOMENTS = frozenset({"step", "render", "call", "pickle", "unpickle"})
+
+
+class FaultyEnv(CounterEnv):
+    """A `CounterEnv` that fails as told.
+
+    What the manner ``"unpicklable"`` yields goes into ``info["unpicklable"]`` of a reset or step, is what a render or
+    call returns, or goes into ``self.metadata`` at construction; after a close it has no effect. The bombs of the
+    moments ``"pickle"`` and ``"unpickle"`` lie in ``info["bomb"]`` of a step.
+
+    Args:
+        fault: one `Fault`, or several.
+        counter: the arguments of `CounterEnv`.
+    """
+
+    def __init__(self, *, fault: Fault | Iterable[Fault], **counter: Any) -> None:
+        self.faults = (fault,) if isinstance(fault, Fault) else tuple(fault)
+        self.events = [0] * len(self.faults)
+        super().__init__(**counter)
+        unpicklable = self._pass("construct")
+        if unpicklable is not None:
+            self.metadata = {**self.metadata, "unpicklable": unpicklable}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        """Begin an episode, or fail."""
+        for index, fault in enumerate(self.faults):
+            if fault.per == "episode" and fault.moment in PER_EPISODE_MOMENTS:
+                self.events[index] = 0
+        unpicklable = self._pass("reset")
+        observation, info = super().reset(seed=seed, options=options)
+        return observation, _with(info, unpicklable=unpicklable)
+
+    def step(self, action: np.int64) -> Step:
+        """Take a step, or fail."""
+        unpicklable = self._pass("step", action)
+        pickle_fault = self._due("pickle", action)
+        unpickle_fault = self._due("unpickle", action)
+        observation, reward, terminated, truncated, info = super().step(action)
+        info = _with(info, unpicklable=unpicklable)
+        info = _with(info, bomb=PickleBomb(pickle_fault) if pickle_fault else None)
+        info = _with(info, bomb=UnpickleBomb(unpickle_fault) if unpickle_fault else None)
+        return observation, reward, terminated, truncated, info
+
+    def render(self) -> Any:
+        """Render, or fail."""
+        unpicklable = self._pass("render")
+        return super().render() if unpicklable is None else unpicklable
+
+    def poke(self, amount: float = 0.0) -> Any:
+        """Be poked (see `CounterEnv.poke`), or fail."""
+        unpicklable = self._pass("call")
+        return super().poke(amount) if unpicklable is None else unpicklable
+
+    def close(self) -> None:
+        """Close, or fail."""
+        self._pass("close")
+        super().close()
+
+    def _pass(self, moment: Moment, action: object = None) -> object:
+        """Count an event and strike if a fault is due; what comes back belongs into the result."""
+        fault = self._due(moment, action)
+        return None if fault is None else fault.strike()
+
+    def _due(self, moment: Moment, action: object) -> Fault | None:
+        due = None
+        for index, fault in enumerate(self.faults):
+            if fault.moment != moment or (fault.action is not None and action != fault.action):
+                continue
+            self.events[index] += 1
+            if self.events[index] == fault.at and due is None and fault.claim():
+                due = fault
+        return due
+
+
+def _with(info: dict[str, Any], **extras: object) -> dict[str, Any]:
+    return info | {name: value for name, value in extras.items() if value is not None}
+
+
+class LeakyEnv(CounterEnv):
+    """Leaks *bytes_per_step* of resident memory with every step; `leaked` is how much so far."""
+
+    def __init__(self, *, bytes_per_step: int = 1 << 20, **counter: Any) -> None:
+        super().__init__(**counter)
+        self.bytes_per_step = bytes_per_step
+        self._hoard: list[bytes] = []
+
+    @property
+    def leaked(self) -> int:
+        """The bytes leaked in the life of this object."""
+        return sum(map(len, self._hoard))
+
+    def step(self, action: np.int64) -> Step:
+        """Leak, and take a step."""
+        self._hoard.append(b"\x01" * self.bytes_per_step)  # not zeros, which would not be resident
+        return super().step(action)
+
+
+class NondeterministicEnv(CounterEnv):
+    """Draws from ``os.urandom`` instead of its RNG from step *since* of each episode on: no replay can match.
+
+    With ``since=0`` the reset observation is random too. *shown_in* says what the draw goes into; the other, if any,
+    stays deterministic.
+    """
+
+    def __init__(
+        self, *, since: int = 0, shown_in: Literal["observation", "reward", "both"] = "both", **counter: Any
+    ) -> None:
+        super().__init__(**counter)
+        self.since = since
+        self.shown_in = shown_in
+
+    def _chance(self) -> float:
+        return int.from_bytes(os.urandom(2), "little") / 2**16 + 1.0 if self.episode_step >= self.since else 0.0
+
+    def _observe(self) -> Observation:
+        observation = super()._observe()
+        if self.shown_in != "reward":
+            observation[2] += self._chance()
+        return observation
+
+    def _reward(self) -> float:
+        return super()._reward() + (0.0 if self.shown_in == "observation" else self._chance())
+
+
+class SlowEnv(CounterEnv):
+    """Sleeps in its constructor, in each reset, step and close, for as long as told."""
+
+    def __init__(
+        self,
+        *,
+        build_seconds: float = 0.0,
+        reset_seconds: float = 0.0,
+        step_seconds: float = 0.0,
+        close_seconds: float = 0.0,
+        **counter: Any,
+    ) -> None:
+        time.sleep(build_seconds)
+        super().__init__(**counter)
+        self.reset_seconds = reset_seconds
+        self.step_seconds = step_seconds
+        self.close_seconds = close_seconds
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        """Sleep, and begin an episode."""
+        time.sleep(self.reset_seconds)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: np.int64) -> Step:
+        """Sleep, and take a step."""
+        time.sleep(self.step_seconds)
+        return super().step(action)
+
+    def close(self) -> None:
+        """Sleep, and close."""
+        time.sleep(self.close_seconds)
+        super().close()
+
+
+class StickyStateEnv(CounterEnv):
+    """Keeps state across episodes, even across seeded resets, and shows it late.
+
+    `residue` is the sum over all actions (plus one) of *earlier* episodes. From step *visible_after* of an episode on
+    it is added to the draw in observation and reward; until then, nothing tells an env with a past from a new one.
+    A replay of the current episode in a new process lacks it (BipedalWalker and ALE are like this).
+    """
+
+    def __init__(self, *, visible_after: int = 3, **counter: Any) -> None:
+        super().__init__(**counter)
+        self.visible_after = visible_after
+        self.residue = 0
+        self._this_episode = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        """Begin an episode, keeping the residue of the earlier ones."""
+        self.residue += self._this_episode
+        self._this_episode = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: np.int64) -> Step:
+        """Take a step that later episodes will feel."""
+        result = super().step(action)
+        self._this_episode += int(action) + 1
+        return result
+
+    def _next_draw(self) -> float:
+        draw = super()._next_draw()
+        return draw + self.residue if self.episode_step >= self.visible_after else draw
+
+
+class GlobalRandomEnv(CounterEnv):
+    """Draws from the global generators: ``random`` shows in place 2 of the observation, ``numpy.random`` in place 3.
+
+    The reward is their sum. The env's own ``np_random`` is left alone.
+    """
+
+    def __init__(self, **counter: Any) -> None:
+        super().__init__(**counter)
+        self._numpy_draw = 0.0
+
+    def draws(self) -> tuple[float, float]:
+        """One draw of each global generator, in full precision."""
+        return random.random(), float(np.random.random())
+
+    def _next_draw(self) -> float:
+        draw, self._numpy_draw = self.draws()
+        return draw
+
+    def _observe(self) -> Observation:
+        observation = super()._observe()
+        observation[3] = self._numpy_draw
+        return observation
+
+    def _reward(self) -> float:
+        return self._draw + self.offset + self._numpy_draw
+
+
+class SameArrayEnv(CounterEnv):
+    """Returns the same array object every time, overwritten by the next step."""
+
+    def __init__(self, **counter: Any) -> None:
+        super().__init__(**counter)
+        self._array = np.zeros(4, dtype=np.float32)
+
+    def _observe(self) -> Observation:
+        self._array[...] = super()._observe()
+        return self._array
+
+
+class NoisyEnv(CounterEnv):
+    """Writes lines on stderr: half through ``sys.stderr``, half straight on descriptor 2, as C libraries do."""
+
+    def __init__(self, *, lines_per_step: int = 2, **counter: Any) -> None:
+        super().__init__(**counter)
+        self.lines_per_step = lines_per_step
+
+    def step(self, action: np.int64) -> Step:
+        """Make noise, and take a step."""
+        for line in range(self.lines_per_step):
+            text = f"noisy: step {self.episode_step} line {line}\n"
+            if line % 2:
+                sys.stderr.write(text)
+                sys.stderr.flush()
+            else:
+                os.write(2, text.encode())
+        return super().step(action)
+
+
+class ForkingEnv(CounterEnv):
+    """Starts processes at construction and forgets about them; ``info["children"]`` of each reset names their pids.
+
+    Args:
+        children: how many.
+        how: ``"exec"`` starts a program; ``"fork"`` makes a bare copy of this process, which also holds every
+            descriptor that this process has, so that nobody sees their end.
+        stubborn: the children ignore SIGTERM and lead sessions of their own.
+        seconds: how long they live if nobody ends them: a bound on what a failing test leaves behind.
+        counter: the arguments of `CounterEnv`.
+    """
+
+    def __init__(
+        self,
+        *,
+        children: int = 1,
+        how: Literal["exec", "fork"] = "exec",
+        stubborn: bool = False,
+        seconds: int = 60,
+        **counter: Any,
+    ) -> None:
+        super().__init__(**counter)
+        self.stubborn = stubborn
+        self.seconds = seconds
+        start = self._exec_child if how == "exec" else self._fork_child
+        self.children = tuple(start() for _ in range(children))
+
+    def _exec_child(self) -> int:
+        ignore = "trap '' TERM; " if self.stubborn else ""
+        command = ["/bin/sh", "-c", f"{ignore}exec sleep {self.seconds}"]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=self.stubborn)
+        process.returncode = 0  # forget about it: no warning, and no reaping, when the object goes
+        return process.pid
+
+    def _fork_child(self) -> int:
+        pid = os.fork()
+        if pid == 0:
+            _live_on(stubborn=self.stubborn, seconds=self.seconds)
+        return pid
+
+    def _info(self) -> dict[str, Any]:
+        return {"children": self.children}
+
+
+def _live_on(*, stubborn: bool, seconds: int) -> None:
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else signal.SIG_DFL)
+        if stubborn:
+            os.setsid()
+        time.sleep(seconds)
+    finally:
+        os._exit(0)
+
+
+class WallClockInfoEnv(CounterEnv):
+    """Puts clock readings into every info, as `gymnasium.wrappers.RecordEpisodeStatistics` does."""
+
+    def _info(self) -> dict[str, Any]:
+        return {"time": time.time(), "nanoseconds": time.perf_counter_ns()}
+
+
+class PidEnv(CounterEnv):
+    """Puts the pid of the process it runs in into every info, and into the attribute `pid`."""
+
+    @property
+    def pid(self) -> int:
+        """The process that the env runs in."""
+        return os.getpid()
+
+    def _info(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}

@@ -1,0 +1,331 @@
+"""How an environment fails: the manners, the moments, and the record that joins the two.
+
+Everything here fails for real. ``"segv"`` reads address zero, ``"hang_c"`` deadlocks in C with the GIL held,
+``"garbage"`` writes on the descriptors of the process it runs in. Use it in processes you can afford to lose.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import os
+import select
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+import gymnasium
+
+from kit.counter import CounterEnv
+
+__all__ = [
+    "FailsNthTime",
+    "Fault",
+    "FaultError",
+    "Manner",
+    "Moment",
+    "PickleBomb",
+    "TwoArgumentError",
+    "UnpickleBomb",
+    "misbehave",
+]
+
+Manner = Literal[
+    "raise",
+    "custom_exception",
+    "keyboard_interrupt",
+    "system_exit",
+    "exit",
+    "kill",
+    "segv",
+    "abort",
+    "hang",
+    "spin",
+    "hang_c",
+    "garbage",
+    "unpicklable",
+    "noise",
+]
+"""What happens: see `misbehave`."""
+
+Moment = Literal["construct", "reset", "step", "render", "call", "close", "pickle", "unpickle"]
+"""When it happens: see `Fault`."""
+
+HARMLESS_TO_THE_READER = frozenset({"raise", "custom_exception"})
+GARBAGE = b"garbage\xff\x00" * 7
+NOISE_LINES = 4000
+
+
+class FaultError(RuntimeError):
+    """What the manner ``"raise"`` raises."""
+
+
+class TwoArgumentError(Exception):
+    """What the manner ``"custom_exception"`` raises: pickles, but cannot be unpickled (two required arguments)."""
+
+    def __init__(self, code: int, detail: str) -> None:
+        super().__init__(f"{detail} (code {code})")
+        self.code = code
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One failure of an environment: ``Fault("kill", "step", at=7)`` is SIGKILL at the seventh step.
+
+    **Manner**: see `misbehave`.
+
+    **Moment**: ``"construct"``, ``"reset"``, ``"step"``, ``"render"``, ``"close"``; ``"call"`` is a call of
+    `CounterEnv.poke`; ``"pickle"`` is while the result of a step is pickled, ``"unpickle"`` while it is unpickled, in
+    the reader (only manners that raise are allowed there: the others would take the reader down). A fault strikes
+    before the env's state has changed.
+
+    **at** counts events of that moment from 1. With ``per="life"`` they are counted over the life of the env object
+    (a forked copy of it goes on from the same count; an env built anew starts at zero); with ``per="episode"`` the
+    count of steps, renders, calls and results starts again with every reset. The fault strikes at exactly that
+    event, not at later ones. With **action**, only steps taken with that action count.
+
+    **once** makes the fault transient: it strikes only while a file of that path does not exist, and creates it just
+    before striking, so that a restarted worker passes. **times** allows it that many strikes in all (further markers
+    are called ``path.1``, ``path.2``, …). Without *once* the fault is permanent: a worker replayed to the same event
+    fails there again.
+
+    **exit_code** is used by the manners that exit. **ignore_sigterm** has SIGTERM ignored before striking, so that
+    only SIGKILL ends a hang.
+    """
+
+    manner: Manner
+    moment: Moment
+    _: KW_ONLY
+    at: int = 1
+    per: Literal["life", "episode"] = "life"
+    action: int | None = None
+    once: str | os.PathLike[str] | None = None
+    times: int = 1
+    exit_code: int = 3
+    ignore_sigterm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.manner not in get_args(Manner):
+            raise ValueError(f"unknown manner {self.manner!r}; choose one of {', '.join(get_args(Manner))}")
+        if self.moment not in get_args(Moment):
+            raise ValueError(f"unknown moment {self.moment!r}; choose one of {', '.join(get_args(Moment))}")
+        if self.at < 1 or self.times < 1:
+            raise ValueError("at and times count from 1")
+        if self.moment == "unpickle" and self.manner not in HARMLESS_TO_THE_READER:
+            raise ValueError(f"{self.manner!r} at 'unpickle' would strike the reader; use 'raise'")
+        if self.action is not None and self.moment not in ("step", "pickle", "unpickle"):
+            raise ValueError(f"action= selects steps; a fault at {self.moment!r} has no action")
+
+    def claim(self) -> bool:
+        """Whether the fault may strike now; for a transient one, take one of its markers."""
+        if self.once is None:
+            return True
+        path = os.fspath(self.once)
+        for strike in range(self.times):
+            try:
+                marker = os.open(f"{path}.{strike}" if strike else path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except FileExistsError:
+                continue
+            os.close(marker)
+            return True
+        return False
+
+    def strike(self) -> object:
+        """Fail now. Returns only for the manners that let the env go on: see `misbehave`."""
+        if self.ignore_sigterm:
+            # Only the main thread may set handlers; elsewhere SIGTERM keeps its effect.
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return misbehave(self.manner, exit_code=self.exit_code, message=f"fault at {self.moment} {self.at}")
+
+
+class PickleBomb:
+    """Fails in the fault's manner when pickled. Copies are the object itself."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __copy__(self) -> PickleBomb:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PickleBomb:
+        return self
+
+    def __reduce__(self) -> tuple[type[list[object]], tuple[object]]:
+        return list, ((self.fault.strike(),),)
+
+
+class UnpickleBomb:
+    """Pickles well; raises in the fault's manner when unpickled. Copies are the object itself."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __copy__(self) -> UnpickleBomb:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> UnpickleBomb:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Fault.strike, (self.fault,)
+
+
+def misbehave(manner: Manner, *, exit_code: int = 3, message: str = "fault") -> object:
+    """Fail, here and now, in this process.
+
+    =======================  =========================================================================
+    ``"raise"``              raises `FaultError`
+    ``"custom_exception"``   raises `TwoArgumentError`, which pickles but cannot be unpickled
+    ``"keyboard_interrupt"`` raises `KeyboardInterrupt`
+    ``"system_exit"``        raises `SystemExit` with *exit_code*
+    ``"exit"``               ``os._exit(exit_code)``
+    ``"kill"``               SIGKILL to itself
+    ``"segv"``               a real segmentation fault (reads address zero)
+    ``"abort"``              ``os.abort()``
+    ``"hang"``               waits forever, in Python (signals are served, other threads run)
+    ``"spin"``               loops forever, in Python (burns a core)
+    ``"hang_c"``             waits forever in C code that holds the GIL (no other thread runs)
+    ``"noise"``              writes thousands of lines on stderr, then ``os._exit(exit_code)``
+    ``"garbage"``            writes garbage on every pipe and socket above descriptor 2, **then returns None**
+    ``"unpicklable"``        **returns** an object that cannot be pickled, to be put into the result
+    =======================  =========================================================================
+    """
+    if manner == "raise":
+        raise FaultError(message)
+    if manner == "custom_exception":
+        raise TwoArgumentError(exit_code, message)
+    if manner == "keyboard_interrupt":
+        raise KeyboardInterrupt(message)
+    if manner == "system_exit":
+        raise SystemExit(exit_code)
+    if manner == "garbage":
+        _write_garbage()
+        return None
+    if manner == "unpicklable":
+        return threading.Lock()
+    return _end_or_hang(manner, exit_code)
+
+
+class FailsNthTime:
+    """An ``env_fn`` that fails at its n-th call, counted over all processes, and else returns ``env_fn()``.
+
+    Args:
+        env_fn: what builds the env.
+        counter: the path of a file that keeps count (one byte a call); it need not exist.
+        nth: which calls fail, counted from 1.
+        manner: how: see `misbehave`. The two manners that return let the env be built.
+    """
+
+    def __init__(
+        self,
+        *,
+        env_fn: Callable[[], gymnasium.Env[Any, Any]] = CounterEnv,
+        counter: str | os.PathLike[str],
+        nth: int | Iterable[int] = 1,
+        manner: Manner = "raise",
+    ) -> None:
+        self.env_fn = env_fn
+        self.counter = os.fspath(counter)
+        self.nth = frozenset((nth,) if isinstance(nth, int) else nth)
+        self.manner = manner
+
+    def __call__(self) -> gymnasium.Env[Any, Any]:
+        """Fail if it is time to, or build the env."""
+        call = self._count()
+        if call in self.nth:
+            misbehave(self.manner, message=f"env_fn fails at call {call}")
+        return self.env_fn()
+
+    def _count(self) -> int:
+        descriptor = os.open(self.counter, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        try:
+            os.write(descriptor, b".")
+            # After an appending write the position is the end of *this* write: atomic without a lock.
+            return os.lseek(descriptor, 0, os.SEEK_CUR)
+        finally:
+            os.close(descriptor)
+
+
+def _end_or_hang(manner: Manner, exit_code: int) -> NoReturn:
+    if manner == "exit":
+        os._exit(exit_code)
+    if manner == "noise":
+        _write_noise()
+        os._exit(exit_code)
+    if manner == "kill":
+        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+    elif manner == "segv":
+        ctypes.string_at(0)
+    elif manner == "abort":
+        os.abort()
+    elif manner == "hang_c":
+        _hang_in_c()
+    elif manner == "spin":
+        while True:
+            pass
+    while True:
+        threading.Event().wait()
+
+
+def _hang_in_c() -> None:
+    """Block in C, the GIL held, not to be woken by a signal handler."""
+    if sys.platform == "win32":
+        collections.deque(itertools.repeat(None), maxlen=0)
+        return
+    # PyDLL keeps the GIL during the call. A mutex locked twice blocks for good: unlike sleep or pause, it does not
+    # return when a handled signal arrives.
+    library = ctypes.PyDLL(None)
+    mutex = ctypes.create_string_buffer(256)
+    library.pthread_mutex_init(mutex, None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def _write_noise() -> None:
+    for line in range(NOISE_LINES):
+        _write_all(2, f"noise: line {line} of {NOISE_LINES}, and nobody wants to read it\n".encode())
+    _write_all(2, b"noise: last words\n")
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _write_garbage() -> None:
+    spared = _resource_tracker_descriptor()
+    for name in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
+        descriptor = int(name)
+        if descriptor > 2 and descriptor != spared:
+            # A descriptor may be closed, read-only, full or without a reader: then it takes no garbage.
+            with contextlib.suppress(OSError, ValueError):
+                _spoil(descriptor)
+
+
+def _spoil(descriptor: int) -> None:
+    """Write some garbage without ever blocking."""
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISSOCK(mode):
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.send(GARBAGE, socket.MSG_DONTWAIT)
+    elif stat.S_ISFIFO(mode):
+        _, writable, _ = select.select((), (descriptor,), (), 0)
+        if writable:
+            os.write(descriptor, GARBAGE)
+
+
+def _resource_tracker_descriptor() -> int | None:
+    """Python's own pipe to its resource tracker, which is nobody's channel and is spared."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tracker = getattr(module, "_resource_tracker", None)
+    descriptor = getattr(tracker, "_fd", None)
+    return descriptor if isinstance(descriptor, int) else None

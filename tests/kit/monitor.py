@@ -1,0 +1,34 @@
+"""The monitor of this process: the tests that kill or stop it, and those that look for leaks, ask for it here."""
+
+from __future__ import annotations
+
+import subprocess
+
+from kit.leaks import Ignored, multiprocessing_helpers
+from multienv.processes import launcher
+
+
+def monitor_process() -> subprocess.Popen[bytes]:
+    """Return the process of the monitor; there must be one."""
+    client = launcher._client
+    assert client is not None
+    return client.process
+
+
+def monitor_pid() -> int:
+    """Return the pid of the monitor; there must be one."""
+    return monitor_process().pid
+
+
+def monitor_itself() -> Ignored:
+    """Ignore the monitor, its socket and the thread that waits for its end: it ends a second after the last worker."""
+    client = launcher._client
+    if client is None:
+        return multiprocessing_helpers()
+    descriptor = client._control.fileno()
+    own = Ignored(
+        pids=frozenset([client.process.pid]),
+        descriptors=frozenset([descriptor] if descriptor >= 0 else []),
+        threads=("multienv-monitor",),
+    )
+    return own | multiprocessing_helpers()

@@ -1,0 +1,244 @@
+"""What is said of a lost worker and of an env that raised: all that is known, in order."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from kit import FaultError, TwoArgumentError
+from multienv.errors import (
+    EnvRaisedError,
+    HangingPoisonError,
+    MultienvError,
+    PoisonError,
+    RemoteTraceback,
+    ReplyBrokenError,
+    RestartBudgetExceeded,
+    ResultNotPicklableError,
+    WorkerDiedError,
+    WorkerHungError,
+)
+from multienv.events import Loss, Recovery
+from multienv.reports.texts import (
+    decoded,
+    env_error,
+    exit_text,
+    lost_error,
+    outcome_text,
+    replay_command,
+    what_happened,
+    where,
+)
+from multienv.wire.messages import Failure
+from multienv.worker.failures import ResultNotPicklable, failure_of
+
+LOSS = Loss(env_index=3, cause="died", command="step", step=17, seed=42, pid=1234, exit_code=-9)
+
+
+@pytest.mark.parametrize("number", signal.Signals)
+def test_signals_are_named(number):
+    assert number.name in exit_text(-number)
+    assert ("out-of-memory" in exit_text(-number)) == (number is signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(0, "exited with code 0"), (3, "exited with code 3"), (None, "unknown"), (-200, "signal 200")]
+)
+def test_exit_codes_in_words(code, text):
+    assert text in exit_text(code)
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [("died", "SIGKILL"), ("hung", "deadline"), ("broken", "cannot be decoded")],
+)
+def test_one_sentence_tells_who_how_and_where(cause, text):
+    sentence = what_happened(Loss(3, cause, "step", 17, 42, 1234, -9))
+    for part in (text, "env 3", "step()", "17 steps", "seed 42"):
+        assert part in sentence
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("step", 5, None), "during step() after 5 steps of its episode"),
+        (("step", 1, None), "during step() after 1 step of its episode"),
+        (("step", 0, 0), "during step() after 0 steps of its episode (last seed 0)"),
+        (("reset", 5, 1), "during reset() (last seed 1)"),
+        (("initialize", None, None), "during initialize()"),
+        (("", None, None), "while idle"),
+    ],
+)
+def test_where(arguments, text):
+    assert where(*arguments) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "error_class"),
+    [
+        ("died", WorkerDiedError),
+        ("hung", WorkerHungError),
+        ("broken", ReplyBrokenError),
+        ("poison", PoisonError),
+        ("budget", RestartBudgetExceeded),
+    ],
+)
+def test_a_loss_becomes_the_typed_error_with_everything_on_it(kind, error_class):
+    loss = Loss(3, "died", "step", 17, 42, 1234, -11, stack="File 'env.py', line 7", stderr="last words")
+    error = lost_error(loss, kind, "Do this next.")
+    assert type(error) is error_class
+    for part in ("SIGSEGV", "env 3", "Do this next.", "File 'env.py', line 7", "last words"):
+        assert part in str(error)
+    assert (error.env_index, error.command, error.step, error.seed) == (3, "step", 17, 42)
+    assert (error.exit_code, error.stack, error.stderr) == (-11, loss.stack, loss.stderr)
+
+
+def test_poison_that_hangs_is_a_timeout():
+    error = lost_error(Loss(0, "hung", "reset", None, 1, 1234, None), "poison", "")
+    assert type(error) is HangingPoisonError
+    assert isinstance(error, PoisonError)
+    assert isinstance(error, TimeoutError)
+
+
+def test_what_is_not_known_is_not_mentioned():
+    text = str(lost_error(Loss(None, "died", "reset", None, None, None, 1), "died", ""))
+    assert text == "The env's process exited with code 1 during reset()."
+
+
+def test_long_last_words_keep_their_end():
+    stderr = "\n".join(f"line {number}" for number in range(500))
+    text = str(lost_error(Loss(None, "died", "step", 1, None, None, 1, stderr=stderr), "died", ""))
+    assert "line 499" in text
+    assert "line 1\n" not in text
+
+
+def failure(error: BaseException) -> Failure:
+    try:
+        raise error
+    except type(error) as caught:
+        return failure_of(caught)
+
+
+def test_an_exception_arrives_with_type_index_place_and_remote_traceback():
+    error = env_error(failure(FaultError("broken joint")), index=2, command="step", step=5, seed=7)
+    assert isinstance(error, EnvRaisedError)
+    assert isinstance(error, FaultError)
+    for part in ("Env 2", "FaultError", "broken joint", "during step()", "5 steps", "seed 7"):
+        assert part in str(error)
+    assert (error.env_index, error.command, error.step, error.seed) == (2, "step", 5, 7)
+    assert "Traceback" in error.remote_traceback
+    assert "in failure" in error.remote_traceback
+    assert type(error.__cause__) is FaultError
+    assert error.__cause__.args == ("broken joint",)
+    assert isinstance(error.__cause__.__cause__, RemoteTraceback)
+    assert "in failure" in str(error.__cause__.__cause__)
+
+
+def test_attributes_of_the_exception_arrive():
+    error = env_error(failure(TwoArgumentError(7, "detail")), index=None, command="step", step=0, seed=None)
+    assert isinstance(error, TwoArgumentError)
+    assert (error.code, error.detail) == (7, "detail")
+    assert error.__cause__.code == 7
+    assert "detail (code 7)" in str(error)
+
+
+def test_an_exception_of_a_class_that_cannot_be_had_here_arrives_as_text():
+    error = env_error(
+        Failure("simulator.Crash", "wheel lost", "Traceback …", exception=None),
+        index=None,
+        command="reset",
+        step=None,
+        seed=None,
+    )
+    assert type(error) is EnvRaisedError
+    assert "simulator.Crash: wheel lost" in str(error)
+    assert isinstance(error.__cause__, RemoteTraceback)
+
+
+def test_bytes_that_cannot_be_unpickled_are_no_reason_to_fail():
+    error = env_error(Failure("a.B", "text", "trace", b"garbage"), index=None, command="step", step=1, seed=None)
+    assert type(error) is EnvRaisedError
+
+
+def test_a_result_that_cannot_travel_has_an_error_of_its_own():
+    error = env_error(failure(ResultNotPicklable("a lock")), index=1, command="step", step=3, seed=None)
+    assert type(error) is ResultNotPicklableError
+    assert "a lock" in str(error)
+    assert isinstance(error.__cause__, RemoteTraceback)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("held")
+        self.lock = (number for number in ())
+
+
+class Recursive(Exception):
+    def __init__(self) -> None:
+        super().__init__("round")
+        self.itself = self
+
+
+@pytest.mark.parametrize(
+    "error", [Unprintable("x"), Unpicklable(), Recursive()], ids=lambda error: type(error).__name__
+)
+def test_exceptions_of_any_kind_travel_catchable(error):
+    arrived = env_error(failure(error), index=None, command="step", step=1, seed=None)
+    assert isinstance(arrived, MultienvError)
+    assert isinstance(arrived, type(error))
+    assert type(error).__name__ in str(arrived)
+
+
+def test_a_hang_names_its_deadline():
+    text = what_happened(Loss(0, "hung", "step", 4, 1, 1234, deadline=2.0))
+    assert "did not answer within its deadline of 2 s and was killed during step() after 4 steps" in text
+    assert "deadline of" not in what_happened(Loss(0, "hung", "step", 4, 1, 1234))
+
+
+@pytest.mark.parametrize("outcome", ["truncated", "raised"])
+def test_no_sentence_stands_twice_in_the_log(outcome):
+    reason = what_happened(LOSS)
+    text = outcome_text(Recovery(LOSS, outcome, reason, 0, 0, 0.5))
+    assert text.count("was killed by SIGKILL") == 1
+    assert f"Outcome: {outcome}, in 0.500 s." in text
+    longer = outcome_text(Recovery(LOSS, outcome, f"{reason} It cannot be brought back.", 0, 0, 0.5))
+    assert longer == f"{text} It cannot be brought back."
+    other = outcome_text(Recovery(LOSS, outcome, "It is not deterministic.", 0, 0, 0.5, report="/a b/c.json"))
+    assert other.endswith("It is not deterministic. To see it again: multienv replay '/a b/c.json'")
+
+
+def test_an_exact_recovery_tells_what_it_was_made_from():
+    text = outcome_text(Recovery(LOSS, "exact", "", 12, 1, 0.006, rung="snapshot"))
+    assert text.endswith("Outcome: exact, from the snapshot, 12 requests replayed, in 0.006 s.")
+
+
+def test_the_command_that_runs_a_report_again_is_quoted_for_a_shell():
+    assert replay_command("/a b/c.json") == "multienv replay '/a b/c.json'"
+
+
+def test_what_cannot_be_unpickled_here_is_an_error_but_an_interruption_is_none():
+    with pytest.raises(ResultNotPicklableError, match=r"reset\(\): .* ValueError: no class"):
+        decoded(raising, b"", "reset")
+    calls = []
+
+    def interrupted(reply: bytes) -> bytes:
+        calls.append(reply)
+        if len(calls) == 1:
+            raise TimeoutError("by a signal handler")
+        return reply
+
+    with pytest.raises(TimeoutError, match="signal handler"):
+        decoded(interrupted, b"x", "reset")
+    assert decoded(interrupted, b"x", "reset") == b"x"
+
+
+def raising(reply: bytes) -> None:
+    raise ValueError("no class")

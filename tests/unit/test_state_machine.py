@@ -1,0 +1,235 @@
+"""Every state × event of the state machine, without a process; and the rules that a loss must keep."""
+
+import itertools
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from multienv.recovery.state_machine import (
+    LOSSES,
+    TABLE,
+    Asked,
+    BudgetSpent,
+    BuildFailed,
+    Built,
+    Closed,
+    Discarded,
+    Episode,
+    Instruction,
+    Kind,
+    Launched,
+    Lost,
+    NotRecovered,
+    Process,
+    Recovered,
+    Replied,
+    Request,
+    Rules,
+    State,
+    decide,
+    instruction_of,
+)
+
+ROOT = Path(__file__).parents[2]
+STEP, RESET, CALL = Request(Kind.STEP, "step"), Request(Kind.RESET, "reset"), Request(Kind.CALL, "render")
+RULES = [
+    Rules(slots, resets, 2, action, action)
+    for slots, resets, action in itertools.product((1, 3), (False, True), ("replay", "truncate", "raise"))
+]
+
+
+def events(slots):
+    yield from (Launched(), Built(), BuildFailed(), BudgetSpent(), Discarded(), Closed(), NotRecovered("no way"))
+    yield from (Asked(request) for request in (STEP, RESET, CALL))
+    yield from (Replied(ended, failed) for ended in (False, True) for failed in (False, True))
+    yield from (
+        Lost(cause, slot, outside, "It died.")
+        for cause in ("died", "hung")
+        for slot in (-1, 0)
+        for outside in (False, True)
+    )
+    yield from (Recovered(strays) for strays in ({}, {0: "the reward differs"}, dict.fromkeys(range(slots), "x")))
+
+
+@cache
+def reachable(rules):
+    """All states that a worker can get into by events that can happen, up to the counts of deaths."""
+    found, todo = {State()}, [State()]
+    while todo:
+        state = todo.pop()
+        for event in events(rules.slots):
+            if not can_happen(state, event, rules):
+                continue
+            after, _ = decide(state, event, rules)
+            if after.losses <= LOSSES and after not in found:
+                found.add(after)
+                todo.append(after)
+    return found
+
+
+def can_happen(state, event, rules):
+    if (state.process, type(event)) not in TABLE or state.process is Process.CLOSED:
+        return False
+    if isinstance(event, Asked):  # the supervisor refuses the others before
+        may_step = state.episode in (Episode.RUNNING, Episode.OWED)
+        return state.request is None and (event.request.kind is not Kind.STEP or may_step)
+    if isinstance(event, Replied):
+        waits = instruction_of(state, rules) in (Instruction.ASK, Instruction.TRUNCATE)
+        return state.request is not None and waits
+    if isinstance(event, Lost) and state.process is Process.READY:
+        return state.request is not None and state.losses < LOSSES
+    return True
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
+    states = reachable(rules)
+    assert len(states) > 10
+    seen = set()
+    for state in states:
+        for event in events(rules.slots):
+            if can_happen(state, event, rules):
+                after, instruction = decide(state, event, rules)
+                assert after.process in TABLE[state.process, type(event)]
+                assert isinstance(instruction, Instruction)
+                seen.add((state.process, type(event)))
+    assert {process for process, _ in seen} >= {Process.NONE, Process.BUILDING, Process.READY}
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_an_interrupted_call_finds_in_the_state_what_it_was_about_to_do(rules):
+    """The instruction that decide() returns can be told again from the state alone, but for what ends a call."""
+    final = {
+        Instruction.DELIVER,
+        Instruction.RAISE_LOST,
+        Instruction.RAISE_POISON,
+        Instruction.RAISE_BUDGET,
+        Instruction.RELEASE,
+    }
+    for state in reachable(rules):
+        for event in events(rules.slots):
+            if can_happen(state, event, rules):
+                after, instruction = decide(state, event, rules)
+                if instruction not in final and not (isinstance(event, Lost) and state.process is Process.BUILDING):
+                    assert instruction is instruction_of(after, rules), (state, event)
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_what_ends_a_call_leaves_no_request_behind(rules):
+    raised = {Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET, Instruction.DELIVER}
+    for state in reachable(rules):
+        for event in events(rules.slots):
+            if can_happen(state, event, rules):
+                after, instruction = decide(state, event, rules)
+                if instruction in raised:
+                    assert after.request is None
+                    assert not after.absent
+                    assert not after.deaths
+
+
+def test_an_event_that_cannot_happen_is_refused():
+    with pytest.raises(ValueError, match="Recovered cannot happen while the process is none"):
+        decide(State(), Recovered(), Rules())
+
+
+def test_a_running_episode_whose_process_nothing_brings_back_is_truncated_and_never_continued():
+    """No splice: after NotRecovered no path leads back to RUNNING without a truncation or a reset."""
+    for rules in RULES:
+        for state in reachable(rules):
+            if state.process is Process.LOST and state.request is not None and state.episode is Episode.RUNNING:
+                after, instruction = decide(state, NotRecovered("no way"), rules)
+                if state.request.kind is Kind.STEP:
+                    assert {slot for slot, _ in after.absent} == set(range(rules.slots))
+                elif state.request.kind is Kind.CALL:
+                    assert instruction is Instruction.RAISE_LOST
+                    assert {slot for slot, _ in after.owed} == set(range(rules.slots))
+
+
+def asked(request, rules):
+    state, _ = decide(State(Process.READY, Episode.RUNNING), Asked(request), rules)
+    return state
+
+
+def lose(state, rules, **what):
+    state, instruction = decide(state, Lost("died", what="It died.", **what), rules)
+    assert instruction is Instruction.RECOVER
+    return decide(state, Recovered(), rules)
+
+
+def test_a_step_that_kills_twice_is_truncated_just_before():
+    rules = Rules(poison_after=2)
+    state, instruction = lose(asked(STEP, rules), rules, slot=0)
+    assert instruction is Instruction.ASK
+    state, instruction = lose(state, rules, slot=0)
+    assert instruction is Instruction.TRUNCATE
+    assert "ended 2 processes" in dict(state.absent)[0]
+
+
+def test_a_kill_from_outside_is_no_evidence_against_the_request_until_it_has_happened_often():
+    rules = Rules(poison_after=2)
+    state = asked(STEP, rules)
+    for _ in range(LOSSES - 1):
+        state, instruction = lose(state, rules, slot=0, outside=True)
+        assert instruction is Instruction.ASK
+    _, instruction = lose(state, rules, slot=0, outside=True)
+    assert instruction is Instruction.TRUNCATE
+
+
+def test_a_slot_killed_from_outside_again_and_again_is_left_out_alone():
+    rules = Rules(slots=3, resets_itself=True, poison_after=2)
+    state, _ = lose(asked(STEP, rules), rules, slot=2)
+    for _ in range(LOSSES - 1):
+        state, instruction = lose(state, rules, slot=1, outside=True)
+        assert instruction is Instruction.ASK
+    assert [slot for slot, _ in state.absent] == [1]
+
+
+def test_an_absent_slot_that_ends_the_next_process_too_is_not_reset_in_that_step_either():
+    rules = Rules(slots=3, resets_itself=True, poison_after=2)
+    state, _ = lose(asked(STEP, rules), rules, slot=1)
+    state, _ = lose(state, rules, slot=1)
+    assert state.idle == ()
+    state, instruction = lose(state, rules, slot=1)
+    assert instruction is Instruction.ASK
+    assert state.idle == (1,)
+    state, _ = decide(state, Replied(), rules)
+    assert state.idle == ()
+
+
+def test_in_a_batch_only_the_slot_that_kills_is_left_out():
+    rules = Rules(slots=3, resets_itself=True, poison_after=2)
+    state, _ = lose(asked(STEP, rules), rules, slot=1)
+    state, instruction = lose(state, rules, slot=1)
+    assert instruction is Instruction.ASK
+    assert [slot for slot, _ in state.absent] == [1]
+
+
+def test_a_slot_that_strays_between_two_steps_owes_the_end_of_its_episode():
+    rules = Rules(slots=3, resets_itself=True)
+    state, _ = decide(asked(CALL, rules), Lost("died"), rules)
+    state, _ = decide(state, Recovered({2: "the reward differs"}), rules)
+    state, _ = decide(state, Replied(), rules)
+    assert [slot for slot, _ in state.owed] == [2]
+    state, instruction = decide(state, Asked(STEP), rules)
+    assert instruction is Instruction.ASK
+    assert [slot for slot, _ in state.absent] == [2]
+
+
+def test_a_masked_reset_pays_only_what_its_slots_owe():
+    rules = Rules(slots=3, resets_itself=True)
+    state = State(Process.READY, Episode.RUNNING, owed=((0, "lost"), (2, "lost")))
+    state, _ = decide(state, Asked(Request(Kind.RESET, "reset", touched=(True, False, False))), rules)
+    state, _ = decide(state, Replied(), rules)
+    assert state.owed == ((2, "lost"),)
+
+
+def test_the_diagram_in_the_docs_is_that_of_the_table():
+    drawn = subprocess.run(
+        [sys.executable, ROOT / "docs" / "states.py"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    assert drawn in (ROOT / "docs" / "design.md").read_text(), (
+        "run: python docs/states.py, and put it into docs/design.md"
+    )

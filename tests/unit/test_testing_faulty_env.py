@@ -1,0 +1,68 @@
+"""The public faulty env fails where it is told to, and is deterministic everywhere else."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from multienv.testing import FaultyEnv
+
+
+def test_without_a_fault_it_is_an_env_like_any_other():
+    check_env(FaultyEnv(), skip_render_check=True)
+    env = FaultyEnv(horizon=2)
+    first, _ = env.reset(seed=3)
+    assert first[[0, 1, 3]].tolist() == [0, 0, -1]
+    assert env.step(np.int64(2))[0][[0, 1, 3]].tolist() == [1, 0, 2]
+    assert env.step(np.int64(0))[2]
+    assert env.reset()[0][1] == 1
+
+
+def test_it_raises_at_that_step_of_each_episode():
+    env = FaultyEnv("raise", 2)
+    for _ in range(2):
+        env.reset()
+        env.step(np.int64(0))
+        with pytest.raises(RuntimeError):
+            env.step(np.int64(0))
+        assert env.steps == 1  # the step has changed nothing
+
+
+def test_once_is_once_in_all_processes(tmp_path):
+    for is_first in (True, False):
+        env = FaultyEnv("raise", once=tmp_path / "struck")
+        env.reset()
+        if is_first:
+            with pytest.raises(RuntimeError):
+                env.step(np.int64(0))
+        assert env.step(np.int64(0))[0][0] == 1
+
+
+def test_a_leak_grows_with_each_step():
+    env = FaultyEnv("leak", 2, leaked=10)
+    env.reset()
+    for _ in range(3):
+        env.step(np.int64(0))
+    assert sum(map(len, env._hoard)) == 20
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [("exit", 3), ("kill", -signal.SIGKILL), ("segfault", -signal.SIGSEGV), ("hang", None)]
+)
+def test_the_process_ends_or_hangs(fault, code):
+    source = f"import numpy, multienv.testing as t; e = t.FaultyEnv({fault!r}); e.reset(); e.step(numpy.int64(0))"
+    if code is None:
+        with pytest.raises(subprocess.TimeoutExpired):
+            subprocess.run([sys.executable, "-c", source], timeout=3, check=False)
+    else:
+        assert subprocess.run([sys.executable, "-c", source], timeout=60, check=False).returncode == code
+
+
+def test_unknown_faults_are_refused():
+    with pytest.raises(ValueError, match="segfault"):
+        FaultyEnv("explode")  # type: ignore[arg-type]

@@ -1,0 +1,387 @@
+"""Banks, journal entries, digests, and the segment that holds them: what one side writes the other finds, and no more."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multienv.wire.banks import (
+    ABSENT,
+    ENDED,
+    FAILED,
+    HEAD,
+    INLINE_LIMIT,
+    IRREGULAR,
+    LARGE_EVIDENCE,
+    MESSAGE,
+    RAISED,
+    STEP,
+    STEPPED,
+    VALUE,
+    Bank,
+    BankLayout,
+    Entry,
+    digester,
+    entry_of,
+    is_plain,
+    split_entries,
+)
+from multienv.wire.codecs import layout_of_envs
+from multienv.wire.segment import CONTROL_SIZE, REPLY_MAIL, REQUEST, Segment, anonymous_file
+
+LAYOUTS = st.builds(
+    BankLayout, st.integers(1, 9), st.integers(0, 40), st.lists(st.integers(0, 700), max_size=4).map(tuple)
+)
+
+
+def bank_of(layout: BankLayout, fill: int = 0) -> Bank:
+    return Bank(layout, memoryview(bytearray([fill]) * layout.size), 0)
+
+
+# --- layouts ----------------------------------------------------------------------------------
+
+
+@given(LAYOUTS)
+def test_no_part_of_a_bank_overlaps_another_and_all_are_aligned(layout):
+    n = layout.slots
+    parts = [
+        (0, HEAD.size, 8),
+        (layout.actions, layout.action_bytes, 8),
+        (layout.absent, n, 8),
+        (layout.rewards, 8 * n, 8),
+        (layout.terminated, n, 1),
+        (layout.truncated, n, 1),
+        (layout.failed, n, 1),
+    ]
+    if layout.is_digested:
+        parts.append((layout.shown, 8 * n, 8))
+    parts += [(start, n * width, 8) for start, width in zip(layout.leaves, layout.leaf_bytes, strict=True)]
+    end = 0
+    for start, size, alignment in parts:
+        assert start % alignment == 0
+        assert start >= end
+        end = start + size
+    assert end <= layout.size
+    assert layout.size % 64 == 0
+    assert layout.is_digested == (sum(layout.leaf_bytes) > INLINE_LIMIT)
+    if layout.is_digested:
+        assert min(layout.leaves) >= layout.end, "observations that are digested are not journalled"
+    else:
+        assert layout.end >= end, "observations that are not digested are journalled"
+
+
+@given(LAYOUTS, st.integers(0, 255))
+def test_what_one_view_of_a_bank_writes_another_reads(layout, value):
+    memory = memoryview(bytearray(layout.size + 64))
+    one, other = Bank(layout, memory, 64), Bank(layout, memory, 64)
+    for name in ("absent", "rewards", "terminated", "truncated", "failed", "digests"):
+        if getattr(one, name) is not None:
+            getattr(one, name)[:] = value
+            assert (getattr(other, name) == getattr(one, name)).all()
+    for place, width in enumerate(layout.leaf_bytes):
+        one.leaf(place, (width,), np.uint8)[:] = value
+        assert (other.leaf(place, (width,), np.uint8) == value).all()
+    assert bytes(memory[:64]) == bytes(64), "it wrote before its place"
+
+
+# --- entries ----------------------------------------------------------------------------------
+
+HEADS = st.tuples(
+    st.sampled_from([STEP, MESSAGE]),
+    st.sampled_from([0, 1, 2, 8, ABSENT, ABSENT + 1]),
+    st.sampled_from([STEPPED, VALUE, FAILED]),
+    st.integers(0, ENDED | RAISED | IRREGULAR),
+    st.integers(0, 5),
+    st.integers(0, 2**32 - 1),
+)
+
+
+@st.composite
+def answered(draw: st.DrawFn) -> tuple[BankLayout, tuple[int, ...], bytes, bytes, bytes]:
+    """A layout, a head without evidence, what is written behind it, request mail and evidence."""
+    layout = draw(LAYOUTS)
+    head = draw(HEADS)
+    body = draw(st.binary(min_size=layout.end - HEAD.size, max_size=layout.end - HEAD.size))
+    return layout, head, body, draw(st.binary(max_size=30)), draw(st.binary(max_size=30))
+
+
+def entry_in(layout: BankLayout, head: tuple[int, ...], body: bytes, mail: bytes, evidence: bytes) -> bytes:
+    bank = bank_of(layout)
+    bank.stretch[:] = HEAD.pack(*head, len(evidence)) + body
+    return entry_of(bank, mail, evidence, exact=True)
+
+
+@given(st.lists(answered(), min_size=1, max_size=6))
+def test_entries_come_apart_as_they_were_put_together(requests):
+    layout = requests[0][0]
+    bodies = [(head, (body * layout.end)[: layout.end - HEAD.size].ljust(layout.end - HEAD.size, b"x"), mail, evidence)
+              for _, head, body, mail, evidence in requests]  # fmt: skip
+    packed = [entry_in(layout, *parts) for parts in bodies]
+    entries = list(split_entries(b"".join(packed), layout.end))
+    assert [entry.packed() for entry in entries] == packed
+    for entry, (head, _, mail, evidence) in zip(entries, bodies, strict=True):
+        assert entry.number == head[5]
+        assert entry.is_step == (head[0] == STEP)
+        plain = is_plain(entry.stretch)
+        assert plain == (head[0] == STEP and bool(head[1] & ~ABSENT) and head[2] == STEPPED and not head[3] & IRREGULAR)
+        assert (entry.request_mail, entry.evidence) == ((b"", b"") if plain else (mail, evidence))
+
+
+def parts_used(layout: BankLayout, head: tuple[int, ...]) -> list[slice]:
+    """What of a stretch the request and the reply use, by their head alone."""
+    _, tag, reply, flags, *_ = head
+    parts = [slice(0, HEAD.size)]
+    if tag & ~ABSENT:
+        parts.append(slice(layout.actions, layout.actions + layout.action_bytes))
+    if tag & ABSENT:
+        parts.append(slice(layout.absent, layout.absent + layout.slots))
+    if reply == STEPPED:
+        parts.append(slice(layout.rewards, layout.failed + layout.slots))
+        if not flags & IRREGULAR:
+            parts.append(slice(layout.shown, layout.end))
+    return parts
+
+
+EVERYTHING = (STEP, ABSENT + 1, STEPPED, 0)
+
+
+@given(answered(), st.binary(min_size=1, max_size=9))
+def test_equal_requests_with_equal_outcomes_are_equal_bytes_whatever_the_bank_held_before(request_, before):
+    layout, head, body, mail, evidence = request_
+    plain = is_plain(HEAD.pack(*head, 0))
+    written = HEAD.pack(*head, len(evidence)) + body
+    found = []
+    for content in (bytes(layout.end), (before * layout.end)[: layout.end]):
+        bank = bank_of(layout)
+        for part in parts_used(layout, EVERYTHING):  # not what lies between: nobody writes there
+            bank.stretch[part] = (written if plain else content)[part]  # a plain step writes all that is compared
+        for part in parts_used(layout, head):
+            bank.stretch[part] = written[part]
+        found.append(entry_of(bank, mail, evidence, exact=True))
+    assert found[0] == found[1]
+    (entry,) = split_entries(found[0], layout.end)
+    for part in parts_used(layout, head):
+        assert entry.stretch[part] == written[part], "something that was used is not in the entry"
+
+
+def test_evidence_that_is_large_is_not_kept_and_the_head_says_so():
+    layout = BankLayout(1)
+    head = (STEP, 0, STEPPED, IRREGULAR, 0, 7)
+    for size, kept in ((LARGE_EVIDENCE, LARGE_EVIDENCE), (LARGE_EVIDENCE + 1, 0)):
+        packed = entry_in(layout, head, bytes(layout.end - HEAD.size), b"mail", b"e" * size)
+        (entry,) = split_entries(packed, layout.end)
+        assert entry == Entry(entry.stretch, b"mail", b"e" * kept)
+        assert HEAD.unpack_from(entry.stretch)[-1] == kept
+
+
+# --- digests ----------------------------------------------------------------------------------
+
+
+def digests_of(*contents: np.ndarray) -> list[int]:
+    """The digest of each content, laid into the last of three slots."""
+    leaf = np.zeros((3, *contents[0].shape), contents[0].dtype)
+    shown = np.zeros(3, np.uint64)
+    digest = digester(shown, [leaf])
+    results = []
+    for content in contents:
+        leaf[2] = content
+        digest()
+        results.append(int(shown[2]))
+    assert (shown[:2] == 0).all(), "zeros have the digest zero: that of a blank row"
+    return results
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_a_digest_changes_with_any_bit_whatever_the_width(content, data):
+    before = np.frombuffer(content, np.uint8)
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    after = before.copy()
+    after[bit // 8] ^= 1 << bit % 8
+    assert len(set(digests_of(before, after))) == 2
+
+
+def test_a_digest_of_64_kib_changes_with_the_first_and_the_last_bit_of_each_word():
+    leaf, shown = np.zeros((2, 16_384), np.uint32), np.zeros(2, np.uint64)
+    digest = digester(shown, [leaf])
+    for place in range(leaf.shape[1]):
+        leaf[:, place] = 1, 2**31
+        digest()
+        assert shown.all(), place
+        leaf[:, place] = 0
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=40, unique=True), st.data())
+def test_a_digest_changes_when_two_words_swap(words, data):
+    before = np.array(words, np.uint32)
+    one, other = data.draw(st.permutations(range(len(before))))[:2]
+    after = before.copy()
+    after[[one, other]] = after[[other, one]]
+    assert len(set(digests_of(before, after))) == 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8, np.int64])
+@pytest.mark.parametrize("width", [1021, 1022, 1024])
+def test_a_digest_sees_a_lone_pixel_wherever_it_moves(dtype, width):
+    images = np.zeros((width, width), dtype)
+    np.fill_diagonal(images, 1)
+    found = digests_of(*images)
+    assert len(set(found)) == len(found)
+
+
+def test_a_digest_covers_each_leaf_and_tells_which_changed():
+    leaves = [np.zeros((2, 3), np.float32), np.zeros((2, 0)), np.zeros((2, 5), np.uint8), np.zeros((2, 3), np.float32)]
+    shown = np.zeros(2, np.uint64)
+    digest = digester(shown, leaves)
+    found = {0}
+    for leaf in (leaves[0], leaves[2], leaves[3]):
+        leaf[1, 0] = 1
+        digest()
+        leaf[1, 0] = 0
+        assert shown[0] == 0, "the digest of one slot depends on another"
+        found.add(int(shown[1]))
+    assert len(found) == 4
+
+
+# --- the segment ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Segment, Segment]]:
+    """Trainer and worker, mapping one file."""
+    trainer = Segment.create()
+    worker = Segment(os.dup(trainer.descriptor))
+    yield trainer, worker
+    trainer.close()
+    worker.close()
+
+
+def test_words_and_small_banks_are_shared_and_do_not_overlap(sides):
+    trainer, worker = sides
+    for place in range(64):
+        trainer.words[place] = place + 1
+    for side, bank in enumerate(trainer.banks):
+        bank.view[:] = bytes([200 + side]) * len(bank.view)
+    assert worker.words.tolist()[:64] == list(range(1, 65))
+    assert [bytes(bank.view) for bank in worker.banks] == [bytes([200 + side]) * len(bank.view) for side, bank in enumerate(trainer.banks)]  # fmt: skip
+    assert worker.words[REQUEST] == REQUEST + 1
+    trainer.times[59] = 0.25
+    assert worker.times[59] == 0.25
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["trainer", "worker", "write"])), ids=str)
+def test_banks_are_laid_out_by_both_sides_in_any_order(sides, order):
+    trainer, worker = sides
+    layout = layout_of_envs(False, spaces.Box(-1, 1, (400,)), spaces.Discrete(3), 5)
+    trainer.banks[1].view[0] = worker.words[REQUEST] = 77
+    for what in order:
+        if what == "write":
+            worker.write_reply_mail(1, b"written while the layout changes")
+        else:
+            {"trainer": trainer, "worker": worker}[what].lay_out(layout)
+    for side in (0, 1):
+        worker.banks[side].leaf(0, (400,), np.float32)[:] = side + 1
+        worker.banks[side].rewards[:] = -side
+    for side in (0, 1):
+        assert (trainer.banks[side].leaf(0, (400,), np.float32) == side + 1).all()
+        assert (trainer.banks[side].rewards == -side).all()
+    assert trainer.read_reply_mail(1) == b"written while the layout changes"
+    assert trainer.words[REQUEST] == 77
+    assert os.fstat(trainer.descriptor).st_size >= CONTROL_SIZE + 2 * layout.size
+
+
+def test_laying_out_cuts_nothing_off_that_the_other_side_writes_meanwhile(sides, monkeypatch):
+    trainer, worker = sides
+    before = os.fstat(trainer.descriptor)
+    worker.lay_out(BankLayout(9, 0, (8000,)))
+    worker.write_reply_mail(1, b"mail")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", lambda descriptor: before)  # it looked before the other side wrote
+        trainer.lay_out(BankLayout(9, 0, (8000,)))
+    assert trainer.read_reply_mail(1) == b"mail"
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 2**20, 2**20 + 1, 2**26])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "in-process"])
+def test_mail_of_any_size_arrives_and_may_be_read_twice(sides, shared, size):
+    trainer, worker = sides if shared else (Segment(-1),) * 2
+    request, reply = os.urandom(min(size, 4096)) * (size // 4096 or 1), b"r" * size
+    request = request[:size].ljust(size, b"q")
+    trainer.write_request_mail(6, request)
+    worker.write_reply_mail(6, reply)
+    trainer.write_request_mail(7, b"the next request")
+    worker.write_reply_mail(-3, b"odd, and the supervisor's own")
+    assert worker.read_request_mail(6) == worker.read_request_mail(6) == request
+    assert trainer.read_reply_mail(6) == trainer.read_reply_mail(6) == reply
+    assert worker.read_request_mail(7) == b"the next request"
+    assert trainer.read_reply_mail(7) == b"odd, and the supervisor's own"
+    assert trainer.words[REPLY_MAIL] == size
+    worker.write_reply_mail(6, b"")
+    assert (trainer.read_reply_mail(6), trainer.words[REPLY_MAIL]) == (b"", 0)
+
+
+def test_the_memory_of_large_mail_is_given_back_and_the_banks_stay(sides):
+    trainer, worker = sides
+    layout = BankLayout(3, 8, (16,))
+    trainer.lay_out(layout)
+    worker.lay_out(layout)
+    worker.banks[1].rewards[:] = 5
+    worker.banks[1].view[-1] = 9
+
+    def held() -> int:  # whole pages
+        return os.fstat(trainer.descriptor).st_blocks * 512
+
+    before = held()
+    worker.write_reply_mail(2, b"x" * 2**22)
+    trainer.drop_large_mail()
+    assert held() > 2**22, "it was dropped before it was read"
+    trainer.read_reply_mail(2)
+    trainer.drop_large_mail()
+    assert held() <= before + 4096
+    assert (trainer.banks[1].rewards == 5).all()
+    assert trainer.banks[1].view[-1] == 9
+    worker.write_reply_mail(3, b"goes on")
+    assert trainer.read_reply_mail(3) == b"goes on"
+
+
+def test_mail_that_is_not_all_there_is_an_error_and_no_short_answer(sides):
+    trainer, worker = sides
+    worker.words[REPLY_MAIL] = 10
+    with pytest.raises(EOFError, match="10 bytes"):
+        trainer.read_reply_mail(2)
+
+
+def test_arrays_outlive_the_segment_they_look_into(sides):
+    trainer, _ = sides
+    trainer.lay_out(BankLayout(2, 0, (8,)))
+    leaf = trainer.banks[0].leaf(0, (1,), np.float64)
+    leaf[:] = 3.5
+    trainer.close()
+    trainer.close()
+    del trainer
+    assert leaf.tolist() == [[3.5], [3.5]]
+
+
+def test_a_file_without_a_name_is_not_inherited_by_programs():
+    descriptor = anonymous_file()
+    try:
+        assert not os.get_inheritable(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@given(st.integers(1, 5), st.booleans())
+def test_both_sides_compute_one_layout_from_what_travels(slots, exact):
+    space: Any = spaces.Dict({"a": spaces.Box(0, 255, (7,), np.uint8), "b": spaces.Discrete(3)})
+    told = pickle.loads(pickle.dumps((space, spaces.MultiDiscrete([2, 3]))))
+    here = layout_of_envs(exact, space, spaces.MultiDiscrete([2, 3]), 1 if exact else slots)
+    assert here == layout_of_envs(exact, *told, 1 if exact else slots)
+    assert here.slots == (1 if exact else slots)

@@ -1,0 +1,195 @@
+"""Infos of numbers come back and are merged as gymnasium merges them; all else is left to pickle, one slot at a time."""
+
+from __future__ import annotations
+
+import enum
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.vector import VectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_strategies import fingerprint
+
+from multienv.wire.infos import InfoMerger, InfoPacker, NumberInfos, pack_extras, unpack_extras
+from multienv.wire.messages import Failure, dumps
+
+KINDS: list[st.SearchStrategy[Any]] = [
+    st.floats(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats().map(np.float64),
+    st.floats(width=32).map(np.float32),
+    st.integers(-(2**63), 2**63 - 1).map(np.int64),
+    st.integers(-(2**31), 2**31 - 1).map(np.int32),
+    st.integers(0, 255).map(np.uint8),
+]
+KEYS = st.text(min_size=1).filter(lambda key: not key.startswith("_") and key not in ("final_obs", "final_info"))
+FAILURE = Failure("ValueError", "oh", "Traceback", None)
+
+
+def alike(rows: int) -> st.SearchStrategy[list[dict[str, Any]]]:
+    """Infos with the same keys, in one order, and the same types."""
+    shapes = st.dictionaries(KEYS, st.sampled_from(KINDS), min_size=1, max_size=5)
+    infos = shapes.flatmap(lambda shape: st.lists(st.fixed_dictionaries(shape), min_size=rows, max_size=rows))
+    return infos.map(lambda many: [{key: one[key] for key in many[0]} for one in many])
+
+
+def packed(*infos: dict[Any, Any]) -> bytes:
+    """As a worker packs those of all its envs."""
+    return InfoPacker(len(infos)).numbers(list(enumerate(infos)))
+
+
+def unpacked(mail: bytes, start: int = 0) -> Any:
+    extras, illegible = unpack_extras(mail, start)
+    assert not illegible
+    return extras.infos
+
+
+@given(alike(3))
+def test_infos_of_numbers_come_back_with_their_types_and_bits(infos):
+    told = unpacked(b"evidence" + packed(*infos), len(b"evidence"))
+    assert type(told) is NumberInfos
+    for _ in range(2):
+        assert fingerprint(list(told)) == fingerprint(list(enumerate(infos)))
+
+
+@given(alike(4))
+def test_infos_of_several_workers_are_merged_as_gymnasium_merges_them(infos):
+    ours = InfoMerger(4).merged([unpacked(packed(infos[0])), unpacked(packed(*infos[1:]))])
+    theirs: dict[str, Any] = {}
+    batch: VectorEnv[Any, Any, Any] = VectorEnv()
+    batch.num_envs = 4
+    for index, info in enumerate(infos):
+        theirs = batch._add_info(theirs, info, index)
+    assert fingerprint(ours) == fingerprint(theirs)
+    assert all(value.flags.writeable for value in ours.values())
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"text": "a"},
+        {"array": np.zeros(2)},
+        {"flag": np.bool_(True)},
+        {"nested": {"a": 1}},
+        {"large": 2**63},
+        {"nothing": None},
+        {"_hidden": 1},
+        {"": 1},
+        {"final_obs": 1},
+        {1: 1},
+        {(1,): 1.0},
+        {"complex": 1j},
+        {"a": type("Number", (float,), {})(1.0)},
+        {"k" * 70_000: 1},
+    ],
+    ids=lambda info: repr(info)[:30],
+)
+def test_what_is_no_number_with_a_plain_name_is_left_to_pickle(info):
+    assert packed({"a": 1.0}, {"a": 1.0})
+    assert packed(info) == packed({"a": 1.0}, info) == packed(info, {"a": 1.0}) == packed(info, info) == b""
+
+
+@pytest.mark.parametrize(
+    "infos",
+    [
+        [{"a": 1.0, "b": 2}, {"a": 1, "b": 2}],
+        [{"a": 1.0, "b": 2}, {"b": 2, "a": 1.0}],
+        [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
+        [{"a": 1}, {"b": 1}],
+        [{"a": 1.0, "b": 2}, {"a": 1.0}],
+        [{"a": 1.0}, {"a": 1.0, "b": 2}],
+        [{"a": 1.0, "b": 2}, {"a": 1.0, "b": 2**64}],
+        [{"a": 1}, {"b": 1, "a": 1}, {"b": 1}],
+        [{"a": 1, "b": 1, "c": 1}, {"a": 1}, {"b": 1, "c": 1}],
+    ],
+)
+def test_infos_that_are_not_alike_are_left_to_pickle_and_keep_no_later_ones_from_being_packed(infos):
+    packer, good = InfoPacker(len(infos)), list(enumerate([{"a": 1.0, "b": 2}] * len(infos)))
+    for _ in range(2):
+        assert packer.numbers(list(enumerate(infos))) == b""
+        assert list(unpacked(packer.numbers(good))) == good
+
+
+def test_infos_of_some_slots_only_are_left_to_pickle():
+    assert InfoPacker(3).numbers([(0, {"a": 1}), (2, {"a": 1})]) == b""
+
+
+def test_keys_and_types_may_change_from_step_to_step():
+    packer, merger = InfoPacker(2), InfoMerger(2)
+    kept = []
+    some, others = [{"a": 1.0}, {"a": math.inf}], [{"b": 1}, {"b": -2}]
+    for infos in (some, [{"a": 3.0}, {"a": 4.0}], others, [{"a": True}, {"a": False}], some, others):
+        told = unpacked(packer.numbers(list(enumerate(infos))))
+        assert list(told) == list(enumerate(infos))
+        kept.append((merger.merged([told]), [value for info in infos for value in info.values()]))
+    for merged, values in kept:  # in memory of their own
+        assert next(iter(merged.values())).tolist() == values
+
+
+class Letter(str, enum.Enum):
+    A = "a"
+
+
+class Odd:
+    """A key that is hashed by identity, and compares as tensors do."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return np.zeros(2)
+
+
+@pytest.mark.parametrize("key", [Letter.A, type("Key", (str,), {})("a"), Odd()])
+def test_keys_that_only_look_like_strings_are_left_to_pickle_also_after_the_string_itself(key):
+    packer, plain, odd = InfoPacker(2), {"a": np.float64(1)}, {key: np.float64(1)}
+    assert packer.numbers([(0, plain), (1, plain)])
+    assert packer.numbers([(0, plain), (1, odd)]) == b""
+    assert packer.numbers([(0, odd), (1, odd)]) == b""
+
+
+def test_infos_of_workers_that_differ_are_not_merged_here():
+    merged = InfoMerger(2).merged
+    one = unpacked(packed({"a": 1}))
+    assert merged([]) is None
+    assert merged([one, []]) is None
+    assert merged([one, [(0, {"a": 1})]]) is None
+    assert merged([one, unpacked(packed({"a": 1.0}))]) is None
+    assert merged([one, unpacked(packed({"b": 1}))]) is None
+    assert merged([one, unpacked(packed({"a": 7}))])["a"].tolist() == [1, 7]
+
+
+# --- everything else --------------------------------------------------------------------------
+
+
+def test_a_reply_without_extras_takes_no_bytes():
+    assert pack_extras([], {}) == b""
+    extras, illegible = unpack_extras(b"evidence", len(b"evidence"))
+    assert (list(extras.infos), extras.failures, extras.generators, illegible) == ([], {}, b"", {})
+
+
+def test_infos_failures_and_generators_travel_together():
+    mail = pack_extras([(1, dumps({"text": "a"})), (4, dumps({}))], {2: FAILURE}, b"generators")
+    extras, illegible = unpack_extras(b"xyz" + mail, 3)
+    assert extras.infos == [(1, {"text": "a"}), (4, {})]
+    assert (extras.failures, extras.generators, illegible) == ({2: FAILURE}, b"generators", {})
+
+
+def refuse() -> None:
+    raise RuntimeError("not here")
+
+
+class SentOnly:
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def test_an_info_that_cannot_be_unpickled_costs_its_own_slot_alone():
+    extras, illegible = unpack_extras(pack_extras([(0, dumps({"a": 1})), (1, pickle.dumps(SentOnly())), (2, dumps({"b": 2}))], {}))  # fmt: skip
+    assert extras.infos == [(0, {"a": 1}), (2, {"b": 2})]
+    assert list(illegible) == [1]
+    assert str(illegible[1]) == "not here"
