@@ -19,9 +19,17 @@ _ON_LOSS = ("replay", "truncate", "raise")
 _ON_ERROR = ("raise", "truncate")
 
 
-def _refuse_positional(kind: type, values: tuple[Any, ...], example: str) -> None:
-    if values:
-        raise UsageError(f"{kind.__name__}({values[0]!r:.50}): say which it is: {kind.__name__}({example}).")
+class _Named:
+    """Refuses values without a name."""
+
+    __slots__ = ()
+
+    def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Say what is wanted."""
+        if positional:
+            first = next(iter(cls.__annotations__))
+            raise UsageError(f"{cls.__name__}({positional[0]!r:.50}): say which it is: {cls.__name__}({first}=...).")
+        return object.__new__(cls)
 
 
 def check_seconds(name: str, value: float | None, *, zero: bool = False) -> None:
@@ -59,7 +67,7 @@ def checked_seed(seed: Any) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
+class Deadlines(_Named):
     """How long the env may take for one request, in seconds; ``None`` is for ever.
 
     A process that has not answered when its deadline passes counts as hung: its Python stack is taken,
@@ -81,11 +89,6 @@ class Deadlines:
     close: float = 5.0
     recovery: float | None = 120.0
 
-    def __new__(cls, *positional: Any, **named: Any) -> Self:
-        """Refuse values without a name."""
-        _refuse_positional(cls, positional, "step=1.0")
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         """Refuse values that are not a number of seconds."""
         for field in fields(self):
@@ -95,7 +98,7 @@ class Deadlines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
+class RestartPolicy(_Named):
     """What happens when a worker is lost, and how often.
 
     ``"replay"`` brings the same episode back, verified, or truncates it where that cannot be shown to be
@@ -157,11 +160,6 @@ class RestartPolicy:
     recycle_after: float | None = None
     max_rss: int | None = None
 
-    def __new__(cls, *positional: Any, **named: Any) -> Self:
-        """Refuse values without a name."""
-        _refuse_positional(cls, positional, 'on_crash="truncate"')
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         """Refuse unknown actions and numbers out of range."""
         for name, allowed in (("on_crash", _ON_LOSS), ("on_timeout", _ON_LOSS), ("on_error", _ON_ERROR)):
@@ -175,9 +173,6 @@ class RestartPolicy:
         check_seconds("RestartPolicy.recycle_after", self.recycle_after)
         for name, least in (("max_restarts", 0), ("poison_after", 1), ("journal_limit", 0), ("max_snapshots", 0)):
             self._check_integer(name, least)
-        for name in ("snapshots", "state_anchors"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; give True or False.")
         for name in ("snapshot_every", "recycle_after_steps", "recycle_after_episodes", "max_rss"):
             if getattr(self, name) is not None:
                 self._check_integer(name, 1)

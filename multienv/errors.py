@@ -36,7 +36,7 @@ Each message says what happened, the likely cause, and what to do next.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -65,30 +65,25 @@ class ResetNeededError(UsageError, gymnasium.error.ResetNeeded):
     """Raised by ``step()`` where no episode is running."""
 
 
-class CallPendingError(UsageError, gymnasium.error.AlreadyPendingCallError):
+class _NamesACall(Exception):  # noqa: N818 - not raised
+    """Has gymnasium's signature, with the name of the call optional."""
+
+    def __init__(self, message: str, name: str = "") -> None:
+        """Keep both."""
+        super().__init__(message, name)
+        self.name = name
+
+    def __str__(self) -> str:
+        """Show the message alone."""
+        return str(self.args[0])
+
+
+class CallPendingError(_NamesACall, UsageError, gymnasium.error.AlreadyPendingCallError):
     """Raised by a request while an earlier one has not been collected; ``name`` says which."""
 
-    def __init__(self, message: str, name: str = "") -> None:
-        """Keep gymnasium's signature, with the name optional."""
-        super().__init__(message, name)
-        self.name = name
 
-    def __str__(self) -> str:
-        """Show the message alone."""
-        return str(self.args[0])
-
-
-class NothingPendingError(UsageError, gymnasium.error.NoAsyncCallError):
+class NothingPendingError(_NamesACall, UsageError, gymnasium.error.NoAsyncCallError):
     """Raised by a wait where no request is pending."""
-
-    def __init__(self, message: str, name: str = "") -> None:
-        """Keep gymnasium's signature, with the name optional."""
-        super().__init__(message, name)
-        self.name = name
-
-    def __str__(self) -> str:
-        """Show the message alone."""
-        return str(self.args[0])
 
 
 class ActionError(UsageError, gymnasium.error.InvalidAction):
@@ -289,7 +284,8 @@ class EnvsFailedError(MultienvError):
         what: str,
         failures: Mapping[int, BaseException],
         results: Sequence[Any],
-        advice: str | None = None,
+        advice: str = "Reset them.",
+        others: str = "",
     ) -> MultienvError:
         """Build one error for all failures; it is catchable by their own type where they share one.
 
@@ -297,24 +293,20 @@ class EnvsFailedError(MultienvError):
             what: What was asked: ``"step()"``.
             failures: Env index → exception, in any order.
             results: What each env returned.
-            advice: What to do next; ``None``: reset those that failed.
+            advice: What to do next.
+            others: What became of those that did not fail; left out where all did.
         """
         failures = dict(sorted(failures.items()))
         for index, error in failures.items():
             if isinstance(error, EnvError | WorkerLostError) and error.env_index is None:
                 error.env_index = index
-        if advice is None:
-            others = len(failures) < len(results)
-            advice = "Reset the failed envs; the episodes of the others go on." if others else "Reset them."
-        lines = [f"{len(failures)} of {len(results)} envs failed in {what}. {advice}"]
+        others = others and f" {others}" if len(failures) < len(results) else ""
+        lines = [f"{len(failures)} of {len(results)} envs failed in {what}.{others} {advice}"]
         lines += [f"  env {index}: {type(error).__name__}: {error}" for index, error in failures.items()]
         message = "\n".join(lines)
         kinds = {type(error.__cause__ if isinstance(error, EnvRaisedError) else error) for error in failures.values()}
         first = next(iter(failures.values()))
-        build: Callable[[], MultienvError] = lambda: cls(message)  # noqa: E731 - one of two ways to build
-        if len(kinds) == 1:
-            build = lambda: catchable_as(cls, first, message)  # noqa: E731
-        error = build()
+        error = catchable_as(cls, first, message) if len(kinds) == 1 else cls(message)
         assert isinstance(error, cls)
         error.failures = dict(failures)
         error.results = list(results)
@@ -322,4 +314,8 @@ class EnvsFailedError(MultienvError):
         return error
 
 
-__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Exception)]
+__all__ = [
+    name
+    for name, value in list(globals().items())
+    if isinstance(value, type) and issubclass(value, Exception) and name[0] != "_"
+]

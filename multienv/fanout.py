@@ -1,15 +1,18 @@
-"""Ask many workers at once and collect what they answer: in order, with losses healed in threads, across a Ctrl-C.
+"""Ask many workers at once and collect what they answer, with losses healed in threads, across a Ctrl-C.
 
 A *member* is a supervised worker, or a function that blocks (an env without two halves). A *round* is one request to
 each of several members: a step of all envs, say. All requests are sent before the first answer is awaited. A member
 whose process must be brought back, and a member that blocks, gets a thread of the executor meanwhile.
 
+The env managers have a *standing* round. It has no end: each member is asked again whenever it has answered, and
+answers are taken as they come.
+
 **Ctrl-C at any line.** A round is noted in ``FanOut.unfinished`` before anything is sent, and stays there until its
-owner has handed the outcome to the caller. It holds for each member the number of the last request before the round.
-That is all it takes to go on: a request was sent if the supervisor has one pending or its number is higher, and was
-answered if the number is higher and nothing is pending; the supervisor keeps that answer. So :meth:`FanOut.collect` is
-one loop that sends what was not sent, waits for what was not answered and takes what was not taken; it may be broken
-off and called again any number of times.
+owner has handed the outcome to the caller; a standing round always. It holds for each member the number of the last
+request before the one that it is asked now. That is all it takes to go on: a request was sent if the supervisor has one
+pending or its number is higher, and was answered if the number is higher and nothing is pending; the supervisor keeps
+that answer. So :meth:`FanOut.collect` and :meth:`FanOut.take` send what was not sent, wait for what was not answered
+and take what was not taken; they may be broken off and called again any number of times.
 """
 
 from __future__ import annotations
@@ -18,17 +21,22 @@ import contextlib
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from math import inf
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from multienv.config import check_seconds
 from multienv.cores import Turns
 from multienv.errors import CallPendingError, MultienvError, WaitTimeout
-from multienv.recovery.state_machine import Episode
-from multienv.recovery.supervisor import HealingDue, Supervisor
-from multienv.threads import Pool, Task
+from multienv.processes.channel import Channel, wait_any
+from multienv.recovery.supervisor import RUNNING, STEPPING, STEPPING_HALF, HealingDue, Supervisor
+from multienv.threads import Bell, Pool, Task
+
+# Seconds after which an answer in a standing round is awaited by a thread. That is where deadlines are watched, and a
+# silent hang is told of; after an interruption, at once, where the request is published that may not have been.
+_PATIENCE = 0.1
 
 # (name, request) → answer; called in a thread.
 Blocking = Callable[[str, Any], Any]
@@ -66,13 +74,34 @@ class Followup(Protocol):
         """Note that a member failed in a step, or in the reset after it."""
 
 
+class InThread(NamedTuple):
+    """A request that takes a while to send: a thread calls this, which leaves the answer with the supervisor."""
+
+    call: Callable[[], object]
+
+
+class Asked(NamedTuple):
+    """A request in a standing round, where each member may be asked something else.
+
+    Attributes:
+        name: What the caller called.
+        content: An action, a message, or :class:`InThread`.
+        since: When it was asked, by ``monotonic()``.
+    """
+
+    name: str
+    content: Any
+    since: float
+
+
 class Round:
     """One request to several members, and what has come of it so far.
 
     Args:
         name: What the caller called: ``"step"``, ``"reset"``, …
-        requests: One for each member: an action, or a message; ``None`` leaves the member alone.
+        requests: One for each member: an action, a message, or :class:`Asked`; ``None`` leaves the member alone.
         marks: For each member the number of its supervisor's last answered request.
+        order: Of the supervisors, in which they are asked; in a standing round those to collect from now.
         whole: Asked and answered in one call of the caller's; else in two halves.
         nothing: The request that leaves a member alone.
 
@@ -82,14 +111,22 @@ class Round:
         resumed: It was broken off, and a later call completes it.
     """
 
-    __slots__ = ("answers", "ended", "failures", "marks", "name", "requests", "resumed", "tasks", "whole")
+    __slots__ = ("answers", "ended", "failures", "marks", "name", "order", "requests", "resumed", "tasks", "whole")
 
     def __init__(
-        self, name: str, requests: Sequence[Any], marks: list[int], *, whole: bool, nothing: Any = None
+        self,
+        name: str,
+        requests: Sequence[Any],
+        marks: list[int],
+        order: Sequence[int] = (),
+        *,
+        whole: bool,
+        nothing: Any = None,
     ) -> None:
         self.name = name
         self.requests = requests
         self.marks = marks
+        self.order = order
         self.whole = whole
         self.resumed = False
         self.answers: list[Any] = [None if request is nothing else MISSING for request in requests]
@@ -100,12 +137,13 @@ class Round:
 
 
 class FanOut:
-    """Makes one round at a time.
+    """Makes one round at a time, or a standing one.
 
     A face calls ``ask(name, requests)``, makes the caller's values of the round, and calls ``finish()`` in the last
     line before it returns or raises them. If it finds ``unfinished`` set when it is called, an earlier call was
     interrupted: ``resume()`` completes that round, ``drop()`` completes it for nobody. The two halves of a call are
-    ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``.
+    ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``. A face whose envs do not move in
+    step calls ``stand()`` once, then ``note()`` and ``send_noted()`` for each request, and ``take()`` for the answers.
 
     Args:
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
@@ -135,6 +173,8 @@ class FanOut:
         self._threads = min(threads or len(members), len(members))
         self._name = name
         self._executor: Pool | None = None
+        self._bell: Bell | None = None
+        self._is_at_work = False  # in a standing round; if it is found so, the last call was broken off
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
         self._told: deque[Any] = deque()  # what hooks are to be told when the call is done
@@ -154,7 +194,9 @@ class FanOut:
 
     def close(self) -> None:
         """Let the executor go: its threads end once they have nothing to do. Takes no lock, as handlers may call it."""
-        self._executor = None
+        bell, self._executor, self._bell = self._bell, None, None
+        if bell is not None:
+            bell.ring()  # take() may be waiting
 
     def ask(self, name: str, requests: Sequence[Any]) -> Round:
         """Send all requests and collect all answers. The round is ``unfinished`` until its owner says otherwise.
@@ -183,20 +225,20 @@ class FanOut:
         """
         supervisors, followup = self.supervisors, self._followup
         marks = [-1 if supervisor is None else supervisor.number for supervisor in supervisors]
-        current = self.unfinished = Round(name, requests, marks, whole=whole, nothing=self.nothing)
+        current = self.unfinished = Round(name, requests, marks, self._turns.now(), whole=whole, nothing=self.nothing)
         steps, nothing, me = name == "step", self.nothing, self._me
         try:
             for place in self._blocking:
                 if requests[place] is not nothing:
                     self._send_one(current, place)
-            for place in self._turns.now():
+            for place in current.order:
                 request = requests[place]
                 if request is nothing:
                     continue
                 supervisor = supervisors[place]
                 if supervisor.asked_by is not me and not self._takes_over(current, place):
                     continue
-                if steps and (followup is None or supervisor.state.episode is Episode.RUNNING):
+                if steps and (followup is None or supervisor.state is RUNNING):
                     try:
                         supervisor.send_step(request, whole)
                     except MultienvError as error:
@@ -259,6 +301,94 @@ class FanOut:
         if self._told:
             next(filter(None, self.supervisors)).record.call_hooks()
 
+    # --- a standing round ---------------------------------------------------------------------------
+
+    def stand(self) -> Round:
+        """Begin a standing round, in which nobody is asked yet; all members are supervisors."""
+        places = range(len(self.supervisors))
+        current = Round("", [None for _ in places], [-1 for _ in places], whole=False)
+        self.unfinished, self._bell, self._heals_here = current, Bell(), False
+        return current
+
+    def note(self, name: str, requests: Mapping[int, Any]) -> list[Any]:
+        """Note requests in the standing round, to members that have answered all before.
+
+        Args:
+            name: What the caller called.
+            requests: Member → content of :class:`Asked`.
+
+        Returns:
+            What is to replace the round's ``answers``. With that they are asked: all of them, or none if an
+            interruption comes before. ``send_noted()`` may follow; ``take()`` sends what it has not sent.
+        """
+        current, now = self.unfinished, monotonic()
+        assert current is not None
+        answers, noted = list(current.answers), list(current.requests)
+        for place, content in requests.items():
+            noted[place] = Asked(name, content, now)
+            current.marks[place] = self.supervisors[place].number
+            current.failures.pop(place, None)
+            answers[place] = MISSING
+        current.requests = noted
+        return answers
+
+    def send_noted(self, chosen: Collection[int]) -> None:
+        """Send what was noted for these members."""
+        current, self._is_at_work = self.unfinished, True
+        assert current is not None
+        for place in self._turns.now():
+            if place in chosen:
+                self._send_one(current, place)
+        self._is_at_work = False
+
+    def take(self, patience: float | None) -> None:
+        """Take what has come in the standing round; if nothing has, wait for something.
+
+        Args:
+            patience: Seconds to wait at the most; ``None``: for ever. It may return earlier, with nothing taken.
+        """
+        current = self.unfinished
+        assert current is not None
+        current.order = self._heard(current, inf if patience is None else monotonic() + patience)
+        self._is_at_work = True
+        self._collect_once(current, None)
+        self._is_at_work = False
+
+    def _heard(self, current: Round, until: float) -> list[int]:
+        """Return the members of which something can be taken, at once or after waiting for one.
+
+        Channels are not held beyond this: a failure that the caller keeps would keep their memory mapped by its frames.
+        """
+        now, bell = monotonic(), self._bell
+        patience = 0.0 if self._is_at_work else _PATIENCE
+        heard: list[int] = []
+        awaited: dict[int, tuple[Channel, int]] = {}
+        for place, answer in enumerate(current.answers):
+            if answer is not MISSING:
+                continue
+            task = current.tasks.get(place)
+            if task is None:
+                line = self.supervisors[place].waiting()
+                overdue = current.requests[place].since + patience
+                if line is None:  # it was not sent, is answered, or has lost its process
+                    heard.append(place)
+                elif now < overdue:
+                    until = min(until, overdue)
+                    awaited[place] = line
+                else:
+                    self._begin(current, place, self.supervisors[place].resume)
+                continue
+            task.start(self.pool)  # an interruption may have come before
+            if task.wait(0):
+                short = self._end(current, place, task)
+                if short is not None:
+                    raise short
+                heard.append(place)
+        if heard or until <= now or bell is None:
+            return heard + [place for place, (channel, number) in awaited.items() if channel.answered(number)]
+        places = list(awaited)
+        return [places[index] for index in wait_any(list(awaited.values()), until, bell)]
+
     # --- how ----------------------------------------------------------------------------------------
 
     def _collect_once(self, current: Round, until: float | None) -> bool:
@@ -269,13 +399,16 @@ class FanOut:
         left = bool(tasks)
         for place in self._blocking:
             left |= answers[place] is MISSING
-        for place in reversed(self._turns.now()):
+        stepping = STEPPING if whole else STEPPING_HALF
+        for place in reversed(current.order):
             if answers[place] is not MISSING or place in tasks:
                 continue
             supervisor = supervisors[place]
             try:
                 pending = supervisor.state.request
-                if pending is None or pending.whole is not whole:
+                if until is None and supervisor.state is stepping:
+                    answer = supervisor.collect(None, heals)
+                elif pending is None or pending.whole is not whole:
                     if supervisor.number == self._mark(current, place):  # broken off before it was sent
                         left = True
                         self._send_one(current, place)
@@ -319,25 +452,30 @@ class FanOut:
 
     def _send_one(self, current: Round, place: int) -> None:
         """Send a member's request, or the reset that takes its place or follows it."""
-        supervisor, request = self.supervisors[place], current.requests[place]
+        supervisor, request, name = self.supervisors[place], current.requests[place], current.name
         if supervisor is None:
-            self._begin(current, place, partial(self._blocking[place], current.name, request))
+            self._begin(current, place, partial(self._blocking[place], name, request))
             return
         if supervisor.asked_by is not self._me and not self._takes_over(current, place):
             return
+        if isinstance(request, Asked):
+            name, request, _ = request
+            if isinstance(request, InThread):
+                self._begin(current, place, request.call)
+                return
         try:
             message = None
-            if current.name == "step" and self._followup is not None:
+            if name == "step" and self._followup is not None:
                 if place in current.ended:
                     message = self._followup.next(place, current.ended[place][0])
                 else:
                     message = self._followup.first(place, supervisor)
             if message is not None:
                 supervisor.send("reset", message, current.whole)
-            elif current.name == "step":
+            elif name == "step":
                 supervisor.send_step(request, current.whole)
             else:
-                supervisor.send(current.name, request, current.whole)
+                supervisor.send(name, request, current.whole)
         except MultienvError as error:
             self._fail(current, place, error)
 
@@ -362,11 +500,28 @@ class FanOut:
 
     def _begin(self, current: Round, place: int, call: Callable[[], Any]) -> None:
         """Have a thread of the executor make a call for a member."""
-        task = current.tasks[place] = Task(call)  # noted first: an interruption does not lose it
+        then = None if self._bell is None else self._bell.ring
+        task = current.tasks[place] = Task(call, then)  # noted first: an interruption does not lose it
         task.start(self.pool)
 
+    def _end(self, current: Round, place: int, task: Task) -> BaseException | None:
+        """Note how a thread has ended. What it raised is a failure; what a supervisor answered is taken from it later.
+
+        Returns:
+            An error that is no failure of the env, which stays asked: the trainer has run out of descriptors, say.
+        """
+        supervised, short = place not in self._blocking and bool(current.marks), None
+        if task.error is not None and supervised and not isinstance(task.error, MultienvError):
+            short = task.error
+        elif task.error is not None:
+            self._fail(current, place, task.error)
+        elif not supervised:
+            current.answers[place] = task.result
+        del current.tasks[place]
+        return short
+
     def _wait_for_tasks(self, current: Round, until: float | None) -> None:
-        """Wait for the threads. What they raised are failures; what supervisors answered is taken from these later."""
+        """Wait for the threads."""
         tasks = current.tasks
         for place in self._blocking:
             if current.answers[place] is MISSING and place not in tasks:  # broken off before it was begun
@@ -377,15 +532,8 @@ class FanOut:
         for place, task in list(tasks.items()):
             if not task.wait(None if until is None else max(0.0, until - monotonic())):
                 raise WaitTimeout(f"{current.name}(): an answer is not there yet; nothing is lost, wait again.")
-            supervised = place not in self._blocking and bool(current.marks)
-            if task.error is not None and supervised and not isinstance(task.error, MultienvError):
-                short = task.error
-            elif task.error is not None:
-                self._fail(current, place, task.error)
-            elif not supervised:
-                current.answers[place] = task.result
-            del tasks[place]
-        if short is not None:  # the trainer has run out of descriptors, say: no failure of the env, which stays asked
+            short = self._end(current, place, task) or short
+        if short is not None:
             raise short
 
     def _fail(self, current: Round, place: int, error: BaseException) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import starmap
 from typing import Any
 
 from multienv.errors import MultienvError
@@ -44,18 +46,54 @@ class _NobodyIdle:
         pass
 
 
+class Bell:
+    """Wakes a thread that sleeps in ``poll()``; may be rung by any thread, and by a signal handler.
+
+    Its descriptors are closed with the last reference to it: none is closed while somebody may use its number.
+    """
+
+    def __init__(self) -> None:
+        self._pipes: list[tuple[int, int]] = []
+        self._pipes.extend(starmap(os.pipe, [()]))  # one call into C: an interruption does not lose what it opens
+        for descriptor in self._pipes[0]:
+            os.set_blocking(descriptor, False)
+
+    @property
+    def descriptor(self) -> int:
+        """Return what becomes readable when it is rung, until it is silenced."""
+        return self._pipes[0][0]
+
+    def ring(self) -> None:
+        """Wake the thread."""
+        with contextlib.suppress(BlockingIOError):  # it was rung often
+            os.write(self._pipes[0][1], b"\0")
+
+    def silence(self) -> None:
+        """Forget that it was rung."""
+        with contextlib.suppress(BlockingIOError):  # it was not
+            os.read(self._pipes[0][0], 4096)
+
+    def __del__(self) -> None:
+        for descriptor in self._pipes.pop() if self._pipes else ():
+            os.close(descriptor)
+
+
 class Task:
     """A call that another thread makes, once.
+
+    Args:
+        call: The call.
+        then: Called when it has ended.
 
     Attributes:
         result: What it returned.
         error: What it raised.
     """
 
-    __slots__ = ("_begun", "_call", "_done", "_finished", "error", "result")
+    __slots__ = ("_begun", "_call", "_done", "_finished", "_then", "error", "result")
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], Any], then: Callable[[], object] | None = None) -> None:
+        self._call, self._then = call, then
         self._begun, self._finished = threading.Lock(), threading.Lock()
         self._finished.acquire()
         self._done = False
@@ -79,6 +117,8 @@ class Task:
                 self.error = error
             self._done = True
             self._finished.release()
+            if self._then is not None:
+                self._then()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end; return whether it has come within ``timeout`` seconds. Raises nothing of the call's."""

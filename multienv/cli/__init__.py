@@ -6,15 +6,13 @@ import faulthandler
 import json
 import sys
 from bdb import BdbQuit
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 try:
     import typer
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError as missing:
     # Not "multienv[cli]" alone: on the package index that name belongs to another project.
@@ -22,17 +20,19 @@ except ImportError as missing:
 
 import gymnasium
 
-from multienv.cli.bench import Rate, measure
-from multienv.cli.env_functions import env_functions
-from multienv.cli.replaying import Outcome, Rerun
+from multienv.cli.bench import measure
+from multienv.cli.env_functions import EnvFn, env_functions, named
+from multienv.cli.replaying import EnvRaised, Rerun
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import ReportError
-from multienv.reports.read import load
+from multienv.errors import UsageError
+from multienv.reports.read import Report, load
 from multienv.testing.chaos import Chaos, run_chaos
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
-EnvArgument = Annotated[str, typer.Argument(help="The env's id, 'module:id' where a module registers it.")]
+EnvArgument = Annotated[
+    str, typer.Argument(help="The env's id, 'module:id' where a module registers it, or 'module:function'.")
+]
 KwargsOption = Annotated[str, typer.Option(help="Arguments of the env, as JSON.")]
 
 
@@ -62,8 +62,7 @@ def chaos(
     policy = RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000)
     env_fn = _env_function(env, env_kwargs)
     console = Console()
-    with _progress(console) as bar:
-        task = bar.add_task("workers lost", total=kills)
+    with console.status("building ...") as status:
         result = run_chaos(
             env_fn,
             num_envs=num_envs,
@@ -71,7 +70,9 @@ def chaos(
             seconds=float("inf") if minutes is None else 60 * minutes,
             seed=seed,
             interval=(0.0, pause),
-            progress=lambda so_far: bar.update(task, completed=so_far.kills),
+            progress=lambda so_far: status.update(
+                f"{so_far.kills} of {kills} workers lost, {so_far.steps:,} steps ..."
+            ),
             restart=policy,
             deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
         )
@@ -102,32 +103,16 @@ def replay(
     plain = partial(Console, markup=False, highlight=False, soft_wrap=True)
     console = plain()
     try:
-        loaded = load(report, trust=trust)
-        console.print(loaded.document["what"])
-        run = Rerun(loaded, env_functions(loaded, env, trust=trust))
-        if run.was_building:
-            console.print("It was being built: building the env ...")
-            sys.stdout.flush()
-        _exit_if_raised(console, run.build())
-    except ReportError as error:
+        _replay(console, load(report, trust=trust), env, debug=debug)
+    except UsageError as error:
         plain(stderr=True).print(str(error))
         raise typer.Exit(2) from error
-    if run.was_building:
-        console.print("The fault did not come again: the env was built.")
-    else:
-        _replay_up_to_fault(console, run)
-        if debug:
-            try:
-                run.stop()
-            except BdbQuit:
-                raise typer.Abort from None
-        if run.fatal is None:
-            console.print("The process was lost between two requests: there is none that can be fatal.")
-        else:
-            outcome = run.run_fatal()
-            _exit_if_raised(console, outcome)
-            console.print(f"The fault did not come again: {outcome.text}.")
-    run.close()
+    except EnvRaised as raised:
+        console.print(raised.failure.traceback.rstrip())
+        console.print(f"The env raised: {str(raised).rstrip('.')}.")
+        raise typer.Exit(1) from raised
+    except BdbQuit:
+        raise typer.Abort from None
 
 
 @app.command()
@@ -142,57 +127,58 @@ def bench(
     console = Console()
     with console.status("measuring ..."):
         rates = measure(env_fn, num_envs, seconds)
-    console.print(_rates_table(env, num_envs, rates))
-    console.print(f"Fastest here: {max(rates, key=lambda rate: rate.steps_per_second).advice}")
+    table = Table("how", title=f"{env} × {num_envs}, random actions")
+    table.add_column("env steps a second", justify="right")
+    for way, rate in rates.items():
+        table.add_row(way, f"{rate:,.0f}")
+    console.print(table)
+    best = max(rates, key=lambda way: rates[way])
+    console.print(f"Fastest here: {best}", highlight=False)
+    if best.startswith("Sync"):
+        console.print(f"{num_envs} envs of this kind gain nothing from processes but survival.")
 
 
-def _env_function(env: str, env_kwargs: str) -> Callable[[], Any]:
+def _env_function(env: str, env_kwargs: str) -> EnvFn:
     """Return what makes the env, tried once; BadParameter if it cannot be made."""
     try:
-        arguments: dict[str, Any] = json.loads(env_kwargs)
-        env_fn = partial(gymnasium.make, env, **arguments)
+        env_fn = named(env, **json.loads(env_kwargs))
         env_fn().close()
     except (ValueError, TypeError, gymnasium.error.Error, ImportError) as error:
         raise typer.BadParameter(f"{env} cannot be made: {error}") from error
     return env_fn
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console)
-
-
-def _replay_up_to_fault(console: Console, run: Rerun) -> None:
-    with _progress(console) as bar:
-        task = bar.add_task("requests", total=run.length)
-        for number in run.run():
-            if number % 64 == 0 or number == run.length:
-                bar.update(task, completed=number)
-    if run.differences:
-        console.print(f"{len(run.differences)} of {run.length} answers are not as they were recorded. The first:")
-        console.print(f"{run.differences[0]}. Is it the same env, and deterministic?")
+def _replay(console: Console, report: Report, env: str | None, *, debug: bool) -> None:
+    """Run the report again, and tell of it; what is said last is out before the fault comes."""
+    console.print(report.what)
+    run = Rerun(report, env_functions(report, env))
+    if run.was_building:
+        console.print("It was being built: building the env ...")
+        sys.stdout.flush()
+        run.build()
+        console.print("The fault did not come again: the env was built.")
+        return
+    run.build()
+    with console.status(f"running {run.length} requests ..."):
+        differences = run.run()
+    if differences:
+        console.print(f"Not all {run.length} answers are as they were recorded: {'; '.join(differences)}.")
+        console.print("Is it the same env, and deterministic?")
     else:
         console.print(f"All {run.length} answers are as they were recorded.")
     if run.unknown:
         console.print(f"Of {run.unknown} only the flags could be compared: their observations are pickled (--trust).")
-    console.print(f"Now what was fatal: {run.request}")
-    sys.stdout.flush()  # it may be the last that is seen
-
-
-def _exit_if_raised(console: Console, outcome: Outcome) -> None:
-    if outcome.failure is not None:
-        console.print(outcome.failure.traceback.rstrip())
-        console.print(f"The env raised: {outcome.text.rstrip('.')}.")
-        raise typer.Exit(1)
-
-
-def _rates_table(env: str, num_envs: int, rates: list[Rate]) -> Table:
-    table = Table(title=f"{env} × {num_envs}, random actions", min_width=40)
-    table.add_column("how")
-    table.add_column("env steps a second", justify="right")
-    for rate in rates:
-        table.add_row(rate.name, f"{rate.steps_per_second:,.0f}")
-    return table
+    fatal = run.request()
+    if fatal:
+        console.print(f"Now what was fatal: {fatal}")
+    sys.stdout.flush()
+    if debug:
+        run.stop()
+    if fatal:
+        console.print(f"The fault did not come again: {run.run_fatal()}.")
+    else:
+        console.print("The process was lost between two requests: there is none that can be fatal.")
+    run.close()
 
 
 def _chaos_table(env: str, result: Chaos) -> Table:
@@ -206,8 +192,8 @@ def _chaos_table(env: str, result: Chaos) -> Table:
     table.add_section()
     table.add_row("time to recover, median", f"{1000 * result.quantile(0.5):.1f} ms")
     table.add_row("time to recover, 99 of 100", f"{1000 * result.quantile(0.99):.1f} ms")
-    if result.growth is not None:
-        before, after = result.growth.before, result.growth.after
+    if len(result.usage) == 2:
+        before, after = result.usage
         table.add_row("memory of the trainer", f"{before.rss / 2**20:.1f} → {after.rss / 2**20:.1f} MiB")
         table.add_row("its descriptors", f"{before.descriptors} → {after.descriptors}")
         table.add_row("its processes", f"{before.processes} → {after.processes}")

@@ -4,56 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import gymnasium
+from gymnasium.vector import SyncVectorEnv
 
-EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
+from multienv import SubprocessVectorEnv
+from multienv.cli.env_functions import EnvFn
 
 # Steps before the clock starts.
 _WARM_UP = 20
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Tells how fast one way is.
-
-    Attributes:
-        name: The way.
-        advice: How to have it.
-        steps_per_second: Of all envs together.
-    """
-
-    name: str
-    advice: str
-    steps_per_second: float
-
-
-def measure(env_fn: EnvFn, num_envs: int, seconds: float) -> list[Rate]:
-    """Step ``num_envs`` envs for so many seconds in each way."""
-    from multienv import SubprocessVectorEnv
-
+def measure(env_fn: EnvFn, num_envs: int, seconds: float) -> dict[str, float]:
+    """Step ``num_envs`` envs for so many seconds in each way; return how to have it, and env steps a second."""
     env_fns = [env_fn] * num_envs
-    rates = [
-        Rate(
-            "in this process",
-            f"SyncVectorEnv: {num_envs} envs of this kind gain nothing from processes but survival.",
-            _rate(gymnasium.vector.SyncVectorEnv(env_fns), seconds),
-        )
-    ]
-    for each in _each_worker(num_envs):
-        shown = f'"{each}"' if isinstance(each, str) else each
-        batch: Any = SubprocessVectorEnv(env_fns, envs_per_worker=each, reports="")
-        advice = f"SubprocessVectorEnv(env_fns, envs_per_worker={shown})."
-        rates.append(Rate(f"envs_per_worker={shown}", advice, _rate(batch, seconds)))
-    return rates
-
-
-def _each_worker(num_envs: int) -> list[Any]:
-    """Return the values of ``envs_per_worker`` to try."""
-    several = [each for each in (1, 2, 4, 8, 16, 32) if each < num_envs]
-    return ["auto", *several, num_envs]
+    ways: dict[str, Callable[[], Any]] = {"SyncVectorEnv(env_fns)": partial(SyncVectorEnv, env_fns)}
+    for each in ("auto", *(few for few in (1, 2, 4, 8, 16, 32) if few < num_envs), num_envs):
+        shown = f'"{each}"' if each == "auto" else each
+        make = partial(SubprocessVectorEnv, env_fns, envs_per_worker=each, reports="")
+        ways[f"SubprocessVectorEnv(env_fns, envs_per_worker={shown})"] = make
+    return {way: _rate(make(), seconds) for way, make in ways.items()}
 
 
 def _rate(batch: Any, seconds: float) -> float:

@@ -14,9 +14,7 @@ from multienv.errors import MultienvError, UsageError
 from multienv.recovery.state_machine import Episode
 from multienv.recovery.supervisor import Supervisor
 from multienv.wire.codecs import Transition
-from multienv.wire.messages import Reset
-
-_BEGIN = Reset((None,), (None,))
+from multienv.wire.messages import BEGINNING, Reset
 
 
 class AutoresetFollowup:
@@ -40,11 +38,11 @@ class AutoresetFollowup:
 
     def first(self, place: int, supervisor: Supervisor) -> Reset | None:
         """Return the reset to ask for in place of a step, or ``None``."""
-        return _BEGIN if self.is_due(place, supervisor) else None
+        return BEGINNING if self.is_due(place, supervisor) else None
 
     def next(self, place: int, transition: Transition) -> Reset | None:
         """Return the reset that follows the end of an episode in the same step."""
-        return _BEGIN if self._same_step else None
+        return BEGINNING if self._same_step else None
 
     def joined(self, place: int, transition: Transition | None, begun: tuple[Any, dict[str, Any]]) -> Transition:
         """Return the outcome of a step that was a reset, or was followed by one."""
@@ -127,17 +125,15 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Step an env without a supervisor."""
         if self._is_due:
             return self._begin_here()
-        resets = self.mode is not AutoresetMode.DISABLED
+        resets, at_once = self.mode is not AutoresetMode.DISABLED, self.mode is AutoresetMode.SAME_STEP
         try:
             transition: Any = self.env.step(action)
         except Exception:
             self._is_due = resets
             raise
         if resets and (transition[2] or transition[3]):
-            if self.mode is AutoresetMode.SAME_STEP:
-                self._ending = transition
-            self._is_due = True
-            if self.mode is AutoresetMode.SAME_STEP:
+            self._ending, self._is_due = transition if at_once else None, True
+            if at_once:
                 return self._begin_here()
         return transition  # type: ignore[no-any-return]
 

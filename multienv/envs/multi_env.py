@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
-from multienv.config import checked_seed, integer
+from multienv.config import integer
 from multienv.cores import spread
 from multienv.envs.autoreset import AutoresetFollowup, AutoResetWrapper
 from multienv.envs.building import mode_of
+from multienv.envs.calls import advice_after, checked_seeds, refuse_copy, settle
 from multienv.envs.subprocess_env import (
     SupervisedEnv,
     close_all,
     initialize_all,
-    refuse_copy,
     supervisor_of,
 )
 from multienv.errors import ActionError, ClosedError, EnvsFailedError, SpaceMismatchError, UsageError
 from multienv.events import Statistics
 from multienv.fanout import Blocking, FanOut, Round, resumed
 from multienv.recovery.supervisor import Supervisor
-from multienv.wire.messages import Reset
+from multienv.wire.messages import reset_of_one
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -160,10 +160,7 @@ class MultiEnv:
             current = fan.ask("step", actions)
             results = current.answers
         if current.failures:
-            advice = "Reset the failed envs: reset(mask=…). The episodes of the others go on."
-            if self.autoreset_mode is not AutoresetMode.DISABLED:
-                advice = "The next step() of those whose env raised begins a new episode; the others' go on."
-            self._raise("step()", current, results, advice)
+            self._raise("step()", current, results)
         if None in results:
             results = [_UNTOUCHED if result is None else result for result in results]
         lists: Any = tuple(map(list, zip(*results, strict=True)))
@@ -171,17 +168,13 @@ class MultiEnv:
         return lists  # type: ignore[no-any-return]
 
     def _check_actions(self, actions: Any) -> None:
-        is_list = hasattr(actions, "__len__") and getattr(actions, "shape", None) != ()
-        if isinstance(actions, Mapping | str | set | frozenset):
-            raise ActionError(
-                f"step(): the actions are a {type(actions).__name__}; give a list with one for each of the "
-                f"{self.num_envs} envs, None for an env to leave untouched. Nothing was sent."
-            )
+        is_unordered = isinstance(actions, Mapping | str | set | frozenset)
+        is_list = hasattr(actions, "__len__") and getattr(actions, "shape", None) != () and not is_unordered
         if not is_list or len(actions) != self.num_envs:
-            given = len(actions) if is_list else repr(actions)[:100]
+            given = f"{len(actions)} actions" if is_list else repr(actions)[:100]
             raise ActionError(
-                f"step(): {given} actions for {self.num_envs} envs; give one for each, "
-                "None for an env to leave untouched. Nothing was sent."
+                f"step(): {given} for {self.num_envs} envs; give a list with one for each, None for an env to leave "
+                "untouched. Nothing was sent."
             )
 
     # --- reset ------------------------------------------------------------------------------------
@@ -215,8 +208,10 @@ class MultiEnv:
             mask = options.pop("reset_mask")
             options = options or None
         requests = [
-            Reset((one_seed,), (one,)) if chosen else None
-            for one_seed, one, chosen in zip(self._seeds(seed), self._options(options), self._chosen(mask), strict=True)
+            reset_of_one(one_seed, one) if chosen else None
+            for one_seed, one, chosen in zip(
+                checked_seeds(seed, self.num_envs), self._options(options), self._chosen(mask), strict=True
+            )
         ]
         fan = self._fan
         fan.drop()
@@ -225,17 +220,11 @@ class MultiEnv:
                 gymnasium.Env.reset(env, seed=request.seeds[0])  # gymnasium's own: seeds np_random on this side
         current = fan.ask("reset", requests)
         if current.failures:
-            self._raise("reset()", current, current.answers, "The others are reset.")
+            self._raise("reset()", current, current.answers)
         pairs = [(None, None) if answer is None else answer for answer in current.answers]
         lists = [observation for observation, _ in pairs], [info for _, info in pairs]
         fan.finish()
         return lists
-
-    def _seeds(self, seed: Any) -> Sequence[int | None]:
-        if seed is None or not hasattr(seed, "__len__"):
-            first = checked_seed(seed)
-            return [None if first is None else first + index for index in range(self.num_envs)]
-        return [checked_seed(one) for one in self._one_each("seed", seed)]
 
     def _options(self, options: Any) -> Sequence[dict[str, Any] | None]:
         if options is None or isinstance(options, dict):
@@ -282,7 +271,7 @@ class MultiEnv:
         Raises:
             UsageError: A step was interrupted, or an env keeps no journal.
         """
-        self._refuse_unfinished("state_dict()")
+        self._settle("state_dict()")
         return {"envs": [self._supervised(env).state_dict() for env in self.envs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -292,12 +281,12 @@ class MultiEnv:
             EnvsFailedError: Some could not be restored (``NotRestoredError``); those are as they were before.
             UsageError: ``state`` is something else, or of another number of envs.
         """
-        self._refuse_unfinished("load_state_dict()")
+        self._settle("load_state_dict()")
         each = state.get("envs") if isinstance(state, dict) else None
         if not isinstance(each, list | tuple) or len(each) != self.num_envs:
             raise UsageError(f"load_state_dict(): give what the state_dict() of {self.num_envs} such envs returned.")
         calls = [partial(self._supervised(env).load_state_dict, one) for env, one in zip(self.envs, each, strict=True)]
-        self._each("load_state_dict()", calls, "The others are restored.")
+        self._each("load_state_dict()", calls)
 
     def _supervised(self, env: gymnasium.Env[Any, Any]) -> SupervisedEnv:
         if not isinstance(env, SupervisedEnv):
@@ -308,22 +297,21 @@ class MultiEnv:
         """Return the statistics of every env that keeps any."""
         return [env.statistics() if isinstance(env, SupervisedEnv) else None for env in self.envs]
 
-    def _each(
-        self, what: str, calls: Sequence[Callable[[], Any]], advice: str = "The others answered; all episodes go on."
-    ) -> list[Any]:
+    def _each(self, what: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Make these calls side by side, one for each env, and return what they return."""
-        self._refuse_unfinished(what)
+        self._settle(what)
         current = self._fan.call_each(what, calls)
         if current.failures:
-            self._raise(what, current, current.answers, advice)
+            self._raise(what, current, current.answers)
         self._fan.finish()
         return current.answers
 
-    def _raise(self, what: str, current: Round, results: list[Any], advice: str) -> NoReturn:
+    def _raise(self, what: str, current: Round, results: list[Any]) -> NoReturn:
         """Raise what some envs raised."""
         try:
             self._refuse_if_closed(what)  # meanwhile, by a signal handler or another thread: no failure of the envs
-            raise EnvsFailedError.collect(what, current.failures, results, advice)
+            told = advice_after(what, self.autoreset_mode)
+            raise EnvsFailedError.collect(what, current.failures, results, *told)
         finally:
             self._fan.finish()
 
@@ -331,13 +319,9 @@ class MultiEnv:
         if self._closed:
             raise ClosedError(f"{what}: this MultiEnv has been closed. Make a new one.")
 
-    def _refuse_unfinished(self, what: str) -> None:
-        """Complete an interrupted call other than a step, which is kept for the next step()."""
+    def _settle(self, what: str) -> None:
         self._refuse_if_closed(what)
-        unfinished = self._fan.unfinished
-        if unfinished is not None and unfinished.name == "step":
-            raise UsageError(f"{what}: a step was interrupted. Call step() to complete it, or reset() to drop it.")
-        self._fan.drop()
+        settle(self._fan, what)
 
     def close(self) -> None:
         """Close all envs, side by side; again does nothing, unless it was interrupted."""
@@ -356,9 +340,7 @@ class MultiEnv:
         self.close()
         return False
 
-    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
-        """Refuse to be copied and pickled."""
-        refuse_copy(self)
+    __reduce_ex__ = refuse_copy
 
 
 def _listed(envs: Any) -> list[gymnasium.Env[Any, Any]]:
@@ -372,12 +354,10 @@ def _listed(envs: Any) -> list[gymnasium.Env[Any, Any]]:
         raise UsageError("MultiEnv: envs is empty; give at least one env.")
     for index, env in enumerate(found):
         if not isinstance(env, gymnasium.Env):
-            advice = "give a gymnasium.Env"
-            if isinstance(env, str):
-                advice += f". make_vec({env!r}, {len(found)}) makes a batch of an id"
-            elif callable(env):
-                advice += ". create_subprocess_envs(env_fns) makes envs of functions"
-            raise TypeError(f"MultiEnv: env {index} is {env!r:.100}, a {type(env).__name__}; {advice}.")
+            raise TypeError(
+                f"MultiEnv: env {index} is {env!r:.100}, a {type(env).__name__}; give a gymnasium.Env. "
+                "create_subprocess_envs(env_fns) makes envs of functions."
+            )
     if len(set(map(id, found))) < len(found):
         raise UsageError("MultiEnv: the same env is given twice; give each its own.")
     return found

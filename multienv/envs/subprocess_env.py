@@ -6,63 +6,27 @@ import copy
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 
 from multienv.config import Deadlines, RestartPolicy, checked_seed
 from multienv.cores import spread
-from multienv.envs.building import (
-    EnvFn,
-    SerialLaunch,
-    build_message,
-    check_env_fn,
-    check_options,
-    listed_env_fns,
-    local_build_message,
-)
-from multienv.envs.calls import Calls
-from multienv.errors import (
-    EnvsFailedError,
-    ResultNotPicklableError,
-    UsageError,
-)
-from multienv.events import Hook, Statistics, checked_hooks
-from multienv.processes.launcher import Launch, method_of
+from multienv.envs.building import EnvFn, Workers, build_all, check_env_fn, listed_env_fns, serial_worker
+from multienv.envs.calls import Calls, call_message, refuse_copy
+from multienv.errors import EnvsFailedError, ResultNotPicklableError
+from multienv.events import Hook, Statistics
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
-from multienv.reports.store import directory_for
-from multienv.threads import Pool, close_at_once, side_by_side
+from multienv.threads import close_at_once
 from multienv.wire.codecs import Transition
-from multienv.wire.messages import Call, GetAttribute, HasAttribute, Method, Render, Reset, SetAttribute
+from multienv.wire.messages import Call, GetAttribute, Method, Render, Reset, SetAttribute, reset_of_one
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
 _SPACES = frozenset(("observation_space", "action_space"))
-
-
-class NotCopyableError(UsageError, TypeError):
-    """A copy was wanted of what owns processes; a TypeError for pickle's callers too."""
-
-
-def refuse_copy(owner: object) -> NoReturn:
-    """Raise NotCopyableError: a copy of ``owner`` would ask the same envs."""
-    raise NotCopyableError(
-        f"A {type(owner).__name__} cannot be copied or pickled: it owns its envs. Build another one from the same "
-        "env_fns where it is wanted. Of a SubprocessEnv, state_dict() can be pickled, snapshot() come back to."
-    )
-
-
-def call_message(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return the message that calls a method of the env; UsageError for those that have a method of their own here."""
-    if name in _OWN_METHODS:
-        raise UsageError(
-            f"Trying to call function `{name}` with `call`, use `{name}` directly instead: what it does to the "
-            "episode must be seen here."
-        )
-    return Call(name, args, kwargs)
 
 
 class SupervisedEnv(gymnasium.Env[Any, Any]):
@@ -112,22 +76,18 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             WaitTimeout: ``timeout`` is over.
         """
         try:
-            self._build(timeout)
+            description = self._supervisor.initialize(timeout)
+            if "observation_space" not in self.__dict__:
+                self.metadata = description.metadata
+                self.spec = description.spec
+                self.render_mode = description.render_mode
+                # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these. The one
+                # that is asked about above comes last: an interruption leaves all to do again.
+                observation_space, self.action_space = copy.deepcopy(description.spaces[0])
+                self.observation_space = observation_space
         finally:
             self._supervisor.record.call_hooks()
         return self
-
-    def _build(self, timeout: float | None = None) -> None:
-        description = self._supervisor.initialize(timeout)
-        if "observation_space" not in self.__dict__:
-            self.metadata = description.metadata
-            self.spec = description.spec
-            self.render_mode = description.render_mode
-            # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these. The one that is
-            # asked about above comes last: an interruption leaves all to do again.
-            observation_space, action_space = copy.deepcopy(description.spaces[0])
-            self.action_space = action_space
-            self.observation_space = observation_space
 
     def close(self) -> None:
         """End the process: by asking, and after ``Deadlines.close`` seconds by force. Again does nothing."""
@@ -141,19 +101,14 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             self.close()
             raise
 
-    def __exit__(self, *error: object) -> Literal[False]:
-        """Close."""
-        self.close()
-        return False
-
     # --- an episode -----------------------------------------------------------------------------
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode.
 
         Args:
-            seed: For the env's generators. Without one they go on as they are; an env that was never seeded gets a
-                drawn seed the first time, so that the episode can be replayed.
+            seed: For the env's generators. Without one they go on as they are; an env that was never seeded has a
+                generator with a recorded seed, so that the episode can be replayed.
             options: The env's own.
 
         Returns:
@@ -279,7 +234,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         Calls are recorded and replayed: the method should be as deterministic as the env.
 
         Raises:
-            ValueError: ``name`` is reset, step, render or close, which have methods of their own here.
+            ValueError: ``name`` is reset, step or close, which have methods of their own here.
         """
         return self._calls.ask("call", call_message(name, args, kwargs))
 
@@ -310,7 +265,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
     def has_wrapper_attr(self, name: str) -> bool:
         """Tell whether this env or the remote one has the attribute; private names are the remote one's."""
-        return self._has_here(name) or bool(self._calls.ask("has_attr", HasAttribute(name)))
+        return self._has_here(name) or bool(self._calls.ask("has_attr", _has_attribute(name)))
 
     def get_wrapper_attr(self, name: str) -> Any:
         """Return the attribute of this env, or of the remote one; private names are the remote one's."""
@@ -318,7 +273,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
         """Set an attribute of the remote env, as :meth:`set_attr` does; False if it has none and not ``force``."""
-        if not force and not self._calls.ask("has_attr", HasAttribute(name)):
+        if not force and not self._calls.ask("has_attr", _has_attribute(name)):
             return False
         self.set_attr(name, value)
         return True
@@ -354,7 +309,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
     def _has_remotely(self, name: str) -> bool:
         if "observation_space" not in self.__dict__ or self._supervisor.state.process is Process.CLOSED:
             return False
-        return bool(self._calls.ask("has_attr", HasAttribute(name)))
+        return bool(self._calls.ask("has_attr", _has_attribute(name)))
 
     def __str__(self) -> str:
         """Name the env by its spec, where it has one."""
@@ -365,14 +320,12 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         """Return the same as ``str``."""
         return str(self)
 
-    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
-        """Refuse to be copied and pickled."""
-        refuse_copy(self)
+    __reduce_ex__ = refuse_copy
 
     def _reset_message(self, seed: Any, options: Any) -> Reset:
         number = checked_seed(seed)
         super().reset(seed=number)  # gymnasium's: seeds np_random
-        return Reset((number,), (options,))
+        return reset_of_one(number, options)
 
 
 class SubprocessEnv(SupervisedEnv):
@@ -419,21 +372,15 @@ class SubprocessEnv(SupervisedEnv):
         reports: str | os.PathLike[str] | None = None,
     ) -> None:
         check_env_fn(env_fn)
-        check_options(restart, deadlines, native_threads)
-        method = method_of(context)
-        title = "multienv env" if env_index is None else f"multienv env {env_index}"
-        build = build_message([env_fn], exact=True, restart=restart, native_threads=native_threads, title=title)
-        super().__init__(
-            Supervisor(
-                Launch(method, native_threads, title),
-                build,
-                policy=restart,
-                deadlines=deadlines,
-                index=env_index,
-                hooks=checked_hooks(hooks),
-                reports=directory_for(reports),
-            )
+        workers = Workers(
+            restart=restart,
+            deadlines=deadlines,
+            context=context,
+            native_threads=native_threads,
+            hooks=hooks,
+            reports=reports,
         )
+        super().__init__(workers.make([env_fn], env_index, exact=True))
         spread([self._supervisor])
         self._owner = os.getpid()
 
@@ -461,17 +408,7 @@ class SerialEnv(SupervisedEnv):
 
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, hooks: Sequence[Hook] = ()) -> None:
         check_env_fn(env_fn)
-        super().__init__(
-            Supervisor(
-                SerialLaunch([env_fn]),
-                local_build_message(1, exact=True),
-                policy=RestartPolicy(on_crash="raise", on_timeout="raise"),
-                deadlines=Deadlines(),
-                index=env_index,
-                hooks=checked_hooks(hooks),
-                reports=None,
-            )
-        )
+        super().__init__(serial_worker(hooks, [env_fn], env_index, exact=True))
 
 
 def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[SubprocessEnv]:
@@ -489,8 +426,6 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
             cause. With a single cause it is catchable by that cause's own type.
     """
     fns = listed_env_fns("create_subprocess_envs", env_fns)
-    if not fns:
-        raise UsageError("create_subprocess_envs: env_fns is empty; give one function for each env.")
     envs = [SubprocessEnv(env_fn, env_index=index, **options) for index, env_fn in enumerate(fns)]
     try:
         failures = initialize_all(envs)
@@ -508,12 +443,11 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
 
 def initialize_all(envs: Sequence[SupervisedEnv]) -> dict[int, BaseException]:
     """Start all, then build in parallel; returns what some of them raised, by their place."""
-    for env in envs:
-        env.start()
-    tasks = side_by_side(Pool(max(1, len(envs)), "multienv-build"), [env._build for env in envs])
-    for env in envs:
-        env._supervisor.record.call_hooks()
-    return {place: task.error for place, task in enumerate(tasks) if task.error is not None}
+    failures = build_all([env._supervisor for env in envs])
+    for place, env in enumerate(envs):
+        if place not in failures:
+            env.initialize()
+    return failures
 
 
 def close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
@@ -524,6 +458,10 @@ def close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
 def supervisor_of(env: Any) -> Supervisor | None:
     """Return the supervisor of an env of ours; ``None`` for any other, and for a wrapper around one."""
     return env._supervisor if isinstance(env, SupervisedEnv) else None
+
+
+def _has_attribute(name: str) -> Call:
+    return Call("has_wrapper_attr", (name,), recorded=False)
 
 
 def _is_idle(supervisor: Supervisor) -> bool:

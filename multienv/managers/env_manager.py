@@ -15,14 +15,8 @@ import numpy as np
 
 from multienv.config import RestartPolicy, checked_seed
 from multienv.envs.building import EnvFn
-from multienv.envs.subprocess_env import (
-    SubprocessEnv,
-    call_message,
-    close_all,
-    initialize_all,
-    refuse_copy,
-    supervisor_of,
-)
+from multienv.envs.calls import call_message, refuse_copy
+from multienv.envs.subprocess_env import SubprocessEnv, close_all, initialize_all, supervisor_of
 from multienv.errors import (
     CallPendingError,
     ClosedError,
@@ -100,8 +94,7 @@ class EnvManager:
             "context": self.config.context,
         }
         self._rollout: Rollout | None = None
-        self._launching: list[SubprocessEnv] | None = None
-        self._envs: list[SubprocessEnv] = []  # an env that nobody holds lets its process go
+        self._envs: list[SubprocessEnv] = []
         self._reference: EnvReference | None = None
         self._seeds: dict[int, int] = {}
         self._dynamic_seed = True
@@ -128,39 +121,34 @@ class EnvManager:
             raise UsageError("launch(): the manager is launched already. Call close() first.")
         params = _checked_params(reset_param, self.env_num)
         self.close()  # one that was interrupted
-        envs = self._launching = [
+        envs = self._envs = [
             SubprocessEnv(env_fn, env_index=index, **self._options) for index, env_fn in enumerate(self._env_fns)
         ]
-        rollout: Rollout | None = None
         try:
             _build(envs)
             self._reference = self._reference or _reference_of(envs[0])
             self._seed_actions()
-            self._envs = envs
             supervisors = [supervisor for supervisor in map(supervisor_of, envs) if supervisor is not None]
             rollout = self._rollout = Rollout(supervisors, self.config, self._seed_of)
             self._reset(rollout, {**dict.fromkeys(range(self.env_num)), **params})
         except BaseException as error:
-            closed = self._launching is not envs
-            self._rollout = None
-            close_all(envs) if rollout is None else rollout.close()
+            closed = self._envs is not envs
+            self.close()
             if closed and isinstance(error, MultienvError):
                 raise ClosedError("launch(): the manager was closed meanwhile. Call launch() again.") from error
             raise
-        self._launching = None
 
     def close(self) -> None:
         """End all processes, side by side: it takes no longer than the slowest. Again does nothing.
 
         ``launch()`` can be called again.
         """
-        launching, self._launching = self._launching, None
-        if self._rollout is not None:
-            self._rollout.close()  # first: the call that waits there is to find it closed
-            self._rollout = None
-        if launching is not None:
-            close_all(launching)
-        self._envs = []
+        rollout, envs, self._envs = self._rollout, self._envs, []
+        if rollout is not None:
+            rollout.close()
+        else:  # launch() is building them
+            close_all(envs)
+        self._rollout = None
 
     @property
     def closed(self) -> bool:
@@ -285,7 +273,7 @@ class EnvManager:
         for env_id, action in actions.items():
             index = _checked_id("step()", env_id, self.env_num)
             record = rollout.records[index]
-            if record.is_stepping or record.timestep is not None:
+            if record.asked == "step" or record.timestep is not None:
                 raise CallPendingError(
                     f"step(): env {index} is stepping; {self._way_to_collect} collects it. Nothing was sent."
                 )
@@ -319,8 +307,9 @@ class EnvManager:
         """Return spaces, metadata, spec and render mode; before the first launch a process is asked for them."""
         if self._reference is None:
             with SubprocessEnv(self._env_fns[0], **{**self._options, "hooks": ()}) as env:
-                self._reference = _reference_of(env.initialize())
+                reference = self._reference = _reference_of(env.initialize())
             self._seed_actions()
+            return reference
         return self._reference
 
     @property

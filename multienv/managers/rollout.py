@@ -1,74 +1,33 @@
-"""The envs of a launched manager: what is asked of each, what has come back, and what follows from that.
+"""The envs of a launched manager: where each stands, what has come back, and what follows from that.
 
-All that is known of the envs is one tuple of records. A record is replaced, never changed. What a call hands over is
-taken out by one assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C) finds an
-answer not taken up or taken up, and a timestep still there or handed over. Whether the request in a record was
-not sent yet, waits for its answer, or was answered without the record having it, is read off its supervisor: the next
-turn goes on with it, whichever call that is in.
+What is asked of the envs lies in the standing round of a fan-out, which sends, waits and heals. All else that is known
+of an env is a record. A record is replaced, never changed, and together with what it asks of the env; what a call hands
+over is taken out by one assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C)
+finds an answer not taken up or taken up, and a timestep still there or handed over.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from multienv.cores import Turns, spread
-from multienv.errors import (
-    ClosedError,
-    EnvError,
-    EnvsFailedError,
-    MultienvError,
-    RestartBudgetExceeded,
-    UsageError,
-    WorkerLostError,
-)
-from multienv.fanout import FanOut
+from multienv.cores import spread
+from multienv.errors import ClosedError, EnvError, EnvsFailedError, RestartBudgetExceeded, UsageError, WorkerLostError
+from multienv.fanout import MISSING, FanOut, InThread
 from multienv.managers.config import EnvManagerConfig, EnvState, Timestep
-from multienv.processes.channel import Channel, wait_any
 from multienv.recovery.state_machine import Episode
-from multienv.recovery.supervisor import HealingDue, Supervisor
+from multienv.recovery.supervisor import Supervisor
 from multienv.threads import Task, close_at_once
 from multienv.wire.codecs import Transition
-from multienv.wire.messages import Message, Reset
+from multienv.wire.messages import Message, reset_of_one
 
-# Seconds after which an answer is awaited by a thread of its own. That is where deadlines are watched, a silent hang is
-# told of, and a request is published again that an interruption may have kept from being.
-_PATIENCE = 0.1
-# Seconds between two looks at those threads.
-_LOOK = 0.002
-
-_ADVICE = (
-    "Reset those that are in EnvState.ERROR: reset({id: None}). What others have returned is in `results`; "
-    "what they have still to return, the next step() gives."
-)
-
-
-class Request(NamedTuple):
-    """What is asked of an env and not taken up yet.
-
-    Attributes:
-        name: ``"step"`` or ``"reset"``.
-        content: The action, or the message.
-        mark: The supervisor's number before; a higher one means that this is answered.
-        sent: When it was sent, or, in the future, is to be; by ``time.monotonic()``.
-        tries: How often it was tried before; only resets are tried again.
-        dropped: A reset of the caller's follows: the answer is of no interest.
-        task: The thread that waits for the answer, if one does. The supervisor keeps the answer.
-    """
-
-    name: str
-    content: Any
-    mark: int
-    sent: float
-    tries: int = 0
-    dropped: bool = False
-    task: Task | None = None
+_ADVICE = "Reset those that are in EnvState.ERROR: reset({id: None})."
+_OTHERS = "What others have returned is in `results`; what they have still to return, the next step() gives."
 
 
 class Record(NamedTuple):
@@ -78,10 +37,9 @@ class Record(NamedTuple):
         state: Where it stands.
         episodes: Whole ones, of those that count.
         resets: Begun since its seed was given; the number of the next episode's seed.
-        request: What is under way.
-        timestep: Not handed over yet.
+        asked: What is under way: ``"step"``, with the reset in place that follows it; ``"reset"``; another call's name.
+        timestep: Not handed over yet; while ``asked`` is ``"step"``, not complete yet.
         failure: Not told yet.
-        ended: The timestep that ended an episode, while the reset in place is under way.
         observation: To act on next.
         info: What came with it.
     """
@@ -89,27 +47,21 @@ class Record(NamedTuple):
     state: EnvState = EnvState.INIT
     episodes: int = 0
     resets: int = 0
-    request: Request | None = None
+    asked: str = ""
     timestep: Timestep | None = None
     failure: BaseException | None = None
-    ended: Timestep | None = None
     observation: Any = None
     info: Any = None
 
     @property
-    def is_stepping(self) -> bool:
-        """Tell whether a timestep is under way."""
-        return self.request is not None and (self.request.name == "step" or self.ended is not None)
-
-    @property
     def is_idle(self) -> bool:
         """Tell whether an episode runs and nothing is under way."""
-        return self.state is EnvState.RUN and self.request is None
+        return self.state is EnvState.RUN and not self.asked
 
     @property
     def is_ready(self) -> bool:
         """Tell whether the env can be stepped: its last timestep is handed over, too."""
-        return self.state is EnvState.RUN and self.request is None and self.timestep is None
+        return self.state is EnvState.RUN and not self.asked and self.timestep is None
 
 
 class Rollout:
@@ -129,14 +81,15 @@ class Rollout:
         self, supervisors: list[Supervisor], config: EnvManagerConfig, seed_of: Callable[[int, int], int | None]
     ) -> None:
         self.supervisors = supervisors
-        self.records: tuple[Record, ...] = (Record(),) * len(supervisors)
+        self.records = [Record()] * len(supervisors)
         self.params: dict[int, dict[str, Any]] = {}
         self.closed = False
         self._config = config
         self._seed_of = seed_of
-        spread(self.supervisors)
-        self._turns = Turns({index: supervisor.core for index, supervisor in enumerate(self.supervisors)})
-        self._fanout = FanOut(self.supervisors, name="multienv-manager")
+        self._closing = Task(bool)  # its end is that of the waiting between two tries
+        spread(supervisors)
+        self._fan = FanOut(supervisors, name="multienv-manager")
+        self._round = self._fan.stand()
 
     # --- how they stand ---------------------------------------------------------------------------
 
@@ -146,11 +99,15 @@ class Rollout:
 
     def stepping(self) -> int:
         """Count the timesteps under way."""
-        return sum(record.is_stepping for record in self.records)
+        return sum(record.asked == "step" for record in self.records)
 
-    def news(self) -> int:
-        """Count the timesteps that are not handed over."""
-        return sum(record.timestep is not None for record in self.records)
+    def news(self) -> dict[int, Timestep]:
+        """Return the timesteps that are not handed over."""
+        return {
+            index: record.timestep
+            for index, record in enumerate(self.records)
+            if record.timestep is not None and record.asked != "step"
+        }
 
     def failures(self) -> dict[int, BaseException]:
         """Return the failures that are not told."""
@@ -158,7 +115,7 @@ class Rollout:
 
     def is_busy(self) -> bool:
         """Tell whether something is under way, or not handed over."""
-        return any(record.request or record.timestep or record.failure is not None for record in self.records)
+        return any(record.asked or record.timestep or record.failure is not None for record in self.records)
 
     def done(self) -> bool:
         """Tell whether all envs have run their episodes, and every timestep is handed over."""
@@ -172,11 +129,7 @@ class Rollout:
 
     def step(self, actions: Mapping[int, Any]) -> None:
         """Send these steps: all of them, or none if this is interrupted before they are noted."""
-        now = time.monotonic()
-        requests = {
-            index: Request("step", action, self.supervisors[index].number, now) for index, action in actions.items()
-        }
-        self._ask({index: self.records[index]._replace(request=request) for index, request in requests.items()})
+        self._ask("step", actions, {index: self.records[index]._replace(asked="step") for index in actions})
 
     def reset(self, chosen: Sequence[int]) -> None:
         """Reset these envs, and wait for that; what they were doing is given up.
@@ -185,31 +138,21 @@ class Rollout:
             EnvsFailedError: Some could not be reset; its ``results`` has the observations of the others.
         """
         self.finish_calls()
-        records = list(self.records)
-        for index in chosen:
-            request = records[index].request
-            if request is not None:
-                records[index] = records[index]._replace(request=request._replace(dropped=True))
-                if request.sent > time.monotonic():  # it waits for its next try, which is not to come
-                    records[index] = records[index]._replace(request=None, state=EnvState.NEED_RESET)
-        self.records = tuple(records)
+        self.records = [
+            record._replace(state=EnvState.NEED_RESET) if index in chosen and record.asked else record
+            for index, record in enumerate(self.records)
+        ]
         self._until_idle(chosen)
-        asked: dict[int, Record] = {}
+        begun: dict[int, Record] = {}
         for index in chosen:
             record = self.records[index]
             episodes = 0 if record.state is EnvState.DONE else record.episodes
-            record = record._replace(episodes=episodes, timestep=None, failure=None, ended=None)
-            asked[index] = self._resetting(index, record)
-        self._ask(asked)
+            begun[index] = record._replace(asked="reset", episodes=episodes, timestep=None, failure=None)
+        self._begin_episodes(begun)
         self._until_idle(chosen)
-        self._fanout.call_hooks()
-        failures = {index: error for index, error in self.failures().items() if index in asked}
-        if failures:
-            begun = [index in asked and record.is_ready for index, record in enumerate(self.records)]
-            results = [self.observation(index) if ready else None for index, ready in enumerate(begun)]
-            error = EnvsFailedError.collect("reset()", failures, results, _ADVICE)
-            self._forget(failures, ())
-            raise error
+        self._fan.call_hooks()
+        ready = {index: self.observation(index) for index in self.ready() if index in begun}
+        self.tell_failures("reset()", ready, of=begun)
 
     def call(self, what: str, name: str, messages: Mapping[int, Message]) -> dict[int, Any]:
         """Ask envs for something else, each once it is doing nothing else, and wait for the answers.
@@ -219,80 +162,89 @@ class Rollout:
         """
         self.finish_calls()
         self._until_idle(messages)
-        current = self._fanout.ask(name, [messages.get(index) for index in range(len(self.supervisors))])
-        self._refuse_if_closed()
-        self._fanout.finish()
-        if current.failures:
-            raise EnvsFailedError.collect(
-                what, current.failures, current.answers, "The others answered; all episodes go on."
-            )
-        return {index: current.answers[index] for index in messages}
+        self._ask(name, messages, {index: self.records[index]._replace(asked=name) for index in messages})
+        self._until_idle(messages)
+        self._fan.call_hooks()
+        failures = {index: error for index, error in self._round.failures.items() if index in messages}
+        if failures:
+            every = [answer if index in messages else None for index, answer in enumerate(self._round.answers)]
+            raise EnvsFailedError.collect(what, failures, every, "All episodes go on.", "The others answered.")
+        return {index: self._round.answers[index] for index in messages}
 
     def finish_calls(self) -> None:
         """Wait for what an interrupted :meth:`call` has asked; nobody wants the answer."""
-        self._fanout.drop()
+        while any(record.asked not in ("", "step", "reset") for record in self.records):
+            self.turn(None)
 
     def count_resets_anew(self, chosen: Iterable[int]) -> None:
         """Have the next reset of these envs be the first, as far as seeds are concerned."""
-        self.records = tuple(
+        self.records = [
             record._replace(resets=0) if index in chosen else record for index, record in enumerate(self.records)
-        )
+        ]
 
     def fail(self, failures: Mapping[int, BaseException]) -> None:
         """Note that these envs have failed, for a reason of the manager's."""
-        self.records = tuple(
+        self.records = [
             record._replace(state=EnvState.ERROR, failure=failures[index]) if index in failures else record
             for index, record in enumerate(self.records)
-        )
+        ]
 
     def close(self) -> None:
         """End all processes side by side; a call that waits raises ClosedError. Again does nothing."""
         self.closed = True
+        self._closing.run()
         close_at_once([one.close for one in self.supervisors])
-        self._fanout.close()
+        self._fan.close()
+
+    def _begin_episodes(self, records: Mapping[int, Record]) -> None:
+        """Reset envs, whose records say what for."""
+        messages = {}
+        for index, record in records.items():
+            param = self.params.get(index, {})
+            seed = param.get("seed")
+            messages[index] = reset_of_one(
+                self._seed_of(index, record.resets) if seed is None else seed, param.get("options")
+            )
+        begun = {
+            index: record._replace(state=EnvState.RESET, resets=record.resets + 1) for index, record in records.items()
+        }
+        self._ask("reset", messages, begun)
+
+    def _ask(self, name: str, requests: Mapping[int, Any], asked: Mapping[int, Record]) -> None:
+        """Note requests together with the records that say so, and send them."""
+        contents = {index: self._content(index, name, request) for index, request in requests.items()}
+        records = [asked.get(index, record) for index, record in enumerate(self.records)]
+        # Adjacent stores: no signal handler comes in between.
+        self.records, self._round.answers = records, self._fan.note(name, contents)
+        self._fan.send_noted(contents)
+
+    def _content(self, index: int, name: str, request: Any) -> Any:
+        """Return a request, to be sent in a thread where that may take a while."""
+        supervisor, config = self.supervisors[index], self._config
+        maintenance, is_reset = supervisor.maintenance, name == "reset"
+        # Its process is to be replaced by plan first, or it is to be tried again if it fails.
+        if maintenance.is_due or (is_reset and (maintenance.recycling_due or config.max_retry > 1)):
+            return InThread(partial(_ask_patiently, supervisor, name, request, config, self._closing))
+        return request
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def turn(self, patience: float | None) -> None:
         """Take up what has come; if nothing has, wait for something, at most ``patience`` seconds."""
-        for index in self._wait(patience):
+        self._refuse_if_closed()
+        answered = self._answered()
+        if not answered:  # else it was refused when it was sent, or an interruption came before it was taken up
+            self._fan.take(patience)
+            answered = self._answered()
+        for index in answered:
             self._refuse_if_closed()
-            self._take_up(index)
+            self._take_up(index, self.records[index])
         self._refuse_if_closed()
 
-    def _wait(self, patience: float | None) -> list[int]:
-        """Send what is unsent, and return whose answers can be taken up: at once, or after waiting for one.
-
-        Channels are not held beyond this: a failure that the caller keeps would keep their memory mapped by its frames.
-        """
-        self._refuse_if_closed()
-        now = time.monotonic()
-        until = math.inf if patience is None else now + patience
-        ready: list[int] = []
-        awaited: dict[int, tuple[Channel, int]] = {}
-        for index, record in enumerate(self.records):
-            request = record.request
-            if request is None:
-                continue
-            if request.task is not None:
-                request.task.start(self._fanout.pool)  # an interruption may have come before that
-                until = min(until, now + _LOOK)
-                if request.task.wait(0):
-                    ready.append(index)
-            elif request.sent > now:
-                until = min(until, request.sent, now + _LOOK)
-            elif self._is_unsent(index, request):
-                self._send(index)
-                until = now
-            elif (line := self.supervisors[index].waiting()) is None:
-                ready.append(index)
-            elif now < request.sent + _PATIENCE:
-                until = min(until, request.sent + _PATIENCE)
-                awaited[index] = line
-            else:
-                self._await_in_thread(index, self.supervisors[index].resume)
-                until = min(until, now + _LOOK)
-        return ready + _answered(awaited, now if ready else until)
+    def _answered(self) -> list[int]:
+        """Return whose answers, or failures, are there and not taken up."""
+        answers = self._round.answers
+        return [index for index, record in enumerate(self.records) if record.asked and answers[index] is not MISSING]
 
     def until(self, satisfied: Callable[[], Any]) -> None:
         """Take up what comes until this is so; at least what is there."""
@@ -307,20 +259,20 @@ class Rollout:
                 self.ready()
                 or self.news()
                 or self.failures()
-                or not any(record.request and not record.is_stepping for record in self.records)
+                or not any(record.asked not in ("", "step") for record in self.records)
             )
         )
-        self._fanout.call_hooks()
+        self._fan.call_hooks()
 
     def until_stepped(self, wanted: float, patience: float | None) -> None:
         """Wait for ``wanted`` timesteps and until ``patience`` is over, or for all; ``None``: for all."""
         begin = time.monotonic()
-        wanted = min(wanted, self.stepping() + self.news())
+        wanted = min(wanted, self.stepping() + len(self.news()))
         while self.stepping():
             left = None
             if patience is not None:
                 failed = len(self.failures())
-                if self.news() + failed >= wanted:
+                if len(self.news()) + failed >= wanted:
                     left = max(0.0, begin + patience - time.monotonic())
                     # Not before an env can be stepped, or the caller would have nothing to do but to call again.
                     if not left and (failed or any(record.is_idle for record in self.records)):
@@ -335,20 +287,29 @@ class Rollout:
         Raises:
             EnvsFailedError: Envs have failed; its ``results`` has the timesteps.
         """
-        self._fanout.call_hooks()  # while nothing is handed over that Ctrl-C in one could lose
-        steps = {index: record.timestep for index, record in enumerate(self.records) if record.timestep is not None}
+        self._fan.call_hooks()  # while nothing is handed over that Ctrl-C in one could lose
+        steps = self.news()
         self.tell_failures(what, steps, timesteps=steps)
         shaped = shape(steps)
         # The last but the return: a signal handler finds them handed over, or not.
         self._forget((), steps)
         return shaped
 
-    def tell_failures(self, what: str, results: Mapping[int, Any], timesteps: Iterable[int] = ()) -> None:
-        """Raise what has failed, if anything, with these results by id; ``timesteps`` of them are handed over so."""
-        failures = self.failures()
+    def tell_failures(
+        self, what: str, results: Mapping[int, Any], *, timesteps: Iterable[int] = (), of: Collection[int] | None = None
+    ) -> None:
+        """Raise what has failed, if anything.
+
+        Args:
+            what: The call.
+            results: Of the others, by id.
+            timesteps: The results are these, which are handed over so.
+            of: The envs to look at; ``None``: all.
+        """
+        failures = {index: error for index, error in self.failures().items() if of is None or index in of}
         if failures:
             every = [results.get(index) for index in range(len(self.supervisors))]
-            error = EnvsFailedError.collect(what, failures, every, _ADVICE)
+            error = EnvsFailedError.collect(what, failures, every, _ADVICE, _OTHERS)
             self._forget(failures, timesteps)
             raise error
 
@@ -359,93 +320,31 @@ class Rollout:
             records[index] = records[index]._replace(failure=None)
         for index in timesteps:
             records[index] = records[index]._replace(timestep=None)
-        self.records = tuple(records)
+        self.records = records
 
-    # --- what follows -----------------------------------------------------------------------------
+    # --- what follows from an answer --------------------------------------------------------------
 
-    def _take_up(self, index: int) -> None:
-        """Take up an answer for which there is nothing to wait; a recovery is left to a thread."""
-        request, supervisor = self.records[index].request, self.supervisors[index]
-        assert request is not None
-        if request.task is None and self._is_unsent(index, request):
-            return  # its env was closed meanwhile
-        try:
-            if request.task is not None and request.task.error is not None:
-                raise request.task.error
-            answer = supervisor.resume() if supervisor.state.request is None else supervisor.collect(heal=False)
-        except HealingDue:
-            self._await_in_thread(index, supervisor.resume)
-        except MultienvError as error:
-            self._set(index, self._failed(index, request, error))
+    def _take_up(self, index: int, record: Record) -> None:
+        """Replace the record of an env that has answered, or failed."""
+        error, answer = self._round.failures.get(index), self._round.answers[index]
+        if record.asked not in ("step", "reset") or record.state is EnvState.NEED_RESET:
+            # A call, which finds the answer in the round; or what was given up for a reset.
+            self.records[index] = record._replace(asked="")
+        elif error is not None:
+            self.records[index] = self._failed(index, record, error)
+        elif record.state is EnvState.RESET:
+            observation, info = answer
+            timestep = record.timestep
+            if timestep is not None and record.asked == "step":
+                timestep = timestep._replace(observation=observation)
+            self.records[index] = record._replace(
+                state=EnvState.RUN, asked="", observation=self._kept(observation), info=info, timestep=timestep
+            )
         else:
-            self._set(index, self._answered(index, request, answer))
+            self._stepped(index, record, answer)
 
-    def _await_in_thread(self, index: int, call: Callable[[], Any]) -> None:
-        """Have a thread make this call, which leaves the answer to the request of an env with its supervisor."""
-        record = self.records[index]
-        assert record.request is not None
-        task = Task(call)
-        self._put(index, record._replace(request=record.request._replace(task=task)))  # noted first: it is not lost
-        task.start(self._fanout.pool)
-
-    def _is_unsent(self, index: int, request: Request) -> bool:
-        """Tell whether a request in a record has not been sent yet."""
-        supervisor = self.supervisors[index]
-        return supervisor.state.request is None and supervisor.number == request.mark
-
-    def _ask(self, asked: Mapping[int, Record]) -> None:
-        """Note records with new requests, by one assignment, and send these."""
-        records = list(self.records)
-        for index, record in asked.items():
-            records[index] = record
-        self.records = tuple(records)
-        for index in self._turns.now():
-            if index in asked:
-                self._send(index)
-
-    def _send(self, index: int) -> None:
-        """Send the request in a record; does not block."""
-        request, supervisor = self.records[index].request, self.supervisors[index]
-        assert request is not None
-        maintenance = supervisor.maintenance
-        if maintenance.is_due or (request.name == "reset" and maintenance.recycling_due):
-            # A process is replaced by plan before this is sent: that may take a while.
-            self._await_in_thread(index, partial(_asked_and_answered, supervisor, request))
-            return
-        try:
-            _send_to(supervisor, request)
-        except MultienvError as error:
-            self._set(index, self._failed(index, request, error))
-
-    def _set(self, index: int, record: Record) -> None:
-        """Replace a record, and send its request if it has a new one."""
-        self._put(index, record)
-        if record.request is not None and record.request.sent <= time.monotonic():
-            self._send(index)
-
-    def _put(self, index: int, record: Record) -> None:
-        records = list(self.records)
-        records[index] = record
-        self.records = tuple(records)
-
-    def _answered(self, index: int, request: Request, answer: Any) -> Record:
-        """Return the record after an answer."""
-        record = self.records[index]
-        if request.name == "step":
-            return self._stepped(index, request, answer)
-        observation, info = answer
-        timestep, ended = record.timestep, record.ended
-        if ended is not None:
-            timestep = ended._replace(observation=observation)
-        return record._replace(
-            state=EnvState.RUN, request=None, observation=self._kept(observation), info=info, timestep=timestep,
-            ended=None,
-        )  # fmt: skip
-
-    def _stepped(self, index: int, request: Request, transition: Transition) -> Record:
-        record, config = self.records[index], self._config
-        if request.dropped:
-            return record._replace(state=EnvState.NEED_RESET, request=None)
+    def _stepped(self, index: int, record: Record, transition: Transition) -> None:
+        config = self._config
         observation, reward, terminated, truncated, info = transition
         told = info if isinstance(info, dict) else {}  # the env may have returned anything
         ours = told.get("multienv")
@@ -454,51 +353,31 @@ class Rollout:
         timestep = Timestep(index, observation, reward, terminated, truncated, info)
         if not timestep.done:
             kept = self._kept(observation)
-            return record._replace(request=None, timestep=timestep, observation=kept, info=info)
+            self.records[index] = record._replace(asked="", timestep=timestep, observation=kept, info=info)
+            return
         episodes = record.episodes + (not _is_abnormal(told))
         if config.reset_inplace:
             timestep = timestep._replace(info={**told, "final_obs": observation})
+        record = record._replace(episodes=episodes, timestep=timestep)
         if episodes >= config.episode_num:
-            return record._replace(state=EnvState.DONE, episodes=episodes, request=None, timestep=timestep)
-        if not config.auto_reset:
-            return record._replace(state=EnvState.NEED_RESET, episodes=episodes, request=None, timestep=timestep)
-        record = self._resetting(index, record._replace(episodes=episodes))
-        return record._replace(ended=timestep) if config.reset_inplace else record._replace(timestep=timestep)
+            self.records[index] = record._replace(state=EnvState.DONE, asked="")
+        elif not config.auto_reset:
+            self.records[index] = record._replace(state=EnvState.NEED_RESET, asked="")
+        else:
+            self._begin_episodes({index: record._replace(asked="step" if config.reset_inplace else "reset")})
 
-    def _resetting(self, index: int, record: Record) -> Record:
-        """Return the record with a request for the env's next reset."""
-        param = self.params.get(index, {})
-        seed = param.get("seed")
-        if seed is None:
-            seed = self._seed_of(index, record.resets)
-        message = Reset((seed,), (param.get("options"),))
-        request = Request("reset", message, self.supervisors[index].number, time.monotonic())
-        return record._replace(state=EnvState.RESET, resets=record.resets + 1, request=request)
-
-    def _failed(self, index: int, request: Request, error: BaseException) -> Record:
-        """Return the record after a failure."""
-        error.__traceback__ = None  # its frames would keep the memory mapped that is shared with the env's process
-        record, config = self.records[index], self._config
-        supervisor = self.supervisors[index]
-        tries_left = 0 if request.dropped or request.name == "step" else config.max_retry - request.tries - 1
-        if tries_left > 0 and _is_worth_a_retry(error):
-            if config.retry_type == "renew":
-                supervisor.discard()
-            due = time.monotonic() + config.retry_waiting_time
-            again = Request("reset", request.content, supervisor.number, due, request.tries + 1)
-            return record._replace(request=again)
+    def _failed(self, index: int, record: Record, error: BaseException) -> Record:
+        """Return the record after a failure; the timestep before a reset that failed is the caller's all the same."""
         state = EnvState.ERROR
-        if request.name == "step" and isinstance(error, UsageError):
-            episode = supervisor.state.episode
+        if record.state is EnvState.RUN and isinstance(error, UsageError):
+            episode = self.supervisors[index].state.episode
             state = EnvState.RUN if episode in (Episode.RUNNING, Episode.OWED) else state  # nothing was sent
-        # A reset in place that failed: the timestep is the caller's all the same.
-        timestep = record.timestep if record.ended is None else record.ended
-        return record._replace(state=state, request=None, failure=error, timestep=timestep, ended=None)
+        return record._replace(state=state, asked="", failure=error)
 
     # --- helpers ----------------------------------------------------------------------------------
 
     def _until_idle(self, chosen: Iterable[int]) -> None:
-        self.until(lambda: all(self.records[index].request is None for index in chosen))
+        self.until(lambda: not any(self.records[index].asked for index in chosen))
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
@@ -514,33 +393,23 @@ class Rollout:
         )
 
 
-def _answered(awaited: Mapping[int, tuple[Channel, int]], until: float) -> list[int]:
-    """Wait until one of these channels has an answer, at most until then; return which have, or have lost it."""
-    left = until - time.monotonic()
-    if left <= 0:
-        return [index for index, (channel, number) in awaited.items() if channel.answered(number)]
-    if not awaited:
-        time.sleep(left)
-        return []
-    indices = list(awaited)
-    return [indices[place] for place in wait_any(list(awaited.values()), until)]
-
-
-def _send_to(supervisor: Supervisor, request: Request) -> None:
-    if request.name == "step":
-        supervisor.send_step(request.content, False)
-    else:
-        supervisor.send(request.name, request.content, False)
-
-
-def _asked_and_answered(supervisor: Supervisor, request: Request) -> None:
-    _send_to(supervisor, request)
-    supervisor.resume()
-
-
-def _is_worth_a_retry(error: BaseException) -> bool:
-    """Tell whether it is the env's or its process's failure, not the caller's."""
-    return isinstance(error, EnvError | WorkerLostError) and not isinstance(error, RestartBudgetExceeded)
+def _ask_patiently(supervisor: Supervisor, name: str, content: Any, config: EnvManagerConfig, closing: Task) -> None:
+    """Ask, and wait for the answer, which stays with the supervisor; a reset that fails is tried again."""
+    tries_left = config.max_retry if name == "reset" else 1
+    while True:
+        try:
+            if name == "step":
+                supervisor.send_step(content, False)
+            else:
+                supervisor.send(name, content, False)
+            supervisor.resume()
+            return
+        except (EnvError, WorkerLostError) as error:  # not the caller's failure
+            tries_left -= 1
+            if not tries_left or isinstance(error, RestartBudgetExceeded) or closing.wait(config.retry_waiting_time):
+                raise
+        if config.retry_type == "renew":
+            supervisor.discard()
 
 
 def _is_abnormal(info: dict[str, Any]) -> bool:

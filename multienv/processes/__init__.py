@@ -4,7 +4,7 @@
 
     trainer ──── line: wake bytes, EOF ──── worker        requests and replies lie in shared memory (wire.segment)
        │                                      │ child of
-       └── control: launches; fate: pid, ── monitor       one per trainer; holds no env
+       └── control: launches; fate: ─────── monitor       one per trainer; holds no env
            kill, stack, exit status
 
 channel         the seam: what the rest of the package knows of a process

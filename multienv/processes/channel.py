@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from multienv.threads import Bell
 from multienv.wire.segment import CORE, LOOKS, REPLY, TRAINER_SLEEPS, Segment
 
 Cause = Literal["died", "hung", "broken"]
@@ -53,13 +54,13 @@ class Fate:
         code: Exit code; negative: minus the number of the signal; ``None``: not known.
         stack: Stacks that faulthandler wrote, at a crash or when asked before a kill.
         stderr: The last lines on stderr.
-        snapshot: The forked snapshot it has left: its process, and the number of the last request executed in it.
+        snapshot: Number of the last request executed in the forked snapshot it has left; ``None``: it has left none.
     """
 
     code: int | None
     stack: str = ""
     stderr: str = ""
-    snapshot: tuple[int, int] | None = None
+    snapshot: int | None = None
 
 
 UNKNOWN_FATE = Fate(None)
@@ -170,7 +171,7 @@ class Channel(ABC):
     def wake(self) -> Channel | None:
         """After its end: have the snapshot it left go on, as a new process with a new segment.
 
-        It is awake once ``wait(fate.snapshot[1], …)`` says so. ``None`` if there is no snapshot.
+        It is awake once ``wait(fate.snapshot, …)`` says so. ``None`` if there is no snapshot.
         """
 
     @abstractmethod
@@ -186,15 +187,16 @@ class Channel(ABC):
         """
 
 
-def wait_any(waiting: Sequence[tuple[Channel, int]], until: float | None) -> list[int]:
+def wait_any(waiting: Sequence[tuple[Channel, int]], until: float, bell: Bell) -> list[int]:
     """Wait until a reply is there or a process has ended.
 
     Args:
         waiting: Channels, each with the number of the request it is to answer.
-        until: When to give up, by ``time.monotonic()``; ``None``: never.
+        until: When to give up, by ``time.monotonic()``.
+        bell: Ends the wait when it is rung.
 
     Returns:
-        The indices of those whose ``wait()`` now returns or raises at once; empty when ``until`` has passed.
+        The indices of those whose ``wait()`` now returns or raises at once; empty when something else has ended it.
     """
     for _ in range(TRAINER_LOOKS):
         found = _answered(waiting)
@@ -205,6 +207,7 @@ def wait_any(waiting: Sequence[tuple[Channel, int]], until: float | None) -> lis
     try:
         while True:
             poller = select.poll()
+            poller.register(bell.descriptor, select.POLLIN)
             owners: dict[int, int] = {}
             for index, (channel, _) in enumerate(waiting):
                 channel.segment.words[TRAINER_SLEEPS] = 1
@@ -215,12 +218,16 @@ def wait_any(waiting: Sequence[tuple[Channel, int]], until: float | None) -> lis
             found = _answered(waiting)
             if found:
                 return found
-            left = patience if until is None else min(patience, until - time.monotonic())
-            ready = {owners[descriptor] for descriptor, _ in poller.poll(max(0.0, left) * 1000)}
+            left = min(patience, until - time.monotonic())
+            readable = {descriptor for descriptor, _ in poller.poll(max(0.0, left) * 1000)}
+            is_rung = bell.descriptor in readable
+            if is_rung:
+                bell.silence()
+            ready = {owners[descriptor] for descriptor in readable if descriptor in owners}
             attended = ready or range(len(waiting))  # a channel counts the time until its process is acknowledged
             ended = {index for index in attended if waiting[index][0].attend()}
             found = sorted(ended.union(_answered(waiting)))
-            if found or (until is not None and time.monotonic() >= until):
+            if found or is_rung or time.monotonic() >= until:
                 return found
             patience = LONGEST_SLEEP
     finally:

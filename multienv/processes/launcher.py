@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -25,18 +24,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from multienv.errors import ClosedError, UsageError
+from multienv.processes.channel import SystemErrors
 from multienv.processes.environment import (
     import_path,
     refuse_other_namespace,
     unset_thread_variables,
     worker_environment,
 )
+from multienv.processes.leftovers import end_orphans
 from multienv.processes.protocol import BRANCH, FREE, LAUNCH, Order
-from multienv.processes.worker_process import PATIENCE, ProcessChannel, live, undisturbed
+from multienv.processes.worker_process import ProcessChannel, live, undisturbed
 
 METHODS = ("forkserver", "spawn")
 PRELOAD = (
@@ -107,27 +107,17 @@ class Launch:
         The worker it was taken from has to end within 2 s, or has ended.
         """
         client = _client
-        if client is None or client.trainer != os.getpid():
-            return None
-        try:
-            return undisturbed(partial(ProcessChannel, client, Order(BRANCH, token=token)))
-        except OSError as error:
-            if error.errno is None:  # a signal handler's: see SystemErrors
-                raise
-            return None
+        if client is not None:
+            with SystemErrors():
+                return undisturbed(partial(_ordered, client, Order(BRANCH, token=token)))
+        return None
 
     def free(self, token: int) -> None:
         """Let the snapshot kept under this token go. Takes no lock and never raises: finalizers call it."""
         client = _client
-        if client is not None and client.trainer == os.getpid():
+        if client is not None:
             with contextlib.suppress(OSError):
-                client.send_now(Order(FREE, token=token))
-
-
-def monitor_pid() -> int | None:
-    """Return the monitor's process, if there is one."""
-    client = _client
-    return client.process.pid if client is not None and client.is_alive() else None
+                client.send(Order(FREE, token=token), patience=0.0)
 
 
 class MonitorClient:
@@ -135,7 +125,6 @@ class MonitorClient:
 
     def __init__(self) -> None:
         refuse_other_namespace()
-        self.trainer = os.getpid()
         self._control, theirs = socket.socketpair()
         try:
             # Not by the number of a standard stream, which a daemon may have closed.
@@ -150,123 +139,98 @@ class MonitorClient:
         except BaseException:
             self._control.close()
             raise
-        waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
+        self._waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread is to be had: is_alive() takes note of its end
-            waiter.start()
+            self._waiter.start()
 
     def _await_end(self) -> None:
-        """Reap it when it has ended by itself, and let go of the socket, which nobody listens to any more."""
+        """Reap it when it has ended, and end what it has left behind if it was killed."""
         self.process.wait()
         self._control.close()
+        end_orphans(self.process.pid)
 
     def is_alive(self) -> bool:
-        """Tell whether it runs, and is this process's."""
-        return self.trainer == os.getpid() and self.process.poll() is None
+        """Tell whether it runs."""
+        return self.process.poll() is None
 
-    def lose(self) -> None:
-        """Note that it is dead, if it is: a worker's socket has ended without news, and the process is to end now.
-
-        A monitor that has no descriptor left for a worker also drops the worker's socket, and lives on.
-        """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(PATIENCE)
-
-    def send(self, order: Order, descriptors: Sequence[int] = (), over: socket.socket | None = None) -> None:
-        """Give an order; waits while the socket is full, but not for a monitor that has been stopped."""
-        began, again = time.monotonic(), False
+    def send(self, order: Order, descriptors: Sequence[int] = (), *, patience: float = _LONGEST_SEND) -> None:
+        """Give an order; waits up to ``patience`` seconds while the socket is full. Raises OSError."""
+        until = time.monotonic() + patience
         while True:
             try:
-                order.send(self._control if over is None else over, descriptors)
+                order.send(self._control, descriptors)
                 return
             except OSError as error:
-                if error.errno not in _FULL or time.monotonic() > began + _LONGEST_SEND:
+                if error.errno not in _FULL or time.monotonic() >= until:
                     raise
-            poller = select.poll()
-            try:
-                poller.register(self._control if over is None else over, select.POLLOUT)
-            except ValueError:  # closed meanwhile: the next round says so
-                continue
-            if not poller.poll(PATIENCE * 1000):
-                self.rouse(again=again)
-                again = True
+            self.resume()
             time.sleep(0.001)
 
-    def send_now(self, order: Order) -> None:
-        """Give an order or raise OSError."""
-        order.send(self._control)
-
-    def rouse(self, *, again: bool) -> None:
-        """Have it go on if it has been stopped; ``again``: kill it if it is stopped though it was told to go on.
-
-        A monitor that is merely slow, because the machine is busy or it still imports, is left alone.
-        """
-        if self.is_alive():
-            self.process.send_signal(signal.SIGKILL if again and self._is_stopped() else signal.SIGCONT)
-
-    def _is_stopped(self) -> bool:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-        return False
+    def resume(self) -> None:
+        """Have it go on if it has been stopped; called whenever it is waited for."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
 
     def close(self, timeout: float = 0.0) -> None:
-        """Let go of it: it ends what is left, and itself."""
-        if self.trainer == os.getpid():
-            with contextlib.suppress(OSError):
-                self._control.shutdown(socket.SHUT_RDWR)
+        """Let go of it: it ends what is left, and itself. Wait for that up to ``timeout`` seconds."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
-        if timeout and self.trainer == os.getpid():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout)
+        if timeout:
+            self.resume()
+            with contextlib.suppress(RuntimeError):  # it could not be started
+                self._waiter.join(timeout)
+
+    def abandon(self) -> None:
+        """In a forked child of the trainer: close the copy of the socket."""
+        self._control.close()
+        self.process.returncode = 0  # or the finalizer would warn of a process that still runs
 
 
 _client: MonitorClient | None = None
-_inherited: object = None
 _lock = threading.Lock()
 _is_shutting_down = False
 
 
 def _launched(order: Order) -> ProcessChannel:
     """Launch a worker by the monitor there is, or by a new one if that has ended or takes no more orders."""
-    for _ in range(2):
-        client = _monitor()
-        try:
-            return ProcessChannel(client, order)
-        except OSError as error:
-            if error.errno not in _ENDED:
-                raise
-        _retire(client)
-    return ProcessChannel(_monitor(), order)
+    client = _monitor()
+    try:
+        return _ordered(client, order)
+    except OSError as error:
+        if error.errno not in _ENDED:
+            raise
+    return _ordered(_monitor(ended=client), order)
 
 
-def _monitor() -> MonitorClient:
-    """Return this process's monitor, launched if there is none; ClosedError once the interpreter ends."""
+def _ordered(client: MonitorClient, order: Order) -> ProcessChannel:
+    return ProcessChannel(partial(client.send, order), client.resume)
+
+
+def _monitor(ended: MonitorClient | None = None) -> MonitorClient:
+    """Return this process's monitor, another one than ``ended``, launched if need be.
+
+    Raises ClosedError once the interpreter ends.
+    """
     global _client
     with _lock:
         if _is_shutting_down:
             raise ClosedError("The interpreter is shutting down: envs have ended, and none can be started any more.")
-        if _client is None or not _client.is_alive():
+        if _client is None or _client is ended or not _client.is_alive():
             before, _client = _client, MonitorClient()
             if before is not None:
                 before.close()
         return _client
 
 
-def _retire(client: MonitorClient) -> None:
-    """Give this monitor no more orders."""
-    global _client
-    with _lock:
-        if _client is client:
-            _client = None
-    client.close()
-
-
 def _forget() -> None:
-    """In a forked child: the monitor is the parent's, and the lock may be held by a thread that is not here."""
-    global _client, _lock, _inherited
+    """In a forked child: monitor and workers are the trainer's, and a thread that is not here may hold the lock."""
+    global _client, _lock
     client, _client, _lock = _client, None, threading.Lock()
     if client is not None:
-        client.close()
-        _inherited = client.process  # kept: its finalizer would warn of a process that still runs
+        client.abandon()
+    for channel in list(live):
+        channel.abandon()
 
 
 if hasattr(os, "register_at_fork"):
@@ -278,7 +242,7 @@ def _command(control: int) -> list[str]:
     where = f"import sys; sys.path[:] = {import_path()!r}; "
     spawn = [*interpreter, "-c", where + "from multienv.worker.main import spawned; spawned(*sys.argv[1:])"]
     code = where + "import json; from multienv.processes.monitor import main; main(*json.loads(sys.argv[1]))"
-    settings = [control, os.getpid(), PRELOAD, spawn, unset_thread_variables()]
+    settings = [control, PRELOAD, spawn, unset_thread_variables()]
     return [*interpreter, "-c", code, json.dumps(settings)]
 
 
@@ -288,7 +252,7 @@ def _shut_down() -> None:
     # Or a thread that is woken by its worker's end would bring the env back and hang once more.
     _is_shutting_down = True
     client, _client = _client, None
-    if client is not None and client.trainer == os.getpid():
+    if client is not None:
         for channel in list(live):
             channel.end_requests()
         client.close(3.0)

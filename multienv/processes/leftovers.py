@@ -1,7 +1,7 @@
 """Find and kill what a dead worker leaves behind: processes that its envs started, whatever session they lead.
 
-A process started by ``exec`` has the worker's mark in its environment; one that was only forked has not (the kernel
-shows the environment of the last ``exec``), but holds the pipes the worker writes its stderr and stacks to.
+A process started by ``exec`` has the worker's mark in its environment. One that was only forked has not (the kernel
+shows the environment of the last ``exec``), but it still carries the worker's title.
 """
 
 from __future__ import annotations
@@ -9,60 +9,64 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from multienv.worker.ends import MARK_VARIABLE
 
 
-def belongs_to(pid: int, mark: str, pipes: frozenset[str] = frozenset()) -> bool:
-    """Tell whether the worker with this mark and these pipes has started this process."""
-    process = Path(f"/proc/{pid}")
+def mark_in(pid: int) -> str:
+    """Return the mark in the environment of this process; empty if there is none."""
+    begin = f"{MARK_VARIABLE}=".encode()
     with contextlib.suppress(OSError):
-        if f"{MARK_VARIABLE}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
-            return True
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(begin):
+                return variable.removeprefix(begin).decode(errors="replace")
+    return ""
+
+
+def is_titled(pid: int) -> bool:
+    """Tell whether this process carries a worker's title: a snapshot, or a process that an env forked."""
     with contextlib.suppress(OSError):
-        for descriptor in (process / "fd").iterdir() if pipes else ():
-            with contextlib.suppress(OSError):
-                if str(descriptor.readlink()) in pipes:
-                    return True
+        title = Path(f"/proc/{pid}/comm").read_text()
+        return title.startswith("multienv") and not title.startswith("multienv mon")
     return False
 
 
-def kill_marked(mark: str) -> list[int]:
-    """Kill every process with this mark; return those killed. Used when the monitor is dead and cannot do it."""
-    killed = []
+def end_orphans(monitor: int) -> None:
+    """Kill what the envs of a dead monitor have started; the kernel kills its workers, and its snapshots end.
+
+    Where the trainer is process 1, as in a container without an init, all of them are its children now, to be reaped.
+    """
+    orphans: set[int] = set()
     with contextlib.suppress(OSError):
-        for name in os.listdir("/proc"):
-            if name.isdigit() and int(name) != os.getpid() and belongs_to(int(name), mark):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(int(name), signal.SIGKILL)
-                    killed.append(int(name))
-    return killed
+        found = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        orphans = {pid for pid in found if mark_in(pid).startswith(f"{monitor}.")}
+    kill(orphans)
+    while os.getpid() == 1:
+        dead = {pid for pid in children() if is_titled(pid)}  # again: those of a worker come when it has ended
+        kill(dead)
+        for pid in dead or orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        if not dead:
+            break
 
 
-def orphaned_snapshots() -> set[int]:
-    """Return the children of this process that carry a worker's title: snapshots whose monitor is dead."""
-    found = set()
-    for pid in children():
-        with contextlib.suppress(OSError):
-            name = Path(f"/proc/{pid}/comm").read_text()
-            if name.startswith("multienv") and not name.startswith("multienv mon"):
-                found.add(pid)
-    return found
+def kill(pids: Iterable[int]) -> None:
+    """Send SIGKILL to these processes, as far as they are there and ours."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def reap(pids: set[int], seconds: float) -> None:
-    """Reap those of these processes that are children of this one and end within so many seconds."""
-    until = time.monotonic() + seconds
-    while pids and time.monotonic() < until:
-        for pid in list(pids):
-            try:
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    pids.discard(pid)
-            except ChildProcessError:
-                pids.discard(pid)
-        time.sleep(0.001 if pids else 0)
+def kill_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a worker and all it has started: a worker leads a process group, soon after its fork."""
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def children() -> set[int]:
@@ -78,12 +82,3 @@ def open_descriptors() -> set[int]:
         with contextlib.suppress(OSError):
             return {int(name) for name in os.listdir(directory)}
     return set(range(3, 1024))
-
-
-def kill_group(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a worker and all it has started: a worker leads a process group, soon after its fork."""
-    try:
-        os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)

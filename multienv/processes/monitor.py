@@ -19,29 +19,23 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
-from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from multienv.processes.channel import Fate
-from multienv.processes.leftovers import belongs_to, children, kill_group, open_descriptors
+from multienv.processes.leftovers import children, is_titled, kill, kill_group, mark_in, open_descriptors
 from multienv.processes.protocol import (
     BRANCH,
     FREE,
     KILL,
-    KILL_WITH_STACK,
     LAUNCH,
     STACK,
-    WAKE,
     Order,
     close_all,
     receive_with_descriptors,
     send_with_descriptors,
     tell_fate,
-    tell_pid,
     tell_stack,
 )
 from multienv.worker import main as worker_main
@@ -52,6 +46,9 @@ STDERR_TAIL = 4096
 STACK_LIMIT = 16_384
 # Seconds without workers until the monitor ends.
 IDLE = 1.0
+# Seconds between two looks at whether the trainer is alive. The end of the control socket tells of its death at once,
+# unless a process that it forked holds a copy.
+LOOK = 0.5
 # Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers that were let go of.
 STACK_GRACE = 0.3
 TERM_GRACE = 0.2
@@ -65,16 +62,6 @@ STDERR_PATIENCE = 0.1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-class Stage(Enum):
-    """How far the killing of a worker has come."""
-
-    NONE = "not being killed"
-    LET_GO = "the trainer has closed the channel; the worker ends by itself, or is killed when the time is over"
-    STACK = "asked for its stack; SIGTERM is next"
-    TERM = "sent SIGTERM; SIGKILL is next"
-    KILL = "sent SIGKILL; if the time is over it is in an uninterruptible system call, and counts as ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +84,28 @@ class Worker:
     """A worker and the monitor's ends of what connects them."""
 
     pid: int
-    mark: str
     fate: socket.socket
     stderr: int
     stack: int
     announcements: socket.socket
-    pipes: frozenset[str] = frozenset()  # stderr and stack, as /proc names them
     snapshot: Snapshot | None = None
-    stage: Stage = Stage.NONE
-    due: float = float("inf")  # when the stage is over
+    # When to send which signals; the last entry: when it counts as ended although it has not been reaped.
+    kills: list[tuple[float, signal.Signals | None]] = field(default_factory=list)
     stack_due: float = float("inf")  # when a stack that was asked for is sent, whole or not
     tail: bytearray = field(default_factory=bytearray)
     stack_text: bytearray = field(default_factory=bytearray)
 
-    def tell(self, line: bytes, descriptors: tuple[int, ...] = ()) -> bool:
+    def end(self, after: float = 0.0) -> None:
+        """Have it killed after so many seconds, with all that is in its process group."""
+        term = time.monotonic() + after
+        # After the last entry it is in an uninterruptible system call; or it was a snapshot, reaped by its own parent.
+        last = (term + TERM_GRACE + KILL_GRACE, None)
+        self.kills = self.kills or [(term, signal.SIGTERM), (term + TERM_GRACE, signal.SIGKILL), last]
+
+    def tell(self, line: bytes) -> bool:
         """Tell the trainer something; false if it has let go of the worker."""
         with contextlib.suppress(OSError):
-            send_with_descriptors(self.fate, line, descriptors)
+            send_with_descriptors(self.fate, line)
             return True
         return False
 
@@ -129,28 +121,21 @@ class Monitor:
 
     Args:
         control: The socket that orders come from.
-        trainer: The trainer's process.
         spawn_command: Command line of a fresh interpreter that becomes a worker.
         thread_variables: Variables that limit threads and that the user has not set.
     """
 
-    def __init__(
-        self, control: socket.socket, trainer: int, spawn_command: list[str], thread_variables: list[str]
-    ) -> None:
+    def __init__(self, control: socket.socket, spawn_command: list[str], thread_variables: list[str]) -> None:
         self._control = control
-        self._trainer = trainer
-        self._trainer_fd = -1
+        self._trainer = os.getppid()
         self._spawn_command = spawn_command
         self._thread_variables = thread_variables
         self._workers: dict[int, Worker] = {}  # by pid; alive
         self._bereaved: set[Worker] = set()  # dead, with a snapshot that the trainer may wake
         self._kept: dict[int, Snapshot] = {}  # by token
-        self._past: deque[tuple[str, frozenset[str]]] = deque(maxlen=256)  # marks and pipes of the dead
         self._selector = selectors.DefaultSelector()
         self._takes_orders = True
-        self._trainer_is_gone = False
-        self._ending_at = float("inf")  # the trainer is gone: workers are killed then
-        self._idle_since = time.monotonic()
+        self._ends_at = time.monotonic() + IDLE
         self._stderr_patience = STDERR_PATIENCE
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -163,37 +148,39 @@ class Monitor:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self._on_readable(wake_read, lambda: self._reap(wake_read))
         self._control.setblocking(False)
-        self._on_readable(self._control.fileno(), self._take_order)
-        with contextlib.suppress(OSError, AttributeError):  # without it getppid() is asked once a second
-            self._trainer_fd = os.pidfd_open(self._trainer)
-            self._on_readable(self._trainer_fd, self._lose_trainer)
+        self._on_readable(self._control.fileno(), self._hear_trainer)
         while not self._is_done():
             self._dispatch(self._advance())
-        self._end_children()
+        # Also reaped: where the trainer is process 1, zombies would come to it.
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                kill(children())
+                os.waitpid(-1, 0)
 
     def _is_done(self) -> bool:
         if os.getppid() != self._trainer:
             self._lose_trainer()
-        if self._workers:
-            self._idle_since = float("inf")
-        elif self._trainer_is_gone:
-            return True
-        elif self._bereaved or self._kept:
-            self._idle_since = float("inf")
-        elif self._idle_since == float("inf"):
-            self._idle_since = time.monotonic()
-        elif time.monotonic() >= self._idle_since + IDLE:
-            if not self._takes_orders:
-                return True
+        if self._workers or (self._takes_orders and (self._bereaved or self._kept)):
+            self._ends_at = time.monotonic() + IDLE
+            return False
+        if self._takes_orders and time.monotonic() >= self._ends_at:
             # From now on the trainer finds its orders refused, and launches another monitor. One may have been sent
             # before: it is carried out, and this monitor ends after it.
             self._control.shutdown(socket.SHUT_RD)
-            self._takes_orders = False
-            self._forget(self._control.fileno())
+            self._take_no_more_orders()
             while self._take_order():
                 pass
-            return not (self._workers or self._bereaved or self._kept)
-        return False
+        return not (self._takes_orders or self._workers)
+
+    def _take_no_more_orders(self) -> None:
+        self._takes_orders = False
+        self._forget(self._control.fileno())
+
+    def _lose_trainer(self) -> None:
+        """The trainer is gone: its workers see that themselves, and are killed if they do not end."""
+        self._take_no_more_orders()
+        for worker in self._workers.values():
+            worker.end(after=ORPHAN_GRACE)
 
     def _dispatch(self, timeout: float) -> None:
         """Wait for descriptors and call what is registered with those that are ready.
@@ -214,21 +201,23 @@ class Monitor:
 
     # --- orders -------------------------------------------------------------------------------
 
+    def _hear_trainer(self) -> None:
+        if not self._take_order():
+            self._lose_trainer()
+
     def _take_order(self) -> bool:
-        """Carry out one order from the control socket; false if there is none."""
+        """Carry out one order from the control socket; false if there will be no more."""
         try:
             received = Order.receive(self._control)
         except BlockingIOError:
-            return False
+            return True
         if received is None:
-            if self._takes_orders:
-                self._lose_trainer()
             return False
         order, descriptors = received
         if order.operation == LAUNCH:
             self._launch(order, descriptors)
         elif order.operation == BRANCH:
-            self._wake(self._take_kept(order.token), order, descriptors)
+            self._wake(self._take_kept(order.token), descriptors)
         else:
             close_all(descriptors)
             snapshot = self._take_kept(order.token) if order.operation == FREE else None
@@ -252,24 +241,26 @@ class Monitor:
             self._forget(worker.fate.fileno())
             if worker in self._bereaved:
                 self._forsake(worker)
-            elif worker.stage is Stage.NONE:
-                worker.stage, worker.due = Stage.LET_GO, time.monotonic() + ORPHAN_GRACE
+            else:
+                worker.end(after=ORPHAN_GRACE)
             return
         order, descriptors = received
-        if order.operation == WAKE:
+        if order.operation == BRANCH:
             snapshot, worker.snapshot = worker.snapshot, None
             self._forsake(worker)
-            self._wake(snapshot, order, descriptors)
+            self._wake(snapshot, descriptors)
             return
         close_all(descriptors)
         if worker in self._bereaved:
             return
-        if order.operation == STACK:
+        if order.operation == KILL:
+            worker.end()
+        elif order.operation == STACK:
             worker.stack_text.clear()
-            worker.stack_due = time.monotonic() + (STACK_GRACE if ask_for_stack(worker.pid) else 0.0)
-        elif order.operation in (KILL, KILL_WITH_STACK) and worker.stage in (Stage.NONE, Stage.LET_GO):
-            with_stack = order.operation == KILL_WITH_STACK and ask_for_stack(worker.pid)
-            self._enter(worker, Stage.STACK if with_stack else Stage.TERM)
+            worker.stack_due = time.monotonic() + STACK_GRACE
+            if worker_main.STACK_SIGNAL is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, worker_main.STACK_SIGNAL)
 
     def _launch(self, order: Order, descriptors: list[int]) -> None:
         monitor = os.getpid()
@@ -279,27 +270,25 @@ class Monitor:
         except (OSError, ValueError) as error:
             self._decline(descriptors, error)
             return
-        mark = mark_of(self._trainer, order.number)
         if pid == 0:
-            become_worker(lines, order, mark, monitor, self._spawn_command, self._thread_variables)
-        self._admit(lines, pid, mark)
+            become_worker(lines, order, monitor, self._spawn_command, self._thread_variables)
+        self._admit(lines, pid)
 
-    def _wake(self, snapshot: Snapshot | None, order: Order, descriptors: list[int]) -> None:
+    def _wake(self, snapshot: Snapshot | None, descriptors: list[int]) -> None:
         """Have a snapshot go on as a worker."""
         try:
             lines = Lines.make(descriptors)
             if snapshot is None:
                 raise OSError("there is no such snapshot")
-            message = WAKING.pack(self._trainer, os.getpid(), order.number)
-            handed = [lines.line, lines.memory, lines.stack_write, lines.stderr_write, lines.announcements_write]
-            send_with_descriptors(snapshot.channel, message, handed)
+            handed = (*lines.ends, lines.stderr_write)
+            send_with_descriptors(snapshot.channel, WAKING.pack(os.getpid()), handed)
         except (OSError, ValueError) as error:
             if snapshot is not None:
                 snapshot.end()
             self._decline(descriptors, error)
             return
         snapshot.channel.close()
-        self._admit(lines, snapshot.pid, mark_of(self._trainer, order.number))
+        self._admit(lines, snapshot.pid)
 
     @staticmethod
     def _decline(descriptors: list[int], error: Exception) -> None:
@@ -308,23 +297,13 @@ class Monitor:
             os.write(descriptors[2], tell_fate(Fate(None, stderr=f"The monitor cannot launch the worker: {error}")))
         close_all(descriptors)
 
-    def _admit(self, lines: Lines, pid: int, mark: str) -> None:
-        """Note a new worker, and tell the trainer its pid."""
-        worker = lines.keep(pid, mark)
-        pidfd = -1
-        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or a sandbox
-            pidfd = os.pidfd_open(pid)
-        worker.tell(tell_pid(pid), (pidfd,) if pidfd >= 0 else ())
-        if pidfd >= 0:
-            os.close(pidfd)
-        self._workers[pid] = worker
-        try:
-            self._on_readable(worker.stderr, lambda: self._forward_stderr(worker))
-            self._on_readable(worker.stack, lambda: self._collect_stack(worker))
-            self._on_readable(worker.fate.fileno(), lambda: self._take_order_of(worker))
-            self._on_readable(worker.announcements.fileno(), lambda: self._hear(worker))
-        except OSError:  # no memory: it cannot be looked after; its end is heard of
-            kill_group(pid, signal.SIGKILL)
+    def _admit(self, lines: Lines, pid: int) -> None:
+        """Look after a new worker."""
+        worker = self._workers[pid] = lines.keep(pid)
+        self._on_readable(worker.stderr, lambda: self._forward_stderr(worker))
+        self._on_readable(worker.stack, lambda: self._collect_stack(worker))
+        self._on_readable(worker.fate.fileno(), lambda: self._take_order_of(worker))
+        self._on_readable(worker.announcements.fileno(), lambda: self._hear(worker))
 
     def _hear(self, worker: Worker) -> None:
         """Take note of all snapshots that the worker has announced so far."""
@@ -353,12 +332,15 @@ class Monitor:
     def _reap(self, wake: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(wake, 4096)
+        # Before the dead are looked for: what has come to us by then has lost its worker, or what that had started, and
+        # all snapshots that a dead worker has announced are known when it has been finished.
+        adopted = children()
         while True:
             try:
                 # Looked at, not yet reaped: as long as it is a zombie its process group cannot be another's.
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
-                found = None
+                break
             if found is None:
                 break
             worker = self._workers.get(found.si_pid)
@@ -367,11 +349,7 @@ class Monitor:
             _, status = os.waitpid(found.si_pid, 0)
             if worker is not None:
                 self._finish(worker, os.waitstatus_to_exitcode(status))
-            else:
-                self._kill_adopted()  # what it has started may have come to us
-        for worker in list(self._workers.values()):
-            if not exists(worker.pid):  # a woken snapshot, reaped by the worker it was taken from
-                self._finish(worker, None)
+        self._kill_adopted(adopted)
 
     def _finish(self, worker: Worker, code: int | None) -> None:
         """The worker is dead: tell the trainer, and kill what it has left behind."""
@@ -381,9 +359,9 @@ class Monitor:
         self._forward_stderr(worker)
         self._collect_stack(worker)
         self._hear(worker)
-        if self._trainer_is_gone:
+        if not self._takes_orders:
             worker.drop_snapshot()
-        left = None if worker.snapshot is None else (worker.snapshot.pid, worker.snapshot.number)
+        left = None if worker.snapshot is None else worker.snapshot.number
         is_heard = worker.tell(tell_fate(Fate(code, text(worker.stack_text), text(worker.tail), left)))
         for descriptor in (worker.stderr, worker.stack, worker.announcements.fileno()):
             self._forget(descriptor)
@@ -394,8 +372,6 @@ class Monitor:
             self._forsake(worker)
         else:
             self._bereaved.add(worker)
-        self._past.append((worker.mark, worker.pipes))
-        self._kill_adopted()
 
     def _forsake(self, worker: Worker) -> None:
         """Let go of a dead worker."""
@@ -404,31 +380,19 @@ class Monitor:
         worker.fate.close()
         worker.drop_snapshot()
 
-    def _kill_adopted(self) -> None:
+    def _kill_adopted(self, adopted: set[int]) -> None:
         """Kill processes that came to us when their parent died: a worker, or what one had started.
 
-        While other workers live, only those that are known to be a dead one's.
+        A program that has the mark of a worker alive is spared: a script of the env's may have started it and ended.
         """
         known = {*self._workers.values(), *self._bereaved}
         spared = {worker.pid for worker in known} | {worker.snapshot.pid for worker in known if worker.snapshot}
         spared |= {snapshot.pid for snapshot in self._kept.values()}
-        for pid in children() - spared:
-            if not self._workers or any(belongs_to(pid, mark, pipes) for mark, pipes in self._past):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def _end_children(self) -> None:
-        """Kill and reap all that is left: where the trainer is process 1, zombies would come to it."""
-        until = time.monotonic() + KILL_GRACE
-        while time.monotonic() < until:
-            for pid in children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            try:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    time.sleep(0.002)
-            except ChildProcessError:
-                return
+        alive = {mark_of(os.getpid(), pid) for pid in self._workers}
+        for pid in adopted - spared:
+            mark = mark_in(pid)
+            if not alive or (mark not in alive if mark else is_titled(pid)):
+                kill([pid])
 
     # --- what a worker writes -----------------------------------------------------------------
 
@@ -456,61 +420,31 @@ class Monitor:
             self._forget(worker.stack)
         worker.stack_text += data
         del worker.stack_text[STACK_LIMIT:]
-        soon = time.monotonic() + QUIET
-        if worker.stage is Stage.STACK:
-            worker.due = soon
         if worker.stack_due < float("inf"):
-            worker.stack_due = soon
+            worker.stack_due = time.monotonic() + QUIET
 
-    # --- killing ------------------------------------------------------------------------------
+    # --- by the clock -------------------------------------------------------------------------
 
     def _advance(self) -> float:
-        """Do what is due by the clock; return the seconds until the next such thing, 1 at most."""
+        """Do what is due by the clock; return the seconds until the next such thing."""
         now = time.monotonic()
-        if now >= self._ending_at:
-            self._ending_at = now + KILL_GRACE
-            for worker in list(self._workers.values()):
-                if worker.stage is not Stage.KILL:
-                    self._enter(worker, Stage.KILL)
-        due = min(self._ending_at, now + IDLE, self._idle_since + IDLE)
+        due = min(now + LOOK, self._ends_at)
         for worker in list(self._workers.values()):
             if now >= worker.stack_due:
                 worker.stack_due = float("inf")
                 worker.tell(tell_stack(text(worker.stack_text)))
                 worker.stack_text.clear()
-            if now >= worker.due:
-                if worker.stage is Stage.KILL:  # an uninterruptible system call
+            while worker.kills and now >= worker.kills[0][0]:
+                _, number = worker.kills.pop(0)
+                if number is None:
                     self._finish(worker, None)
-                    continue
-                self._enter(worker, Stage.KILL if worker.stage is Stage.TERM else Stage.TERM)
-            due = min(due, worker.due, worker.stack_due)
+                else:
+                    kill_group(worker.pid, number)
+            due = min([due, worker.stack_due, *(when for when, _ in worker.kills[:1])])
         return max(0.0, due - time.monotonic())
 
-    def _enter(self, worker: Worker, stage: Stage) -> None:
-        """Have the killing of a worker come as far as this."""
-        grace = {Stage.STACK: STACK_GRACE, Stage.TERM: TERM_GRACE, Stage.KILL: KILL_GRACE}[stage]
-        worker.stage, worker.due = stage, time.monotonic() + grace
-        if stage is Stage.TERM:
-            kill_group(worker.pid, signal.SIGTERM)
-        elif stage is Stage.KILL:
-            kill_group(worker.pid, signal.SIGKILL)
 
-    def _lose_trainer(self) -> None:
-        """The trainer is gone: its workers see that themselves, and are killed shortly."""
-        if self._trainer_is_gone:
-            return
-        self._trainer_is_gone = True
-        self._ending_at = time.monotonic() + ORPHAN_GRACE
-        self._forget(self._control.fileno())
-        self._forget(self._trainer_fd)
-        for worker in list(self._bereaved):
-            self._forsake(worker)
-        while self._kept:
-            self._kept.popitem()[1].end()
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
+class Lines(NamedTuple):
     """Both ends of what connects a worker: three came from the trainer, the others are the monitor's."""
 
     line: int
@@ -536,18 +470,22 @@ class Lines:
         descriptors += one.detach(), other.detach()
         return cls(line, memory, fate, *descriptors[3:])
 
-    def keep(self, pid: int, mark: str) -> Worker:
+    @property
+    def ends(self) -> tuple[int, int, int, int]:
+        """Those that the worker knows of, as `Ends` takes them."""
+        return self.line, self.memory, self.stack_write, self.announcements_write
+
+    def keep(self, pid: int) -> Worker:
         """Let go of the worker's ends, and hold the monitor's."""
-        pipes = frozenset(f"pipe:[{os.fstat(end).st_ino}]" for end in (self.stderr_read, self.stack_read))
-        close_all([self.line, self.memory, self.stderr_write, self.stack_write, self.announcements_write])
+        close_all([*self.ends, self.stderr_write])
         fate, announcements = socket.socket(fileno=self.fate), socket.socket(fileno=self.announcements)
         fate.setblocking(False)
         announcements.setblocking(False)
-        return Worker(pid, mark, fate, self.stderr_read, self.stack_read, announcements, pipes)
+        return Worker(pid, fate, self.stderr_read, self.stack_read, announcements)
 
 
 def become_worker(
-    lines: Lines, order: Order, mark: str, monitor: int, spawn_command: list[str], thread_variables: list[str]
+    lines: Lines, order: Order, monitor: int, spawn_command: list[str], thread_variables: list[str]
 ) -> NoReturn:
     """In the monitor's child: let go of all that is the monitor's, and turn into a worker."""
     try:
@@ -559,21 +497,19 @@ def become_worker(
         if os.getppid() != monitor:
             os._exit(worker_main.LOOP_FAILED)  # it died before the line above
         os.dup2(lines.stderr_write, 2)
-        kept = {lines.line, lines.memory, lines.stack_write, lines.announcements_write}
-        for descriptor in open_descriptors() - {0, 1, 2} - kept:
+        for descriptor in open_descriptors() - {0, 1, 2, *lines.ends}:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        os.environ[MARK_VARIABLE] = mark
-        ends = (lines.line, lines.memory, lines.stack_write, lines.announcements_write)
+        os.environ[MARK_VARIABLE] = mark_of(monitor, os.getpid())
         if not order.fresh:
-            worker_main.main(Ends.of(*ends), order.title)
+            worker_main.main(Ends.of(*lines.ends), order.title)
         for name in thread_variables:
             os.environ.pop(name, None)
             if order.native_threads:
                 os.environ[name] = str(order.native_threads)
-        for descriptor in ends:
+        for descriptor in lines.ends:
             os.set_inheritable(descriptor, True)
-        os.execv(spawn_command[0], [*spawn_command, order.title, *map(str, ends)])  # noqa: S606 - our interpreter
+        os.execv(spawn_command[0], [*spawn_command, order.title, *map(str, lines.ends)])  # noqa: S606 - our interpreter
     finally:
         os._exit(worker_main.LOOP_FAILED)
 
@@ -582,36 +518,6 @@ def prctl(option: int, value: int) -> None:
     """Set an attribute of this process, where there is such a thing."""
     if _libc is not None:
         _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
-
-
-def ask_for_stack(pid: int) -> bool:
-    """Send the signal for which faulthandler writes the stacks; false if the process does not catch it.
-
-    It would be killed by the signal if it has not got so far, or if the env has put back the default.
-    """
-    number = worker_main.STACK_SIGNAL
-    if number is None:
-        return False
-    with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "SigCgt:\t0")
-        if not int(caught.split()[1], 16) >> (number - 1) & 1:
-            return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-        return True
-    return False
-
-
-def exists(pid: int) -> bool:
-    """Tell whether there is such a process; a zombie counts."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def takes_more(descriptor: int, patience: float) -> bool:
@@ -634,7 +540,7 @@ def text(data: bytearray) -> str:
     return data.decode(errors="replace")
 
 
-def main(control: int, trainer: int, preload: list[str], spawn_command: list[str], thread_variables: list[str]) -> None:
+def main(control: int, preload: list[str], spawn_command: list[str], thread_variables: list[str]) -> None:
     """Run the monitor process."""
     # The trainer's thread may have blocked SIGCHLD, and a mask is inherited: no death would ever be told.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -649,4 +555,4 @@ def main(control: int, trainer: int, preload: list[str], spawn_command: list[str
     gc.collect()
     gc.freeze()  # workers share these objects' pages; a collection would touch and so copy them
     with socket.socket(fileno=control) as orders:
-        Monitor(orders, trainer, spawn_command, thread_variables).run()
+        Monitor(orders, spawn_command, thread_variables).run()

@@ -1,17 +1,16 @@
 """The channel to a real process.
 
-Three things tell the trainer of a death: the *line* (a socketpair that carries wake bytes) ends; the *pidfd* of the
-process, which the monitor sends with the pid, becomes readable; the *fate* socket says how it ended. The line alone
-would not do: a process that the env has forked may hold it open. The fate alone would not do: the monitor may have been
-stopped. Where the kernel has no pidfd (Linux before 5.3, some sandboxes) the fate takes its place.
+A death is told twice: the *line* (a socketpair that carries wake bytes) ends, at once; and the monitor tells over the
+*fate* socket how it ended. The line alone would not do: a process that the env has forked may hold it open. The fate
+alone would not do: the monitor may have been stopped. Whoever waits for the monitor has it go on first. If the fate
+socket ends without a word the monitor is dead, and so is the process: the kernel kills it then.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import os
 import select
-import signal
 import socket
 import threading
 import time
@@ -19,8 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from multienv.processes.channel import (
     FIRST_SLEEP,
@@ -34,19 +32,8 @@ from multienv.processes.channel import (
     SystemErrors,
     give_way,
 )
-from multienv.processes.leftovers import kill_group, kill_marked, orphaned_snapshots, reap
-from multienv.processes.protocol import (
-    ANCILLARY_SIZE,
-    KILL,
-    KILL_WITH_STACK,
-    NO_SIGNAL,
-    RECEIVE_FLAGS,
-    STACK,
-    WAKE,
-    Order,
-    Told,
-    descriptors_in,
-)
+from multienv.processes.protocol import BRANCH, KILL, NO_SIGNAL, STACK, Order, Told
+from multienv.threads import Task
 from multienv.wire.segment import (
     BUSY,
     PID,
@@ -59,38 +46,17 @@ from multienv.wire.segment import (
     WORKER_SLEEPS,
     Segment,
 )
-from multienv.worker.ends import mark_of
 
 T = TypeVar("T")
 
-# Seconds the monitor may take to tell of a death or to acknowledge an order, before the trainer does something about
-# it; and for a process whose line has ended to be dead.
-PATIENCE = 1.0
-# Seconds given to the stack of a live process, and to the kernel after SIGKILL.
+# Seconds that a process whose line has ended may take to be dead.
+_LINE_PATIENCE = 1.0
+# Seconds given to the stack of a live process, and to SIGTERM, SIGKILL and the kernel.
 _STACK_PATIENCE = 1.0
-_KILL_PATIENCE = 1.0
-# Two threads may wait for the same news, and only one of them receives it: the other looks after so many seconds.
-_BOTH_WAIT = 0.05
+_KILL_PATIENCE = 2.0
 
-_numbers = count(1)
 # All there are in this process, for its end.
 live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
-
-
-class Monitor(Protocol):
-    """What a channel needs of the monitor's launcher."""
-
-    def send(self, order: Order, descriptors: Sequence[int], over: socket.socket | None = None) -> None:
-        """Give an order, over the control socket if not told otherwise; raises OSError."""
-        ...
-
-    def lose(self) -> None:
-        """Note that it is dead, if it is."""
-        ...
-
-    def rouse(self, *, again: bool) -> None:
-        """Have it go on if it has been stopped; ``again``: kill it if it is stopped though it was told to go on."""
-        ...
 
 
 def undisturbed(function: Callable[[], T]) -> T:
@@ -104,52 +70,38 @@ def undisturbed(function: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="multienv-launch", daemon=True)
+    task = Task(function)
     try:
-        thread.start()
+        _thread.start_new_thread(task.run, ())
     except RuntimeError:  # no thread is to be had
-        return function()
-    thread.join()
+        task.run()
+    task.wait()
     try:
-        if errors:
-            raise errors[0]
-        return results[0]
+        if task.error is not None:
+            raise task.error
+        result: T = task.result
+        return result
     finally:
-        errors.clear()  # the traceback holds this frame
+        del task  # the traceback holds this frame
 
 
 class ProcessChannel(Channel):
     """Talks to one process. To be made inside :func:`undisturbed`.
 
     Args:
-        monitor: The launcher of the monitor that is to launch the process.
-        order: What to launch; the number is filled in.
-        over: The socket to send the order over; ``None``: the control socket.
+        give: Gives the monitor the order that leads to the process; called with the descriptors that go with it.
+        resume: Has the monitor go on if it has been stopped.
 
     Raises:
         OSError: The order cannot be given, or descriptors have run out. Nothing is left open.
     """
 
-    def __init__(self, monitor: Monitor, order: Order, over: socket.socket | None = None) -> None:
-        self._owner = os.getpid()
-        self._monitor = monitor
-        self._number = next(_numbers)
-        self._messages: list[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = []
+    def __init__(self, give: Callable[[Sequence[int]], None], resume: Callable[[], None]) -> None:
+        self._resume = resume
+        self._news: list[bytes] = []  # all that was received from the monitor; an empty last one: the end
         self._told = Told()
-        self._pidfd = -1
         self._rung = 0  # the newest request that a byte was sent for
         self._lock = threading.RLock()  # held for moments; a signal handler may come in between
-        self._begun = time.monotonic()
-        self._is_overdue = False  # the monitor has not acknowledged the order within PATIENCE
         self._is_released = False
         self._ended = False
         self._lost: Callable[[], Gone] | None = None  # not the exception: its traceback would hold everything
@@ -160,15 +112,14 @@ class ProcessChannel(Channel):
             with line:
                 self._fate, fate = map(ours.enter_context, socket.socketpair())
                 with fate:
-                    descriptors = [line.fileno(), self.segment.descriptor, fate.fileno()]
-                    monitor.send(replace(order, number=self._number), descriptors, over)
+                    give([line.fileno(), self.segment.descriptor, fate.fileno()])
             ours.pop_all()
         live.add(self)
 
     @property
     def pid(self) -> int | None:
-        """The process, once the monitor or it itself has told."""
-        return self._told.pid or self.segment.words[PID] or None
+        """The process, once it has told."""
+        return self.segment.words[PID] or None
 
     # --- requests and replies -------------------------------------------------------------------
 
@@ -209,31 +160,25 @@ class ProcessChannel(Channel):
             del words  # the traceback of an error holds this frame, and an error may be kept for long
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return the line, and the pidfd or, as long as there is none, the fate."""
+        """Return the line and the fate."""
         if self._is_released:
             return ()
-        return self._line.fileno(), self._pidfd if self._pidfd >= 0 else self._fate.fileno()
+        return self._line.fileno(), self._fate.fileno()
 
     def attend(self) -> bool:
         """Read wake bytes and news; return whether the process has ended or the line is closed."""
         if self._ended or self._is_released:
             return True
         try:
-            self._ended = not self._line.recv(4096, socket.MSG_DONTWAIT)
-            if self._pidfd >= 0 and not self._ended:
-                return False  # a wake byte: the reply is there, as a rule; the pidfd is asked when there is no byte
+            if self._line.recv(4096, socket.MSG_DONTWAIT):
+                return False  # a wake byte: the reply is there, as a rule; news are read when there is none
+            self._ended = True
         except BlockingIOError:
-            pass
+            self._hear()
+            self._ended = self._told.fate is not None
         except OSError as error:
             if error.errno is None:  # a signal handler's: see SystemErrors
                 raise
-            self._ended = True
-        if self._pidfd < 0:
-            self._hear()
-            if self._told.pid is None and time.monotonic() > self._begun + PATIENCE:
-                self._monitor.rouse(again=self._is_overdue)
-                self._begun, self._is_overdue = time.monotonic(), True
-        if self._is_told() or (self._pidfd >= 0 and _readable((self._pidfd,), 0.0)):
             self._ended = True
         return self._ended
 
@@ -243,57 +188,34 @@ class ProcessChannel(Channel):
         """Receive what the monitor has told; what is known is worked out anew each time, in case of an interruption."""
         with self._lock:
             with SystemErrors():
-                while not self._is_cut_off():
+                while not self._news or self._news[-1]:
                     # One call into C: what has been received is kept, whatever comes next.
-                    self._messages.extend(map(self._fate.recvmsg, (65_536,), (ANCILLARY_SIZE,), (RECEIVE_FLAGS,)))
-            if self._pidfd < 0 and not self._is_released:
-                handed = [one for message in self._messages for one in descriptors_in(message[1])]
-                if handed:
-                    self._pidfd = handed[0]
-            self._told = Told.of(b"".join(message[0] for message in self._messages))
+                    self._news.extend(map(self._fate.recv, (65_536,), (socket.MSG_DONTWAIT,)))
+            told = Told.of(b"".join(self._news))
+            if told.fate is None and self._news and not self._news[-1]:
+                told = replace(told, fate=UNKNOWN_FATE)
+            self._told = told
+            if told.fate is not None:
+                with SystemErrors():  # from now on it is readable: other threads may wait for the same news
+                    self._fate.shutdown(socket.SHUT_RD)
 
-    def _is_cut_off(self) -> bool:
-        """Tell whether the fate socket has ended."""
-        return bool(self._messages) and not self._messages[-1][0]
+    def _learn(self, seconds: float, stacks: int | None = None) -> Fate | None:
+        """Wait until the monitor has told how the process ended, or is dead; ``None`` after so many seconds.
 
-    def _is_told(self) -> bool:
-        return self._told.fate is not None or self._is_cut_off()
-
-    def _learn(self, seconds: float) -> Fate | None:
-        """Return how the process ended, as soon as the monitor has told or is dead; ``None`` after so many seconds."""
+        Args:
+            seconds: How long.
+            stacks: Wait no longer either once more stacks than these have been told.
+        """
+        self._resume()
         until = time.monotonic() + seconds
         while True:
             self._hear()
-            if self._told.fate is not None:
-                return self._told.fate
-            if self._is_cut_off():
-                self._end_without_monitor()
-                return UNKNOWN_FATE
-            left = until - time.monotonic()
+            told, left = self._told, until - time.monotonic()
+            if told.fate is not None or (stacks is not None and len(told.stacks) > stacks):
+                return told.fate
             if left <= 0 or self._is_released:
                 return None
-            _readable((self._fate.fileno(),), min(left, _BOTH_WAIT))
-
-    def _end_without_monitor(self) -> None:
-        """The monitor is dead, and the kernel kills its workers: make sure of that, and of what they started."""
-        self._kill_directly()
-        if self._owner == os.getpid():
-            self._monitor.lose()
-            orphans = kill_marked(mark_of(self._owner, self._number))
-            if os.getpid() == 1:  # of a container: all orphans are the trainer's children now, to be reaped by it
-                reap({*orphans, self._told.pid or 0, *orphaned_snapshots()} - {0}, PATIENCE)
-
-    def _kill_directly(self) -> None:
-        """Kill the process without the monitor, and wait for its end if there is a pidfd."""
-        pid = self._told.pid
-        if pid is None or self._owner != os.getpid() or self._is_released:
-            return
-        if self._pidfd >= 0:
-            if not _readable((self._pidfd,), 0.0):  # alive, so the number is its own
-                kill_group(pid, signal.SIGKILL)
-                _readable((self._pidfd,), _KILL_PATIENCE)
-        else:
-            kill_group(pid, signal.SIGKILL)
+            _readable((self._fate.fileno(),), left)
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -302,21 +224,12 @@ class ProcessChannel(Channel):
         if self._lost is None:
             if self._is_released:
                 return Gone(cause, self._told.fate or UNKNOWN_FATE, self.pid, detail=detail or "the channel is closed")
-            fate = self._learn(PATIENCE)
-            if fate is None and self._is_alive():
+            fate = self._learn(_LINE_PATIENCE)
+            if fate is None:
                 return self.kill(cause="broken", detail=detail or "it closed its connection to the trainer")
-            for again in (False, True):
-                if fate is None:
-                    self._monitor.rouse(again=again)
-                    fate = self._learn(_BOTH_WAIT if again else PATIENCE)
-            self._settle(cause, fate or UNKNOWN_FATE, detail)
+            self._settle(cause, fate, detail)
         assert self._lost is not None
         return self._lost()
-
-    def _is_alive(self) -> bool:
-        if self._pidfd >= 0:
-            return not _readable((self._pidfd,), 0.0)
-        return self._told.pid is None or os.path.exists(f"/proc/{self._told.pid}")  # noqa: PTH110 - no need for a Path
 
     def _settle(self, cause: Cause, fate: Fate, detail: str) -> None:
         """Note how it ended, once and for all."""
@@ -336,49 +249,37 @@ class ProcessChannel(Channel):
         )
 
     def kill(self, *, cause: Cause = "died", stack: bool = False, detail: str = "") -> Gone:
-        """Have the monitor kill it; without the monitor, if that does not tell of its end in time."""
-        if self._lost is None and not self._is_released and self._owner == os.getpid():
-            fate = None
-            for again in (False, True):
-                if fate is None:
-                    with SystemErrors():
-                        Order(KILL_WITH_STACK if stack else KILL).send(self._fate)
-                    fate = self._learn(PATIENCE)
-                if fate is None:
-                    self._monitor.rouse(again=again)
-            if fate is None:
-                self._kill_directly()
-                fate = self._learn(_BOTH_WAIT) or UNKNOWN_FATE
-            self._settle(cause, fate, detail)
+        """Have the monitor kill it. What is not dead in time, in an uninterruptible system call, counts as dead."""
+        if self._lost is None and not self._is_released:
+            stacks = self.stack() if stack else ""
+            with SystemErrors():
+                Order(KILL).send(self._fate)
+            fate = self._learn(_KILL_PATIENCE) or UNKNOWN_FATE
+            self._settle(cause, replace(fate, stack=stacks or fate.stack), detail)
         return self._lose(cause, detail)
 
     def stack(self) -> str:
         """Have the monitor send SIGUSR2, for which faulthandler writes the stacks."""
-        self._hear()
-        before, until = len(self._told.stacks), time.monotonic() + _STACK_PATIENCE
-        if self._is_released or self._is_told():
+        if not self.segment.words[PID] or self._is_released:  # it would be killed by the signal
             return ""
+        self._hear()
+        before = len(self._told.stacks)
         with SystemErrors():
             Order(STACK).send(self._fate)
-            while len(self._told.stacks) == before and time.monotonic() < until and not self._is_told():
-                _readable((self._fate.fileno(),), _BOTH_WAIT)
-                self._hear()
+            self._learn(_STACK_PATIENCE, before)
         return self._told.stacks[-1] if len(self._told.stacks) > before else ""
 
     def wake(self) -> ProcessChannel | None:
         """Have the monitor wake the snapshot."""
-        if self._told.fate is None or self._told.fate.snapshot is None or self._is_released:
-            return None
-        try:
-            return undisturbed(partial(ProcessChannel, self._monitor, Order(WAKE), self._fate))
-        except OSError as error:  # the monitor is gone, and the snapshot with it
-            if error.errno is None:  # a signal handler's: see SystemErrors
-                raise
-            return None
+        fate = self._told.fate
+        if fate is not None and fate.snapshot is not None and not self._is_released:
+            with SystemErrors():  # the monitor is gone, and the snapshot with it
+                return undisturbed(partial(ProcessChannel, partial(Order(BRANCH).send, self._fate), self._resume))
+        return None
 
     def close(self, timeout: float) -> None:
         """Wait for the end of the process, then kill it; release."""
-        if self._lost is None and not self._is_released and self._owner == os.getpid():
+        if self._lost is None and not self._is_released:
             fate = self._learn(timeout)
             if fate is None:
                 self.kill()
@@ -394,24 +295,24 @@ class ProcessChannel(Channel):
     def release(self, *, keep_memory: bool = False) -> None:
         """Close the descriptors; may be repeated, and interrupted."""
         with self._lock:
-            if not self._is_released:
-                self._hear()  # a pidfd may have been sent since
-                if self._is_cut_off() and self._told.fate is None and self._told.pid is not None and self._lost is None:
-                    self._end_without_monitor()
-            if self._owner == os.getpid():
-                for one in (self._line, self._fate):  # a child that the trainer forked may hold copies of them
-                    with SystemErrors():
-                        one.shutdown(socket.SHUT_RDWR)
+            for one in (self._line, self._fate):  # another thread may wait for them, which close() does not end
+                with SystemErrors():
+                    one.shutdown(socket.SHUT_RDWR)
             self._is_released = True
             self._line.close()
             self._fate.close()
-            pidfd, self._pidfd = self._pidfd, -1
-            if pidfd >= 0:
-                os.close(pidfd)
             if keep_memory:
                 self.segment.close()
             else:
                 self.segment.unmap()
+
+    def abandon(self) -> None:
+        """In a forked child of the trainer: close the copies of the descriptors. The process is the trainer's."""
+        self._lock = threading.RLock()  # a thread that is not here may hold the other
+        self._is_released = True
+        self._line.close()
+        self._fate.close()
+        self.segment.close()
 
     def __del__(self) -> None:
         """Let go of a process that nobody has closed."""

@@ -44,7 +44,7 @@ class ExactAnswers:
     """Makes the answers of one env.
 
     Attributes:
-        seen: Number of the last reply with an observation; 0: none.
+        seen: Number of the last reply with an observation; 0: none. The supervisor sets it after a plain step.
         generators: What the last reset told of the random generators, or ``b""``.
         evidence: Of the last reply, if its observation travelled as mail.
         ended: The last step ended an episode.
@@ -57,7 +57,7 @@ class ExactAnswers:
         self.generators = b""
         self.evidence = b""
         self.ended = False
-        self._seen_evidence = b""
+        self._seen_evidence = (0, b"")  # of which reply, and what it was
 
     def read(self, segment: Segment, number: int) -> bytes:
         """Return the mail behind the evidence, which is kept. Raises nothing: mail is bytes."""
@@ -95,7 +95,7 @@ class ExactAnswers:
         observation = None
         if segment is not None and self.seen:
             with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
-                observation = self._codec.observation(segment, self.seen, self._seen_evidence)
+                observation = self._codec.observation(segment, self.seen, self._evidence_seen())
         self.ended = True
         return observation, 0.0, False, True, {"multienv": self._told(0, dict(absent)[0])}
 
@@ -104,24 +104,24 @@ class ExactAnswers:
         self.evidence, rest = mail_of(segment, number)
         return (*answer[:4], self._info(rest))
 
-    def note_plain(self, number: int) -> None:
-        """Note that a plain step was answered."""
-        self.seen, self._seen_evidence = number, b""
-
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""
         bank = segment.banks[self.seen & 1]
-        return {"seen": self.seen, "evidence": self._seen_evidence, "bank": bytes(bank.view[bank.layout.rewards :])}
+        return {"seen": self.seen, "evidence": self._evidence_seen(), "bank": bytes(bank.view[bank.layout.rewards :])}
 
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
         """Have seen what :meth:`standing` returned, also in the banks of a new process."""
-        self.seen, self._seen_evidence = standing["seen"], standing["evidence"]
+        self.seen, self._seen_evidence = standing["seen"], (standing["seen"], standing["evidence"])
         bank = segment.banks[self.seen & 1]
         if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = standing["bank"]
 
     def _see(self, number: int) -> None:
-        self.seen, self._seen_evidence = number, self.evidence
+        self.seen, self._seen_evidence = number, (number, self.evidence)
+
+    def _evidence_seen(self) -> bytes:
+        number, evidence = self._seen_evidence
+        return evidence if number == self.seen else b""
 
     def _info(self, rest: bytes) -> dict[str, Any]:
         if not rest:
@@ -209,10 +209,6 @@ class RowsAnswers:
         extras, illegible = unpack_extras(rest)
         errors: dict[int, Exception] = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, extras, errors)
-
-    def note_plain(self, number: int) -> None:
-        """Note that a plain step was answered."""
-        self.seen = number
 
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""

@@ -21,8 +21,8 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multienv.wire.banks import HEAD, Entry, is_plain, split_entries
-from multienv.wire.messages import LASTING, Reset
+from multienv.wire.banks import BEGIN, HEAD, STEP, Entry, is_plain, split_entries
+from multienv.wire.messages import LASTING, Replay, Reset
 
 # A reset becomes an anchor when so many steps have passed since the last one: telling the generators' state takes
 # as long as ten steps of CartPole.
@@ -81,7 +81,6 @@ class Plan:
     state: bytes = b""
     generators: bytes = b""
     lasting: bytes = b""
-    from_construction: bool = False
     requests: int = 0
 
 
@@ -221,13 +220,6 @@ class Journal:
         stop = marks[index + 1].place if index + 1 < len(marks) else len(self.entries)
         return Plan(bytes(self.entries[place:]), "snapshot", requests=self._count(place)) if place <= stop else None
 
-    def last_step(self) -> bytes:
-        """Return the entry of the last request if it was a plain step, else ``b""``."""
-        last = next((mark for mark in reversed(self._marks) if mark.stop > mark.place), self._marks[0])
-        if len(self.entries) - last.stop < self.stride:
-            return b""
-        return bytes(self.entries[-self.stride :])
-
     def plans(self, *, short: bool = False) -> list[Plan]:
         """Return the replays to try, that which begins earliest first: it is held against the most.
 
@@ -242,26 +234,27 @@ class Journal:
         if short:
             for anchors in (resets, states):
                 plans += [plan for anchor in reversed(anchors[:-1]) if (plan := self._from(anchor))][:1]
+        furthest: list[Plan | None] = []
         if self.complete:
-            plans.append(
-                Plan(bytes(self.entries), lasting=self.lasting, from_construction=True, requests=self._count(0))
+            # Put back before a reset that comes first: constructors make generators without a seed.
+            generators = next((one.generators for one in resets if not one.place), b"")
+            furthest.append(
+                Plan(bytes(self.entries), generators=generators, lasting=self.lasting, requests=self._count(0))
             )
         anchors = [*([] if self.complete else resets[:1]), *states[:_STATES_TRIED]]
-        for anchor in sorted(anchors, key=lambda one: one.place):
-            plan = self._from(anchor)
-            if plan is not None and plan not in plans:
-                plans.append(plan)
-        return plans
+        furthest += map(self._from, sorted(anchors, key=lambda one: one.place))
+        return plans + [plan for plan in furthest if plan is not None and plan not in plans]
 
     def _from(self, anchor: Anchor) -> Plan | None:
         entries = bytes(self.entries[anchor.place :])
         lasting = self.lasting + self._lasting_before(anchor.place)
         if anchor.state:
-            if self._steps_since(anchor.place) < PROOF_OF_STATE:
+            if self._seen_since(anchor.place)[0] < PROOF_OF_STATE:
                 return None
             return Plan(entries, "state", state=anchor.state, lasting=lasting, requests=self._count(anchor.place))
-        later = [mark for mark in self._marks if mark.begins and mark.place > anchor.place]
-        if not later and self._steps_since(anchor.place) < PROOF_OF_RESET:
+        later = any(mark.begins and mark.place > anchor.place for mark in self._marks)
+        steps, begun = self._seen_since(anchor.place)
+        if not later and not begun and steps < PROOF_OF_RESET:
             return None
         return Plan(entries, generators=anchor.generators, lasting=lasting, requests=self._count(anchor.place))
 
@@ -271,9 +264,11 @@ class Journal:
         other = sum(mark.stop - mark.place for mark in marks)
         return len(marks) + (len(self.entries) - place - other) // self.stride
 
-    def _steps_since(self, place: int) -> int:
+    def _seen_since(self, place: int) -> tuple[int, int]:
+        """Return the number of steps from ``place`` on, and that of resets without mail."""
         # A copy: an interruption would leave a view of the entries in its traceback, and they could not grow.
-        return sum(entry.is_step for entry in split_entries(self.entries[place:], self.stride))
+        kinds = [entry.stretch[0] for entry in split_entries(self.entries[place:], self.stride)]
+        return kinds.count(STEP), kinds.count(BEGIN)
 
     def _resets(self) -> list[Anchor]:
         return [anchor for anchor in self.anchors if not anchor.state]
@@ -310,7 +305,7 @@ class Journal:
                 return
         kept = int(min(limit / 2 // self.stride, step_limit / 2))
         place = self._entry_behind(max(0, len(self.entries) - kept * self.stride))
-        self._forget(place, steps - self._steps_since(place))
+        self._forget(place, steps - self._seen_since(place)[0])
         self.anchors, self.usable = [], False
 
     def _entry_behind(self, place: int) -> int:
@@ -363,3 +358,17 @@ class Journal:
         self.stride, self._steps_at_start = data["stride"], data["steps"]
         self.complete, self.usable = data["complete"], data["usable"]
         self.base = self._base_of(self._marks[-1])
+
+
+def furthest_replay(data: dict[str, Any] | None) -> Replay | None:
+    """Return the replay that reaches back furthest in what :meth:`Journal.dump` returned; ``None`` if there is none."""
+    if data is None:
+        return None
+    journal = Journal(recording=True)  # also one that is for crash reports alone can be replayed
+    journal.load(data)
+    plan = next(iter(journal.plans()), None)
+    if plan is None:
+        return None
+    # From the construction on without them: they are a pickle, which only --trust allows to be loaded.
+    generators = b"" if journal.complete else plan.generators
+    return Replay(plan.entries, plan.state, generators, plan.lasting)

@@ -230,7 +230,7 @@ class Ladder:
 
     def wake(self, lost: Channel, since: Callable[[int], Plan | None], effort: Effort, fate: Any) -> Found | None:
         """Bring the envs back from the forked snapshot that a lost process left; ``None``: that is no way."""
-        plan = None if fate.snapshot is None else since(fate.snapshot[1])
+        plan = None if fate.snapshot is None else since(fate.snapshot)
         if plan is None:
             return None
         try:
@@ -242,7 +242,7 @@ class Ladder:
         if channel is None:
             return None
         self.restarts += not effort.planned
-        return self._follow(channel, fate.snapshot[1], plan, effort)
+        return self._follow(channel, fate.snapshot, plan, effort)
 
     def branch(self, token: int, number: int, effort: Effort) -> Channel | None:
         """Wake the snapshot kept under this token; ``None``: it is gone."""

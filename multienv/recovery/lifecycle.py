@@ -7,12 +7,13 @@ commits the state.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import MultienvError
 from multienv.events import Loss, Outcome
 from multienv.processes.channel import Channel, Fate, Gone
-from multienv.recovery.journal import Journal
+from multienv.recovery.journal import Journal, furthest_replay
 from multienv.recovery.ladder import BudgetSpentError, BuildError, Found, Ladder, Launcher, Unrecoverable
 from multienv.recovery.pending import Pending
 from multienv.recovery.policy import Effort
@@ -75,6 +76,7 @@ class Lifecycle:
         self._deaths = 0  # while they are built for the first time
         self._fate: Fate | None = None  # not the Gone itself: its traceback would keep the segment mapped
         self._effort: Effort | None = None
+        self._lost = 0  # processes, by the request that the last recovery was for
 
     # --- the first process ------------------------------------------------------------------------
 
@@ -203,6 +205,7 @@ class Lifecycle:
         loss, effort = self.loss, self._effort
         assert loss is not None
         assert effort is not None
+        self._lost = before.losses
         if isinstance(event, NotRecovered):
             is_reset = before.request is not None and before.request.kind is Kind.RESET
             fresh = is_reset and not after.owed and not after.absent
@@ -258,9 +261,11 @@ class Lifecycle:
         if instruction is Instruction.RAISE_BUDGET:
             return record.lost_error(loss, self._budget_text(), "budget")
         if instruction is Instruction.RAISE_POISON:
-            advice = f"The same {loss.command}() ended process after process; it is not tried again."
+            advice = f"The same {loss.command}() ended process after process, {self._lost} so far; it is given up. "
             if loss.command == "reset":
-                advice += " The next reset() starts a new process."
+                advice += "The next reset() starts a new process: try another seed or other options, or mend the env."
+            else:
+                advice += "The episode goes on: mend what it calls in the env, or leave it out."
             return record.lost_error(loss, advice, "poison")
         if state.owed:
             reason = state.owed[0][1].removeprefix(what_happened(loss)).strip()
@@ -287,14 +292,15 @@ class Lifecycle:
         if not self._record.reports.wanted:
             return None
         ladder, codec = self.ladder, self.ladder.codec
+        known = self._journal.recording and codec is not None
         return Case(
-            journal=self._journal.dump() if self._journal.recording and codec is not None else None,
+            replay=partial(furthest_replay, self._journal.dump() if known else None),
+            size=len(self._journal) if known else 0,
             pending=pending,
             build=ladder.build,
             description=ladder.description,
             deadline=self._pending.limit,
             layout=None if codec is None else codec.layout,
-            exact=ladder.build.exact,
         )
 
 

@@ -80,7 +80,7 @@ class Maintenance:
             limits.append(max(deadlines.step, _CAPTURE_LEAST))
         try:
             until = time.monotonic() + min(limits)
-            seconds, state = ladder.ask(channel, CaptureState(journal.last_step()), until)
+            seconds, state = ladder.ask(channel, CaptureState(), until)
         except Gone as gone:
             self.pacing.refused(steps, f"its process was lost ({gone.cause}) while telling it", lost=True)
         except BuildError as failed:

@@ -8,8 +8,8 @@ import time
 from multienv.processes.channel import Channel
 from multienv.recovery.state_machine import Kind, Request, State
 from multienv.wire.actions import PICKLED
-from multienv.wire.banks import ABSENT, HEAD, IDLE, MESSAGE, STEP, STEPPED, BankLayout, Entry
-from multienv.wire.messages import Message
+from multienv.wire.banks import ABSENT, BEGIN, HEAD, IDLE, MESSAGE, STEP, STEPPED, BankLayout, Entry
+from multienv.wire.messages import BEGINNING, Message
 from multienv.wire.segment import REQUEST, Segment
 
 logger = logging.getLogger("multienv")
@@ -84,8 +84,11 @@ class Pending:
             if request.kind is Kind.STEP:
                 bank.view[1] = bank.view[1] & ~ABSENT | flag
             else:
-                segment.write_request_mail(number, self.mail)
-                HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & 0xFFFF_FFFF, 0)
+                if self.message is BEGINNING:
+                    HEAD.pack_into(bank.view, 0, BEGIN, flag, STEPPED, 0, 0, number & 0xFFFF_FFFF, 0)
+                else:
+                    segment.write_request_mail(number, self.mail)
+                    HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & 0xFFFF_FFFF, 0)
             bank.absent[:] = 0
             for slot, _ in state.absent:
                 bank.absent[slot] = IDLE if slot in state.idle else 1
@@ -137,7 +140,8 @@ class Pending:
     def entry(self, segment: Segment, number: int, request: Request, layout: BankLayout) -> bytes:
         """Return the request as a journal entry without a reply, for a crash report."""
         if request.kind is not Kind.STEP:
-            part, mail = HEAD.pack(MESSAGE, 0, 0, 0, 0, number & 0xFFFF_FFFF, 0), self.mail
+            kind = BEGIN if self.message is BEGINNING else MESSAGE
+            part, mail = HEAD.pack(kind, 0, 0, 0, 0, number & 0xFFFF_FFFF, 0), self.mail
         else:
             self.save(segment, number)
             assert self._saved is not None

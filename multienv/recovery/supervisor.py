@@ -62,10 +62,11 @@ from multienv.recovery.state_machine import (
     instruction_of,
 )
 from multienv.wire.actions import ARRAY, DTYPES, INT, INT64
-from multienv.wire.banks import ENDED, FAILED, STEP, STEPPED, entry_of
+from multienv.wire.banks import BEGIN, ENDED, FAILED, HEAD, STEP, STEPPED, entry_of
 from multienv.wire.codecs import REWARD_TYPES, Codec, RowsReply
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
+    BEGINNING,
     Build,
     Call,
     Close,
@@ -78,7 +79,7 @@ from multienv.wire.messages import (
     foreign,
     pack_message,
 )
-from multienv.wire.segment import REPLY, REPLY_MAIL, STEP_SECONDS, Segment
+from multienv.wire.segment import REPLY, REPLY_MAIL, REQUEST, STEP_SECONDS, WORKER_SLEEPS, Segment
 
 logger = logging.getLogger("multienv")
 
@@ -91,25 +92,32 @@ _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
 
 _STEP, _STEP_HALF = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", whole=False)
+_RESET, _RESET_HALF = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", whole=False)
 # The states of the hot path. A state that is equal to one of them is that object: see _interned().
 RUNNING = State(Process.READY, Episode.RUNNING)
 STEPPING = State(Process.READY, Episode.RUNNING, _STEP)
 STEPPING_HALF = State(Process.READY, Episode.RUNNING, _STEP_HALF)
-_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_HALF)}
+# A single env: its episode has ended; a reset that carries nothing is asked for.
+OVER = State(Process.READY, Episode.ENDED)
+BEGINNING_ANEW = State(Process.READY, Episode.ENDED, _RESET)
+BEGINNING_ANEW_HALF = State(Process.READY, Episode.ENDED, _RESET_HALF)
+_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_HALF, OVER, BEGINNING_ANEW, BEGINNING_ANEW_HALF)}
 
 _ACTION_TAGS = (INT, INT64, *range(ARRAY, ARRAY + len(DTYPES)))
 
 
-def plain_heads(*, exact: bool) -> frozenset[int]:
-    """Return the first 8 bytes, as integers, of a bank that holds a plain step."""
-    flags = (0,) if exact else (0, ENDED)
+def plain_heads(*, exact: bool) -> dict[int, bool]:
+    """Return the first 8 bytes, as integers, of a bank that holds a plain step; and whether an episode ends with it."""
     rewards = range(len(REWARD_TYPES)) if exact else (0,)
-    return frozenset(
-        STEP | tag << 8 | STEPPED << 16 | flag << 24 | reward << 32
+    return {
+        STEP | tag << 8 | STEPPED << 16 | flag << 24 | reward << 32: flag == ENDED
         for tag in _ACTION_TAGS
-        for flag in flags
+        for flag in (0, ENDED)
         for reward in rewards
-    )
+    }
+
+
+_PLAIN_RESET = BEGIN | STEPPED << 16
 
 
 class HealingDue(Exception):  # noqa: N818 - internal
@@ -204,7 +212,8 @@ class Supervisor:
         self.answers: Any = None  # ExactAnswers | RowsAnswers
         self._checkpoints = Checkpoints(self, policy.max_snapshots)
         self._plain = plain_heads(exact=build.exact)
-        self._ends = self._plain - plain_heads(exact=True)  # those of steps that end an episode
+        # The state after a plain step, and after one with which an episode ends.
+        self._after = (RUNNING, OVER if build.exact else RUNNING)
         # What the hot path touches: all of the present process.
         self.segment: Any = None
         self._words: Any = None
@@ -270,10 +279,25 @@ class Supervisor:
             number = self.number + 1
             self._encode(number, action)
             self.state = STEPPING if whole else STEPPING_HALF
-            limit = self._deadlines.step
-            if limit is not None:
-                self.pending.limit, self.pending.until = limit, time.monotonic() + limit
-            self._ring(number)
+            limit, pending = self._deadlines.step, self.pending
+            pending.until = None if limit is None else time.monotonic() + limit
+            pending.limit = limit
+            words = self._words
+            words[REQUEST] = number
+            if words[WORKER_SLEEPS]:
+                self._ring(number)
+
+    def _send_beginning(self, whole: bool) -> bool:
+        """Publish the reset of a single env that carries nothing, if there is nothing to see to first."""
+        maintenance = self.maintenance
+        if self.state is not OVER or maintenance.is_due or maintenance.recycling.wanted or self._wants_anchor():
+            return False
+        number, limit = self.number + 1, self._deadlines.reset
+        self.pending.begin(BEGINNING, b"", limit)
+        HEAD.pack_into(self.segment.banks[number & 1].view, 0, BEGIN, 0, STEPPED, 0, 0, number & 0xFFFF_FFFF, 0)
+        self.state = BEGINNING_ANEW if whole else BEGINNING_ANEW_HALF
+        self._ring(number)
+        return True
 
     def collect(self, timeout: float | None = None, heal: bool = True) -> Any:
         """Wait for the answer to the pending request and return it; see the module ``answers`` for what it is.
@@ -288,29 +312,64 @@ class Supervisor:
             WorkerLostError: The process was lost, and the policy says ``"raise"``, or its budget is spent.
         """
         with self._lock:
-            if timeout is None and (self.state is STEPPING or self.state is STEPPING_HALF):
-                number = self.number + 1
+            state = self.state
+            if timeout is not None:
+                return self._carry_out(timeout, heal)
+            if state is STEPPING or state is STEPPING_HALF:
+                number, words = self.number + 1, self._words
                 side = number & 1
-                if (self._words[REPLY] == number or self._is_answered(number)) and self._heads[side][0] in self._plain:
-                    answer = self._read(number)
-                    if self._words[REPLY_MAIL + side]:
-                        answer = self._read_mail(number, answer)
-                        if answer is None:
-                            return self._carry_out(timeout, heal)
-                    journal = self.journal
-                    if journal.recording:
-                        journal.entries[journal.base + number * journal.stride :] = self._stretches[side]
-                    self.answers.note_plain(number)
-                    if self._heads[side][0] in self._ends:
-                        self._note_ends(answer)
-                    self.last_answer = answer
-                    # Adjacent stores: no signal handler comes in between.
-                    self.number, self.state = number, RUNNING
-                    self.record.steps += 1
-                    if not number & SAMPLE:
-                        self._look_at_limits(ended=False)
+                if words[REPLY] == number or self._is_answered(number):
+                    ends = self._plain.get(self._heads[side][0])
+                    if ends is not None:
+                        answer = self._read(number)
+                        if words[REPLY_MAIL + side]:
+                            answer = self._read_mail(number, answer)
+                            if answer is None:
+                                return self._carry_out(timeout, heal)
+                        journal = self.journal
+                        if journal.recording:
+                            journal.entries[journal.base + number * journal.stride :] = self._stretches[side]
+                        self.answers.seen = number
+                        if ends:
+                            self._note_ends(answer)
+                        self.last_answer = answer
+                        # Adjacent stores: no signal handler comes in between.
+                        self.number, self.state = number, self._after[ends]
+                        self.record.steps += 1
+                        if not number & SAMPLE:
+                            self._look_at_limits(ended=False)
+                        return answer
+            elif state is BEGINNING_ANEW or state is BEGINNING_ANEW_HALF:
+                answer = self._collect_beginning()
+                if answer is not None:
                     return answer
             return self._carry_out(timeout, heal)
+
+    def _collect_beginning(self) -> Any:
+        """Take the plain answer to a reset that carries nothing; ``None``: it is not there, or not plain."""
+        number = self.number + 1
+        if self._words[REQUEST] != number or self.pending.message is not BEGINNING:
+            return None  # a reset with a seed; or an interruption came before it was published
+        side = number & 1
+        is_answered = self._words[REPLY] == number or self._is_answered(number)
+        if not is_answered or self._heads[side][0] != _PLAIN_RESET:
+            return None
+        told = self._read(number)
+        if self._words[REPLY_MAIL + side]:
+            told = self._read_mail(number, told)
+            if told is None:
+                return None
+        journal = self.journal
+        if journal.recording:
+            journal.entries[journal.base + number * journal.stride :] = self._stretches[side]
+        self.answers.seen = number
+        self.last_answer = answer = told[0], told[4]
+        # Adjacent stores: no signal handler comes in between.
+        self.number, self.state = number, RUNNING
+        self.record.reset((None,), BEGINNING.touches)
+        if not number & SAMPLE:
+            self._look_at_limits(ended=False)
+        return answer
 
     def _is_answered(self, number: int) -> bool:
         """Wait for the reply; false if anything else comes first, which is looked at again."""
@@ -373,6 +432,8 @@ class Supervisor:
         with self._lock:
             if self._closed.is_set() or self._is_foreign or self.state.request is not None or self.codec is None:
                 self.refuse(name)
+            if message is BEGINNING and self._send_beginning(whole):
+                return
             is_reset = isinstance(message, Reset)
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
                 self._look_at_limits(ended=True)
@@ -396,9 +457,10 @@ class Supervisor:
 
     def _anchored(self, message: Reset) -> Reset:
         """Return the reset, which also tells of the generators where an anchor is due."""
-        limit, steps = self._policy.journal_limit, self.record.steps
-        wanted = message.mask is None and self.journal.wants_anchor(steps, limit)
-        return replace(message, anchor=True) if wanted else message
+        return replace(message, anchor=True) if message.mask is None and self._wants_anchor() else message
+
+    def _wants_anchor(self) -> bool:
+        return self.journal.wants_anchor(self.record.steps, self._policy.journal_limit)
 
     def _next_number(self) -> int:
         """Return the number of the pending request.

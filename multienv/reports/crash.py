@@ -2,12 +2,12 @@
 
 ``NAME.json`` says what happened, what was asked, what became of it, and how the envs were built. ``NAME.npz`` holds::
 
-    entries, marks, anchors, lasting, …   what Journal.dump() returned
-    resets      the resets among the entries as JSON: a replay of them unpickles nothing
+    entries, state, generators, lasting     the replay that reaches back furthest, see ``wire.messages.Replay``
     pending     the journal entry of the request that the process was lost in
-    build       the pickled Build, without the trainer's environment variables: secrets are kept there
+    build       the pickled Build without anything foreign
+    trusted     the whole pickled Build, without the trainer's environment variables: secrets are kept there
 
-Nothing that is pickled in a report is loaded unless ``multienv replay --trust`` says so.
+Nothing foreign that is pickled in a report is loaded unless ``multienv replay --trust`` says so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import json
 import pickle
 import platform
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import cache, partial
 from pathlib import Path
@@ -31,17 +31,17 @@ from gymnasium.vector.utils import batch_space
 
 from multienv.events import Loss, Recovery
 from multienv.reports import store
-from multienv.reports.plain import readable, reset_as_json
+from multienv.reports.plain import readable
 from multienv.reports.texts import how_lost, replay_command, signal_name, what_happened
 from multienv.wire.actions import action_decoder
 from multienv.wire.banks import ABSENT, BankLayout, Entry, split_entries
-from multienv.wire.messages import Build, Description, Reset
+from multienv.wire.messages import Build, Description, Replay, message_of
 from multienv.wire.segment import Segment
 
 FORMAT = "multienv-report"
-VERSION = 2
-# Earlier losses of the same recovery that a report mentions.
-_BEFORE = 20
+VERSION = 3
+# The arrays that make a Replay.
+REPLAY = ("entries", "state", "generators", "lasting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,39 +49,23 @@ class Case:
     """What is known of a worker when it is lost.
 
     Attributes:
-        journal: What ``Journal.dump()`` returned; ``None``: there is no journal.
+        replay: Returns the replay that reaches back furthest, or ``None``; called in the thread that writes.
+        size: Bytes of the journal that ``replay`` holds.
         pending: The journal entry of the request that it was lost in; ``b""``: none was pending, or the envs were being
             built.
         build: How its envs are built.
         description: What they are, once they have been built.
         deadline: Seconds that the request was allowed.
         layout: Of the banks that the entries were copied from.
-        exact: The entries are of the exact codec.
     """
 
-    journal: Mapping[str, Any] | None
+    replay: Callable[[], Replay | None]
+    size: int
     pending: bytes
     build: Build
     description: Description | None
     deadline: float | None
     layout: BankLayout | None
-    exact: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes that the journal takes."""
-        return 0 if self.journal is None else len(self.journal["entries"]) + len(self.journal["lasting"])
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A loss that nothing has become of yet."""
-
-    case: Case
-    first: int | None  # index of the worker's first env in its batch
-    what: str
-    when: str
-    traceback: str
 
 
 class CrashReports:
@@ -89,7 +73,7 @@ class CrashReports:
 
     Args:
         directory: Where they are written; ``None``: there are none.
-        index: Index of the env in its batch, for the name of the file.
+        index: Index of the worker's first env in its batch.
 
     Attributes:
         wanted: Whether there are reports.
@@ -101,93 +85,81 @@ class CrashReports:
         self.wanted = directory is not None
         self.path = self.last = ""
         self._directory, self._index = directory, index
-        self._opened: _Opened | None = None
-        self._before: list[str] = []
+        self._case: Case | None = None
 
-    def open(self, loss: Loss, case: Case | None, traceback: str = "") -> None:
-        """Note a loss; the report mentions one that was opened before it and not closed."""
-        if self._directory is None or case is None:
-            return
-        if self._opened is not None:
-            self._before = [*self._before, self._opened.what][-_BEFORE:]
-        when = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        self._opened = _Opened(case, self._index, what_happened(loss), when, traceback)
-        # The env's own index where the loss has one: a worker with several envs names that which it was executing.
-        index = self._index if loss.env_index is None else loss.env_index
-        self.path = str(store.new_path(self._directory, index))
+    def open(self, loss: Loss, case: Case | None) -> None:
+        """Note a loss."""
+        if self._directory is not None and case is not None:
+            # The env's own index where the loss has one: a worker with several envs names that which it was executing.
+            index = self._index if loss.env_index is None else loss.env_index
+            self.path = str(store.new_path(self._directory, index))
+            self._case = case
 
     def close(self, recovery: Recovery) -> None:
         """Have the report written: at once if an error or a truncation tells of it, else soon, by another thread."""
-        self.last, opened, before = self.path, self._opened, self._before
-        self.path, self._opened, self._before = "", None, []
-        if opened is None:
+        self.last, case, self.path, self._case = self.path, self._case, "", None
+        if case is None:
             return
-        if store.writer.is_full(opened.case.size):
-            opened = replace(opened, case=replace(opened.case, journal=None))
-        recovery = replace(recovery, report=self.last)
-        job = store.Job(Path(self.last), partial(_compose, opened, recovery, before), opened.case.size)
-        store.writer.submit(job)
-        if recovery.outcome in ("raised", "truncated"):
-            store.writer.finish(job)
+        if store.is_full(case.size):
+            case = replace(case, replay=lambda: None, size=0)
+        when = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        compose = partial(_compose, case, recovery, self.last, self._index, when)
+        store.submit(Path(self.last), compose, case.size, wait=recovery.outcome in ("raised", "truncated"))
 
 
-# --- the document -------------------------------------------------------------------------------
-
-
-def _compose(opened: _Opened, recovery: Recovery, before: list[str]) -> tuple[dict[str, Any], store.Arrays]:
-    case, loss = opened.case, recovery.loss
-    build, setting = case.build, case.build.setting
-    arrays = _arrays(case)
+def _compose(
+    case: Case, recovery: Recovery, path: str, index: int | None, when: str
+) -> tuple[dict[str, Any], store.Arrays]:
+    """Return the document and the arrays."""
+    loss, build, layout, found = recovery.loss, case.build, case.layout, case.replay()
+    setting = build.setting and replace(build.setting, environment={}, authkey=b"")
+    parts = {
+        "build": pickle.dumps(without_pickles(build)),
+        "trusted": cloudpickle.dumps(replace(build, setting=setting)),
+        "pending": case.pending,
+    }
+    journal = None
+    if found is not None and layout is not None:
+        steps = [entry.is_step for entry in split_entries(found.entries, layout.end)]
+        begins_there = not (found.state or found.generators or found.lasting)
+        journal = {"requests": len(steps), "steps": sum(steps), "from_construction": begins_there}
+        parts |= {name: getattr(found, name) for name in REPLAY}
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "what": opened.what,
-        "when": opened.when,
-        "replay": replay_command(recovery.report),
-        "loss": _loss(loss, opened.traceback),
+        "what": what_happened(loss),
+        "when": when,
+        "replay": replay_command(path),
+        "loss": {
+            **asdict(loss),
+            "how": how_lost(loss),
+            "signal": signal_name(loss.exit_code) if loss.exit_code is not None and loss.exit_code < 0 else None,
+            "stack": loss.stack.splitlines(),
+            "stderr": loss.stderr.splitlines(),
+        },
         "request": {"command": loss.command, "deadline": case.deadline, **_request(case)},
         "recovery": {
             name: getattr(recovery, name) for name in ("outcome", "reason", "rung", "attempts", "replayed", "seconds")
         },
-        "before": before,
         "env": _env(case.description),
         "build": {
-            "exact": build.exact,
-            "slots": 0 if case.layout is None else case.layout.slots,
-            "first_env": opened.first,
+            "first_env": index,
             "autoreset": build.autoreset,
-            "seeds": None if build.seeds is None else list(build.seeds),
-            "draws": list(build.draws),
-            "truncates_errors": build.truncates_errors,
-            "own_space": build.space is not None,
-            "path": [] if setting is None else list(setting.path),
-            "arguments": [] if setting is None else list(setting.arguments),
-            "directory": "" if setting is None else setting.directory,
+            "seeds": readable(build.seeds),
+            "path": readable(setting and setting.path),
+            "arguments": readable(setting and setting.arguments),
+            "directory": setting and setting.directory,
         },
-        "layout": None
-        if case.layout is None
-        else {name: getattr(case.layout, name) for name in ("slots", "action_bytes", "leaf_bytes")},
-        "journal": _summary(case),
+        "layout": layout and {name: getattr(layout, name) for name in ("slots", "action_bytes", "leaf_bytes")},
+        "journal": journal,
         "made_with": _versions(),
     }
-    return document, arrays
+    return document, {name: np.frombuffer(data, np.uint8) for name, data in parts.items()}
 
 
-def _loss(loss: Loss, traceback: str) -> dict[str, Any]:
-    return {
-        "cause": loss.cause,
-        "how": how_lost(loss),
-        "exit_code": loss.exit_code,
-        "signal": signal_name(loss.exit_code) if loss.exit_code is not None and loss.exit_code < 0 else None,
-        "env_index": loss.env_index,
-        "command": loss.command,
-        "step": loss.step,
-        "seed": loss.seed,
-        "pid": loss.pid,
-        "stack": loss.stack.splitlines(),
-        "traceback": traceback.splitlines(),
-        "stderr": loss.stderr.splitlines(),
-    }
+def without_pickles(build: Build) -> Build:
+    """Return how the envs were built without anything foreign: a worker unpickles some of its bytes."""
+    return replace(build, env_fns=b"", space=None, state_hooks=b"", setting=None)
 
 
 def _request(case: Case) -> dict[str, Any]:
@@ -197,8 +169,8 @@ def _request(case: Case) -> dict[str, Any]:
     (entry,) = split_entries(case.pending, case.layout.end)
     try:
         if entry.is_step:
-            return {"action": readable(action_of(entry, case.layout, case.description, exact=case.exact))}
-        message = pickle.loads(entry.request_mail)
+            return {"action": readable(action_of(entry, case.layout, case.description, exact=case.build.exact))}
+        message = message_of(entry.stretch[0], entry.request_mail)
     except Exception as error:  # foreign code
         return {"message": f"cannot be shown: {type(error).__name__}: {error}"}
     return {"message": {type(message).__name__: readable(message)}}
@@ -228,68 +200,6 @@ def _env(description: Description | None) -> dict[str, Any] | None:
         "action_space": readable(action_space),
         "render_mode": description.render_mode,
     }
-
-
-def _summary(case: Case) -> dict[str, Any] | None:
-    journal = case.journal
-    if journal is None or case.layout is None:
-        return None
-    steps = requests = 0
-    for entry in split_entries(journal["entries"], case.layout.end):
-        requests += 1
-        steps += entry.is_step
-    return {
-        "requests": requests,
-        "steps": steps,
-        "from_construction": journal["complete"],
-        "usable": journal["usable"],
-        "stride": journal["stride"],
-        "steps_before": journal["steps"],
-    }
-
-
-# --- the arrays -----------------------------------------------------------------------------------
-
-
-def _arrays(case: Case) -> store.Arrays:
-    build = case.build
-    if build.setting is not None:
-        build = replace(build, setting=replace(build.setting, environment={}, authkey=b""))
-    arrays = {"build": _octets(cloudpickle.dumps(build))}
-    if case.pending:
-        arrays["pending"] = _octets(case.pending)
-    if case.journal is None or case.layout is None:
-        return arrays
-    journal, anchors = case.journal, case.journal["anchors"]
-    arrays |= {
-        "entries": _octets(journal["entries"]),
-        "lasting": _octets(journal["lasting"]),
-        "marks": np.array(journal["marks"], np.int64).reshape(-1, 5),
-        "anchors": np.array([anchor[:2] for anchor in anchors], np.int64).reshape(-1, 2),
-        "resets": _octets(json.dumps(_resets(case)).encode()),
-    }
-    for index, (_, _, generators, state) in enumerate(anchors):
-        arrays[f"generators_{index}"], arrays[f"state_{index}"] = _octets(generators), _octets(state)
-    return arrays
-
-
-def _octets(data: bytes) -> np.ndarray[Any, Any]:
-    return np.frombuffer(data, np.uint8)
-
-
-def _resets(case: Case) -> list[list[Any]]:
-    """Return, for each reset that has an exact form in JSON, its index among the entries (the pending one last)."""
-    assert case.journal is not None
-    assert case.layout is not None
-    found = []
-    for index, entry in enumerate(split_entries(case.journal["entries"] + case.pending, case.layout.end)):
-        if not entry.is_step:
-            with contextlib.suppress(Exception):  # foreign code
-                message = pickle.loads(entry.request_mail)
-                fields = reset_as_json(message) if isinstance(message, Reset) else None
-                if fields is not None:
-                    found.append([index, fields])
-    return found
 
 
 @cache

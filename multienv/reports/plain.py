@@ -1,15 +1,17 @@
-"""Turn values into JSON: any value, to be read; and resets exactly, so that a replay of them unpickles nothing."""
+"""Show any value as JSON; and unpickle what is plain, so that no code but ours runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from multienv.wire.messages import Reset
+from multienv.wire import messages
 
 # Elements of an array, and members of a container, that are shown.
 _SHOWN = 1000
@@ -18,12 +20,8 @@ _DEEPEST = 8
 
 def readable(value: Any, depth: int = 0) -> Any:
     """Return a JSON value that shows ``value``; arrays with their dtype, what JSON has no form for as text."""
-    if value is None or isinstance(value, bool | str):
+    if value is None or type(value) in (bool, str, int) or (type(value) is float and math.isfinite(value)):
         return value
-    if type(value) is int:
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else repr(value)
     if depth < _DEEPEST:
         if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.size <= _SHOWN:
             values = readable(value.tolist(), depth + 1)
@@ -40,35 +38,25 @@ def readable(value: Any, depth: int = 0) -> Any:
         return f"<a {type(value).__name__}>"
 
 
-def reset_as_json(message: Reset) -> dict[str, Any] | None:
-    """Return a reset in a form that JSON keeps exactly; ``None`` if its seeds or options have no such form."""
-    seeds, options = message.seeds, message.options
-    if not (isinstance(seeds, tuple) and isinstance(options, tuple) and all(map(_is_exact, [*seeds, *options]))):
-        return None
-    mask = None if message.mask is None else [bool(one) for one in message.mask]
-    return {"seeds": list(seeds), "options": list(options), "mask": mask, "anchor": bool(message.anchor)}
+class PlainUnpickler(pickle.Unpickler):
+    """Unpickles a ``Build`` or a ``Reset`` of Python's own plain values, and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return one of the two classes: a pickle calls nothing but what this returns."""
+        if module != messages.__name__ or name not in ("Build", "Reset"):
+            raise pickle.UnpicklingError(f"{module}.{name} is not plain")
+        return getattr(messages, name)
 
 
-def reset_from_json(fields: Mapping[str, Any]) -> Reset:
-    """Return the reset that :func:`reset_as_json` was given.
-
-    Raises:
-        ValueError, KeyError, TypeError: The fields are damaged.
-    """
-    seeds, options, mask = fields["seeds"], fields["options"], fields["mask"]
-    if not all(seed is None or type(seed) is int for seed in seeds) or len(options) != len(seeds):
-        raise ValueError(f"no reset: {fields!r:.200}")
-    return Reset(
-        tuple(seeds), tuple(options), None if mask is None else tuple(map(bool, mask)), anchor=bool(fields["anchor"])
-    )
+def plain_message(data: bytes) -> Any:
+    """Return the plain message that was pickled. Raises an exception of any kind if it is something else."""
+    return PlainUnpickler(io.BytesIO(data)).load()
 
 
-def _is_exact(value: Any) -> bool:
-    """Tell whether JSON returns an equal value of the same types."""
-    if value is None or type(value) in (bool, int, str):
-        return True
-    if type(value) is float:
-        return math.isfinite(value)
-    if type(value) is list:
-        return all(map(_is_exact, value))
-    return type(value) is dict and all(type(key) is str and _is_exact(one) for key, one in value.items())
+def is_plain_reset(data: bytes) -> bool:
+    """Tell whether this is a pickled ``Reset`` that can be executed without running foreign code."""
+    try:
+        message = plain_message(data)
+        return type(message) is messages.Reset and dataclasses.replace(message) == message  # all fields are there
+    except Exception:  # any damage
+        return False

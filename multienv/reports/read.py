@@ -1,52 +1,20 @@
-"""Read a crash report. Nothing in it is unpickled, unless it is trusted."""
+"""Read a crash report. Nothing foreign in it is unpickled, unless it is trusted."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import struct
-import zipfile
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from multienv.errors import ReportError
-from multienv.reports.crash import FORMAT, VERSION
-from multienv.reports.plain import reset_from_json
+from multienv.reports.crash import FORMAT, REPLAY, VERSION, without_pickles
+from multienv.reports.plain import plain_message
 from multienv.wire.banks import BankLayout, Entry, split_entries
-from multienv.wire.messages import Build, Reset
-
-# What data that is not a report, or only half of one, brings about.
-_DAMAGE = (
-    ValueError, KeyError, IndexError, TypeError, AttributeError, StopIteration, RuntimeError, OverflowError,
-    MemoryError, EOFError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
-# The fields that are looked at later, and as what.
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "what": (str,),
-    "loss": (dict,),
-    "request": (dict,),
-    "env": (dict, type(None)),
-    "build": (dict,),
-    "layout": (dict, type(None)),
-    "journal": (dict, type(None)),
-}
-_OF_BUILD: dict[str, tuple[type, ...]] = {
-    "exact": (bool,),
-    "slots": (int,),
-    "autoreset": (str,),
-    "seeds": (list, type(None)),
-    "draws": (list,),
-    "truncates_errors": (bool,),
-    "own_space": (bool,),
-    "path": (list,),
-    "arguments": (list,),
-    "directory": (str,),
-}
+from multienv.wire.messages import Build, Replay
 
 
 @dataclass(frozen=True)
@@ -55,21 +23,28 @@ class Report:
 
     Attributes:
         path: Of its document.
-        document: What the document holds.
-        journal: What ``Journal.load()`` takes; ``None`` if the report holds no journal.
+        what: What happened, in a sentence.
+        loss: The loss, as the document has it.
+        deadline: Seconds that the fatal request was allowed.
+        spec: Of the env as JSON; ``None``: it has none.
+        layout: Of the banks; ``None``: the envs were never built.
+        replay: What came before the loss; ``None``: it is not known.
         pending: The entry of the request that the process was lost in; ``None``: none was asked, or the envs were
             being built.
-        resets: Those resets that need not be unpickled, by their index among all entries, ``pending`` last.
-        build: How the envs were built; only if the report is trusted.
+        build: How the envs were built; with ``env_fns`` and whatever else is foreign only if the report is trusted.
+        is_trusted: What it holds pickled may be loaded.
     """
 
     path: Path
-    document: dict[str, Any]
-    layout: BankLayout | None = None
-    journal: dict[str, Any] | None = None
-    pending: Entry | None = None
-    resets: Mapping[int, Reset] = field(default_factory=dict)
-    build: Build | None = None
+    what: str
+    loss: dict[str, Any]
+    deadline: float | None
+    spec: dict[str, Any] | None
+    layout: BankLayout | None
+    replay: Replay | None
+    pending: Entry | None
+    build: Build
+    is_trusted: bool
 
 
 def load(path: str | Path, *, trust: bool = False) -> Report:
@@ -82,60 +57,36 @@ def load(path: str | Path, *, trust: bool = False) -> Report:
     Raises:
         ReportError: It is not there, is damaged, or is something else.
     """
-    path = Path(path)
-    if path.suffix == ".npz":
-        path = path.with_suffix(".json")
-    document = _document(path)
+    path = Path(path).with_suffix(".json")
     beside = path.with_suffix(".npz")
-    arrays = _arrays(beside)
+    document = _document(path)
     try:
-        layout = None
-        if document["layout"] is not None:
-            layout = BankLayout(**{**document["layout"], "leaf_bytes": tuple(document["layout"]["leaf_bytes"])})
-        journal = None if document["journal"] is None or layout is None else _journal(document["journal"], arrays)
-        pending, resets = None, {}
-        if "pending" in arrays and layout is not None:
-            (pending,) = split_entries(arrays["pending"].tobytes(), layout.end)
-        if journal is not None and layout is not None:
-            count = sum(1 for _ in split_entries(journal["entries"], layout.end))
-            if count != document["journal"]["requests"] or journal["stride"] != layout.end:
-                raise ValueError(f"it holds {count} requests, not {document['journal']['requests']}")
-            told = json.loads(arrays["resets"].tobytes())
-            resets = {int(index): reset_from_json(fields) for index, fields in told}
-        pickled = arrays["build"].tobytes()
-    except _DAMAGE as error:
-        raise ReportError(f"{beside} is damaged: {type(error).__name__}: {error}.") from error
-    return Report(path, document, layout, journal, pending, resets, _build(path, pickled) if trust else None)
+        with beside.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            arrays = {name: file[name].tobytes() for name in file.files}
+        build = pickle.loads(arrays["trusted"]) if trust else without_pickles(plain_message(arrays["build"]))
+        return _report(path, document, arrays, build, trust=trust)
+    except FileNotFoundError as error:
+        raise ReportError(f"{beside} is missing: it lies beside the .json and holds the journal.") from error
+    except Exception as error:  # damage has many faces; and unpickling what is trusted runs foreign code
+        raise ReportError(f"{path} or {beside.name} is damaged: {type(error).__name__}: {error}.") from error
 
 
-def _journal(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    anchors = []
-    for index, (place, steps) in enumerate(arrays["anchors"].tolist()):
-        pickled = (arrays[f"generators_{index}"].tobytes(), arrays[f"state_{index}"].tobytes())
-        anchors.append((place, steps, *pickled))
-    return {
-        "entries": arrays["entries"].tobytes(),
-        "stride": int(summary["stride"]),
-        "lasting": arrays["lasting"].tobytes(),
-        "complete": bool(summary["from_construction"]),
-        "usable": bool(summary["usable"]),
-        "steps": int(summary["steps_before"]),
-        "marks": tuple(
-            (number, place, stop, bool(begins), bool(lasts))
-            for number, place, stop, begins, lasts in arrays["marks"].tolist()
-        ),
-        "anchors": tuple(anchors),
-    }
-
-
-def _build(path: Path, pickled: bytes) -> Build:
-    try:
-        build = pickle.loads(pickled)
-    except Exception as error:  # unpickling runs foreign code
-        raise ReportError(f"How {path} builds the env cannot be loaded: {type(error).__name__}: {error}.") from error
-    if not isinstance(build, Build):
-        raise ReportError(f"{path.with_suffix('.npz')} is damaged: its array 'build' is of another kind.")
-    return build
+def _report(path: Path, document: dict[str, Any], arrays: dict[str, bytes], build: Any, *, trust: bool) -> Report:
+    """Put a report together; what is damaged raises."""
+    if type(build) is not Build:
+        raise TypeError(f"it was built by {build!r:.100}")
+    layout, journal, replay, pending = document["layout"], document["journal"], None, None
+    if layout is not None:
+        layout = BankLayout(layout["slots"], layout["action_bytes"], tuple(layout["leaf_bytes"]))
+        if arrays["pending"]:
+            (pending,) = split_entries(arrays["pending"], layout.end)
+        if journal is not None:
+            replay = Replay(**{name: arrays[name] for name in REPLAY})
+            requests = sum(1 for _ in split_entries(replay.entries, layout.end))
+            if requests != journal["requests"]:
+                raise ValueError(f"it holds {requests} requests, not {journal['requests']}")
+    loss, deadline, spec = dict(document["loss"]), document["request"]["deadline"], (document["env"] or {}).get("spec")
+    return Report(path, document["what"], loss, deadline, spec, layout, replay, pending, build, trust)
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -152,29 +103,4 @@ def _document(path: Path) -> dict[str, Any]:
             f"{path} is a report of version {document.get('version')}, and this multienv reads version {VERSION}. "
             f"It was made with {document.get('made_with')}."
         )
-    wrong = _wrong(document, _FIELDS)
-    if not wrong:
-        build = document["build"]
-        wrong = [f"build.{name}" for name in _wrong(build, _OF_BUILD)]
-        if not wrong and not all(type(one) is int and one >= 0 for one in [*build["draws"], *(build["seeds"] or ())]):
-            wrong.append("build.draws or build.seeds")
-    if wrong:
-        raise ReportError(f"{path} is damaged: nothing sensible is found under {', '.join(map(repr, wrong))}.")
     return document
-
-
-def _wrong(found: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> list[str]:
-    return [name for name, kind in kinds.items() if not isinstance(found.get(name, ...), kind)]
-
-
-def _arrays(path: Path) -> dict[str, Any]:
-    try:
-        # Opened here: np.load leaves what is no archive open.
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except FileNotFoundError as error:
-        raise ReportError(f"{path} is missing: it lies beside the .json and holds the journal.") from error
-    except OSError as error:
-        raise ReportError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except _DAMAGE as error:
-        raise ReportError(f"{path} is damaged, or is not of a report: {type(error).__name__}: {error}.") from error

@@ -1,8 +1,7 @@
-"""Keep crash reports in a directory: which one, how files appear in it, how many are kept, the thread that writes."""
+"""Keep crash reports in a directory: which one, how many are kept, and the threads that write them."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
@@ -10,7 +9,6 @@ import os
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from itertools import count
@@ -26,21 +24,19 @@ logger = logging.getLogger("multienv")
 VARIABLE = "MULTIENV_REPORTS"
 KEPT = 100
 KEPT_BYTES = 2**30
-# A report is written a moment after the loss: the recovery is more urgent.
+# A report of an exact recovery is written a moment after it: the other workers' recoveries are more urgent.
 DELAY = 0.02
 # How long a call that tells of a report waits for it, seconds: a disk may hang, a call must not.
 PATIENCE = 5.0
 # Journals that wait to be written take no more memory than this.
 WAITING_BYTES = 64 * 2**20
-_STALE_SECONDS = 3600.0
-_THOROUGH_EVERY = 16
-_NAME = re.compile(r"\.?(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|npz)")
+_NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|npz)")
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 Compose = Callable[[], tuple[Any, Arrays]]
 
-_THREAD = "multienv-reports"
-_numbers, _prunings = count(1), count()
+_numbers = count(1)
+_complained: set[Path] = set()
 
 
 def directory_for(reports: Any) -> Path | None:
@@ -73,179 +69,101 @@ def new_path(directory: Path, index: int | None) -> Path:
     return directory / f"{now}-{os.getpid()}-{next(_numbers)}{env}.json"
 
 
-# --- one report ---------------------------------------------------------------------------------
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def write(path: Path, document: Any, arrays: Arrays) -> None:
-    """Write a report: whole or not at all, the arrays beside the document first."""
+    """Write a report, readable by its owner alone: the arrays first, and nothing if not all can be written."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _appear(path.with_suffix(".npz"), lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
-    text = json.dumps(document, indent=2).encode()
-    _appear(path, lambda file: file.write(text))
-    prune(path.parent, thorough=next(_prunings) % _THOROUGH_EVERY == 0)
-
-
-def _appear(path: Path, fill: Callable[[Any], object]) -> None:
-    hidden = path.with_name(f".{path.name}")
+    beside = path.with_suffix(".npz")
     try:
-        with open(os.open(hidden, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123
-            fill(file)
-        hidden.rename(path)
+        with open(beside, "xb", opener=_private) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        with open(path, "xb", opener=_private) as file:
+            file.write(json.dumps(document, indent=2).encode())
     except BaseException:
-        with contextlib.suppress(OSError):
-            hidden.unlink()
+        for half in (path, beside):
+            half.unlink(missing_ok=True)
         raise
+    prune(path.parent)
 
 
-def prune(directory: Path, *, thorough: bool = True) -> None:
-    """Remove all but the newest reports, and if thorough those beyond :data:`KEPT_BYTES`; spare all other files."""
-    files: dict[str, list[Path]] = {}
+def prune(directory: Path) -> None:
+    """Remove all but the newest reports, :data:`KEPT` and :data:`KEPT_BYTES` at most; spare all other files."""
+    reports: dict[str, list[Path]] = {}
     for name in os.listdir(directory):
         named = _NAME.fullmatch(name)
         if named is not None:
-            files.setdefault(named[1], []).append(directory / name)
-    kept, total = 0, 0
-    for name in sorted(files, reverse=True):
+            reports.setdefault(named[1], []).append(directory / name)
+    total = 0
+    for kept, name in enumerate(sorted(reports, reverse=True)):
         with contextlib.suppress(FileNotFoundError):  # another trainer prunes too
-            hidden = all(path.name.startswith(".") for path in files[name])  # being written; or the writer was killed
-            kept += not hidden
-            total += sum(path.stat().st_size for path in files[name]) if thorough else 0
-            if hidden and not (thorough and files[name][0].stat().st_mtime < time.time() - _STALE_SECONDS):
-                continue
-            if hidden or kept > KEPT or (total > KEPT_BYTES and kept > 1):
-                for path in files[name]:
+            total += sum(path.stat().st_size for path in reports[name])
+            if kept >= KEPT or (kept and total > KEPT_BYTES):
+                for path in reports[name]:
                     path.unlink()
 
 
-# --- the thread -----------------------------------------------------------------------------------
-
-
-class Job:
-    """Holds a report to be written.
+class Writing(threading.Thread):
+    """Writes one report, a moment later. No daemon: the interpreter waits for it at its end.
 
     Args:
-        path: Of its document.
+        path: Of the document.
         compose: Returns document and arrays.
-        size: Bytes of memory held until it is written.
+        size: Bytes of memory held until the report is written.
+        delay: Seconds to wait first.
     """
 
-    def __init__(self, path: Path, compose: Compose, size: int) -> None:
-        self.path = path
-        self.compose = compose
+    def __init__(self, path: Path, compose: Compose, size: int, delay: float) -> None:
+        super().__init__(name="multienv-report")
         self.size = size
-        self._written = threading.Lock()
-        self._written.acquire()
+        self._path, self._compose, self._delay = path, compose, delay
 
     def run(self) -> None:
-        """Write the report; what prevents that is logged."""
+        """Write the report; what prevents that is logged, once for each directory."""
+        time.sleep(self._delay)
+        directory = self._path.parent
         try:
-            write(self.path, *self.compose())
+            write(self._path, *self._compose())
         except Exception as error:  # a full disk, no permission, foreign code: nothing that may break a recovery
-            _complain(self.path.parent, error)
-        finally:
-            self._written.release()
-
-    def wait(self) -> None:
-        """Wait until the report is written, or cannot be; :data:`PATIENCE` seconds at most."""
-        if self._written.acquire(timeout=PATIENCE):
-            self._written.release()
-
-
-class Writer:
-    """Writes reports in a thread that lives as long as there is something to write.
-
-    The thread is no daemon: the interpreter waits for it at its end. A call may be interrupted between any two lines of
-    ``submit`` and ``finish``: they share nothing but atomic operations and locks written in C.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: deque[Job] = deque()
-        self._hurry = threading.Lock()
-        self._hurry.acquire()
-        self._changing = threading.Lock()
-        self._threads = 0
-
-    def is_full(self, size: int) -> bool:
-        """Tell whether ``size`` bytes more would be too much memory."""
-        return bool(self._jobs) and sum(job.size for job in list(self._jobs)) + size > WAITING_BYTES
-
-    def submit(self, job: Job) -> None:
-        """Have a report written soon."""
-        with self._changing:
-            self._jobs.append(job)
-            alone = not self._threads
-        if alone:  # an interruption here may start two threads: they share the work
-            self._hurry.acquire(blocking=False)  # the thread that an earlier hurry() was for may have been done
-            try:
-                threading.Thread(target=self._run, name=_THREAD).start()
-            except RuntimeError:  # no more threads, or the interpreter is about to end
-                self.write_all()
-
-    def hurry(self) -> None:
-        """Have what was submitted written without further delay."""
-        with contextlib.suppress(RuntimeError):
-            self._hurry.release()
-
-    def finish(self, job: Job) -> None:
-        """Have a submitted report written now, and wait for it."""
-        self.hurry()
-        job.wait()
-
-    def _run(self) -> None:
-        with self._changing:
-            self._threads += 1
-        while True:
-            self._hurry.acquire(timeout=DELAY)
-            self.write_all()
-            with self._changing:
-                if not self._jobs:
-                    self._threads -= 1
-                    return
-
-    def write_all(self) -> None:
-        """Write what was submitted in this thread."""
-        while self._jobs:
-            try:
-                job = self._jobs.popleft()
-            except IndexError:  # another thread was faster
+            if directory in _complained:
                 return
-            job.run()
+            _complained.add(directory)
+            logger.warning(
+                "Crash reports cannot be written to %s: %s: %s. Recoveries do not need them. Give another directory "
+                "by SubprocessEnv(reports=...) or %s, or '' for none.",
+                directory,
+                type(error).__name__,
+                error,
+                VARIABLE,
+            )
 
 
-writer = Writer()
+def being_written() -> list[Writing]:
+    """Return the reports that are not written yet; after a fork the child has none."""
+    return [thread for thread in threading.enumerate() if isinstance(thread, Writing)]
+
+
+def is_full(size: int) -> bool:
+    """Tell whether ``size`` bytes more would be too much memory."""
+    waiting = being_written()
+    return bool(waiting) and sum(report.size for report in waiting) + size > WAITING_BYTES
+
+
+def submit(path: Path, compose: Compose, size: int, *, wait: bool) -> None:
+    """Have a report written: now, waiting for it, or soon."""
+    writing = Writing(path, compose, size, 0.0 if wait else DELAY)
+    try:
+        writing.start()
+    except RuntimeError:  # no more threads, or the interpreter is about to end
+        writing.run()
+        return
+    if wait:
+        writing.join(PATIENCE)
 
 
 def settle() -> None:
     """Wait until all reports that were submitted are written."""
-    for thread in threading.enumerate():
-        if thread.name == _THREAD:
-            thread.join()
-
-
-# Write what an interruption has left without a thread.
-atexit.register(lambda: writer.write_all())
-
-
-def _forget() -> None:
-    """Drop the jobs in a forked child: its parent writes them."""
-    global writer
-    writer = Writer()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
-
-_complained: set[Path] = set()
-
-
-def _complain(directory: Path, error: Exception) -> None:
-    if directory not in _complained:
-        _complained.add(directory)
-        logger.warning(
-            "Crash reports cannot be written to %s: %s: %s. Recoveries do not need them. Give another directory by "
-            "SubprocessEnv(reports=...) or %s, or '' for none.",
-            directory,
-            type(error).__name__,
-            error,
-            VARIABLE,
-        )
+    for writing in being_written():
+        writing.join()

@@ -6,7 +6,6 @@ import contextlib
 import pickle
 import shlex
 import signal
-from collections.abc import Callable
 from typing import Any, Literal
 
 import cloudpickle
@@ -171,22 +170,3 @@ def _original(failure: Failure) -> BaseException | None:
         return rebuilt(cloudpickle.loads(failure.exception))
     except Exception:  # its class is not importable here, or refuses to be rebuilt
         return None
-
-
-def decoded(decode: Callable[[bytes], Any], reply: bytes, command: str) -> Any:
-    """Return ``decode(reply)``, what the env returned.
-
-    Raises:
-        ResultNotPicklableError: It cannot be unpickled here. The request has been done all the same.
-    """
-    try:
-        return decode(reply)
-    except Exception as error:
-        try:
-            decode(reply)
-        except Exception:  # foreign code fails again: it is to blame
-            raise ResultNotPicklableError(
-                f"{command}(): what the env returned was pickled, but cannot be unpickled here: "
-                f"{type(error).__name__}: {error}. The {command} itself is done."
-            ) from error
-        raise  # a signal handler raised it the first time

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 from gymnasium import logger
@@ -15,44 +15,44 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from multienv.cores import Turns
+from multienv.envs.building import EnvFn, build_all, mode_of
+from multienv.envs.calls import advice_after, call_message, checked_seeds, is_interrupted, refuse_copy, settle
 from multienv.errors import (
-    CallPendingError,
     ClosedError,
     EnvsFailedError,
     MultienvError,
     NothingPendingError,
     ResetNeededError,
+    ResultNotPicklableError,
     UsageError,
 )
 from multienv.events import Statistics
 from multienv.fanout import FanOut, Round
 from multienv.recovery.supervisor import HealingDue, Supervisor
-from multienv.threads import Pool, close_at_once, side_by_side
+from multienv.threads import close_at_once
 from multienv.vector.batching import (
     Rows,
     WrongTypeError,
     action_splitter,
     check_mask,
+    check_observation_mode,
     check_sendable,
     check_shareable,
     check_spaces,
     checked_indices,
-    checked_seeds,
     observation_spaces,
 )
 from multienv.vector.rendering import Frame, tile_images
 from multienv.wire.actions import shown
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import InfoMerger
-from multienv.wire.messages import Call, Message, Render, Reset, SetAttribute
+from multienv.wire.messages import Message, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Array, Array, Array, dict[str, Any]]
-
-_OWN_METHODS = ("reset", "step", "close")
 
 
 class HostedVectorEnv(VectorEnv[Any, Any, Any]):
@@ -70,28 +70,36 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def __init__(
         self,
-        workers: Sequence[Supervisor],
+        env_fns: Sequence[EnvFn],
         sizes: Sequence[int],
+        make_worker: Callable[..., Supervisor],
         *,
+        place: Callable[[Sequence[Supervisor]], None] | None = None,
         shared_memory: bool | None,
         copy: bool,
         observation_mode: Any,
-        autoreset_mode: AutoresetMode,
+        autoreset_mode: AutoresetMode | str,
     ) -> None:
-        self.num_envs = sum(sizes)
+        check_observation_mode(observation_mode)
+        self.num_envs = len(env_fns)
         self.copy, self.shared_memory = copy, shared_memory
-        self.observation_mode, self.autoreset_mode = observation_mode, autoreset_mode
+        self.observation_mode, self.autoreset_mode = observation_mode, mode_of(autoreset_mode)
         self.envs_per_worker = list(sizes)
-        self._workers = list(workers)
         self._slices = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+        space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
+        autoreset = self.autoreset_mode.name
+        self._workers = [
+            make_worker(env_fns[rows], rows.start, autoreset=autoreset, space=space) for rows in self._slices
+        ]
+        if place is not None:
+            place(self._workers)
         self._fanout = FanOut(self._workers)
-        self._turns = Turns({place: worker.core for place, worker in enumerate(workers)})
-        self._is_disabled = autoreset_mode is AutoresetMode.DISABLED
+        self._turns = Turns({place: worker.core for place, worker in enumerate(self._workers)})
+        self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
         self._begun = np.zeros(self.num_envs, np.bool_)  # the env has an episode
         self._all_begun = False
         self._mask: Array | None = None  # that of the last reset
         self._asked: Sequence[int] = ()  # the envs of the last call
-        self._broken_off: Round | None = None  # one in two halves whose second half was interrupted
         self._merger = InfoMerger(self.num_envs)
         self._merges_as_gymnasium = type(self)._add_info is VectorEnv._add_info
         try:
@@ -102,7 +110,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _build(self) -> None:
         """Wait until all envs are built, and compare their spaces."""
-        descriptions = self._initialized()
+        failures: dict[int, BaseException] = {}
+        for worker, error in build_all(self._workers).items():
+            index = getattr(error, "env_index", None)
+            failures[self._slices[worker].start if index is None else index] = error
+        if failures:
+            advice = "All have been closed; mend the env_fns named below."
+            raise EnvsFailedError.collect(type(self).__name__, failures, [None] * self.num_envs, advice)
+        descriptions = [worker.initialize() for worker in self._workers]
         members = [member for description in descriptions for member in description.spaces]
         check_spaces(type(self).__name__, self.observation_mode, members)
         # Copies: training code writes to spaces (CleanRL sets a dtype), and workers go by their own.
@@ -115,24 +130,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {**descriptions[0].metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = descriptions[0].render_mode
-        self._rows = Rows(single, self.envs_per_worker, copy=self.copy)
+        self._rows = Rows(single, self.num_envs, copy=self.copy)
         self._split = action_splitter(action_space, self._slices)
-
-    def _initialized(self) -> list[Any]:
-        for worker in self._workers:
-            worker.start()
-        with Pool(len(self._workers), "multienv-build") as pool:
-            tasks = side_by_side(pool, [worker.initialize for worker in self._workers])
-        self._fanout.finish()
-        failures: dict[int, BaseException] = {}
-        for task, rows in zip(tasks, self._slices, strict=True):
-            if task.error is not None:
-                index = getattr(task.error, "env_index", None)
-                failures[rows.start if index is None else index] = task.error
-        if failures:
-            advice = "All have been closed; mend the env_fns named below."
-            raise EnvsFailedError.collect(type(self).__name__, failures, [None] * self.num_envs, advice)
-        return [task.result for task in tasks]
 
     def __enter__(self) -> Self:
         """Nothing more to do: the envs are built."""
@@ -143,9 +142,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self.close()
         return False
 
-    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
-        """Refuse to be copied and pickled: two of it would ask the same envs."""
-        raise TypeError(f"A {type(self).__name__} cannot be copied or pickled: it owns its envs. Build another one.")
+    __reduce_ex__ = refuse_copy
 
     # --- reset ------------------------------------------------------------------------------------
 
@@ -177,7 +174,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._collect_reset(timeout)
 
     def _begin_reset(self, name: str, seed: Any, options: dict[str, Any] | None) -> None:
-        self._refuse_pending(name)
+        self._settle(name)
         seeds = checked_seeds(seed, self.num_envs)
         if not (options is None or isinstance(options, Mapping)):
             raise WrongTypeError(f"reset(): options is {shown(options)}; give a dict, or None. Nothing was sent.")
@@ -223,10 +220,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             EnvsFailedError: Some envs failed; ``results`` has what the others returned, and their episodes go on.
         """
         unfinished = self._fanout.unfinished
-        if unfinished is not None and unfinished.name == "step" and self._is_interrupted():
-            return self._outcome(self._fanout.resume())
         if unfinished is not None or self.closed:
-            self._refuse_pending("step")
+            if unfinished is not None and unfinished.name == "step" and is_interrupted(unfinished):
+                return self._outcome(self._fanout.resume())
+            self._settle("step")
         parts = self._split(actions)
         if not self._all_begun:
             self._refuse_without_episodes()
@@ -235,7 +232,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _stepped(self, parts: list[Any]) -> Round:
         """Do what ``FanOut.ask("step", parts)`` does; written by hand, for this is the hot path."""
         workers, fanout, turn, is_left = self._workers, self._fanout, self._turns.now(), False
-        current = Round("step", parts, [worker.number for worker in workers], whole=True)
+        current = Round("step", parts, [worker.number for worker in workers], turn, whole=True)
         answers = current.answers
         fanout.unfinished = current
         try:
@@ -257,7 +254,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Send the steps; collect them with :meth:`step_wait`."""
-        self._refuse_pending("step_async")
+        self._settle("step_async")
         parts = self._split(actions)
         if not self._all_begun:
             self._refuse_without_episodes()
@@ -283,14 +280,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _plain_infos(self, replies: Sequence[RowsReply]) -> dict[str, Any] | None:
         """Return the infos if those of all envs are numbers of the same names, ``{}`` if there are none, else None."""
+        parts: list[Any] = []
         for reply in replies:
-            if reply.extras is not None or reply.errors:
-                break
-        else:
-            return {}
-        parts = [reply.extras.infos for reply in replies if reply.extras is not None]
-        if any(reply.errors for reply in replies):
-            return None
+            if reply.errors:
+                return None
+            if reply.extras is not None:
+                parts.append(reply.extras.infos)
         if not any(parts):
             return {}
         return self._merger.merged(parts) if len(parts) == len(replies) and self._merges_as_gymnasium else None
@@ -308,11 +303,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _refuse_without_episodes(self) -> NoReturn:
         missing = np.flatnonzero(~self._begun).tolist()
-        if len(missing) == self.num_envs:
-            raise ResetNeededError("step(): there is no episode yet. Call reset() first. Nothing was sent.")
         raise ResetNeededError(
-            f"step(): there is no episode in envs {missing}. reset(options={{'reset_mask': mask}}) begins one. "
-            "Nothing was sent."
+            f"step(): there is no episode in envs {missing}. Call reset() first; options={{'reset_mask': mask}} has it "
+            "leave out the others. Nothing was sent."
         )
 
     # --- what came back ---------------------------------------------------------------------------
@@ -326,7 +319,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             outcome = make()
         except Exception as error:
-            if type(error) is ClosedError or _raises(make, type(error)):
+            if _raises(make, type(error)):
                 self._fanout.finish()
                 del current.answers[:]  # no call
             raise
@@ -347,7 +340,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             for rows, reply in zip(self._slices, current.answers, strict=True):
                 self._begun[rows] &= False if reply is None else ~(reply.terminated | reply.truncated)
         if self._is_disabled:
-            self._begun[list(self._failures_of(current))] = False
+            failed = self._failures_of(current)
+            self._begun[[index for index in failed if not _is_unreadable(failed[index])]] = False
         self._all_begun = bool(self._begun.all())
 
     def _failures_of(self, current: Round) -> dict[int, BaseException]:
@@ -355,11 +349,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if any(type(error) is ClosedError for error in current.failures.values()):
             self._refuse_closed(current.name)  # by a signal handler or another thread: that is no failure of the envs
         failures: dict[int, BaseException] = {}
-        for worker, (rows, reply) in enumerate(zip(self._slices, current.answers, strict=True)):
+        for worker, (rows, answer) in enumerate(zip(self._slices, current.answers, strict=True)):
             if worker in current.failures:
                 failures |= dict.fromkeys(range(rows.start, rows.stop), current.failures[worker])
-            else:
-                failures |= {rows.start + slot: error for slot, error in reply.errors.items()}
+            elif answer is not None:
+                errors = answer.errors if isinstance(answer, RowsReply) else answer[1]
+                failures |= {rows.start + slot: error for slot, error in errors.items()}
         return failures
 
     def _error_of(self, current: Round) -> EnvsFailedError | None:
@@ -374,13 +369,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     seen = self._rows.row(reply, slot)
                     ended = bool(reply.terminated[slot]), bool(reply.truncated[slot])
                     results[index] = (seen, reply.rewards[slot], *ended) if current.name == "step" else seen
-        if current.failures:
-            advice = "The episodes of the others go on; what is to be done about these is said below, or reset()."
-        elif self._is_disabled:
-            advice = "The episodes of the others go on; reset the failed ones by options['reset_mask']."
-        else:
-            advice = "The episodes of the others go on; the next step() begins new ones where envs raised, or reset()."
-        return _collect(current.name, failures, results, advice)
+        return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode))
 
     def _infos(self, current: Round) -> dict[str, Any]:
         """Return the infos as gymnasium merges them."""
@@ -415,13 +404,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         Raises:
             EnvsFailedError: Some envs raised; ``results`` has what the others returned, and all episodes go on.
         """
-        return self._ask("call", lambda slots: _call(name, args, kwargs, slots, recorded), indices)
+        return self._ask("call", lambda slots: call_message(name, args, kwargs, slots, recorded=recorded), indices)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Send the calls; collect them with :meth:`call_wait`."""
-        self._refuse_pending("call_async")
+        self._settle("call_async")
         self._asked = range(self.num_envs)
-        self._fanout.send("call", [_call(name, args, kwargs, None, True)] * len(self._workers), whole=False)
+        self._fanout.send("call", [call_message(name, args, kwargs)] * len(self._workers), whole=False)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Collect what the calls returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
@@ -430,7 +419,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return an attribute of every env; a method is called, as gymnasium does."""
-        return self._ask("get_attr", lambda slots: _call(name, (), {}, slots, True))
+        return self._ask("get_attr", lambda slots: call_message(name, (), {}, slots))
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute on every env.
@@ -439,7 +428,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             name: It is set where it is found among the env and its wrappers, else on the outermost.
             values: A list or tuple has one value for each env; anything else is for all.
         """
-        self._refuse_pending("set_attr")
+        self._settle("set_attr")
         if not isinstance(values, list | tuple):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
@@ -457,7 +446,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self, name: str, message: Callable[[tuple[int, ...] | None], Message], indices: Sequence[int] | None = None
     ) -> tuple[Any, ...]:
         """Ask the envs something; ``message`` is called with the slots of each worker, ``None``: all of them."""
-        self._refuse_pending(name)
+        self._settle(name)
         asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
         requests: list[Message | None] = []
         for rows in self._slices:
@@ -471,22 +460,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         current, asked = self._collected(timeout), self._asked
 
         def make() -> Any:
-            if any(type(error) is ClosedError for error in current.failures.values()):
-                self._refuse_closed(current.name)
+            failures = {index: error for index, error in self._failures_of(current).items() if index in asked}
             found: dict[int, Any] = {}
-            failures: dict[int, BaseException] = {}
-            for worker, (rows, answer) in enumerate(zip(self._slices, current.answers, strict=True)):
-                members = [index for index in asked if rows.start <= index < rows.stop]
-                if worker in current.failures:
-                    failures |= dict.fromkeys(members, current.failures[worker])
-                elif answer is not None:
-                    values, errors = answer
-                    found |= zip(members, values, strict=True)
-                    failures |= {rows.start + slot: error for slot, error in errors.items()}
+            for rows, answer in zip(self._slices, current.answers, strict=True):
+                if answer is not None:
+                    found |= zip([index for index in asked if rows.start <= index < rows.stop], answer[0], strict=True)
             results = tuple(found.get(index) for index in asked)
             if failures:
-                advice = "The others answered; all episodes go on."
-                return _collect(current.name, failures, results, advice)
+                return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode))
             return results
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
@@ -585,41 +566,21 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _each(self, name: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Make blocking calls of workers side by side; EnvsFailedError if some raise."""
-        self._refuse_pending(name)
-        tasks = side_by_side(self._fanout.pool, calls)
-        starts = [rows.start for rows in self._slices]
-        failures = {start: task.error for start, task in zip(starts, tasks, strict=False) if task.error is not None}
-        results = [task.result for task in tasks]
-        if failures:
-            raise _collect(name, failures, results, "Of each worker the first env is named.")
-        return results
+        self._settle(name)
+        current = self._fanout.call_each(name, calls)
+        self._fanout.finish()
+        if current.failures:
+            failures = {self._slices[worker].start: error for worker, error in current.failures.items()}
+            raise _collect(name, failures, current.answers, "Of each worker the first env is named.")
+        return current.answers
 
     # --- which call may be made -------------------------------------------------------------------
 
-    def _is_interrupted(self) -> bool:
-        """Tell whether the call that began the unfinished round, or waited for it, was broken off."""
-        current = self._fanout.unfinished
-        return current is not None and (current.whole or current is self._broken_off)
-
-    def _refuse_pending(self, name: str) -> None:
-        """Raise if another call is pending; bring one to its end that was interrupted, unless that was a step."""
+    def _settle(self, name: str) -> None:
+        """See to what an earlier call has left unfinished before ``name`` is called."""
         if self.closed:
             self._refuse_closed(name)
-        current = self._fanout.unfinished
-        if current is None:
-            return
-        if not self._is_interrupted():
-            raise CallPendingError(
-                f"Calling `{name}` while waiting for a pending call to `{current.name}` to complete. Call "
-                f"{current.name}_wait() first.",
-                current.name,
-            )
-        if current.name == "step" and not name.startswith("reset"):
-            raise CallPendingError(
-                f"{name}(): a step was interrupted. Call step() to complete it, or reset() to drop it.", "step"
-            )
-        self._note(self._fanout.resume())  # nobody asks for its outcome; what it has changed stays so
-        self._fanout.finish()
+        settle(self._fanout, name, self._note)
 
     def _refuse_wait(self, command: str) -> None:
         if self.closed:
@@ -636,12 +597,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         raise ClosedError(f"{name}(): Trying to operate on `{face}`, after a call to `close()`. Make a new one.")
 
     def _collected(self, timeout: float | None) -> Round:
+        current = self._fanout.unfinished
+        assert current is not None
         try:
             return self._fanout.collect(timeout)
-        except Exception:
+        except MultienvError:  # it can be waited for again
             raise
         except BaseException:
-            self._broken_off = self._fanout.unfinished
+            current.resumed = True  # by a second wait, or as if step() or reset() had been called
             raise
 
     # --- the end ----------------------------------------------------------------------------------
@@ -649,9 +612,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def statistics(self) -> list[Statistics]:
         """Return counters and state of each worker; its steps are those of all its envs together."""
         return [worker.statistics() for worker in self._workers]
-
-    def __del__(self) -> None:
-        """Leave the workers alone, where gymnasium before 1.2 closes: they end by themselves."""
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """End the workers: by asking, and after ``Deadlines.close`` seconds by force; again does nothing.
@@ -669,9 +629,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout.close()
         if hasattr(self, "_rows"):  # the envs have been built
             self._rows.forget()
-        current, interrupted = self._fanout.unfinished, self._is_interrupted()
-        self._fanout.unfinished = self._broken_off = None  # they hold arrays over the banks
-        if current is not None and not interrupted:
+        current, self._fanout.unfinished = self._fanout.unfinished, None  # which holds arrays over the banks
+        if current is not None and not is_interrupted(current):
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")
 
@@ -684,21 +643,15 @@ class VectorSnapshot:
     begun: tuple[bool, ...]
 
 
-def _call(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: tuple[int, ...] | None, recorded: bool
-) -> Message:
-    if name in _OWN_METHODS:
-        raise UsageError(
-            f"Trying to call function `{name}` with `call`, use `{name}` directly instead: what it does to the "
-            "episode must be seen here."
-        )
-    return Render(slots) if name == "render" else Call(name, args, kwargs, slots, recorded)
-
-
-def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], advice: str) -> EnvsFailedError:
-    error = EnvsFailedError.collect(f"{name}()", failures, results, advice)
+def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], *told: str) -> EnvsFailedError:
+    error = EnvsFailedError.collect(f"{name}()", failures, results, *told)
     assert isinstance(error, EnvsFailedError)
     return error
+
+
+def _is_unreadable(error: BaseException) -> bool:
+    """Tell whether the env has done what it was asked, and only this process cannot unpickle what came of it."""
+    return isinstance(error, ResultNotPicklableError) and not error.command  # an error of the worker's has one
 
 
 def _raises(make: Callable[[], Any], kind: type[Exception]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -68,7 +68,7 @@ def make_vec(
         vector_kwargs = kwargs.pop("vector_kwargs", vector_kwargs)
         wrappers = kwargs.pop("wrappers", wrappers)
         kwargs |= make_kwargs
-        make = _Make(spec)
+        make = partial(gymnasium.make, spec)
     else:
         raise UsageError(f"make_vec(): {id!r:.200} is no id, no EnvSpec and no function that builds an env.")
     _check(num_envs, vectorization, kwargs)
@@ -78,7 +78,7 @@ def make_vec(
     if not isinstance(vector_kwargs or {}, Mapping):
         raise UsageError(f"make_vec(): vector_kwargs is {vector_kwargs!r:.100}; give a dict, or None.")
     wrappers, vector_kwargs = tuple(wrappers or ()), dict(vector_kwargs or {})
-    env_fn = _Build(make, kwargs, wrappers) if kwargs or wrappers or spec is not None else make
+    env_fn = partial(_build, make, kwargs, wrappers) if kwargs or wrappers else make
     envs = _FACES[vectorization]([env_fn] * num_envs, **vector_kwargs)
     if spec is not None:
         told = (num_envs, vectorization, vector_kwargs, wrappers)
@@ -96,26 +96,9 @@ def _check(num_envs: Any, vectorization: Any, kwargs: dict[str, Any]) -> None:
         raise UsageError(f"make_vec(): num_envs is {num_envs!r}; give an integer of at least 1.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Make:
-    """Makes the env of a spec."""
-
-    spec: EnvSpec
-
-    def __call__(self, **kwargs: Any) -> _Env:
-        return gymnasium.make(self.spec, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Build:
-    """Builds one env, in any process. Each env gets arguments of its own: it may change them."""
-
-    make: Callable[..., _Env]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    wrappers: Sequence[Callable[[_Env], _Env]] = ()
-
-    def __call__(self) -> _Env:
-        env = self.make(**copy.deepcopy(self.kwargs))
-        for wrapper in self.wrappers:
-            env = wrapper(env)
-        return env
+def _build(make: Callable[..., _Env], kwargs: dict[str, Any], wrappers: Sequence[Callable[[_Env], _Env]]) -> _Env:
+    """Build one env, in any process. Each env gets arguments of its own: it may change them."""
+    env = make(**copy.deepcopy(kwargs))
+    for wrapper in wrappers:
+        env = wrapper(env)
+    return env

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import copy as copying
 import os
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import partial
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
 from multienv.config import Deadlines, RestartPolicy
 from multienv.cores import busy_cores, spread
-from multienv.envs.building import (
-    EnvFn,
-    SerialLaunch,
-    build_message,
-    check_options,
-    listed_env_fns,
-    local_build_message,
-    mode_of,
-    setting_here,
-)
+from multienv.envs.building import EnvFn, Workers, listed_env_fns, serial_worker
 from multienv.errors import UsageError
-from multienv.events import Hook, checked_hooks
-from multienv.processes.launcher import Launch, method_of
-from multienv.recovery.supervisor import Supervisor
-from multienv.reports.store import directory_for
-from multienv.vector.batching import check_observation_mode, deal
+from multienv.events import Hook
+from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import HostedVectorEnv
 
 
@@ -67,7 +52,6 @@ class SubprocessVectorEnv(HostedVectorEnv):
             not. ``True`` refuses spaces without such a layout; ``False`` is accepted and changes nothing.
         copy: Give out new arrays of observations. If False, two sets of arrays are used in turn: the step or reset
             after the next one overwrites them; they may be written to.
-        context: ``"forkserver"`` (the default on Linux) or ``"spawn"`` (elsewhere).
         daemon: Ignored: the processes end with the trainer in any case, and may start processes of their own.
         worker: Refused: multienv's own worker hosts the envs.
         observation_mode: ``"same"``: all envs have the same observation space. ``"different"``: they share shape and
@@ -76,12 +60,9 @@ class SubprocessVectorEnv(HostedVectorEnv):
         max_concurrency: How many envs may step or reset at a time: at most so many processes share all envs.
         restart: What happens when a process is lost. ``on_crash`` and its likes concern the env that is to blame.
         deadlines: When a process counts as hung; those of a step and a reset are for all its envs together.
-        native_threads: Threads that BLAS, OpenMP and the like may use in each process, unless the environment says
-            otherwise; ``None`` leaves them alone.
         bind_cores: A process whose steps are short keeps to a core, and yields it to others; one on each core looks for
             its next request for 0.2 ms before it sleeps.
-        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
-        reports: As for :class:`~multienv.SubprocessEnv`.
+        context, native_threads, hooks, reports: As for :class:`~multienv.SubprocessEnv`.
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.
@@ -111,61 +92,42 @@ class SubprocessVectorEnv(HostedVectorEnv):
         hooks: Sequence[Hook] = (),
         reports: str | os.PathLike[str] | None = None,
     ) -> None:
-        env_fns = _checked_env_fns(type(self).__name__, env_fns)
+        self.env_fns = listed_env_fns(type(self).__name__, env_fns)
         if worker is not None:
             raise UsageError(
                 "A custom `worker` runs AsyncVectorEnv's own protocol; here multienv's worker hosts the envs, or they "
                 "could not be brought back. Leave it out, and put what it does into env_fn or a wrapper."
             )
-        check_observation_mode(observation_mode)
-        check_options(restart, deadlines, native_threads)
+        workers = Workers(
+            restart=restart,
+            deadlines=deadlines,
+            context=context,
+            native_threads=native_threads,
+            hooks=hooks,
+            reports=reports,
+        )
         if restart.recycle_after_episodes is not None:
             raise UsageError(
                 "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
                 "give recycle_after_steps, recycle_after or max_rss."
             )
-        mode, method = mode_of(autoreset_mode), method_of(context)
-        sizes = deal(len(env_fns), envs_per_worker, busy_cores(), max_concurrency)
-        space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
-        setting, told, directory = setting_here(native_threads), checked_hooks(hooks), directory_for(reports)
-        workers = []
-        for start, stop in pairwise(accumulate(sizes, initial=0)):
-            title = f"multienv env {start}" if stop == start + 1 else f"multienv envs {start}-{stop - 1}"
-            build = build_message(
-                env_fns[start:stop],
-                exact=False,
-                restart=restart,
-                native_threads=native_threads,
-                autoreset=mode.name,
-                space=space,
-                title=title,
-                setting=setting,
-            )
-            workers.append(
-                Supervisor(
-                    Launch(method, native_threads, title),
-                    build,
-                    policy=restart,
-                    deadlines=deadlines,
-                    index=start,
-                    hooks=told,
-                    reports=directory,
-                )
-            )
-        if bind_cores:
-            spread(workers)
-        # Without close(): the processes end by themselves once they are let go.
-        for one in workers:
-            weakref.finalize(self, _abandon, one, os.getpid()).atexit = False
-        self.env_fns = env_fns
+        self._owner = os.getpid()
         super().__init__(
-            workers,
-            sizes,
+            self.env_fns,
+            deal(len(self.env_fns), envs_per_worker, busy_cores(), max_concurrency),
+            workers.make,
+            place=spread if bind_cores else None,
             shared_memory=shared_memory,
             copy=copy,
             observation_mode=observation_mode,
-            autoreset_mode=mode,
+            autoreset_mode=autoreset_mode,
         )
+
+    def __del__(self) -> None:
+        """Let go of the processes, which end by themselves, if close() was not called."""
+        if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
+            for worker in self.__dict__.get("_workers", ()):
+                worker.abandon()
 
 
 class SerialVectorEnv(HostedVectorEnv):
@@ -198,50 +160,23 @@ class SerialVectorEnv(HostedVectorEnv):
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        self.env_fns = _checked_env_fns(type(self).__name__, env_fns)
+        self.env_fns = listed_env_fns(type(self).__name__, env_fns)
         self.envs: list[Any] = [None] * len(self.env_fns)
-        check_observation_mode(observation_mode)
-        mode = mode_of(autoreset_mode)
-        space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
-        noted = [_Noted(env_fn, self.envs, index) for index, env_fn in enumerate(self.env_fns)]
-        supervisor = Supervisor(
-            SerialLaunch(noted),
-            local_build_message(len(noted), exact=False, autoreset=mode.name, space=space),
-            policy=RestartPolicy(on_crash="raise", on_timeout="raise", journal_limit=0),
-            deadlines=Deadlines(),
-            index=0,
-            hooks=checked_hooks(hooks),
-        )
         super().__init__(
-            [supervisor],
+            [partial(_noted, env_fn, self.envs, index) for index, env_fn in enumerate(self.env_fns)],
             [len(self.env_fns)],
+            partial(serial_worker, hooks),
             shared_memory=shared_memory,
             copy=copy,
             observation_mode=observation_mode,
-            autoreset_mode=mode,
+            autoreset_mode=autoreset_mode,
         )
 
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """Builds an env and notes it in its place."""
-
-    env_fn: EnvFn
-    envs: list[Any]
-    index: int
-
-    def __call__(self) -> Any:
-        env = self.envs[self.index] = self.env_fn()
-        return env
+    def __del__(self) -> None:
+        """Leave the envs alone, where gymnasium before 1.2 closes."""
 
 
-def _checked_env_fns(face: str, env_fns: Any) -> list[EnvFn]:
-    found = listed_env_fns(face, env_fns)
-    if not found:
-        raise UsageError("env_fns is empty; give one function for each env.")
-    return found
-
-
-def _abandon(worker: Supervisor, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child of the trainer's must leave the trainer's workers alone
-        worker.abandon()
+def _noted(env_fn: EnvFn, envs: list[Any], index: int) -> Any:
+    """Build an env and note it in its place."""
+    env = envs[index] = env_fn()
+    return env

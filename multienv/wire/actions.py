@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from multienv.errors import ActionError
 from multienv.wire.banks import HEAD, STEP, STEPPED
-from multienv.wire.messages import foreign, portable
+from multienv.wire.messages import dumps, foreign
 
 if TYPE_CHECKING:
     from multienv.wire.segment import Segment
@@ -110,7 +110,7 @@ def _encode_any(space: spaces.Space[Any], segment: Segment, number: int, action:
     problem = foreign(lambda: misfit(space, action), refused("looked at"))
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
-    mail = foreign(lambda: portable(action), refused("pickled"))
+    mail = foreign(lambda: dumps(action), refused("pickled"))
     segment.write_request_mail(number, mail)
     HEAD.pack_into(segment.banks[number & 1].view, 0, STEP, PICKLED, STEPPED, 0, 0, number, 0)
 

@@ -36,6 +36,7 @@ _NUMBER = struct.Struct("<I")
 # Kinds of request.
 STEP = 1
 MESSAGE = 2  # a pickled message in the mail
+BEGIN = 3  # a reset of all envs, without seed and options: as cheap as a step
 
 # Added to the action tag: a slot is absent.
 ABSENT = 0x80
@@ -227,8 +228,8 @@ def entry_of(bank: Bank, request_mail: bytes, evidence: bytes, *, exact: bool) -
     requests with equal outcomes are equal bytes. ``exact``: it is of the exact codec.
     """
     stretch, layout = bank.stretch, bank.layout
-    kind, tag, reply_kind, flags = stretch[:4]
-    if kind == STEP and reply_kind == STEPPED and not flags & IRREGULAR and tag & ~ABSENT:
+    tag, reply_kind, flags = stretch[1:4]
+    if is_plain(stretch):
         return bytes(stretch)
     parts = [
         bytes(stretch[: HEAD.size]),
@@ -249,9 +250,10 @@ def entry_of(bank: Bank, request_mail: bytes, evidence: bytes, *, exact: bool) -
 
 
 def is_plain(stretch: bytes | memoryview, start: int = 0) -> bool:
-    """Tell whether an entry is a step without mail: its length is that of the stretch."""
+    """Tell whether an entry is a step, or a reset, without mail: its length is that of the stretch."""
     kind, tag, reply_kind, flags = stretch[start : start + 4]
-    return kind == STEP and tag & ~ABSENT != 0 and reply_kind == STEPPED and not flags & IRREGULAR
+    is_laid_out = kind == BEGIN or (kind == STEP and tag & ~ABSENT != 0)
+    return is_laid_out and reply_kind == STEPPED and not flags & IRREGULAR
 
 
 def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[Entry]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,23 +101,23 @@ class ExactCodec:
         return action_encoder(self._action_space, segment)
 
     def reader(self, segment: Segment) -> Callable[[int], Transition]:
-        """Return the function that reads the reply to a plain step: no end, no info."""
-        rewards, views = [bank.rewards.data for bank in segment.banks], [bank.view for bank in segment.banks]
+        """Return the function that reads the reply to a plain step or reset, without its info."""
         space = self._observation_space
-        if type(space) is spaces.Box and self._observations is not None:
-            places = [np.ndarray(space.shape, space.dtype, bank.view, bank.layout.leaves[0]) for bank in segment.banks]
-
-            def read_box(number: int) -> Transition:
-                side = number & 1
-                tag, reward = views[side][4], rewards[side][0]
-                return places[side].copy(), REWARD_TYPES[tag](reward) if tag else reward, False, False, {}
-
-            return read_box
+        sides: list[tuple[Any, ...]] = []
+        for side, bank in enumerate(segment.banks):
+            if type(space) is spaces.Box and self._observations is not None:
+                look: Callable[[], Any] = np.ndarray(space.shape, space.dtype, bank.view, bank.layout.leaves[0]).copy
+            else:
+                look = partial(self.observation, segment, side, b"")
+            sides.append((look, bank.view, bank.rewards.data, bank.terminated.data, bank.truncated.data))
 
         def read(number: int) -> Transition:
-            side = number & 1
-            reward = _reward_of(views[side][4], rewards[side][0])
-            return self.observation(segment, number, b""), reward, False, False, {}
+            look, view, rewards, terminated, truncated = sides[number & 1]
+            tag = view[4]
+            reward = REWARD_TYPES[tag](rewards[0]) if tag else rewards[0]
+            if view[3]:
+                return look(), reward, terminated[0], truncated[0], {}
+            return look(), reward, False, False, {}
 
         return read
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
+from multienv.wire.banks import BEGIN
+
 T = TypeVar("T")
 
 
@@ -43,7 +45,7 @@ class Build:
         exact: One env whose values travel exactly as it returns them; else rows of a batch.
         autoreset: Name of a gymnasium ``AutoresetMode`` that the worker carries out; ``""``: the caller resets.
         seeds: For ``random`` and ``numpy.random`` of the process; ``None``: the trainer's own process is left alone.
-        draws: Seed of the seeds that are drawn for first resets without one, in a stream for each slot.
+        draws: For each slot the seed of the generator that its env is given if it has none.
         setting: Where the trainer stands; ``None`` in the trainer's own process.
         space: Observation space whose rows the batch has; ``None``: that of the first env.
         truncates_errors: An exception of an env in ``step`` ends its episode instead of being raised.
@@ -96,18 +98,25 @@ class Reset:
         options: One for each slot, or ``None``.
         mask: Which slots; ``None``: all.
         anchor: Also tell the random generators' state before this reset.
-        generators: Such a state, put back first: a replay begins at this reset.
     """
 
     seeds: tuple[int | None, ...]
     options: tuple[Any, ...]
     mask: tuple[bool, ...] | None = None
     anchor: bool = False
-    generators: bytes | None = None
 
     def touches(self, slot: int) -> bool:
         """Tell whether this resets the slot."""
         return self.mask is None or self.mask[slot]
+
+
+# The reset of a single env that carries nothing: it travels as a kind of request of its own, without mail.
+BEGINNING = Reset((None,), (None,))
+
+
+def reset_of_one(seed: int | None, options: Any) -> Reset:
+    """Return the reset of a worker with one env."""
+    return BEGINNING if seed is None and options is None else Reset((seed,), (options,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +150,6 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class HasAttribute:
-    """Tell of each env whether it has an attribute."""
-
-    name: str
-    slots: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class SetAttribute:
     """Write an attribute; ``values`` has one for each slot asked."""
 
@@ -173,21 +174,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class CaptureState:
-    """Tell the envs' state, to go on from in a new process, and the CPU seconds that took.
-
-    Attributes:
-        last_step: Journal entry of the last step, or ``b""``: repeated once in a new env, so that there is something to
-            put the state into.
-    """
-
-    last_step: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreState:
-    """Put such a state into newly built envs: how a replay begins in the middle of an episode."""
-
-    state: bytes
+    """Tell the envs' state, to go on from in a new process, and the CPU seconds that took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +183,7 @@ class Replay:
 
     Attributes:
         entries: Journal entries end to end.
-        state: Put into the envs first, see :class:`RestoreState`; or ``b""``.
+        state: Put into the newly built envs first, see :class:`CaptureState`; or ``b""``.
         generators: Put back before the first entry, which is a reset; or ``b""``.
         lasting: Calls and attributes set before ``entries`` begin, as entries; their outcome is not looked at.
     """
@@ -212,20 +199,7 @@ class Close:
     """Close the envs and end the process."""
 
 
-Message = (
-    Build
-    | Reset
-    | Call
-    | GetAttribute
-    | HasAttribute
-    | SetAttribute
-    | Render
-    | Branch
-    | CaptureState
-    | RestoreState
-    | Replay
-    | Close
-)
+Message = Build | Reset | Call | GetAttribute | SetAttribute | Render | Branch | CaptureState | Replay | Close
 # Those that may change an env for longer than an episode.
 LASTING = (SetAttribute, Call)
 
@@ -255,8 +229,18 @@ class Unpicklable(Exception):  # noqa: N818 - internal
 
 
 def pack_message(message: Message) -> bytes:
-    """Pickle a message. Raises :class:`Unpicklable`."""
-    return foreign(lambda: portable(message), lambda error: Unpicklable(error))
+    """Return the mail of a message. Raises :class:`Unpicklable`."""
+    if message is BEGINNING:
+        return b""
+    return foreign(lambda: dumps(message), lambda error: Unpicklable(error))
+
+
+def message_of(kind: int, mail: bytes) -> Message:
+    """Return the message of a request that is not a step; unpickling runs foreign code."""
+    if kind == BEGIN:
+        return BEGINNING
+    message: Message = pickle.loads(mail)
+    return message
 
 
 def foreign(run: Callable[[], T], wrap: Callable[[Exception], Exception]) -> T:
@@ -275,19 +259,10 @@ def foreign(run: Callable[[], T], wrap: Callable[[Exception], Exception]) -> T:
         raise
 
 
-def portable(value: Any) -> bytes:
-    """Pickle for another process: by value what the trainer's ``__main__`` defines, and lambdas."""
+def dumps(value: Any) -> bytes:
+    """Pickle for another process: by value what ``__main__`` defines here, lambdas, and what else has no name there."""
     try:
         data = pickle.dumps(value, protocol=5)
     except Exception:  # pickling runs foreign code
         data = b"__main__"
     return cloudpickle.dumps(value) if b"__main__" in data else data
-
-
-def dumps(value: Any) -> bytes:
-    """Pickle, by value where by reference is not possible (lambdas, classes of ``__main__``)."""
-    try:
-        return pickle.dumps(value, protocol=5)
-    except Exception:  # pickling runs foreign code
-        data: bytes = cloudpickle.dumps(value)
-        return data

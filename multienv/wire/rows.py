@@ -99,21 +99,23 @@ def row_writer(tree: Any) -> WriteRow:
 
 def _array_row_writer(array: Array) -> WriteRow:
     dtype, shape, ndarray = array.dtype, array.shape[1:], np.ndarray
-    few = shape[-1] if len(shape) > 2 and shape[-1] <= _FEW else 0
-    pixel = array.strides[-2:]  # where the channels lie beside each other, and the pixels
 
     def write(row: int, value: Any) -> None:
         if type(value) is not ndarray or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
             value = _fitting(value, dtype, shape)
-        if few and value.strides[-2:] != pixel:
-            # A stack of frames whose axis was moved to the end: numpy would copy it a few bytes at a time.
-            target = array[row]
-            for channel in range(few):
-                target[..., channel] = value[..., channel]
-        else:
-            array[row] = value
+        copy_into(array[row, ...], value)
 
     return write
+
+
+def copy_into(target: Array, value: Array) -> None:
+    """Copy an array into one of the same shape."""
+    if value.ndim > 2 and value.shape[-1] <= _FEW and value.strides[-2:] != target.strides[-2:]:
+        # A stack of frames whose axis was moved to the end: numpy would copy it a few bytes at a time.
+        for channel in range(value.shape[-1]):
+            target[..., channel] = value[..., channel]
+    else:
+        target[...] = value
 
 
 def _fitting(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

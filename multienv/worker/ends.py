@@ -10,9 +10,9 @@ from dataclasses import dataclass
 MARK_VARIABLE = "MULTIENV_WORKER"
 
 
-def mark_of(trainer: int, number: int) -> str:
-    """Return the value of the variable: numbers of workers are unique in one trainer."""
-    return f"{trainer}.{number}"
+def mark_of(monitor: int, worker: int) -> str:
+    """Return the value of the variable for this worker process of this monitor process."""
+    return f"{monitor}.{worker}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import cloudpickle
 import gymnasium
 
-from multienv.wire.messages import Build, Call, Description, Failure, Method, dumps
+from multienv.wire.messages import Build, Call, Description, Failure, Method
 from multienv.wire.segment import RESETTING, SLOT
 from multienv.worker import seeding, states
-from multienv.worker.failures import failure_of, not_picklable, wrong_result
+from multienv.worker.failures import failure_of, pickled, wrong_result
 
 Step = Callable[[Any], Any]
 
@@ -46,14 +46,13 @@ class EnvGroup:
         self.observation_space = envs[0].observation_space if message.space is None else message.space
         self.action_space = envs[0].action_space
         self.words = words
-        self._draws = message.draws
         self._steps: list[Step] = []
-        self._begun = [False] * self.slots  # it has been reset
-        self._attempts = [0] * self.slots  # resets before that
         self._ended = [not message.exact] * self.slots
         self._beginnings: list[states.Beginning | None] = [None] * self.slots  # the last reset that was asked for
         self.calls: list[Step] = []
         self.update_calls()
+        for env, draw in zip(envs, message.draws, strict=False):
+            seeding.give_generator(env, draw)
 
     def describe(self) -> Description:
         """Return the spaces of all envs, and what else the first one tells of itself."""
@@ -94,20 +93,15 @@ class EnvGroup:
             slot: Which.
             arguments: ``seed`` and ``options`` where the caller resets; none where the worker resets by itself.
         """
-        env = self.envs[slot]
         self.words[SLOT] = slot + 1 + RESETTING
-        if not self._begun[slot]:
-            if arguments.get("seed") is None and self._draws and not seeding.has_generator(env):
-                arguments["seed"] = seeding.drawn_seed(self._draws[slot], self._attempts[slot])
-            self._attempts[slot] += 1
         if arguments:
             self._beginnings[slot] = arguments.get("seed"), arguments.get("options")
-        result = env.reset(**arguments)
+        result = self.envs[slot].reset(**arguments)
         try:
             observation, info = result
         except (TypeError, ValueError):
             raise wrong_result("reset", "observation, info", result) from None
-        self._begun[slot], self._ended[slot] = True, False
+        self._ended[slot] = False
         self.calls[slot] = self._steps[slot]
         return observation, info
 
@@ -155,27 +149,13 @@ class EnvGroup:
             self.words[SLOT] = slot + 1
             values.append(None)
             try:
-                value = ask(place, self.envs[slot])
-                try:
-                    values[place] = dumps(value)
-                except Exception as error:
-                    raise not_picklable(name, error) from error
+                values[place] = pickled(name, ask(place, self.envs[slot]))
             except Exception as error:
                 failures[slot] = failure_of(error)
         self.words[SLOT] = 0
         return pickle.dumps((values, failures), protocol=5)
 
     # --- states -----------------------------------------------------------------------------------
-
-    def capture_generators(self) -> bytes:
-        """Return the state of all random generators, and which envs have been reset."""
-        return pickle.dumps((self._begun, self._attempts, seeding.capture(self.envs)), protocol=5)
-
-    def restore_generators(self, data: bytes) -> None:
-        """Put back what :meth:`capture_generators` returned."""
-        begun, attempts, generators = pickle.loads(data)
-        self._begun[:], self._attempts[:] = begun, attempts
-        seeding.restore(self.envs, generators)
 
     def capture_state(self) -> bytes:
         """Return the state of all envs and random generators.
@@ -189,23 +169,18 @@ class EnvGroup:
             captured.append(states.capture(env))
         self.words[SLOT] = 0
         # By cloudpickle: options of a reset may be anything.
-        data: bytes = cloudpickle.dumps((self._beginnings, self._ended, captured, self.capture_generators()))
+        data: bytes = cloudpickle.dumps((self._beginnings, self._ended, captured, seeding.capture(self.envs)))
         return data
 
-    def restore_state(self, data: bytes, actions: Sequence[Any]) -> None:
-        """Put back what :meth:`capture_state` returned, into newly built envs.
-
-        Args:
-            data: The state.
-            actions: The last action of each env; empty: there was none.
-        """
+    def restore_state(self, data: bytes) -> None:
+        """Put back what :meth:`capture_state` returned, into newly built envs."""
         self._beginnings, self._ended, captured, generators = pickle.loads(data)
         for slot, env in enumerate(self.envs):
             self.words[SLOT] = slot + 1
-            states.warm_up(env, self._beginnings[slot], actions[slot : slot + 1])
+            states.warm_up(env, self._beginnings[slot])
             states.restore(env, captured[slot])
         self.words[SLOT] = 0
-        self.restore_generators(generators)
+        seeding.restore(self.envs, generators)
         self.update_calls()
 
 

@@ -13,16 +13,16 @@ import numpy as np
 from gymnasium import spaces
 
 from multienv.wire.actions import INT, action_decoder
-from multienv.wire.banks import ABSENT, ENDED, HEAD, IRREGULAR, STEP, STEPPED, digester
+from multienv.wire.banks import ABSENT, ENDED, HEAD, IRREGULAR, STEP, digester
 from multienv.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_TAGS
-from multienv.wire.infos import InfoPacker, pack_extras
+from multienv.wire.infos import InfoPacker
 from multienv.wire.layout import Layout, layout_of
-from multienv.wire.messages import Reset, dumps
-from multienv.wire.rows import row_writer
+from multienv.wire.messages import Reset
+from multienv.wire.rows import copy_into
 from multienv.wire.segment import BUSY, REPLY_MAIL, SLOT, Segment
 from multienv.worker.env_group import EnvGroup
-from multienv.worker.failures import not_picklable, wrong_result
-from multienv.worker.replies import U32, answer, answer_failure
+from multienv.worker.failures import pickled, wrong_result
+from multienv.worker.replies import answer_failure, answer_rows
 
 Handle = Callable[[int], None]
 
@@ -48,10 +48,6 @@ class ExactStepper:
             None if bank.digests is None else digester(bank.digests, [bank.leaf(0, bank.layout.leaf_bytes, np.uint8)])
             for bank in segment.banks
         ]
-
-    def actions(self, number: int) -> list[Any]:
-        """Return the action in the bank of request ``number``, which is a step."""
-        return [self._decode(number, self._segment.banks[number & 1].view[1] & ~ABSENT)]
 
     def compile(self, otherwise: Handle, last: list[int]) -> Handle:
         """Return the function that executes any request.
@@ -125,17 +121,13 @@ class ExactStepper:
 
         return handle
 
-    def reset(self, number: int, message: Reset) -> None:
-        """Execute a reset. Raises what the env raises."""
-        group = self._group
-        if message.generators is not None:
-            group.restore_generators(message.generators)
-        generators = group.capture_generators() if message.anchor else b""
+    def reset(self, number: int, message: Reset, generators: bytes) -> None:
+        """Execute a reset, and tell how the generators stood before it. Raises what the env raises."""
         bank = self._segment.banks[number & 1]
         if (bank.view[1] & ABSENT and bank.absent[0]) or not message.touches(0):
             self._skip(number, generators)
             return
-        observation, info = group.begin(0, seed=message.seeds[0], options=message.options[0])
+        observation, info = self._group.begin(0, seed=message.seeds[0], options=message.options[0])
         self._write(number, observation, 0.0, False, False, info, generators)
 
     def _skip(self, number: int, generators: bytes = b"") -> None:
@@ -145,7 +137,7 @@ class ExactStepper:
         bank = self._segment.banks[side]
         self._blank(side)
         bank.rewards[0], bank.terminated[0], bank.truncated[0] = 0.0, False, False
-        answer(self._segment, number, STEPPED, pack_extras([], {}, generators))
+        answer_rows(self._segment, number, self._packer, [], generators=generators)
 
     def _cells(self) -> list[Any]:
         """Return for each bank what an array is assigned to; it raises ValueError if the array does not fit."""
@@ -156,7 +148,7 @@ class ExactStepper:
         if len(space.shape) == 1 and space.dtype.isnative:
             # A memoryview takes what has its very format and shape, in half the time that it takes to ask for both.
             return [array[0].data for array in arrays]
-        return [_Cell(self._layout, array) for array in arrays]
+        return [_Cell(self._layout, array[0, ...]) for array in arrays]
 
     def _write(
         self,
@@ -171,9 +163,9 @@ class ExactStepper:
         """Write the reply to a step or a reset, whatever the env has returned."""
         side = number & 1
         bank, flags, evidence = self._segment.banks[side], 0, b""
-        tag = REWARD_TAGS.get(type(reward))
+        tag = REWARD_TAGS.get(type(reward), -1)
         regular = (
-            tag is not None
+            tag >= 0
             and (tag < INTEGER_REWARDS or -EXACT_INTEGER <= reward <= EXACT_INTEGER)
             and type(terminated) in _FLAGS
             and type(truncated) in _FLAGS
@@ -181,18 +173,15 @@ class ExactStepper:
         )
         if not regular:
             tag, flags = 0, IRREGULAR
-            evidence = _pickled((observation, reward, terminated, truncated))
+            evidence = pickled("step", (observation, reward, terminated, truncated))
         bank.rewards[0] = reward if regular else _number(reward)
         bank.terminated[0], bank.truncated[0] = terminated, truncated = bool(terminated), bool(truncated)
         if terminated or truncated:
             flags |= ENDED
-        rest = b""
-        if info or generators:
-            rest = b"" if generators else self._packer.numbers([(0, info)])
-            rest = rest or pack_extras([(0, _pickled(info))] if info else [], {}, generators)
-        view = bank.view
-        HEAD.pack_into(view, 0, view[0], view[1], STEPPED, flags, tag, number & U32, len(evidence))
-        self._segment.write_reply_mail(number, evidence + rest)
+        infos = [(0, info if type(info) is dict else pickled("step", info))] if info else []
+        answer_rows(
+            self._segment, number, self._packer, infos, flags=flags, tag=tag, evidence=evidence, generators=generators
+        )
 
     def _put(self, side: int, observation: Any) -> bool:
         """Write an observation to the bank, if it fits to the bit."""
@@ -200,8 +189,6 @@ class ExactStepper:
         if layout is None or not layout.fits(observation):
             return False
         bank, digest = self._segment.banks[side], self._digests[side]
-        if not layout.solid:
-            self._blank(side)
         layout.write(observation, bank.view, bank.layout.leaves[0])
         if digest is not None:
             digest()
@@ -219,15 +206,15 @@ class ExactStepper:
 class _Cell:
     """Takes an array that is assigned to all of it; raises ValueError if it does not fit to the bit."""
 
-    __slots__ = ("_fits", "_write")
+    __slots__ = ("_fits", "_target")
 
-    def __init__(self, layout: Layout, array: Any) -> None:
-        self._fits, self._write = layout.fits, row_writer(array)
+    def __init__(self, layout: Layout, target: Any) -> None:
+        self._fits, self._target = layout.fits, target
 
     def __setitem__(self, whole: slice, value: Any) -> None:
         if not self._fits(value):
             raise ValueError
-        self._write(0, value)
+        copy_into(self._target, value)
 
 
 def _number(reward: Any) -> float:
@@ -236,10 +223,3 @@ def _number(reward: Any) -> float:
         return float(reward)
     except (TypeError, ValueError, OverflowError):
         return 0.0
-
-
-def _pickled(value: Any) -> bytes:
-    try:
-        return dumps(value)
-    except Exception as error:
-        raise not_picklable("step", error) from error

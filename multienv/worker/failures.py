@@ -8,7 +8,7 @@ from typing import Any
 
 import cloudpickle
 
-from multienv.wire.messages import Failure
+from multienv.wire.messages import Failure, dumps
 
 
 class ResultNotPicklable(Exception):  # noqa: N818 - travels as a flag of Failure, never seen by users
@@ -39,12 +39,15 @@ def wrong_info(info: Any) -> Exception:
     )
 
 
-def not_picklable(name: str, error: Exception) -> Exception:
-    """Return the error for a result of the method or attribute ``name`` that cannot be pickled."""
-    return ResultNotPicklable(
-        f"What the env returned from {name}() cannot be sent to the trainer: {type(error).__name__}: {error}. "
-        "Keep objects that cannot be pickled (locks, files, handles) out of observations and infos."
-    )
+def pickled(name: str, result: Any) -> bytes:
+    """Pickle what the method or attribute ``name`` has returned. Raises :class:`ResultNotPicklable`."""
+    try:
+        return dumps(result)
+    except Exception as error:
+        raise ResultNotPicklable(
+            f"What the env returned from {name}() cannot be sent to the trainer: {type(error).__name__}: {error}. "
+            "Keep objects that cannot be pickled (locks, files, handles) out of observations and infos."
+        ) from error
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -16,6 +16,7 @@ from typing import Any
 import cloudpickle
 
 from multienv.wire.banks import (
+    BEGIN,
     FAILED,
     HEAD,
     IRREGULAR,
@@ -30,17 +31,17 @@ from multienv.wire.banks import (
 )
 from multienv.wire.codecs import layout_of_envs, mail_of
 from multienv.wire.messages import (
+    BEGINNING,
     Branch,
     Build,
     Call,
     CaptureState,
     Close,
     GetAttribute,
-    HasAttribute,
+    Message,
     Render,
     Replay,
     Reset,
-    RestoreState,
     SetAttribute,
     dumps,
 )
@@ -48,7 +49,7 @@ from multienv.wire.segment import BUSY, REPLAYING, SLOT, Segment
 from multienv.worker import seeding
 from multienv.worker.env_group import EnvGroup
 from multienv.worker.exact import ExactStepper, Handle
-from multienv.worker.failures import failure_of, not_picklable
+from multienv.worker.failures import failure_of, pickled
 from multienv.worker.registrations import built
 from multienv.worker.replies import U32, answer, answer_failure
 from multienv.worker.rows import RowsStepper
@@ -112,7 +113,10 @@ class Host:
         words = self._segment.words
         words[BUSY] = number
         try:
-            message = pickle.loads(self._segment.read_request_mail(number))
+            if self._segment.banks[number & 1].view[0] == BEGIN:
+                message: Message = BEGINNING
+            else:
+                message = pickle.loads(self._segment.read_request_mail(number))
             _HANDLERS[type(message)](self, number, message)
             if self._group is not None and not self._group.calls_are_current():
                 self._group.update_calls()
@@ -138,11 +142,7 @@ class Host:
 
     def _answer(self, number: int, value: Any, name: str = "") -> None:
         """Reply with a value; ``name`` says where it is from if it cannot be pickled."""
-        try:
-            mail = dumps(value)
-        except Exception as error:
-            raise not_picklable(name, error) from error
-        answer(self._segment, number, VALUE, mail)
+        answer(self._segment, number, VALUE, pickled(name, value))
 
     # --- one method per message -------------------------------------------------------------------
 
@@ -174,20 +174,15 @@ class Host:
         self._lay_out(layout)
 
     def _reset(self, number: int, message: Reset) -> None:
-        if self._stepper is None:
-            self._envs()
-        else:
-            self._stepper.reset(number, message)
+        generators = seeding.capture(self._envs().envs) if message.anchor else b""
+        assert self._stepper is not None
+        self._stepper.reset(number, message, generators)
 
     def _call(self, number: int, message: Call) -> None:
         answer(self._segment, number, VALUE, self._envs().call(message))
 
     def _get(self, number: int, message: GetAttribute) -> None:
         answer(self._segment, number, VALUE, self._envs().get(message.name, message.slots))
-
-    def _has(self, number: int, message: HasAttribute) -> None:
-        has: Callable[[int, Any], bool] = lambda place, env: env.has_wrapper_attr(message.name)  # noqa: E731
-        answer(self._segment, number, VALUE, self._envs().each(message.name, message.slots, has))
 
     def _set(self, number: int, message: SetAttribute) -> None:
         name, values = message.name, message.values
@@ -210,26 +205,20 @@ class Host:
 
     def _capture_state(self, number: int, message: CaptureState) -> None:
         began = time.thread_time()
-        state = dumps((message.last_step, self._envs().capture_state()))
+        state = self._envs().capture_state()
         self._answer(number, (time.thread_time() - began, state))
-
-    def _restore_state(self, number: int, message: RestoreState) -> None:
-        try:
-            self._put_back(message.state)
-        finally:
-            self._write_head(number)
-        self._answer(number, None)
 
     def _replay(self, number: int, message: Replay) -> None:
         try:
             self._run(number, message.lasting, indexed=False)
             if message.state:
-                self._put_back(message.state)
+                self._envs().restore_state(message.state)
             elif message.generators:
-                self._envs().restore_generators(message.generators)
+                seeding.restore(self._envs().envs, message.generators)
             came = self._run(number, message.entries, indexed=True)
         finally:
-            self._write_head(number)
+            # Its bank was used for other requests meanwhile.
+            HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, VALUE, 0, 0, number & U32, 0)
         self._answer(number, came)
 
     def _run(self, number: int, entries: bytes, *, indexed: bool) -> bytes:
@@ -259,33 +248,16 @@ class Host:
         if not is_plain(entry.stretch):
             self._segment.write_request_mail(number, entry.request_mail)
 
-    def _put_back(self, data: bytes) -> None:
-        """Put a state into the envs; the last step before it is repeated in them first."""
-        last_step, state = pickle.loads(data)
-        actions: Sequence[Any] = ()
-        assert self._stepper is not None
-        if last_step:
-            entry = next(split_entries(last_step, self._segment.layout.end))
-            self._ask_again(entry)
-            actions = list(self._stepper.actions(entry.number))
-        self._envs().restore_state(state, actions)
-
-    def _write_head(self, number: int) -> None:
-        """Write the head of a message whose bank was used for other requests meanwhile."""
-        HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, VALUE, 0, 0, number & U32, 0)
-
 
 _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     Build: Host._build,
     Reset: Host._reset,
     Call: Host._call,
     GetAttribute: Host._get,
-    HasAttribute: Host._has,
     SetAttribute: Host._set,
     Render: Host._render,
     Branch: Host._branch,
     CaptureState: Host._capture_state,
-    RestoreState: Host._restore_state,
     Replay: Host._replay,
     Close: Host._close,
 }

@@ -1,23 +1,62 @@
-"""How a worker writes what it answers besides rows: a value, or a failure."""
+"""How a worker writes its replies."""
 
 from __future__ import annotations
 
-from multienv.wire.banks import FAILED, HEAD
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from multienv.wire.banks import FAILED, HEAD, STEPPED
+from multienv.wire.infos import InfoPacker, pack_extras
 from multienv.wire.messages import Failure, dumps
 from multienv.wire.segment import Segment
-from multienv.worker.failures import failure_of
+from multienv.worker.failures import failure_of, pickled
 
 U32 = 0xFFFFFFFF
 
 
-def answer(segment: Segment, number: int, kind: int, mail: bytes) -> None:
-    """Write the reply to request ``number``: its kind and its mail; rows stay as they are."""
+def answer(
+    segment: Segment, number: int, kind: int, mail: bytes, *, flags: int = 0, tag: int = 0, evidence: int = 0
+) -> None:
+    """Write head and mail of the reply to request ``number``; ``evidence``: bytes of it that the mail begins with."""
     view = segment.banks[number & 1].view
-    HEAD.pack_into(view, 0, view[0], view[1], kind, 0, 0, number & U32, 0)
+    HEAD.pack_into(view, 0, view[0], view[1], kind, flags, tag, number & U32, evidence)
     segment.write_reply_mail(number, mail)
 
 
 def answer_failure(segment: Segment, number: int, error: Exception) -> None:
-    """Reply to request ``number`` with an exception."""
-    failure: Failure = failure_of(error)
-    answer(segment, number, FAILED, dumps(failure))
+    """Reply with an exception."""
+    answer(segment, number, FAILED, dumps(failure_of(error)))
+
+
+def answer_rows(
+    segment: Segment,
+    number: int,
+    packer: InfoPacker,
+    infos: Sequence[tuple[int, Any]],
+    *,
+    flags: int = 0,
+    tag: int = 0,
+    evidence: bytes = b"",
+    failures: Mapping[int, Failure] | None = None,
+    generators: bytes = b"",
+) -> None:
+    """Reply to a step or a reset whose rows are written.
+
+    Args:
+        segment: With the rows.
+        number: Of the request.
+        packer: The worker's.
+        infos: Slot and info, or the pickle of an info.
+        flags: Of the reply.
+        tag: That of the reward.
+        evidence: What the rows do not hold.
+        failures: What envs have raised, by slot.
+        generators: Their state before the reset.
+    """
+    rest = b""
+    if infos and not failures and not generators:
+        rest = packer.numbers(infos)
+    if not rest:
+        taken = [(slot, info if type(info) is bytes else pickled("step", info)) for slot, info in infos]
+        rest = pack_extras(taken, failures or {}, generators)
+    answer(segment, number, STEPPED, evidence + rest, flags=flags, tag=tag, evidence=len(evidence))

@@ -8,7 +8,7 @@ is the trainer's to say.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -18,15 +18,15 @@ from gymnasium import spaces
 from gymnasium.vector import utils
 
 from multienv.wire.actions import action_decoder
-from multienv.wire.banks import ABSENT, ENDED, HEAD, IDLE, IRREGULAR, RAISED, STEP, STEPPED, Bank, digester
-from multienv.wire.infos import NUMBERS, InfoPacker, pack_extras
-from multienv.wire.messages import Failure, Reset, dumps
-from multienv.wire.rows import cells, has_rows, leaf_arrays, nested, row_writer
+from multienv.wire.banks import ABSENT, ENDED, IDLE, IRREGULAR, RAISED, STEP, Bank, digester
+from multienv.wire.infos import NUMBERS, InfoPacker
+from multienv.wire.messages import Failure, Reset
+from multienv.wire.rows import Cell, cells, has_rows, leaf_arrays, nested, row_writer
 from multienv.wire.segment import BUSY, REPLY_MAIL, SLOT, Segment
 from multienv.worker.env_group import EnvGroup
 from multienv.worker.exact import STEP_RESULT, Handle
-from multienv.worker.failures import failure_of, not_picklable, wrong_info, wrong_result, wrong_reward
-from multienv.worker.replies import U32, answer_failure
+from multienv.worker.failures import failure_of, pickled, wrong_info, wrong_result, wrong_reward
+from multienv.worker.replies import answer_failure, answer_rows
 
 Infos = list[tuple[int, Any]]  # slot and info: a dict of numbers, or the pickle of anything else
 Failures = dict[int, Failure]
@@ -49,11 +49,6 @@ class RowsStepper:
         self._decode = action_decoder(self._batch_space, segment)
         self._packer = InfoPacker(group.slots)
         self._sides = [_Side(group, bank) for bank in segment.banks]
-
-    def actions(self, number: int) -> Iterable[Any]:
-        """Return the actions in the bank of request ``number``, which is a step: one for each slot."""
-        batch = self._decode(number, self._segment.banks[number & 1].view[1] & ~ABSENT)
-        return batch if self._is_array else utils.iterate(self._batch_space, batch)
 
     def compile(self, otherwise: Handle, last: list[int]) -> Handle:  # noqa: C901 - see below
         """Return the function that executes any request; see :meth:`ExactStepper.compile`.
@@ -122,12 +117,9 @@ class RowsStepper:
 
         return handle
 
-    def reset(self, number: int, message: Reset) -> None:
-        """Execute a reset of the slots that are named and not absent."""
+    def reset(self, number: int, message: Reset, generators: bytes) -> None:
+        """Execute a reset of the slots that are named and not absent, and tell how the generators stood before it."""
         group, side = self._group, self._sides[number & 1]
-        if message.generators is not None:
-            group.restore_generators(message.generators)
-        generators = group.capture_generators() if message.anchor else b""
         infos: Infos = []
         failures: Failures = {}
         side.clear_flags()
@@ -156,15 +148,12 @@ class RowsStepper:
         observation, reward, terminated, truncated, info = result
         if self._group.autoreset != "SAME_STEP":
             return observation, info
-        try:
-            data = dumps((observation, reward, bool(terminated), bool(truncated), info))
-        except Exception as error:
-            raise not_picklable("step", error) from error
+        data = pickled("step", (observation, reward, bool(terminated), bool(truncated), info))
         final_observation, _, _, _, final_info = pickle.loads(data)  # the env may change its own in reset()
         try:
             observation, info = self._group.begin(slot)
         except Exception as error:
-            raise _ResetRaisedError(error, data) from error
+            raise _ResetRaisedError(data) from error
         return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}
 
     def _calls_without(self, side: _Side) -> list[Callable[[Any], Any]]:
@@ -178,10 +167,11 @@ class RowsStepper:
         if isinstance(error, _AbsentError):
             group.end(slot)
             side.blank(slot)
-            if error.is_idle:
+            if error.args == (IDLE,):
                 return
         elif isinstance(error, _ResetRaisedError):
-            failure = replace(failure_of(error.cause), returned=error.returned)
+            assert error.__cause__ is not None
+            failure = replace(failure_of(error.__cause__), returned=error.args[0])
             self._note_failure(side, slot, failure, failures)
             return
         else:
@@ -208,22 +198,20 @@ class RowsStepper:
 
     def _finish(self, number: int, side: _Side, infos: Infos, failures: Failures, generators: bytes = b"") -> None:
         """Write head and mail of a reply that is not plain, once the rows are written."""
-        rest = b""
-        if infos and not failures and not generators:
-            rest = self._packer.numbers(infos)
-        if not rest:
-            rest = pack_extras(self._pickled(infos), failures, generators)
         self._segment.words[SLOT] = 0
         if side.digest is not None:
             side.digest()
         evidence = b"" if side.loose is None else pickle.dumps(side.loose, protocol=5)
-        flags = side.flags | (IRREGULAR if evidence else 0)
-        view = side.bank.view
-        HEAD.pack_into(view, 0, view[0], view[1], STEPPED, flags, 0, number & U32, len(evidence))
-        self._segment.write_reply_mail(number, evidence + rest)
-
-    def _pickled(self, infos: Infos) -> list[tuple[int, bytes]]:
-        return [(slot, info if isinstance(info, bytes) else dumps(info)) for slot, info in infos]
+        answer_rows(
+            self._segment,
+            number,
+            self._packer,
+            infos,
+            flags=side.flags | (IRREGULAR if evidence else 0),
+            evidence=evidence,
+            failures=failures,
+            generators=generators,
+        )
 
 
 class _Side:
@@ -254,7 +242,7 @@ class _Side:
         if not has_rows(space):
             self.loose = [None] * group.slots
             self.write = self._keep
-            self.cells: list[Any] = [_Loose(self._keep, slot) for slot in range(group.slots)]
+            self.cells: list[Any] = [Cell(self._keep, slot) for slot in range(group.slots)]
             return
         self._leaves = leaf_arrays(space, bank)
         tree = nested(space, self._leaves)
@@ -268,10 +256,7 @@ class _Side:
 
     def _keep(self, slot: int, observation: Any) -> None:
         assert self.loose is not None
-        try:
-            self.loose[slot] = dumps(observation)
-        except Exception as error:
-            raise not_picklable("step", error) from error
+        self.loose[slot] = pickled("step", observation)
 
     def blank(self, slot: int) -> None:
         """Write the row of an env of which there is nothing to tell."""
@@ -298,45 +283,16 @@ class _Side:
         self.flags = 0
 
 
-class _Loose:
-    """Takes an observation that is assigned to all of it, where observations have no rows."""
-
-    __slots__ = ("_keep", "_slot")
-
-    def __init__(self, keep: Callable[[int, Any], None], slot: int) -> None:
-        self._keep, self._slot = keep, slot
-
-    def __setitem__(self, whole: slice, observation: Any) -> None:
-        self._keep(self._slot, observation)
-
-
 class _AbsentError(Exception):
-    """An env does not take part in a step; caught by the step.
-
-    Attributes:
-        is_idle: Nor is it reset in this step.
-    """
-
-    def __init__(self, is_idle: bool) -> None:
-        super().__init__()
-        self.is_idle = is_idle
+    """An env does not take part in a step; its argument says how (see ``wire.banks``). Caught by the step."""
 
 
 class _ResetRaisedError(Exception):
-    """The reset that followed the end of an episode in the same step raised; caught by the step.
-
-    Attributes:
-        cause: What it raised.
-        returned: What the step had returned, pickled.
-    """
-
-    def __init__(self, cause: Exception, returned: bytes) -> None:
-        super().__init__()
-        self.cause, self.returned = cause, returned
+    """The reset in the same step raised; its argument is what ``step()`` had returned, pickled. Caught by the step."""
 
 
 def _be_absent(absent: int, action: Any) -> NoReturn:
-    raise _AbsentError(absent == IDLE)
+    raise _AbsentError(absent)
 
 
 def _taken(info: Any) -> Any:
@@ -345,7 +301,4 @@ def _taken(info: Any) -> Any:
         raise wrong_info(info)
     if NUMBERS.issuperset(map(type, info.values())):
         return dict(info)
-    try:
-        return dumps(info)
-    except Exception as error:
-        raise not_picklable("step", error) from error
+    return pickled("step", info)

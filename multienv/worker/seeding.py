@@ -16,6 +16,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.utils.seeding import np_random
 
 Env = gymnasium.Env[Any, Any]
 
@@ -32,19 +33,15 @@ def seed_process(seeds: Sequence[int]) -> None:
     np.random.seed(seeds[1])  # noqa: NPY002 - the legacy global state is what must not be shared
 
 
-def drawn_seed(draw: int, attempt: int) -> int:
-    """Return the seed for a first reset without one.
+def give_generator(env: Env, draw: int) -> None:
+    """Give an env that has no generator of gymnasium's one that is seeded with a recorded number.
 
-    Args:
-        draw: Recorded for the slot when its env was launched for the first time.
-        attempt: How many resets of this env have raised.
+    A first reset without a seed then draws from it, and not from one that gymnasium would seed by chance. The reset
+    itself is called without a seed: some envs do something else with one.
     """
-    return int(np.random.SeedSequence((draw, attempt)).generate_state(1)[0])
-
-
-def has_generator(env: Env) -> bool:
-    """Tell whether the env has made its own generator, in its constructor for instance."""
-    return getattr(env.unwrapped, _USUAL, None) is not None
+    inner = env.unwrapped
+    if getattr(inner, _USUAL, None) is None:
+        inner._np_random, inner._np_random_seed = np_random(draw)
 
 
 def capture(envs: Sequence[Env]) -> bytes:
@@ -52,25 +49,24 @@ def capture(envs: Sequence[Env]) -> bytes:
     process = random.getstate(), np.random.get_state()  # noqa: NPY002
     found = []
     for env in envs:
-        states = {place: _get_state(holder, name) for place, holder, name in _generators(env)}
+        generators = {place: getattr(holder, name) for place, holder, name in _generators(env)}
         # Without the seed beside its generator gymnasium would draw both anew as soon as it is asked for the seed.
-        found.append(([getattr(layer, _USUAL_SEED, None) for layer in layers_of(env)], states))
+        found.append((getattr(env.unwrapped, _USUAL_SEED, None), generators))
     return pickle.dumps((process, found), protocol=5)
 
 
 def restore(envs: Sequence[Env], data: bytes) -> None:
     """Put back what :func:`capture` took, into newly built envs of the same kind."""
     (state_of_random, state_of_numpy), found = pickle.loads(data)
-    for env, (seeds, states) in zip(envs, found, strict=True):
+    for env, (seed, generators) in zip(envs, found, strict=True):
+        if seed is not None:
+            setattr(env.unwrapped, _USUAL_SEED, seed)
         layers = list(layers_of(env))
-        for layer, seed in zip(layers, seeds, strict=True):
-            if seed is not None:
-                setattr(layer, _USUAL_SEED, seed)
-        for (depth, path), state in states.items():
+        for (depth, path), generator in generators.items():
             holder: Any = layers[depth]
             for name in path[:-1]:
                 holder = getattr(holder, name)
-            _set_state(holder, path[-1], state)
+            _put_back(holder, path[-1], generator)
     random.setstate(state_of_random)
     np.random.set_state(state_of_numpy)  # noqa: NPY002
 
@@ -105,30 +101,28 @@ def _names(layer: Any) -> list[str]:
     """
     held = gc.get_referents(layer)
     held += [value for attributes in held if type(attributes) is dict for value in attributes.values()]
-    found = [value for value in held if isinstance(value, _KINDS)]
+    found = [value for value in held if _is_generator(value)]
     if not found:
         return []
     if all(value is getattr(layer, _USUAL, None) for value in found):
         return [_USUAL]
-    return [name for name, value in getattr(layer, "__dict__", {}).items() if isinstance(value, _KINDS)]
+    return [name for name, value in getattr(layer, "__dict__", {}).items() if _is_generator(value)]
 
 
-def _get_state(holder: Any, name: str) -> Any:
-    generator = getattr(holder, name)
-    if isinstance(generator, np.random.Generator):
-        return generator  # pickles with its state; put back as a copy of its own
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)  # which has no state
 
 
-def _set_state(holder: Any, name: str, state: Any) -> None:
-    if isinstance(state, np.random.Generator):
-        present: Any = getattr(holder, name, None)
-        if type(present) is type(state) and type(present.bit_generator) is type(state.bit_generator):
-            # In place: the env may hold the same generator under several names.
-            present.bit_generator.state = state.bit_generator.state
-        else:
-            setattr(holder, name, state)
-    elif isinstance(getattr(holder, name, None), random.Random):
-        getattr(holder, name).setstate(state)
+def _put_back(holder: Any, name: str, generator: Any) -> None:
+    """Have the holder draw what ``generator`` would; in place, because it may hold its own under several names."""
+    own: Any = getattr(holder, name, None)
+    if type(own) is not type(generator):
+        setattr(holder, name, generator)
+    elif isinstance(own, random.Random):
+        own.setstate(generator.getstate())
+    elif isinstance(own, np.random.RandomState):
+        own.set_state(generator.get_state())
+    elif type(own.bit_generator) is type(generator.bit_generator):
+        own.bit_generator.state = generator.bit_generator.state
     else:
-        getattr(holder, name).set_state(state)
+        setattr(holder, name, generator)

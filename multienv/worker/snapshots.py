@@ -34,8 +34,8 @@ from multienv.worker.ends import MARK_VARIABLE, Ends, mark_of
 
 # Process, number of the last request executed in it, and the token it is kept under; 0: it is for the worker's death.
 ANNOUNCEMENT = struct.Struct("<QQQ")
-WAKING = struct.Struct("<QQQ")  # trainer, monitor, number of the worker it is from now on
-# What comes with it: line, memory, stack, stderr, announcements.
+WAKING = struct.Struct("<Q")  # the monitor
+# What comes with it: line, memory, stack, announcements, stderr.
 _WAKING_DESCRIPTORS = 5
 
 # Why there are none; control word OBSTACLE is an index.
@@ -241,8 +241,8 @@ class Snapshots:
 
     @staticmethod
     def _get_up(message: bytes, descriptors: list[int]) -> Ends:
-        trainer, monitor, worker = WAKING.unpack(message)
-        line, memory, stack, stderr, announcements = descriptors
+        (monitor,) = WAKING.unpack(message)
+        line, memory, stack, announcements, stderr = descriptors
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
         # Asked again and again: nothing tells a process that it has another parent.
         until = time.monotonic() + _ORPHANED_WITHIN
@@ -254,5 +254,5 @@ class Snapshots:
         os.close(stderr)
         for descriptor in (line, memory, stack, announcements):
             os.set_inheritable(descriptor, False)
-        os.environ[MARK_VARIABLE] = mark_of(trainer, worker)
+        os.environ[MARK_VARIABLE] = mark_of(monitor, os.getpid())
         return Ends.of(line, memory, stack, announcements)

@@ -1,22 +1,17 @@
 """How the state of objects that cannot be pickled, or better are not, is read as plain data and put back.
 
-ALE's emulator and MuJoCo's model and data are known; :func:`register_state_hook` adds others.
+ALE's emulator is known; :func:`register_state_hook` adds others. MuJoCo's objects are pickled like any other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import pickle
-import sys
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from multienv.errors import UsageError
 
@@ -117,10 +112,8 @@ def own_hook(kind: type) -> StateHook | None:
     return StateHook(get_state, set_state)
 
 
-# --- ALE: the emulator, its generator, lives and frame numbers ---------------------------------------
-
-
 def _clone_ale(ale: Any) -> Any:
+    """Return the emulator, its generator, lives and frame numbers."""
     return ale.cloneState(include_rng=True)
 
 
@@ -128,81 +121,4 @@ def _restore_ale(ale: Any, state: Any) -> None:
     ale.restoreState(state)
 
 
-# --- MuJoCo -------------------------------------------------------------------------------------------
-
-
-def _mujoco() -> Any:
-    return sys.modules["mujoco"]  # imported: there is an object of it
-
-
-def _saved_model(model: Any) -> bytes:
-    buffer = np.empty(_mujoco().mj_sizeModel(model), np.uint8)
-    _mujoco().mj_saveModel(model, None, buffer)
-    return buffer.tobytes()
-
-
-@lru_cache(maxsize=1)  # the envs of a process have equal models as a rule
-def _compressed(model: bytes) -> bytes:
-    return zlib.compress(model, 1)
-
-
-def _clone_model(model: Any) -> bytes:
-    return _compressed(_saved_model(model))
-
-
-def _restore_model(model: Any, state: bytes) -> None:
-    """Put a saved model into that of a new env, which is equal unless the env changes its model as it goes."""
-    wanted = zlib.decompress(state)
-    if _saved_model(model) == wanted:
-        return
-    other = _mujoco().MjModel.from_binary_path("state.mjb", {"state.mjb": wanted})
-    for mine, theirs in ((model, other), (model.opt, other.opt), (model.stat, other.stat), (model.vis, other.vis)):
-        _copy_numbers(mine, theirs)
-    if _saved_model(model) != wanted:
-        raise ValueError("the env has changed its MjModel in ways that cannot be put back")
-
-
-def _copy_numbers(mine: Any, theirs: Any) -> None:
-    for name in dir(mine):
-        value = None if name.startswith("_") else getattr(theirs, name)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            getattr(mine, name)[...] = value
-        elif isinstance(value, int | float) and value != getattr(mine, name):
-            with contextlib.suppress(AttributeError):  # a size, and the same if the model is
-                setattr(mine, name, value)
-        elif type(value).__module__.startswith("mujoco") and name in _PARTS_OF_VISUAL:
-            _copy_numbers(getattr(mine, name), value)
-
-
-_PARTS_OF_VISUAL = ("global_", "quality", "headlight", "map", "scale", "rgba")
-
-
-def _clone_data(data: Any) -> tuple[bytes, bool, bytes]:
-    """Return all of an MjData: what a step has computed is read by the next one, before it is computed again.
-
-    Less its model, which is three quarters of the pickle: the new env has an equal one, or is given it.
-
-    Returns:
-        The pickle before the model, whether the model was left out, and the pickle behind it.
-    """
-    pickled, model = pickle.dumps(data, protocol=5), _saved_model(data.model)
-    begin = pickled.find(model[:_ENOUGH])
-    if not pickled.startswith(model, begin):
-        return pickled, False, b""
-    return pickled[:begin], True, pickled[begin + len(model) :]
-
-
-def _restore_data(data: Any, state: tuple[bytes, bool, bytes]) -> None:
-    before, without_model, behind = state
-    copy = pickle.loads(before + (_saved_model(data.model) if without_model else b"") + behind)
-    _mujoco().mj_copyData(data, copy.model, copy)
-
-
-# The first bytes of a model, by which it is found in a pickle.
-_ENOUGH = 1024
-
-_BUILT_IN = {
-    ("ale_py", "ALEInterface"): StateHook(_clone_ale, _restore_ale),
-    ("mujoco", "MjModel"): StateHook(_clone_model, _restore_model),
-    ("mujoco", "MjData"): StateHook(_clone_data, _restore_data),
-}
+_BUILT_IN = {("ale_py", "ALEInterface"): StateHook(_clone_ale, _restore_ale)}

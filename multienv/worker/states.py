@@ -28,8 +28,6 @@ Beginning = tuple[int | None, dict[str, Any] | None]  # seed and options of a re
 Place = tuple[int, str]  # depth of a layer; name of its attribute, or "" for the layer itself
 
 _PROTOCOL = 5
-# With sticky actions ALE may ignore an action: with this many, one is taken as good as surely.
-_WARMING_STEPS = 8
 # Made anew by gymnasium, and never a state.
 _DERIVED = frozenset(("spec", "_cached_spec"))
 
@@ -81,25 +79,11 @@ def restore(env: Env, state: bytes) -> None:
         last_hook.set_state(layers[-1], of_last)
 
 
-def warm_up(env: Env, beginning: Beginning | None, actions: Sequence[Any]) -> None:
-    """Bring a new env near to where it is to be.
-
-    Objects that a reset makes must be there to be given their state. And there is state that cannot be read, but is as
-    it was after some steps with the last action: the action that ALE repeats when it ignores the present one.
-
-    Args:
-        env: The env.
-        beginning: Seed and options of its last reset; ``None``: it was never reset.
-        actions: Its last action, or none.
-    """
-    if beginning is None:
-        return
-    with contextlib.suppress(Exception):  # what matters is the state that follows
-        env.reset(seed=beginning[0], options=beginning[1])
-        for action in (*actions,) * _WARMING_STEPS:
-            _, _, terminated, truncated, _ = env.step(action)
-            if terminated or truncated:
-                return
+def warm_up(env: Env, beginning: Beginning | None) -> None:
+    """Reset a new env as the old one was last reset (``None``: never): objects that a reset makes must be there."""
+    if beginning is not None:
+        with contextlib.suppress(Exception):  # what matters is the state that follows
+            env.reset(seed=beginning[0], options=beginning[1])
 
 
 def _layers(env: Env) -> tuple[list[Any], StateHook | None]:

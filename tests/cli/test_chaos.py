@@ -54,12 +54,6 @@ def test_a_deterministic_env(reports: Path) -> None:
     assert not list(reports.iterdir())  # they would push out those of real losses
 
 
-def test_by_replay_alone() -> None:
-    result = chaos("Counter-v0", "--kills", "12", "--no-snapshots")
-    assert result.exit_code == 0, result.output
-    assert "brought back by: snapshot" not in result.output
-
-
 def test_an_env_that_is_another_one_in_each_process_is_found_out() -> None:
     result = chaos("Pid-v0", "--kills", "20", "--minutes", "0.5")
     assert result.exit_code == 1, result.output
@@ -71,6 +65,17 @@ def test_an_env_that_cannot_be_made() -> None:
     assert result.exit_code == 2
     assert "cannot be made" in result.output
     assert chaos("Counter-v0", "--env-kwargs", "{").exit_code == 2
+
+
+def test_an_env_that_a_module_of_the_working_directory_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_envs.py").write_text(
+        "from kit import CounterEnv\ndef make(horizon): return CounterEnv(horizon=horizon)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    arguments = ("--env-kwargs", '{"horizon": 7}', "--kills", "2")
+    assert chaos("my_envs:make", *arguments).exit_code == 0
+    assert chaos("my_envs:nothing").exit_code == 2
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import pytest
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 
 
-@pytest.fixture(params=[AsyncSubprocessEnvManager, SyncSubprocessEnvManager])
+# They differ in what step() waits for; the tests of that name their class.
+@pytest.fixture(params=[AsyncSubprocessEnvManager, pytest.param(SyncSubprocessEnvManager, marks=pytest.mark.soak)])
 def manager_of(request: pytest.FixtureRequest) -> Any:
     return request.param
 

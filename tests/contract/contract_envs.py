@@ -70,21 +70,6 @@ class LockInfoEnv(CounterEnv):
         return threading.Lock()
 
 
-class PhasesEnv(CounterEnv):
-    """Sets its step anew: at each reset, and when told to."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        result = super().reset(seed=seed)
-        self.enter("first")
-        return result
-
-    def enter(self, phase: str) -> None:
-        def step(action: Any) -> Any:
-            return *CounterEnv.step(self, action)[:4], {"phase": phase}
-
-        self.step = step  # type: ignore[method-assign]
-
-
 class FarewellEnv(SlowEnv):
     """Leaves a file when it is closed."""
 

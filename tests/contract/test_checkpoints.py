@@ -22,20 +22,14 @@ from kit import (
     NondeterministicEnv,
     StickyStateEnv,
     Transition,
-    assert_same_trajectory,
-    rollout,
 )
 from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, NotRestoredError, UsageError
 
 ENVS: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
-    "counter": partial(CounterEnv, horizon=7),
     "global generators": GlobalRandomEnv,
     "sticky": StickyStateEnv,
-    **{
-        name: partial(gymnasium.make, name)
-        for name in ("CartPole-v1", "BipedalWalker-v3", "LunarLander-v3", "CarRacing-v3")
-    },
+    **{name: partial(gymnasium.make, name) for name in ("CartPole-v1", "LunarLander-v3")},
 }
 
 
@@ -54,7 +48,7 @@ def go_on(env: gymnasium.Env[Any, Any], actions: list[Any], *, ended: bool) -> l
     return record
 
 
-@pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.soak), 45])
+@pytest.mark.parametrize("steps", [0, 45])
 @pytest.mark.parametrize("name", ENVS)
 def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
     env_fn = ENVS[name]
@@ -81,42 +75,6 @@ def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
     for one, two in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(one[0], two[0], strict=True)
         assert one[1:] == two[1:]
-
-
-def test_of_a_checkpoint_of_a_checkpoint() -> None:
-    env_fn = ENVS["CartPole-v1"]
-    with SubprocessEnv(env_fn) as env:
-        env.reset(seed=1)
-        env.step(1)
-        first = env.state_dict()
-        env.step(0)
-        expected = go_on(env, [1, 0] * 40, ended=False)
-    with SubprocessEnv(env_fn) as env:
-        env.load_state_dict(first)
-        env.step(0)
-        second = env.state_dict()
-        env.step(1)
-    with SubprocessEnv(env_fn) as env:
-        env.load_state_dict(second)
-        assert repr(go_on(env, [1, 0] * 40, ended=False)) == repr(expected)
-
-
-def test_from_a_journal_that_has_been_shortened() -> None:
-    policy = RestartPolicy(journal_limit=20_000)
-    env_fn = partial(gymnasium.make, "CartPole-v1")
-    with SubprocessEnv(env_fn, restart=policy) as env:
-        rollout(env, num_steps=3000, seed=1)
-        env.reset()
-        env.step(1)
-        state = env.state_dict()
-        assert not state["journal"]["complete"]
-        expected = go_on(env, [1, 0] * 40, ended=False)
-    with SubprocessEnv(env_fn, restart=policy) as env:
-        env.load_state_dict(state)
-        rest = env.state_dict()
-        assert rest["journal"] == state["journal"]
-        os.kill(env.statistics().pid or 0, signal.SIGKILL)
-        assert repr(go_on(env, [1, 0] * 40, ended=False)) == repr(expected)
 
 
 def test_what_cannot_be_restored_leaves_the_env_as_it_was() -> None:
@@ -151,8 +109,8 @@ def damaged(state: Any) -> Iterator[Any]:
         yield from (None, "x") if state is not None else (0,)
 
 
-@pytest.mark.parametrize("env_fn", [partial(CounterEnv, horizon=None), partial(gymnasium.make, "CartPole-v1")])
-def test_a_damaged_one_is_refused(env_fn: Any) -> None:
+def test_a_damaged_one_is_refused() -> None:
+    env_fn = partial(gymnasium.make, "CartPole-v1")
     with SubprocessEnv(env_fn) as env:
         env.reset(seed=0)
         for _ in range(3):
@@ -258,17 +216,3 @@ def test_the_trainer_is_killed_and_another_goes_on(tmp_path: Path) -> None:
             m.step([t % 4, (t + 1) % 4])
         expected = "".join(f"{m.step([t % 4, (t + 1) % 4])[:4]}\n" for t in range(60, 150))
     assert second.stdout == expected
-
-
-def test_the_record_of_a_restored_env_is_that_of_an_undisturbed_one() -> None:
-    env_fn = ENVS["BipedalWalker-v3"]
-    with SubprocessEnv(env_fn) as env:
-        first = rollout(env, num_steps=120, seed=2)
-        state = env.state_dict()
-    with SubprocessEnv(env_fn) as env:
-        env.load_state_dict(state)
-        second = rollout(env, num_steps=120, policy_seed=1)
-    with gymnasium.make("BipedalWalker-v3") as env:
-        assert_same_trajectory(
-            [*first, *second], [*rollout(env, num_steps=120, seed=2), *rollout(env, num_steps=120, policy_seed=1)]
-        )

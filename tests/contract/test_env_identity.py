@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import threading
 from collections import OrderedDict
 from functools import partial
@@ -11,13 +13,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from contract_envs import CallableAttributes, DictEnv, EchoEnv, PhasesEnv
+from contract_envs import CallableAttributes, DictEnv, EchoEnv
 from gymnasium import wrappers
 from gymnasium.utils.env_checker import check_env
 
 from kit import (
     CounterEnv,
-    GlobalRandomEnv,
     SameArrayEnv,
     SpaceEnv,
     assert_same_trajectory,
@@ -26,7 +27,7 @@ from kit import (
     first_difference,
     rollout,
 )
-from multienv import RestartPolicy, SerialEnv, SubprocessEnv
+from multienv import SerialEnv, SubprocessEnv
 from multienv.errors import UsageError
 
 FACES = [SubprocessEnv, SerialEnv]
@@ -43,28 +44,14 @@ def wrapped_inside() -> gymnasium.Env[Any, Any]:
 
 @pytest.mark.parametrize(
     "env_fn",
-    [
-        partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array"),
-        partial(gymnasium.make, "FrozenLake-v1"),
-        partial(gymnasium.make, "Pendulum-v1"),
-        partial(gymnasium.make, "Blackjack-v1"),
-        DictEnv,
-        wrapped_inside,
-        partial(CounterEnv, render_mode="rgb_array"),
-    ],
-    ids=["CartPole", "FrozenLake", "Pendulum", "Blackjack", "Dict", "wrapped", "Counter"],
+    [partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array"), DictEnv, wrapped_inside],
+    ids=["CartPole", "Dict", "wrapped"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("face", FACES)
 def test_gymnasiums_checker_passes(face, env_fn):
     with face(env_fn) as env:
         check_env(env, skip_render_check=True)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_gymnasiums_checker_passes_in_a_wrapper():
-    with SubprocessEnv(CARTPOLE) as env:
-        check_env(wrappers.OrderEnforcing(wrappers.TimeLimit(env, 30)), skip_render_check=True)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -85,12 +72,9 @@ def test_it_is_known_by_what_the_env_is(face):
 
 
 @pytest.mark.parametrize("wrap", [
-    lambda env: wrappers.TimeLimit(env, 6),
-    wrappers.FlattenObservation,
-    lambda env: wrappers.FrameStackObservation(env, 3),
-    lambda env: wrappers.ClipReward(env, 0.0, 0.5),
+    lambda env: wrappers.FrameStackObservation(wrappers.TimeLimit(env, 6), 3),
     lambda env: wrappers.NormalizeObservation(wrappers.Autoreset(env)),
-], ids=["TimeLimit", "Flatten", "FrameStack", "ClipReward", "Normalize"])  # fmt: skip
+], ids=["FrameStack", "Normalize"])  # fmt: skip
 def test_wrappers_around_it_see_what_they_would_see_around_the_env(wrap):
     env_fn = partial(SpaceEnv, horizon=9)
     with SubprocessEnv(env_fn) as env:
@@ -98,9 +82,7 @@ def test_wrappers_around_it_see_what_they_would_see_around_the_env(wrap):
     assert_same_trajectory(seen, rollout(wrap(env_fn()), num_steps=40, seed=3), compare_info=True)
 
 
-@pytest.mark.parametrize(
-    "env_id", ["CartPole-v1", "FrozenLake-v1", "Pendulum-v1", "Blackjack-v1", "Acrobot-v1", "Taxi-v4"]
-)
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "FrozenLake-v1", "Pendulum-v1", "Blackjack-v1"])
 def test_a_run_equals_that_of_the_env_itself_infos_included(env_id):
     env_fn = partial(gymnasium.make, env_id, max_episode_steps=25)
     twin = env_fn()
@@ -115,24 +97,46 @@ def test_a_run_equals_that_of_the_env_itself_infos_included(env_id):
             assert env.np_random_seed == env.get_attr("np_random_seed") == 11
 
 
-@pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("name", example_spaces())
-def test_every_space_keeps_its_types_and_the_order_of_its_keys(name, face):
+def test_every_space_keeps_its_types_and_the_order_of_its_keys_also_after_a_loss(name):
     space = example_spaces()[name]
     env_fn = partial(SpaceEnv, observation_space=space, action_space=space)
     space.seed(5)
-    actions = [space.sample() for _ in range(5)]
-    twin = env_fn()
-    with face(env_fn) as env:
-        assert env.observation_space == env.action_space == space
-        for run in (twin, env):
-            run.reset(seed=2)
-        for action in actions:
-            seen, expected = env.step(action), twin.step(action)
-            assert digest_value(seen[0]) == digest_value(expected[0])
-            assert _key_order(seen[0]) == _key_order(expected[0])
-            assert seen[1:] == expected[1:]
-            assert type(seen[1]) is type(expected[1])
+    actions = [space.sample() for _ in range(6)]
+    for face in FACES:
+        twin = env_fn()
+        with face(env_fn) as env:
+            assert env.observation_space == env.action_space == space
+            for run in (twin, env):
+                run.reset(seed=2)
+            for step, action in enumerate(actions):
+                if face is SubprocessEnv and step == 4:
+                    os.kill(env.statistics().pid, signal.SIGKILL)
+                seen, expected = env.step(action), twin.step(action)
+                assert digest_value(seen[0]) == digest_value(expected[0])
+                assert _key_order(seen[0]) == _key_order(expected[0])
+                assert seen[1:] == expected[1:]
+                assert type(seen[1]) is type(expected[1])
+            assert face is SerialEnv or env.statistics().exact_recoveries == 1
+
+
+def test_a_megabyte_in_every_direction_also_after_a_loss():
+    space = gymnasium.spaces.Box(0, 255, (1024, 1024), np.uint8)
+    env_fn = partial(SpaceEnv, observation_space=space, action_space=space)
+    space.seed(0)
+    actions = [space.sample() for _ in range(4)]
+    with SubprocessEnv(env_fn) as env:
+
+        def kill(step: int) -> None:
+            if step == 2:
+                os.kill(env.statistics().pid, signal.SIGKILL)
+
+        seen = rollout(env, actions, seed=1, before_step=kill)
+        assert_same_trajectory(seen, rollout(env_fn(), actions, seed=1), compare_info=True)
+        assert env.statistics().exact_recoveries == 1
+        value = np.random.default_rng(0).random(300_000)
+        env.set_attr("large", value)
+        assert (env.get_attr("large") == value).all()
 
 
 def _key_order(value: Any) -> Any:
@@ -191,44 +195,6 @@ def test_an_action_may_be_reused_and_written_to_by_the_caller():
         env.step_async(action)
         action += 1
         assert env.step_wait()[4]["action"] == digest_value(np.zeros(3, np.float32))
-
-
-def test_a_megabyte_in_every_direction():
-    space = gymnasium.spaces.Box(0, 255, (1024, 1024), np.uint8)
-    env_fn = partial(SpaceEnv, observation_space=space, action_space=space)
-    space.seed(0)
-    actions = [space.sample() for _ in range(4)]
-    with SubprocessEnv(env_fn) as env:
-        assert_same_trajectory(rollout(env, actions, seed=1), rollout(env_fn(), actions, seed=1), compare_info=True)
-        value = np.random.default_rng(0).random(300_000)
-        env.set_attr("large", value)
-        assert (env.get_attr("large") == value).all()
-
-
-def test_options_reach_the_reset():
-    with SubprocessEnv(CounterEnv) as env:
-        assert env.reset(seed=0, options={"start": 4})[0][0] == 4
-
-
-def test_unseeded_resets_go_on_drawing_where_the_last_episode_ended():
-    twin = CounterEnv(horizon=3)
-    with SubprocessEnv(partial(CounterEnv, horizon=3)) as env:
-        assert_same_trajectory(rollout(env, num_steps=12, seed=9), rollout(twin, num_steps=12, seed=9))
-
-
-def test_without_any_seed_two_envs_differ():
-    draws = []
-    for _ in range(2):
-        with SubprocessEnv(CounterEnv) as env:
-            draws.append(env.reset()[0][2])
-    assert draws[0] != draws[1]
-
-
-def test_two_runs_in_one_process_each_do_not_share_global_generators():
-    with SubprocessEnv(GlobalRandomEnv) as one, SubprocessEnv(GlobalRandomEnv) as other:
-        first, second = one.reset(seed=0)[0], other.reset(seed=0)[0]
-        assert first[2] != second[2], "random"
-        assert first[3] != second[3], "numpy.random"
 
 
 # --- attributes, calls, render ------------------------------------------------------------------
@@ -306,14 +272,15 @@ def test_what_the_env_does_not_have_is_its_own(face):
 
 
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("name", ["poke", "poke_later"])
-def test_a_method_is_called_there_and_not_on_a_copy(face, name):
+def test_a_method_is_called_there_and_not_on_a_copy(face):
     """As Stable-Baselines3's ``env_method`` does."""
     with face(Poked) as env:
         env.reset(seed=0)
-        wrappers.TimeLimit(env, 5).get_wrapper_attr(name)(0.5)
-        assert env.get_attr(name)(amount=1.0) is not None
-        assert env.get_attr("offset") == 1.5
+        for name in ("poke", "poke_later"):
+            env.set_attr("offset", 0.0)
+            wrappers.TimeLimit(env, 5).get_wrapper_attr(name)(0.5)
+            assert env.get_attr(name)(amount=1.0) is not None
+            assert env.get_attr("offset") == 1.5
         assert env.get_attr("named")(name="an argument's") == 13
         assert env.get_attr("step")(1)[0][0] == 1
 
@@ -326,22 +293,6 @@ class Poked(CounterEnv):
 
     def named(self, name):
         return len(name)
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_an_attribute_that_is_not_there_is_an_attribute_error(face):
-    with face(CounterEnv) as env:
-        env.reset(seed=0)
-        for ask in (
-            lambda: env.get_attr("nothing"),
-            lambda: env.call("nothing"),
-            lambda: env.get_wrapper_attr("nothing"),
-        ):
-            with pytest.raises(AttributeError, match="nothing"):
-                ask()
-            with pytest.raises(AttributeError, match="nothing"):
-                _ = env.nothing
-        assert env.step(1)[0][0] == 1, "the episode goes on"
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -365,12 +316,6 @@ def test_what_the_env_has_is_read_from_it(face):
     assert not hasattr(env, "horizon")
 
 
-@pytest.mark.parametrize("name", ["reset", "step", "render", "close"])
-def test_what_has_a_method_of_its_own_cannot_be_called_around_it(name):
-    with SubprocessEnv(CounterEnv) as env, pytest.raises(ValueError, match=f"use `{name}`"):
-        env.call(name)
-
-
 @pytest.mark.parametrize("face", FACES)
 def test_rendered_frames_equal_the_envs(face):
     env_fn = partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")
@@ -383,15 +328,6 @@ def test_rendered_frames_equal_the_envs(face):
             for run in (twin, env):
                 run.step(1)
     twin.close()
-
-
-@pytest.mark.parametrize("mode", ["ansi", None])
-def test_a_render_may_be_a_text_or_nothing(mode):
-    twin = CounterEnv(render_mode=mode)
-    with SubprocessEnv(partial(CounterEnv, render_mode=mode)) as env:
-        env.reset(seed=0)
-        twin.reset(seed=0)
-        assert env.render() == twin.render()
 
 
 # --- statistics ---------------------------------------------------------------------------------
@@ -423,19 +359,8 @@ def test_statistics_follow_its_life():
         now.steps = 5  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_the_journal_stays_within_its_limit_when_episodes_are_given_up_early(steps):
-    """The numbers of the steps are all odd here."""
-    with SubprocessEnv(CounterEnv, restart=RestartPolicy(journal_limit=50_000)) as env:
-        for _ in range(40):
-            env.reset(options={"start": 0, "note": bytes(5000)})
-            for _ in range(steps):
-                env.step(0)
-        assert env.statistics().journal_bytes <= 100_000
-
-
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("info", [None, {}, OrderedDict()], ids=repr)
+@pytest.mark.parametrize("info", [None, OrderedDict()], ids=repr)
 def test_no_info_is_an_empty_one_at_every_reset(face, info):
     with face(partial(EchoEnv, first=(np.zeros(2, np.float32), info))) as env:
         infos = [env.reset(seed=seed)[1] for seed in range(3)]
@@ -444,20 +369,3 @@ def test_no_info_is_an_empty_one_at_every_reset(face, info):
 
 
 # --- a step that is set anew -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_a_step_that_the_env_sets_anew_is_the_one_taken(face):
-    with face(PhasesEnv) as env:
-        env.reset(seed=0)
-        assert env.step(1)[4] == {"phase": "first"}
-        env.call("enter", "second")
-        assert [env.step(1)[4] for _ in range(2)] == [{"phase": "second"}] * 2
-        env.reset()
-        assert env.step(1)[4] == {"phase": "first"}
-        env.set_attr("step", partial(steps_to, 7.0))
-        assert env.step(1)[1] == 7.0
-
-
-def steps_to(reward: float, action: Any) -> Any:
-    return np.zeros(4, np.float32), reward, False, False, {}

@@ -114,10 +114,9 @@ def test_reset_in_the_middle_drops_the_episode_and_does_not_count_it(manager_of:
         assert list(map(len, play(manager).values())) == [2, 2]
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
-def test_start_methods(manager_of: Any, context: str) -> None:
-    with manager_of(counters(3, horizon=2), episode_num=2, context=context) as manager:
-        assert list(map(len, play(manager).values())) == [4, 4, 4]
+def test_spawn(manager_of: Any) -> None:
+    with manager_of(counters(2, horizon=2), episode_num=2, context="spawn") as manager:
+        assert list(map(len, play(manager).values())) == [4, 4]
 
 
 def test_a_manager_that_is_forgotten_leaves_nothing_behind(manager_of: Any) -> None:
@@ -183,7 +182,7 @@ def test_seeds(manager_of: Any, seed: Any, firsts: list[Any]) -> None:
             manager.close()
     for index, first in enumerate(firsts):
         if first is None:
-            assert seen[0][index][1:] == [None, None]  # the first one was drawn
+            assert seen[0][index] == [None, None, None]
             continue
         assert seen[0][index][0] == first
         assert len(set(seen[0][index])) == 3

@@ -13,9 +13,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, SpaceEnv, misbehave
-from multienv import Deadlines, RestartPolicy, SubprocessEnv
-from multienv.errors import ResultNotPicklableError, UsageError, WorkerDiedError
+from kit import CounterEnv, FailsNthTime, SpaceEnv
+from multienv import RestartPolicy, SubprocessEnv
+from multienv.errors import EnvRaisedError, UsageError, WorkerDiedError
 
 ENDLESS = partial(CounterEnv, horizon=None)
 
@@ -44,8 +44,11 @@ class Graded(CounterEnv):
 GRADED = partial(Graded, horizon=None)
 
 
-@pytest.mark.parametrize("how", ["set_attr", "call"])
-@pytest.mark.parametrize("policy", [RestartPolicy(journal_limit=20_000), RestartPolicy(on_crash="truncate")])
+@pytest.mark.parametrize(
+    ("how", "policy"),
+    [("set_attr", RestartPolicy(journal_limit=20_000)), ("call", RestartPolicy(journal_limit=20_000)),
+     ("call", RestartPolicy(on_crash="truncate"))],
+)  # fmt: skip
 def test_what_was_set_outlives_a_trim_and_a_new_life(how: str, policy: RestartPolicy) -> None:
     with SubprocessEnv(GRADED, restart=policy) as env:
         if how == "call":
@@ -80,17 +83,6 @@ def test_options_are_those_of_the_reset_whatever_the_caller_does_with_them() -> 
         assert env.statistics().exact_recoveries == 1
 
 
-def test_frames_handed_out_are_not_handed_out_again() -> None:
-    env_fn = partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array_list")
-    with SubprocessEnv(env_fn) as env:
-        env.reset(seed=0)
-        env.step(1)
-        assert len(env.render()) == 2
-        env.step(0)
-        kill(env)
-        assert len(env.render()) == 1
-
-
 def test_a_reset_in_place_of_the_truncation_that_is_owed() -> None:
     with SubprocessEnv(ENDLESS, restart=RestartPolicy(on_crash="truncate")) as env:
         env.reset(seed=0)
@@ -106,46 +98,7 @@ def test_a_reset_in_place_of_the_truncation_that_is_owed() -> None:
             assert env.step(1)[0][0] == 1
 
 
-class Unwieldy(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__("pickles, and does not come back")
-
-
-class Telling(CounterEnv):
-    def _info(self) -> dict[str, Any]:
-        return {"error": Unwieldy(1, 2)} if self.episode_step == 2 else {}
-
-    def unwieldy(self) -> Unwieldy:
-        return Unwieldy(1, 2)
-
-
-def test_what_does_not_unpickle_here_costs_its_own_answer_alone() -> None:
-    with SubprocessEnv(partial(Telling, horizon=None)) as env:
-        env.reset(seed=0)
-        env.step(1)
-        with pytest.raises(ResultNotPicklableError, match="unpickled"):
-            env.step(1)
-        assert env.step(1)[0][0] == 3
-        with pytest.raises(ResultNotPicklableError, match="call"):
-            env.call("unwieldy")
-        kill(env)
-        assert env.step(1)[0][0] == 4
-        assert env.statistics().exact_recoveries == 1
-
-
-def test_the_last_observation_survives_a_call_without_a_journal() -> None:
-    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
-    with SubprocessEnv(ENDLESS, restart=policy) as env:
-        env.reset(seed=0)
-        seen = env.step(1)[0]
-        env.call("poke", 1.0)
-        kill(env)
-        observation, _, _, truncated, _ = env.step(1)
-        assert truncated
-        np.testing.assert_array_equal(observation, seen)
-
-
-@pytest.mark.parametrize("between", ["get_attr", "refused action", "nothing"])
+@pytest.mark.parametrize("between", ["get_attr", "refused action"])
 def test_a_truncated_step_shows_the_last_large_observation_that_the_caller_saw(between: str) -> None:
     env_fn = partial(SpaceEnv, observation_space=gymnasium.spaces.Box(0, 1, (5000,), np.float64), horizon=99)
     policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
@@ -191,6 +144,35 @@ def test_think_time_does_not_shorten_the_journal() -> None:
         assert env.statistics().exact_recoveries == 1
 
 
+def test_attributes_that_were_set_and_calls_survive_a_loss() -> None:
+    with SubprocessEnv(partial(CounterEnv, render_mode="rgb_array")) as env:
+        env.reset(seed=0)
+        env.set_attr("offset", 2.5)
+        env.call("poke", 0.5)
+        kill(env)
+        assert env.get_attr("offset") == env.get_wrapper_attr("offset") == 3.0
+        assert env.statistics().exact_recoveries == 1
+        twin = CounterEnv(render_mode="rgb_array")
+        twin.reset(seed=0)
+        twin.offset = 3.0
+        assert env.step(1)[0].tolist() == twin.step(np.int64(1))[0].tolist()
+        assert (env.render() == twin.render()).all()
+
+
+def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause(tmp_path: Path) -> None:
+    env_fn = FailsNthTime(counter=str(tmp_path / "built"), nth=2)
+    with SubprocessEnv(env_fn, restart=RestartPolicy(on_crash="raise")) as env:
+        env.reset(seed=0)
+        kill(env)
+        with pytest.raises(WorkerDiedError):
+            env.step(0)
+        with pytest.raises(EnvRaisedError) as caught:
+            env.reset(seed=0)
+        assert type(caught.value.__cause__) in type(caught.value).__mro__
+        env.reset(seed=0)
+        assert env.step(1)[0][0] == 1
+
+
 class Closing(CounterEnv):
     path = ""
 
@@ -224,28 +206,3 @@ def test_a_forked_child_cannot_step_the_trainers_env() -> None:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert env.step(1)[0][0] == 2
-
-
-def test_np_random_of_this_side_is_seeded_by_the_reset_and_leaves_the_envs_own_alone() -> None:
-    twin = CounterEnv()
-    with SubprocessEnv(CounterEnv) as env:
-        for one in (env, twin):
-            one.reset(seed=7)
-        assert env.np_random.random() == gymnasium.utils.seeding.np_random(7)[0].random()
-        assert env.np_random_seed == 7
-        assert env.get_attr("np_random").bit_generator.state == twin.np_random.bit_generator.state
-
-
-def test_bringing_back_takes_no_longer_than_allowed(tmp_path: Path) -> None:
-    """Building hangs from the second time on: the deadline for the recovery ends it, not the longer one to start."""
-
-    def build() -> CounterEnv:
-        if (tmp_path / "built").exists():
-            misbehave("hang")
-        (tmp_path / "built").touch()
-        return CounterEnv(horizon=None)
-
-    with SubprocessEnv(build, deadlines=Deadlines(start=100, recovery=0.5)) as env:
-        env.reset(seed=0)
-        kill(env)
-        assert env.step(1)[3] is True

@@ -79,15 +79,27 @@ OF_ONE: dict[str, Tell] = {
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("face", [partial(SubprocessVectorEnv, envs_per_worker=2), SerialVectorEnv])
-@pytest.mark.parametrize("what", TELLS)
-def test_as_gymnasium_has_them(what, face, mode):
+@pytest.mark.parametrize("what", ["numbers", "of_some_envs", "other_keys_in_some", "now_and_then"])
+def test_as_gymnasium_has_them_in_each_mode(what, mode):
     env_fns = [partial(TellingEnv, TELLS[what], index) for index in range(4)]
-    with beside_gymnasium(face, env_fns, autoreset_mode=mode) as pair:
+    with beside_gymnasium(SubprocessVectorEnv, env_fns, {"envs_per_worker": 2}, autoreset_mode=mode) as pair:
         run_side_by_side(*pair, 14)
 
 
-@pytest.mark.parametrize("how", [{"shared_memory": False}, {"envs_per_worker": 3}, {"observation_mode": "different"}])
+def every_kind(index: int, step: int) -> dict[Any, Any]:
+    """Each kind of infos for three steps in a row, one after the other."""
+    kinds = list(TELLS.values())
+    return kinds[step // 3 % len(kinds)](index, step % 3)
+
+
+@pytest.mark.parametrize("face", [partial(SubprocessVectorEnv, envs_per_worker=2), SerialVectorEnv])
+def test_each_kind_as_gymnasium_has_it(face):
+    env_fns = [partial(TellingEnv, every_kind, index, horizon=1000) for index in range(4)]
+    with beside_gymnasium(face, env_fns) as pair:
+        run_side_by_side(*pair, 3 * len(TELLS) + 5)
+
+
+@pytest.mark.parametrize("how", [{"shared_memory": False}, {"observation_mode": "different"}])
 def test_however_they_travel(how):
     own = {key: value for key, value in how.items() if key != "observation_mode"}
     common = {key: value for key, value in how.items() if key == "observation_mode"}
@@ -96,15 +108,13 @@ def test_however_they_travel(how):
         run_side_by_side(*pair, 14)
 
 
-@pytest.mark.parametrize("what", [*TELLS, *OF_ONE])
-def test_one_env_gives_the_very_types(what):
-    tell = (TELLS | OF_ONE)[what]
-    plain = TellingEnv(tell, 2)
-    with closing(SubprocessEnv(partial(TellingEnv, tell, 2))) as env:
-        env.initialize()
+@pytest.mark.parametrize("tell", [every_kind, *OF_ONE.values()], ids=["every kind", *OF_ONE])
+def test_one_env_gives_the_very_types(tell):
+    plain = TellingEnv(tell, 2, horizon=1000)
+    with SubprocessEnv(partial(TellingEnv, tell, 2, horizon=1000)) as env:
         for one in (plain, env):
             one.reset(seed=1)
-        for _ in range(4):
+        for _ in range(3 * len(TELLS)):
             expected, info = plain.step(0)[4], env.step(0)[4]
             assert repr(info) == repr(expected)
             assert list(map(type, info.values())) == list(map(type, expected.values()))
@@ -117,14 +127,13 @@ def test_many_envs_of_one_process_each():
     assert [repr(info) for info in infos] == [repr(numbers(0, 1)), repr(numbers(1, 1)), "None"]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_while_workers_are_killed(victim):
+def test_while_workers_are_killed():
     env_fns = [partial(TellingEnv, numbers, index, horizon=50) for index in range(4)]
     with beside_gymnasium(SubprocessVectorEnv, env_fns, {"envs_per_worker": 2}) as (ours, theirs):
 
         def act_and_kill(step: int) -> Any:
             if step % 20 == 10:
-                os.kill(ours.statistics()[victim].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                os.kill(ours.statistics()[step // 20 % 2].pid, signal.SIGKILL)  # type: ignore[attr-defined]
             return np.zeros(4, np.int64)
 
         run_side_by_side(ours, theirs, 120, actions=act_and_kill)

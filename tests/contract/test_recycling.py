@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
 
-from kit import CounterEnv, NondeterministicEnv, StickyStateEnv, assert_no_splice, assert_same_trajectory, rollout
+from kit import CounterEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.events import Event, Recycled
 
@@ -26,11 +25,9 @@ def undisturbed(env_fn: Callable[[], gymnasium.Env[Any, Any]], **options: Any) -
 
 @pytest.mark.parametrize(
     "limits",
-    [{"recycle_after_steps": 100}, {"recycle_after_episodes": 3}, {"recycle_after": 0.01}, {"recycle_after_steps": 1}],
+    [{"recycle_after_steps": 100}, {"recycle_after_episodes": 9}, {"recycle_after": 0.1}],
 )
-@pytest.mark.parametrize(
-    "name", ["CartPole-v1", "LunarLander-v3", pytest.param("BipedalWalker-v3", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("name", ["CartPole-v1", pytest.param("LunarLander-v3", marks=pytest.mark.soak)])
 def test_without_a_trace(name: str, limits: dict[str, Any]) -> None:
     env_fn = partial(gymnasium.make, name)
     events: list[Event] = []
@@ -73,14 +70,6 @@ def test_a_leaking_env_stays_small() -> None:
     assert statistics.recycled > 5
 
 
-def test_an_env_that_remembers_is_replayed_from_its_construction() -> None:
-    policy = RestartPolicy(recycle_after_steps=50)
-    with SubprocessEnv(StickyStateEnv, restart=policy) as env:
-        record = rollout(env, num_steps=400, seed=1)
-        assert env.statistics().recycled >= 3
-    assert_same_trajectory(record, undisturbed(StickyStateEnv, num_steps=400, seed=1))
-
-
 def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:
     events: list[Any] = []
     env_fn = partial(NondeterministicEnv, horizon=None)
@@ -93,14 +82,6 @@ def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:
     assert_no_splice([*first, *second])
     assert [event.outcome for event in events] == ["put off", "fresh"]
     assert not any(transition.truncated for transition in first)
-
-
-def test_without_a_journal_it_waits_for_the_next_reset_too() -> None:
-    policy = RestartPolicy(on_crash="raise", on_timeout="raise", recycle_after_steps=50)
-    with SubprocessEnv(partial(CounterEnv, horizon=60), restart=policy) as env:
-        record = rollout(env, num_steps=300, seed=1)
-        assert env.statistics().recycled >= 3
-    assert_no_splice(record)
 
 
 def test_death_in_the_middle_of_it() -> None:
@@ -119,11 +100,10 @@ def test_death_in_the_middle_of_it() -> None:
     assert_same_trajectory(record, undisturbed(env_fn, num_steps=500, seed=1))
 
 
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
-def test_of_several(mode: str) -> None:
+def test_of_several() -> None:
     def run(policy: RestartPolicy) -> tuple[list[Any], int]:
         envs = create_subprocess_envs([partial(gymnasium.make, "CartPole-v1")] * 3, restart=policy)
-        with MultiEnv(envs, autoreset_mode=mode) as m:
+        with MultiEnv(envs, autoreset_mode="SAME_STEP") as m:
             record: list[Any] = [m.reset(seed=5)]
             record += [m.step([(t + i) % 2 for i in range(3)]) for t in range(400)]
             return record, sum(statistics.recycled for statistics in m.statistics() if statistics)
@@ -164,14 +144,3 @@ def test_the_process_that_was_replaced_is_gone_once_it_is_closed(how: str) -> No
             else:
                 assert env.statistics().recycled
     assert children() == before
-
-
-def test_it_is_looked_at_when_an_episode_begins() -> None:
-    """An episode that the caller breaks off has no end."""
-    env = SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(recycle_after_steps=10))
-    with env:
-        for episode in range(5):
-            env.reset(seed=episode)
-            for step in range(1, 21):
-                assert env.step(np.int64(1))[0][0] == step
-        assert env.statistics().recycled == 4

@@ -45,17 +45,11 @@ def horizon_of(env_id: str, context: str = "forkserver", **make: Any) -> tuple[s
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("entry_point", [RegisteredHere, f"{__name__}:RegisteredHere", lambda **k: RegisteredHere(**k)],
-                         ids=["class", "string", "lambda"])  # fmt: skip
+@pytest.mark.parametrize("entry_point", [f"{__name__}:RegisteredHere", lambda **k: RegisteredHere(**k)],
+                         ids=["string", "lambda"])  # fmt: skip
 def test_an_env_registered_in_the_trainer_alone_is_found(register, entry_point, context):
     register("contract/Here-v3", entry_point, kwargs={"horizon": 4})
     assert horizon_of("contract/Here-v3", context) == ("contract/Here-v3", 4)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_a_variant_of_a_built_in_env_registered_in_the_trainer_is_found(register, context):
-    register("ShortCartPole-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=5)
-    assert horizon_of("ShortCartPole-v0", context) == ("ShortCartPole-v0", 5)
 
 
 def test_a_variant_registered_before_multienv_was_imported_is_found():
@@ -74,14 +68,6 @@ assert steps == 8, steps
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
-
-
-def test_an_env_registered_after_the_first_worker_is_found_too(register):
-    with SubprocessEnv(CounterEnv):
-        register("contract/Later-v0", RegisteredHere, kwargs={"horizon": 2})
-        assert horizon_of("contract/Later-v0")[1] == 2
-    register("contract/Later-v1", RegisteredHere, kwargs={"horizon": 3})
-    assert horizon_of("contract/Later-v1")[1] == 3
 
 
 def test_an_entry_point_that_cannot_travel_is_no_obstacle_to_the_others(register):
@@ -117,23 +103,6 @@ def test_the_directory_is_the_trainers(tmp_path, monkeypatch, context):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_directory_that_has_been_deleted_is_done_without(tmp_path, context):
-    code = f"""
-import os
-os.chdir({str(tmp_path)!r})
-os.rmdir({str(tmp_path)!r})
-from multienv import SubprocessEnv
-from multienv.errors import EnvRaisedError
-from kit import CounterEnv
-with SubprocessEnv(CounterEnv, context={context!r}) as env:
-    env.reset(seed=0)
-    env.step(1)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
 def test_the_input_is_the_trainers_alone(context):
     code = f"""
 import sys
@@ -153,7 +122,7 @@ print(sys.stdin.readline())
 
 
 @pytest.mark.parametrize(
-    "streams", [*(pytest.param(one, marks=pytest.mark.soak) for one in ("0", "1", "01", "12")), "2", "012"]
+    "streams", [*(pytest.param(one, marks=pytest.mark.soak) for one in ("0", "1", "2", "01", "12")), "012"]
 )
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_trainer_without_standard_streams(context, streams):
@@ -177,13 +146,6 @@ os._exit(int(envs.step([1] * 4)[0][3][0]))
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_the_arguments_are_the_trainers(monkeypatch, context):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--level", "3"])
-    with SubprocessEnv(SurroundingsEnv, context=context) as env:
-        assert env.call("arguments") == ["train.py", "--level", "3"]
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
 def test_the_environment_is_the_trainers_but_for_its_mpi_job(monkeypatch, context):
     with SubprocessEnv(CounterEnv):  # the monitor is there already, with another environment
         monkeypatch.setenv("MUJOCO_GL_TEST", "egl")
@@ -197,7 +159,7 @@ def test_the_environment_is_the_trainers_but_for_its_mpi_job(monkeypatch, contex
     assert not [name for name in environment if name.startswith(("OMPI_", "PMI_", "PMIX_", "MPI_"))]
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", CONTEXTS[:1])
 def test_native_threads_are_limited_unless_told_otherwise(monkeypatch, context):
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -210,53 +172,6 @@ def test_native_threads_are_limited_unless_told_otherwise(monkeypatch, context):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     with SubprocessEnv(SurroundingsEnv, context=context) as env:
         assert env.call("environment")["OMP_NUM_THREADS"] == "2"
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_the_trainers_own_environment_and_generators_are_left_alone(context):
-    import random
-
-    import numpy as np
-
-    random.seed(5)
-    np.random.seed(5)
-    expected = random.Random(5).random(), np.random.RandomState(5).random()
-    before = dict(os.environ)
-    with SubprocessEnv(SurroundingsEnv, context=context) as env:
-        env.reset(seed=0)
-        env.call("global_draws")
-    assert dict(os.environ) == before
-    assert (random.random(), np.random.random()) == expected
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_global_generators_differ_between_siblings_and_from_the_trainer(context):
-    import random
-
-    import numpy as np
-
-    random.seed(1)
-    np.random.seed(1)
-    draws = []
-    for _ in range(3):
-        with SubprocessEnv(SurroundingsEnv, context=context) as env:
-            draws.append(env.call("global_draws"))
-    draws.append(([random.random() for _ in range(3)], np.random.random(3).tolist()))
-    for kind in range(2):
-        assert len({tuple(draw[kind]) for draw in draws}) == 4
-
-
-def test_global_generators_are_the_same_again_after_a_recovery():
-    import signal
-
-    with SubprocessEnv(SurroundingsEnv) as env:
-        env.reset(seed=0)
-        first = env.call("global_draws")
-        os.kill(env.statistics().pid, signal.SIGKILL)
-        env.step(0)
-        second = env.call("global_draws")
-        assert env.statistics().exact_recoveries == 1
-    assert first != second, "the draws before the kill were made again by the replay, and these come after them"
 
 
 ACTION_OF_MAIN = """
@@ -316,7 +231,7 @@ def test_strings_are_hashed_alike_by_every_process_of_an_env(context, victim):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("child", ["spawn", "forkserver"])
+@pytest.mark.parametrize("child", ["forkserver"])
 def test_the_main_script_of_a_multiprocessing_child_travels(context, child):
     script = Path(__file__).with_name("script_with_children.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from multienv import MultiEnv, RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
+from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 
 CULPRIT, AT = 1, 3
@@ -113,15 +113,6 @@ def test_it_fails_alone_and_its_episode_goes_on_with_the_next_step(face, kills):
         assert counts(envs.step(np.zeros(3, int))[0]) == [AT + 2] * 3
 
 
-@pytest.mark.parametrize("face", [SerialVectorEnv, SubprocessVectorEnv])
-def test_one_of_a_reset(face):
-    with contextlib.closing(face(fns(at_reset=True))) as envs:
-        with pytest.raises(EnvsFailedError) as caught:
-            envs.reset(seed=1)
-        assert list(caught.value.failures) == [CULPRIT]
-        assert [caught.value.results[row].count for row in OTHERS] == [0, 0]
-
-
 def test_a_single_env_goes_on_with_the_next_step():
     with SubprocessEnv(partial(ReadingEnv, AT), restart=RestartPolicy(snapshots=False)) as env:
         env.reset(seed=1)
@@ -135,42 +126,3 @@ def test_a_single_env_goes_on_with_the_next_step():
                 observation, reward, *_ = env.step(0)
                 assert (observation.count, reward) == (step, step)
         assert env.statistics().exact_recoveries == 3
-
-
-def test_in_a_multi_env_it_fails_alone():
-    envs = [SubprocessEnv(fn) for fn in fns(at=AT)]
-    with MultiEnv(envs) as m:
-        m.reset(seed=1)
-        for step in range(1, 6):
-            if step == AT:
-                with pytest.raises(EnvsFailedError) as caught:
-                    m.step([0] * 3)
-                assert list(caught.value.failures) == [CULPRIT]
-                assert [caught.value.results[row][0].count for row in OTHERS] == [AT] * 2
-            else:
-                assert counts(m.step([0] * 3)[0]) == [step] * 3
-
-
-class WrongShapeEnv(gymnasium.Env[Any, Any]):
-    """Its second observation does not fit its space."""
-
-    observation_space = spaces.Box(-1e9, 1e9, (2,))
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.count = 0
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self.count += 1
-        return np.full(7 if self.count == 2 and action else 2, self.count, np.float32), 0.0, False, False, {}
-
-
-def test_one_that_does_not_fit_its_space_fails_once_and_the_next_step_begins_an_episode():
-    envs = SubprocessVectorEnv([WrongShapeEnv] * 3, envs_per_worker=2)
-    with contextlib.closing(envs):
-        envs.reset(seed=1)
-        envs.step(np.zeros(3, int))
-        with pytest.raises(ValueError, match="shape"):
-            envs.step(np.array([0, 1, 0]))
-        assert envs.step(np.zeros(3, int))[0][:, 0].tolist() == [3, 0, 3]

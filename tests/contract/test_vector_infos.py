@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
-import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,10 +13,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from kit import CounterEnv, SpaceEnv
+from kit import CounterEnv
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 
@@ -50,14 +47,6 @@ class Interrupting:
 
     def __getstate__(self) -> Any:
         return {"some": "state"}
-
-
-def of_the_workers_own() -> Any:
-    """An object whose class can be imported there alone."""
-    module = sys.modules.setdefault("workers_own", types.ModuleType("workers_own"))
-    if not hasattr(module, "Token"):
-        module.Token = type("Token", (), {"__module__": "workers_own"})  # type: ignore[attr-defined]
-    return module.Token()
 
 
 class TellingEnv(CounterEnv):
@@ -97,11 +86,10 @@ def expect_failure(error: EnvsFailedError, expected: Any) -> None:
         assert all(np.array_equal(mine, own[row]) for mine, own in zip(results[row], expected[:4], strict=True))
 
 
-@pytest.mark.parametrize("special", [Defiant, of_the_workers_own])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_it_fails_alone_and_its_episode_goes_on_with_the_next_step(special, mode):
+def test_it_fails_alone_and_its_episode_goes_on_with_the_next_step(mode):
     policy = RestartPolicy(snapshots=False)
-    envs = SubprocessVectorEnv(fns(special), envs_per_worker=3, autoreset_mode=mode, restart=policy)
+    envs = SubprocessVectorEnv(fns(), envs_per_worker=3, autoreset_mode=mode, restart=policy)
     twin = SerialVectorEnv(fns(dict), autoreset_mode=mode)
     with envs, twin:
         expect_others((envs.reset(seed=1)[0],), (twin.reset(seed=1)[0],), [0, 1, 2])
@@ -122,46 +110,6 @@ def test_it_fails_alone_and_its_episode_goes_on_with_the_next_step(special, mode
         assert envs.statistics()[0].exact_recoveries == 3
 
 
-@pytest.mark.parametrize("face", [SerialVectorEnv, SubprocessVectorEnv])
-def test_both_faces_do_the_same(face):
-    with face(fns()) as envs:
-        envs.reset(seed=1)
-        for step in range(2):
-            envs.step(actions_of(step))
-        with pytest.raises(EnvsFailedError) as caught:
-            envs.step(actions_of(2))
-        assert list(caught.value.failures) == [CULPRIT]
-        batch = envs.step(actions_of(3))
-        assert batch[0][:, 0].tolist() == [4, 4, 4]
-        assert not batch[3].any()
-
-
-def test_what_is_told_with_the_last_step_of_an_episode():
-    """It has ended then; the next one begins as ever."""
-    envs = SubprocessVectorEnv(fns(at=6), envs_per_worker=3)
-    with contextlib.closing(envs):
-        envs.reset(seed=1)
-        for step in range(5):
-            envs.step(actions_of(step))
-        with pytest.raises(ResultNotPicklableError):
-            envs.step(actions_of(5))
-        batch = envs.step(actions_of(6))
-        assert batch[0][:, 0].tolist() == [0, 0, 0]
-        assert not batch[3].any()
-
-
-def test_told_to_end_episodes_where_envs_raise_it_raises_all_the_same():
-    """The env has raised nothing."""
-    with SubprocessVectorEnv(fns(), envs_per_worker=3, restart=RestartPolicy(on_error="truncate")) as envs:
-        envs.reset(seed=1)
-        for step in range(2):
-            envs.step(actions_of(step))
-        with pytest.raises(ResultNotPicklableError):
-            envs.step(actions_of(2))
-        assert envs.statistics()[0].losses == 0
-        assert not envs.step(actions_of(3))[3].any()
-
-
 def test_in_a_reset():
     envs = SubprocessVectorEnv(fns(at=0), envs_per_worker=3)
     twin = SerialVectorEnv(fns(dict, at=0))
@@ -172,38 +120,6 @@ def test_in_a_reset():
         for row in OTHERS:
             assert caught.value.results[row].tobytes() == first[row].tobytes()
         expect_others(envs.step(actions_of(0)), twin.step(actions_of(0)), [0, 1, 2])
-
-
-def test_where_resets_are_asked_for_it_wants_one():
-    envs = SubprocessVectorEnv(fns(), envs_per_worker=3, autoreset_mode=AutoresetMode.DISABLED)
-    with contextlib.closing(envs):
-        envs.reset(seed=1)
-        for step in range(2):
-            envs.step(actions_of(step))
-        with pytest.raises(ResultNotPicklableError):
-            envs.step(actions_of(2))
-        assert envs.reset(options={"reset_mask": np.arange(3) == CULPRIT})[0][:, 0].tolist() == [3, 0, 3]
-        batch = envs.step(actions_of(3))
-        assert batch[0][:, 0].tolist() == [4, 1, 4]
-        assert not batch[3].any()
-
-
-def test_observations_without_arrays():
-    class TextEnv(SpaceEnv):
-        def step(self, action: Any) -> Any:
-            *rest, info = super().step(action)
-            return (*rest, {"special": Defiant()} if action == 1 else info)
-
-    made: Fns = [partial(TextEnv, observation_space=spaces.Text(12), horizon=9)] * 2
-    envs, twin = SubprocessVectorEnv(made, envs_per_worker=2), SerialVectorEnv(made)
-    with contextlib.closing(envs), contextlib.closing(twin):
-        envs.reset(seed=1)
-        twin.reset(seed=1)
-        with pytest.raises(ResultNotPicklableError) as caught:
-            envs.step(np.array([1, 0]))
-        expected = twin.step(np.array([0, 0]))
-        assert caught.value.results[1][0] == expected[0][1]
-        assert envs.step(np.array([0, 0]))[0] == twin.step(np.array([0, 0]))[0]
 
 
 def test_interrupted_while_it_is_read_the_step_is_completed():
@@ -233,11 +149,9 @@ class Asked(CounterEnv):
         return self.special()
 
 
-@pytest.mark.parametrize("special", [Defiant, of_the_workers_own, threading.Lock])
+@pytest.mark.parametrize("special", [Defiant, threading.Lock])
 @pytest.mark.parametrize("face", [partial(SubprocessVectorEnv, envs_per_worker=3), SerialVectorEnv])
 def test_an_answer_to_a_call_that_cannot_be_read_fails_alone(special, face):
-    if face is SerialVectorEnv and special is of_the_workers_own:
-        pytest.skip("here its class can be imported")
     with contextlib.closing(face([Asked, partial(Asked, special), Asked])) as envs:
         envs.reset(seed=1)
         for _ in range(2):
@@ -247,17 +161,6 @@ def test_an_answer_to_a_call_that_cannot_be_read_fails_alone(special, face):
             assert isinstance(caught.value.failures[CULPRIT], ResultNotPicklableError)
             assert caught.value.results == ["", None, ""]
         assert envs.step(actions_of(0))[0][:, 0].tolist() == [1, 1, 1]
-
-
-def test_interrupted_while_an_answer_is_read_the_episodes_go_on():
-    Interrupting.come = False
-    with contextlib.closing(SubprocessVectorEnv([Asked, partial(Asked, Interrupting)], envs_per_worker=2)) as envs:
-        envs.reset(seed=1)
-        with pytest.raises(KeyboardInterrupt):
-            envs.call("ask")
-        assert envs.step(np.zeros(2, np.int64))[0][:, 0].tolist() == [1, 1]
-        first, second = envs.call("ask")
-        assert (first, type(second)) == ("", Interrupting)
 
 
 class SharingEnv(CounterEnv):
@@ -274,7 +177,7 @@ class SharingEnv(CounterEnv):
         return observation, reward, terminated, truncated, self.shared
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("face", [SerialVectorEnv, partial(SubprocessVectorEnv, envs_per_worker=3)])
 def test_what_envs_share_is_told_as_it_was_at_each(face, mode):
     sharing = [partial(SharingEnv, horizon=3 + index) for index in range(3)]

@@ -1,4 +1,4 @@
-"""The first reset of an env that nobody has seeded gets a drawn, recorded seed: it can be brought back all the same."""
+"""An env that nobody has seeded has a generator with a recorded seed: it can be brought back all the same."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ class SeesSeedEnv(CounterEnv):
 
     def _info(self) -> dict[str, Any]:
         return {"given": self.given}
+
+
+class OwnGeneratorEnv(CounterEnv):
+    """Draws from a generator of its own, made by its constructor without a seed."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.luck = np.random.default_rng()
+
+    def _next_draw(self) -> float:
+        return float(self.luck.random())
 
 
 class ChanceEnv(CounterEnv):
@@ -73,33 +84,20 @@ def seeded_by_its_maker(seed: int) -> gymnasium.Env[Any, Any]:
 
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_only_the_first_reset_of_each_env_of_a_batch_gets_a_drawn_seed(face: Any, mode: str) -> None:
+def test_resets_without_a_seed_are_so_for_each_env_of_a_batch(face: Any, mode: str) -> None:
     with closing(face([partial(SeesSeedEnv, horizon=2)] * 3, autoreset_mode=mode)) as envs:
-        drawn = envs.reset()[1]["given"]
-        assert drawn.all()
-        assert len(set(drawn)) == 3
-        for _ in range(2):
-            infos = envs.step(np.ones(3, int))[4]
-        if mode == "NextStep":
-            assert (infos["given"] == drawn).all()
-            infos = envs.step(np.ones(3, int))[4]
-        assert not infos["given"].any()
+        given = [envs.reset()[1]["given"]]
+        given += [envs.step(np.ones(3, int))[4]["given"] for _ in range(3)]
+        assert not np.any(given)
+        assert len(set(envs.np_random_seed)) == 3
         assert envs.reset(seed=[None, 5, None])[1]["given"].tolist() == [0, 5, 0]
 
 
 @pytest.mark.parametrize("face", [SerialEnv, SubprocessEnv])
-def test_only_the_first_reset_of_a_single_env_gets_a_drawn_seed(face: Any) -> None:
+def test_resets_without_a_seed_are_so_for_a_single_env(face: Any) -> None:
     with closing(face(partial(SeesSeedEnv, horizon=2))) as env:
         env.initialize()
-        first, second = (env.reset()[1]["given"] for _ in range(2))
-        assert first
-        assert second == 0
-        assert env.reset(seed=4)[1]["given"] == 4
-        assert env.reset()[1]["given"] == 0
-    with closing(face(partial(SeesSeedEnv, horizon=2))) as env:
-        env.initialize()
-        assert env.reset(seed=4)[1]["given"] == 4
-        assert env.reset()[1]["given"] == 0
+        assert [env.reset(seed=seed)[1]["given"] for seed in (None, None, 4, None)] == [0, 0, 4, 0]
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -136,12 +134,11 @@ KEPT = {
 @pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("rung", ["journal", "snapshots"])
 def test_a_batch_that_was_never_seeded_is_brought_back_exactly(rung: str, mode: str) -> None:
-    made = partial(SeesSeedEnv, horizon=7)
+    made = partial(CounterEnv, horizon=7, count_episodes=False)
     killed = SubprocessVectorEnv([made] * 4, envs_per_worker=2, restart=KEPT[rung], autoreset_mode=mode)
     calm = SerialVectorEnv([made] * 4, autoreset_mode=mode)
     with closing(killed), closing(calm):
-        observations, infos = killed.reset()
-        expect_same(calm.reset(seed=[int(seed) for seed in infos["given"]])[0], observations)
+        expect_same(killed.reset()[0], calm.reset(seed=list(killed.np_random_seed))[0])
         for step in range(60):
             if step % 7 == 3:
                 pid = killed.statistics()[step % 2].pid
@@ -152,6 +149,23 @@ def test_a_batch_that_was_never_seeded_is_brought_back_exactly(rung: str, mode: 
             assert "multienv" not in mine[4], mine[4]
             expect_same(mine, other, step)
         assert sum(one.losses for one in killed.statistics()) >= 8
+
+
+@pytest.mark.parametrize("rung", ["journal", "snapshots"])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_generator_that_the_constructor_makes_without_a_seed_is_brought_back(rung: str, seed: int | None) -> None:
+    with SubprocessEnv(partial(OwnGeneratorEnv, horizon=10), restart=KEPT[rung]) as env:
+        env.reset(seed=seed)
+        for step in range(25):
+            if step % 7 == 3:
+                pid = env.statistics().pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+            _, _, terminated, truncated, info = env.step(1)
+            assert not truncated, info
+            if terminated:
+                env.reset()
+        assert env.statistics().exact_recoveries >= 3
 
 
 @pytest.mark.parametrize("rung", ["journal", "snapshots"])
@@ -167,7 +181,7 @@ def test_what_draws_from_outside_comes_back_from_a_snapshot_and_is_truncated_wit
         assert len(set(luck)) == 5
 
 
-def test_a_checkpoint_brings_the_drawn_seed_along() -> None:
+def test_a_checkpoint_brings_the_given_generator_along() -> None:
     def run(env: SubprocessEnv, steps: int) -> list[float]:
         return [float(env.step(1)[1]) for _ in range(steps)]
 

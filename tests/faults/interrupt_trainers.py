@@ -15,15 +15,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from interruption import HandlerError, Interrupted, Interruption, Ledger, every_place
 
-from kit import CounterEnv, WallClockInfoEnv, descendants
+from kit import CounterEnv, descendants
 from multienv import MultiEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv.errors import EnvsFailedError
 
 KINDS = {"base": Interrupted, "error": HandlerError, "keyboard": KeyboardInterrupt}
 
@@ -61,32 +63,115 @@ def time_limit(seconds: float = 5.0) -> Iterator[None]:
 # --- at every place -------------------------------------------------------------------------------
 
 
-class One:
-    """An env and its ledger."""
+class Closable(Protocol):
+    """What is explored."""
 
-    def __init__(self, horizon: int | None = 5, env_fn: Any = CounterEnv) -> None:
-        self.env = SubprocessEnv(partial(env_fn, horizon=horizon)).initialize()
-        self.ledger = Ledger(horizon=horizon)
+    hosted: Any  # what has statistics()
+
+    def close(self) -> None: ...
+
+
+Subject = TypeVar("Subject", bound=Closable)
+
+
+class Envs:
+    """Envs of one face, and a ledger for each, which know about autoreset.
+
+    Args:
+        face: ``"one"`` is a `SubprocessEnv`, ``"multi"`` a `MultiEnv` of three, ``"vector"`` four in two processes, and
+            ``"vector of one"`` four in one process.
+        mode: Of autoreset; a single env has none.
+        env_fn: Builds each of them.
+        horizon: Of their episodes.
+        context: How processes are started.
+    """
+
+    def __init__(
+        self, face: str, mode: str = "DISABLED", *, env_fn: Any = CounterEnv, horizon: int = 3, context: Any = None
+    ) -> None:
+        self.face, self.mode, env_fn = face, mode, partial(env_fn, horizon=horizon)
+        self.count = {"one": 1, "multi": 3}.get(face, 4)
+        if face == "one":
+            self.envs: Any = SubprocessEnv(env_fn, context=context).initialize()
+            self.hosted: list[Any] = [self.envs]
+        elif face == "multi":
+            self.hosted = list(create_subprocess_envs([env_fn] * self.count, context=context))
+            self.envs = MultiEnv(self.hosted, autoreset_mode=mode)
+        else:
+            each = 2 if face == "vector" else 4
+            self.envs = SubprocessVectorEnv(
+                [env_fn] * self.count, envs_per_worker=each, autoreset_mode=mode, context=context
+            )
+            self.hosted = self.envs._workers
+        self.ledgers = [Ledger(horizon=horizon) for _ in range(self.count)]
+
+    def actions(self, action: int) -> Any:
+        return action if self.face == "one" else np.full(self.count, action)
+
+    def rows(self, batch: Any) -> list[tuple[Any, ...]]:
+        """The transition of each env; its info has what this file looks at."""
+        if self.face == "one":
+            return [batch]
+        if self.face == "multi":
+            return list(zip(*batch, strict=True))
+        told = {"multienv": None} if "multienv" in batch[4] else {}
+        last = batch[4].get("final_obs", [None] * self.count)
+        infos = [{"final_obs": one, **told} for one in last]
+        numbers = [part.tolist() for part in batch[1:4]]
+        return list(zip(batch[0], *numbers, infos, strict=True))
 
     def begin(self, seed: int, *, anew: bool = False) -> None:
-        """See to it that an episode is running."""
-        if self.ledger.ended or anew:
-            self.ledger.reset(self.env.reset(seed=seed), seed)
+        """See to it that an episode is running, if that is the caller's to do."""
+        if anew or (self.mode == "DISABLED" and self.ledgers[0].ended) or not self.ledgers[0].transitions:
+            self.reset(self.envs.reset(seed=seed)[0], seed)
 
     def go_on(self, action: int = 3) -> None:
         """All is as if nothing had happened."""
-        if not self.ledger.ended:
-            self.ledger.step(self.env.step(action), [action])
+        if not (self.mode == "DISABLED" and self.ledgers[0].ended):
+            self.step(self.envs.step(self.actions(action)), [action])
+
+    def reset(self, observations: Any, seed: int) -> None:
+        for index, ledger in enumerate(self.ledgers):
+            ledger.reset((observations if self.face == "one" else observations[index], {}), seed + index)
+
+    def step(self, batch: Any, given: Sequence[int]) -> set[int | None]:
+        """``given``: the actions, the same for each env, of the calls of which this may be the outcome."""
+        taken = set()
+        for index, (ledger, row) in enumerate(zip(self.ledgers, self.rows(batch), strict=True)):
+            with at(f"env {index}"):
+                taken.add(self._one(ledger, row, given))
+        assert len(taken - {None}) <= 1, f"some envs took the action of one call, some that of another: {taken}"
+        return taken
+
+    def _one(self, ledger: Ledger, row: tuple[Any, ...], allowed: Sequence[int]) -> int | None:
+        if self.mode == "NEXT_STEP" and ledger.ended:
+            assert row[1:4] == (0.0, False, False), row
+            ledger.reset((row[0], {}), None)
+            return None
+        if self.mode == "SAME_STEP" and (row[2] or row[3]):
+            action = ledger.step((row[4]["final_obs"], *row[1:4]), allowed)
+            ledger.reset((row[0], {}), None)
+            return action
+        return ledger.step(row, allowed)
 
     def kill(self) -> None:
-        os.kill(self.env.statistics().pid or 0, signal.SIGKILL)
+        os.kill(self.hosted[0].statistics().pid or 0, signal.SIGKILL)
         time.sleep(0.001)
 
     def close(self) -> None:
-        self.env.close()
+        self.envs.close()
 
 
-Subject = TypeVar("Subject", bound="One | Several")
+@contextlib.contextmanager
+def at(words: str) -> Iterator[None]:
+    """Say where, when a check fails."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{words}: {type(error).__name__}: {error}") from error
+    except Stuck as error:
+        error.args = (f"{words}: {error}",)
+        raise
 
 
 def explore(
@@ -99,8 +184,8 @@ def explore(
 ) -> None:
     """Run the trial with an interruption at each place in turn, and tell at which ones it failed.
 
-    With kills each trial gets an env of its own, as a replay passes more places the longer the journal is, and only
-    every so many-th place is tried.
+    With kills each trial gets envs of its own, as a replay passes more places the longer the journal is, and only every
+    so many-th place is tried.
     """
     subject, harmful, places = make(), 0, 0
     for interruption in every_place(KINDS[kind], stride=max(stride, kills)):
@@ -121,7 +206,7 @@ def explore(
                 subject.close()
             subject = make()
     if not kills:
-        no_loss(*getattr(subject, "hosted", [getattr(subject, "env", None)]))
+        no_loss(*subject.hosted)
     with time_limit():
         subject.close()
     say("places", places)
@@ -135,136 +220,150 @@ def _library_frames(error: BaseException) -> str:
     return " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames) if "/multienv/" in frame.filename)
 
 
-def every_place_of_step(kind: str, env_name: str, stride: str = "0") -> None:
-    """step() interrupted; the next step() completes it, or takes its own action when nothing had been sent.
+def every_place_of_step(face: str, mode: str, kind: str, stride: str, kills: str) -> None:
+    """step() interrupted; the next one completes it for every env and says so, or takes its own actions.
 
-    With a stride the worker is dead, so that the interruption falls on a recovery; there every so many-th place is tried.
+    With kills a worker is dead, so that the interruption falls on a recovery.
     """
 
-    def trial(one: One, interruption: Interruption, number: int) -> None:
-        one.begin(number)
-        if int(stride):
-            one.kill()
-        transition = None
+    def trial(envs: Envs, interruption: Interruption, number: int) -> None:
+        envs.begin(10 * number)
+        if int(kills):
+            envs.kill()
+        batch = None
         with interruption:
-            transition = one.env.step(1)
-        if transition is None:
-            transition = one.env.step(2)
-            resumed = one.ledger.step(transition, [1, 2]) == 1
-            told = transition[4].get("multienv") == {"resumed": True}
-            assert resumed == told, f"info says {transition[4]}, and the action was {int(transition[0][3])}"
+            batch = envs.envs.step(envs.actions(1))
+        if batch is None:
+            batch = envs.envs.step(envs.actions(2))
+            taken = envs.step(batch, [1, 2])
+            told = "multienv" in envs.rows(batch)[0][4]
+            assert None in taken or (1 in taken) == told, f"infos say {batch[4]}, {taken} was taken"
         else:
-            one.ledger.step(transition, [1])
-        one.go_on()
+            envs.step(batch, [1])
+        envs.go_on()
 
-    make = {
-        "plain": partial(One, None),
-        "with_ends": One,
-        "ends": partial(One, 1),
-        "info": partial(One, None, WallClockInfoEnv),
-    }
-    explore(make[env_name], kind, trial, kills=int(stride))
+    explore(partial(Envs, face, mode), kind, trial, kills=int(kills), stride=int(stride))
 
 
-def every_two_places_of_step(kind: str) -> None:
-    """The step that completes an interrupted one is interrupted itself."""
+def every_place_of_the_halves_of_step(face: str, kind: str, then: str, stride: str) -> None:
+    """Either half is interrupted. Called again it has its effect once; step() does, too, or says what to do."""
 
-    def trial(one: One, interruption: Interruption, number: int) -> None:
-        first = interruption
-        for second in every_place(KINDS[kind]):
-            one.begin(number)
-            transition = None
-            with first:
-                transition = one.env.step(0)
-            if transition is None:
-                with second:
-                    transition = one.env.step(1)
-            with at(f"and then at {second.where}"):
-                one.ledger.step(transition or one.env.step(2), [0, 1, 2])
-                one.go_on()
-            one.begin(number, anew=True)
-            first = Interruption(interruption.place, KINDS[kind])
-
-    explore(partial(One, None), kind, trial)
-
-
-@contextlib.contextmanager
-def at(words: str) -> Iterator[None]:
-    """Say where, when a check fails."""
-    try:
-        yield
-    except Exception as error:
-        raise AssertionError(f"{words}: {type(error).__name__}: {error}") from error
-    except Stuck as error:
-        error.args = (f"{words}: {error}",)
-        raise
-
-
-def every_place_of_step_wait(kind: str, then: str) -> None:
-    """The receiving half is interrupted. Called again it collects the answer; step() does, too, or says what to do."""
-
-    def trial(one: One, interruption: Interruption, number: int) -> None:
-        one.begin(number)
-        transition = None
-        one.env.step_async(1)
+    def trial(envs: Envs, interruption: Interruption, number: int) -> None:
+        envs.begin(number)
+        batch = None
         with interruption:
-            transition = one.env.step_wait()
-        if transition is None and then == "step":
-            with contextlib.suppress(ValueError):
-                transition = one.env.step(2)
-        one.ledger.step(transition or one.env.step_wait(), [1, 2])
-        one.go_on()
+            envs.envs.step_async(envs.actions(1))
+            batch = envs.envs.step_wait()
+        if batch is None:
+            with contextlib.suppress(ValueError):  # the first is pending
+                if then == "step":
+                    batch = envs.envs.step(envs.actions(2))
+                else:
+                    envs.envs.step_async(envs.actions(2))
+        envs.step(batch or envs.envs.step_wait(), [1, 2])
+        envs.go_on()
 
-    explore(partial(One, None), kind, trial)
+    explore(partial(Envs, face), kind, trial, stride=int(stride))
 
 
-def every_place_of_reset(kind: str, then: str) -> None:
-    """reset() interrupted; afterwards reset(), step() and close() work."""
+def every_place_of_reset(face: str, mode: str, kind: str, then: str, stride: str, kills: str) -> None:
+    """reset() interrupted; afterwards reset(), step(), call() and close() work."""
 
-    def trial(one: One, interruption: Interruption, number: int) -> None:
-        one.begin(number, anew=True)
-        one.go_on()
+    def trial(envs: Envs, interruption: Interruption, number: int) -> None:
+        envs.begin(10 * number, anew=True)
+        envs.go_on()
+        if int(kills):
+            envs.kill()
+        seed = 1000 + 10 * number
         with interruption:
-            one.env.reset(seed=1000 + number)
+            envs.envs.reset(seed=seed)
         if then == "reset":
-            one.begin(5000 + number, anew=True)
-        elif then == "step":
-            transition = one.env.step(2)
-            if transition[0][0] == 1:  # the reset has taken place: this is the first step of the new episode
-                one.ledger.reset(CounterEnv().reset(seed=1000 + number), 1000 + number)
-            one.ledger.step(transition, [2])
-        else:
-            one.close()
-            one.__init__(None)  # type: ignore[misc]
+            envs.begin(5000 + 10 * number, anew=True)
+        elif then == "close":
+            envs.close()
+            envs.__init__(face, mode)  # type: ignore[misc]
             return
-        one.go_on()
-        one.go_on()
+        else:
+            if then == "call":
+                envs.envs.call("poke", 0.0)
+            batch = envs.envs.step(envs.actions(2))
+            if envs.rows(batch)[0][0][0] == 1:  # the reset has taken place: the first step of the new episodes
+                begun = [CounterEnv().reset(seed=seed + index)[0] for index in range(envs.count)]
+                envs.reset(begun[0] if face == "one" else begun, seed)
+            envs.step(batch, [2])
+        envs.go_on()
 
-    explore(partial(One, None), kind, trial)
+    explore(partial(Envs, face, mode), kind, trial, kills=int(kills), stride=int(stride))
 
 
-def every_place_of_call(kind: str) -> None:
-    """call() interrupted: it has happened or it has not, once, and a recovery knows which."""
+def every_place_of_call(face: str, kind: str, stride: str) -> None:
+    """call() interrupted: it has happened or it has not, once for each env, and a recovery knows which."""
 
-    def trial(one: One, interruption: Interruption, number: int) -> None:
-        one.begin(number)
-        before, done = one.env.get_attr("pokes"), None
+    def trial(envs: Envs, interruption: Interruption, number: int) -> None:
+        envs.begin(number)
+        before, done = np.ravel(envs.envs.get_attr("pokes")), None
         with interruption:
-            done = one.env.call("poke", 1.0)
-        pokes = one.env.get_attr("pokes")
-        assert pokes in ([before, before + 1] if done is None else [before + 1]), f"{before} pokes, then {pokes}"
-        assert one.env.get_attr("offset") == pokes
+            done = envs.envs.call("poke", 1.0)
+        pokes = np.ravel(envs.envs.get_attr("pokes"))
+        assert len(set(pokes)) == 1, f"some were poked, some not: {pokes}"
+        assert pokes[0] - before[0] in ([0, 1] if done is None else [1]), f"{before} pokes, then {pokes}"
+        assert (np.ravel(envs.envs.get_attr("offset")) == pokes).all()
         if not number % 8:
-            one.kill()
-            assert one.env.get_attr("pokes") == pokes, "the recovered env was poked more or less often"
+            envs.kill()
+            assert (np.ravel(envs.envs.get_attr("pokes")) == pokes).all(), (
+                "a recovered env was poked more or less often"
+            )
 
-    explore(One, kind, trial, kills=1)
+    explore(partial(Envs, face), kind, trial, kills=int(stride))
 
 
-def every_place_of_initialize(kind: str, stride: str = "1") -> None:
+class RaisingEnv(CounterEnv):
+    """Raises when it is given the action 0."""
+
+    def step(self, action: Any) -> Any:
+        if action == 0:
+            raise ValueError("nought")
+        return super().step(action)
+
+
+def every_place_of_a_step_that_fails(kind: str, stride: str) -> None:
+    """step() interrupted, of which one env has made an error: the next one raises it, with what the others returned."""
+    culprit = 1
+
+    def fail(envs: Envs, actions: Any) -> Any:
+        try:
+            return envs.envs.step(actions)
+        except EnvsFailedError as error:
+            failed = error
+        assert list(failed.failures) == [culprit], failed.failures
+        for index, ledger in enumerate(envs.ledgers):
+            if index != culprit:
+                observation, reward, *flags = failed.results[index]
+                ledger.step((observation, float(reward), *flags), [1])
+        envs.ledgers[culprit].ended = True
+        return failed
+
+    def trial(envs: Envs, interruption: Interruption, number: int) -> None:
+        envs.begin(10 * number, anew=True)
+        envs.go_on()
+        actions = envs.actions(1)
+        actions[culprit] = 0
+        outcome = None
+        with interruption:
+            outcome = fail(envs, actions)
+        if outcome is None:
+            outcome = fail(envs, envs.actions(2))
+        if not isinstance(outcome, EnvsFailedError):  # the first has not been sent
+            envs.step(outcome, [2])
+        envs.go_on()
+
+    explore(partial(Envs, "vector", "NEXT_STEP", env_fn=RaisingEnv), kind, trial, stride=int(stride))
+
+
+def every_place_of_initialize(kind: str, stride: str) -> None:
     """initialize() interrupted: called again it succeeds, or close() ends it; no descriptor is left by either."""
 
-    def trial(_: One, interruption: Interruption, number: int) -> None:
+    def trial(_: Envs, interruption: Interruption, number: int) -> None:
         before = descriptors()
         env = SubprocessEnv(CounterEnv)
         try:
@@ -279,16 +378,16 @@ def every_place_of_initialize(kind: str, stride: str = "1") -> None:
             env.close()
         nothing_more_than(before)
 
-    explore(One, kind, trial, stride=int(stride))
+    explore(partial(Envs, "one"), kind, trial, stride=int(stride))
 
 
 def every_place_of_building_several(kind: str, face: str, stride: str) -> None:
     """Making several envs at once, interrupted: the caller gets none, and nothing is left of them, without a collection."""
 
-    def trial(_: One, interruption: Interruption, number: int) -> None:
+    def trial(_: Envs, interruption: Interruption, number: int) -> None:
         before, envs = descriptors(), None
         with interruption:
-            if face == "list":
+            if face == "multi":
                 envs = MultiEnv(create_subprocess_envs([CounterEnv] * 2))
             else:
                 envs = SubprocessVectorEnv([CounterEnv] * 2, envs_per_worker=1)
@@ -296,7 +395,7 @@ def every_place_of_building_several(kind: str, face: str, stride: str) -> None:
             envs.close()
         nothing_more_than(before)
 
-    explore(One, kind, trial, stride=int(stride))
+    explore(partial(Envs, "one"), kind, trial, stride=int(stride))
 
 
 def descriptors() -> dict[str, int]:
@@ -315,95 +414,6 @@ def nothing_more_than(before: dict[str, int]) -> None:
     while any(count > before.get(kind, 0) for kind, count in descriptors().items()):
         assert time.monotonic() < until, f"there were {before}, there are {descriptors()}"
         time.sleep(0.005)
-
-
-# --- several envs, at every place -----------------------------------------------------------------
-
-
-class Several:
-    """A MultiEnv, and one ledger for each of its envs, which know about autoreset."""
-
-    def __init__(self, mode: str, workers: str, members: str = "hosted", context: str | None = None) -> None:
-        env_fn = partial(CounterEnv, horizon=3)
-        self.mode = mode
-        count = 2 if members == "mixed" else 3
-        self.hosted: list[Any] = list(create_subprocess_envs([env_fn] * count, context=context))
-        envs = [*self.hosted, env_fn()] if members == "mixed" else self.hosted
-        self.multi = MultiEnv(envs, autoreset_mode=mode, max_workers=int(workers) or None)
-        self.ledgers = [Ledger(horizon=3) for _ in envs]
-
-    def begin(self, seed: int, *, anew: bool = False) -> None:
-        """See to it that an episode is running, if it is ours to do."""
-        if anew or (self.mode == "DISABLED" and self.ledgers[0].ended) or not self.ledgers[0].transitions:
-            self.reset(self.multi.reset(seed=seed), seed)
-
-    def go_on(self, action: int = 3) -> None:
-        """All is as if nothing had happened."""
-        if not (self.mode == "DISABLED" and self.ledgers[0].ended):
-            self.step(self.multi.step([action] * 3), [action])
-
-    def reset(self, results: Any, seed: int) -> None:
-        for index, ledger in enumerate(self.ledgers):
-            ledger.reset((results[0][index], results[1][index]), seed + index)
-
-    def step(self, lists: Any, given: list[int]) -> None:
-        """``given``: the actions, same for each env, of the calls of which this may be the outcome."""
-        taken = set()
-        for index, ledger in enumerate(self.ledgers):
-            with at(f"env {index}"):
-                action = self._one(ledger, tuple(part[index] for part in lists), given)
-            taken.add(action)
-        assert len(taken - {None}) <= 1, f"some envs took the action of one call, some that of another: {taken}"
-
-    def _one(self, ledger: Ledger, transition: Any, allowed: list[int]) -> int | None:
-        if self.mode == "NEXT_STEP" and ledger.ended:
-            assert transition[1:4] == (0.0, False, False), transition
-            ledger.reset((transition[0], {}), None)
-            return None
-        if self.mode == "SAME_STEP" and (transition[2] or transition[3]):
-            action = ledger.step((transition[4]["final_obs"], *transition[1:4]), allowed)
-            ledger.reset((transition[0], {}), None)
-            return action
-        return ledger.step(transition, allowed)
-
-    def kill(self) -> None:
-        os.kill(self.hosted[0].statistics().pid or 0, signal.SIGKILL)
-        time.sleep(0.001)
-
-    def close(self) -> None:
-        self.multi.close()
-
-
-def every_place_of_multi_step(kind: str, mode: str, workers: str, members: str, stride: str = "0") -> None:
-    """MultiEnv.step() interrupted; the next one completes it for every env, or takes its own actions for every env."""
-
-    def trial(several: Several, interruption: Interruption, number: int) -> None:
-        several.begin(10 * number)
-        if int(stride):
-            several.kill()
-        lists = None
-        with interruption:
-            lists = several.multi.step([1, 1, 1])
-        if lists is None:
-            several.step(several.multi.step([2, 2, 2]), [1, 2])
-        else:
-            several.step(lists, [1])
-        several.go_on()
-
-    explore(lambda: Several(mode, workers, members), kind, trial, kills=int(stride))
-
-
-def every_place_of_multi_reset(kind: str, workers: str, members: str) -> None:
-    """MultiEnv.reset() interrupted; then reset(), step() and close() work."""
-
-    def trial(several: Several, interruption: Interruption, number: int) -> None:
-        with interruption:
-            several.multi.reset(seed=10 * number)
-        several.begin(10 * number + 5, anew=True)
-        for action in range(4):
-            several.go_on(action)
-
-    explore(lambda: Several("NEXT_STEP", workers, members), kind, trial)
 
 
 # --- real signals, at random ----------------------------------------------------------------------
@@ -524,54 +534,30 @@ def _sigint_to_main() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def random_steps(method: str, name: str, rounds: str, seed: str) -> None:
-    """step() and reset() of one env, interrupted at random microseconds."""
+def random_steps(face: str, mode: str, method: str, name: str, rounds: str, seed: str) -> None:
+    """step() and reset(), interrupted at random microseconds."""
     dice = random.Random(int(seed))
-    env, ledger = SubprocessEnv(partial(CounterEnv, horizon=20), context=method).initialize(), Ledger(horizon=20)
-    signals, given = source(name), []
+    envs = Envs(face, mode, horizon=20 if face == "one" else 3, context=method)
+    signals, given = source(name), list[int]()
+    envs.begin(0)
     for number in range(int(rounds)):
-        seconds = dice.uniform(1e-6, 3e-4)
-        if ledger.ended:
-            result = signals.attempt(seconds, partial(env.reset, seed=number))
+        seconds = dice.uniform(1e-6, 3e-4 if face == "one" else 8e-4)
+        if mode == "DISABLED" and envs.ledgers[0].ended:
+            result = signals.attempt(seconds, partial(envs.envs.reset, seed=number))
             if result is not None:
-                ledger.reset(result, number)
+                envs.reset(result[0], number)
             continue
         action = dice.randrange(4)
         given.append(action)
-        transition = signals.attempt(seconds, partial(env.step, action))
-        if transition is not None:
-            ledger.step(transition, given)
+        batch = signals.attempt(seconds, partial(envs.envs.step, envs.actions(action)))
+        if batch is not None:
+            envs.step(batch, given)
             given.clear()
     signals.stop()
-    no_loss(env)
-    env.close()
+    no_loss(*envs.hosted)
+    envs.close()
     signals.tell(int(rounds))
-    assert ledger.transitions > int(rounds) // 20, "too few transitions to tell anything"
-
-
-def random_multi_steps(method: str, name: str, mode: str, workers: str, rounds: str, seed: str) -> None:
-    """The same for several envs at once."""
-    dice = random.Random(int(seed))
-    several = Several(mode, workers, context=method)
-    signals, given = source(name), []
-    several.begin(0)
-    for number in range(int(rounds)):
-        seconds = dice.uniform(1e-6, 8e-4)
-        if mode == "DISABLED" and several.ledgers[0].ended:
-            result = signals.attempt(seconds, partial(several.multi.reset, seed=number))
-            if result is not None:
-                several.reset(result, number)
-            continue
-        action = dice.randrange(4)
-        given.append(action)
-        lists = signals.attempt(seconds, partial(several.multi.step, [action] * 3))
-        if lists is not None:
-            several.step(lists, given)
-            given.clear()
-    signals.stop()
-    no_loss(*several.hosted)
-    several.close()
-    signals.tell(int(rounds))
+    assert envs.ledgers[0].transitions > int(rounds) // 20, "too few transitions to tell anything"
 
 
 def random_initialize(method: str, rounds: str, seed: str) -> None:
@@ -598,40 +584,3 @@ def random_initialize(method: str, rounds: str, seed: str) -> None:
         time.sleep(0.02)
     left = [str(record) for record in descendants(os.getpid()).values()]
     assert len(left) <= 1, f"beside the monitor there live {left}"
-
-
-class CtrlC(Source):
-    """Whoever presses it; the trainer that runs here does not know when."""
-
-    def __init__(self) -> None:
-        super().__init__(KeyboardInterrupt, signal.SIGINT)
-
-
-def press_ctrl_c(method: str, kind: str) -> None:
-    """Steps for ever; after each KeyboardInterrupt the run goes on. Ends when told by SIGUSR1, with a tally."""
-    ending: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda *_: ending.append(1))
-    signals, several, ledger, given = CtrlC(), Several("NEXT_STEP", "0", context=method), Ledger(horizon=3), []
-    env = several.hosted[0]
-    number = 0
-    if kind == "multi":
-        several.begin(0)
-    say("ready", *(env.statistics().pid for env in several.hosted))
-    while not ending:
-        action = number % 4
-        call: Callable[[], Any] = partial(env.step, action)
-        check: Callable[[Any, Any], Any] = ledger.step
-        if kind == "multi":
-            call, check = partial(several.multi.step, [action] * 3), several.step
-        elif ledger.ended:
-            call, check = partial(env.reset, seed=number), ledger.reset
-        given.append(action)
-        result = signals.attempt(0.0, call)
-        if result is not None:
-            check(result, number if len(result) == 2 else given)
-            given.clear()
-        number += 1
-    no_loss(*several.hosted)
-    several.close()
-    signals.tell(0)
-    say("steps", number)

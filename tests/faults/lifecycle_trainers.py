@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, PidEnv, is_alive
+from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, is_alive
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv.errors import MultienvError
+from multienv.errors import MultienvError, UsageError
 
 HANGS = {
     "hang_in_python": Fault("hang", "step", ignore_sigterm=True),
@@ -98,6 +101,10 @@ def hold_everything(method: str, how: str, directory: str) -> None:
 
 def block_in(state: str, method: str, directory: str) -> None:
     """The main thread is inside a call when the end comes."""
+    if state == "step of several":
+        block_multi(method)
+    if state.endswith("of a batch"):
+        block_vector(method, "inside" if state.startswith("step") else "between")
     if state == "recovery":
         env = SubprocessEnv(partial(dying_in_recovery, directory), context=method)
     elif state == "long_step":
@@ -146,73 +153,6 @@ def crowd(method: str) -> None:
     time.sleep(60)
 
 
-# --- close ------------------------------------------------------------------------------------
-
-
-def close_from_handler(method: str) -> None:
-    """step() blocks on a hang; the handler of SIGALRM closes the env, twice."""
-    env = hanging("hang_in_c", method).initialize()
-    env.reset(seed=0)
-    signal.signal(signal.SIGALRM, lambda *_: (env.close(), env.close()))
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        env.step(1)
-    except ValueError as error:
-        say("raised", type(error).__name__)
-    else:
-        raise AssertionError("step() returned although the env was closed under it")
-    env.close()
-    assert env.statistics().state == "closed"
-
-
-def close_multi_from_handler(method: str) -> None:
-    """The same for a MultiEnv: one env hangs, the others have answered; close() may wait 5 s for idle envs, not here."""
-    fns = [CounterEnv, partial(FaultyEnv, fault=HANGS["hang_in_c"]), CounterEnv]
-    multi = MultiEnv(create_subprocess_envs(fns, context=method))
-    multi.reset(seed=0)
-
-    def close(*_: object) -> None:
-        began = time.monotonic()
-        multi.close()
-        multi.close()
-        assert time.monotonic() - began < 4.0
-
-    signal.signal(signal.SIGALRM, close)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        multi.step([1, 1, 1])
-    except MultienvError as error:
-        say("raised", type(error).__name__)
-    else:
-        raise AssertionError("step() returned although the envs were closed under it")
-    multi.close()
-
-
-def close_from_thread(method: str) -> None:
-    """step() blocks on a hang in one thread; another closes."""
-    env = hanging("hang_in_c", method).initialize()
-    env.reset(seed=0)
-    threading.Timer(0.3, env.close).start()
-    try:
-        env.step(1)
-    except ValueError as error:
-        say("raised", type(error).__name__)
-    else:
-        raise AssertionError("step() returned although the env was closed under it")
-
-
-def close_during_recovery(method: str, directory: str) -> None:
-    """A recovery hangs; another thread closes: the step raises, close() returns."""
-    env = SubprocessEnv(partial(dying_in_recovery, directory), context=method).initialize()
-    env.reset(seed=0)
-    closer = threading.Thread(target=lambda: (becomes_true(lambda: env.statistics().restarts == 1), env.close()))
-    closer.start()
-    with contextlib.suppress(Exception):
-        env.step(1)
-    closer.join(20)
-    assert not closer.is_alive(), "close() hangs"
-
-
 # --- forked children of the trainer -------------------------------------------------------------
 
 
@@ -230,17 +170,12 @@ def child_that(how: str, env: Any) -> None:
     """What a forked child does with the env it has inherited."""
     if how == "exits":
         sys.exit(0)
-    if how == "os_exits":
-        os._exit(0)
-    if how == "raises":
-        raise RuntimeError("the child's own mistake")
     if how == "closes":
         env.close()
-        os._exit(0)
     if how == "collects":
         del env
         gc.collect()
-        os._exit(0)
+    os._exit(0)
 
 
 def fork_a_child_that(how: str, method: str) -> None:
@@ -263,27 +198,6 @@ def fork_a_child_that(how: str, method: str) -> None:
     multi.reset(seed=0)
     multi.step([0, 0])
     multi.close()
-    env.close()
-
-
-def _in_multiprocessing_child() -> None:
-    gc.collect()
-
-
-def fork_by_multiprocessing(method: str) -> None:
-    """A multiprocessing child, forked, that ends by itself."""
-    import multiprocessing
-
-    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
-    env.reset(seed=0)
-    seen = play(env)
-    child = multiprocessing.get_context("fork").Process(target=_in_multiprocessing_child)
-    child.start()
-    child.join(20)
-    assert child.exitcode == 0
-    seen += play(env)
-    assert seen == expected_play(2)
-    assert env.statistics().losses == 0
     env.close()
 
 
@@ -310,19 +224,6 @@ def death_despite_a_child(method: str) -> None:
     env.close()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-
-
-def collected_despite_a_child(method: str) -> None:
-    """An env that is dropped without close() ends, although a forked child holds its pipes open."""
-    env = SubprocessEnv(CounterEnv, context=method).initialize()
-    worker = env.statistics().pid or 0
-    child = child_that_stays()
-    del env
-    gc.collect()
-    gone = becomes_true(lambda: not is_alive(worker))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert gone, "the worker of a collected env lives as long as the trainer's forked child"
 
 
 def killed_despite_a_child(method: str) -> None:
@@ -354,6 +255,25 @@ def envs_in_a_forked_child(method: str) -> None:
     seen += play(env)
     assert seen == expected_play(2)
     env.close()
+
+
+def step_in_a_forked_child(method: str) -> None:
+    """It is told that the envs are not its own; it may close what it has of them."""
+    envs = SubprocessVectorEnv([partial(CounterEnv, horizon=None)] * 2, envs_per_worker=1, context=method)
+    envs.reset(seed=[0, 0])
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (lambda: envs.step([1, 1]), envs.reset, lambda: envs.call("poke")):
+            try:
+                call()
+            except UsageError:
+                refused += 1
+        envs.close()
+        os._exit(0 if refused == 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [envs.step([1, 1])[0][0].tolist() for _ in range(5)] == expected_play()
+    envs.close()
 
 
 # --- the trainer's other children ---------------------------------------------------------------
@@ -408,31 +328,7 @@ def ignore_children(method: str) -> None:
     env.close()
 
 
-# --- siblings, threads, many ----------------------------------------------------------------------
-
-
-def siblings_hold_nothing(method: str) -> None:
-    """No worker has a descriptor that leads to another worker's pipes or memory, nor to the trainer's ends."""
-    envs = create_subprocess_envs([CounterEnv] * 4, context=method)
-    for env in envs:
-        env.reset(seed=0)
-    os.kill(envs[0].statistics().pid or 0, signal.SIGKILL)
-    envs[0].step(0)  # replaced while its siblings are there
-    links = [_private_links(env.statistics().pid or 0) for env in envs]
-    for index, mine in enumerate(links):
-        for other, theirs in enumerate(links[:index]):
-            assert not mine & theirs, f"workers {index} and {other} share {mine & theirs}"
-    MultiEnv(envs).close()
-
-
-def _private_links(pid: int) -> set[str]:
-    found = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        if int(name) > 2:
-            link = os.readlink(f"/proc/{pid}/fd/{name}")
-            if link.startswith(("pipe:", "socket:")):
-                found.add(link)
-    return found
+# --- its threads ----------------------------------------------------------------------
 
 
 def another_thread(method: str) -> None:
@@ -464,84 +360,7 @@ def another_thread(method: str) -> None:
     envs[0].close()
 
 
-def two_multi_envs(method: str) -> None:
-    """Stepped in turns and at once, one closed while the other goes on."""
-    first = MultiEnv(create_subprocess_envs([partial(CounterEnv, horizon=None)] * 2, context=method))
-    second = MultiEnv(create_subprocess_envs([partial(CounterEnv, horizon=None)] * 3, context=method))
-    first.reset(seed=0)
-    second.reset(seed=0)
-    seen = []
-    other = threading.Thread(target=lambda: seen.extend(second.step([1] * 3)[0][0].tolist() for _ in range(5)))
-    other.start()
-    own = [first.step([1] * 2)[0][0].tolist() for _ in range(5)]
-    other.join()
-    assert own == seen == expected_play()
-    first.close()
-    assert [second.step([1] * 3)[0][0].tolist() for _ in range(5)] == expected_play(2)[5:]
-    second.close()
-
-
 # --- nothing left -----------------------------------------------------------------------------------
-
-
-def pids_of(envs: list[SubprocessEnv]) -> list[int]:
-    return [env.statistics().pid or 0 for env in envs]
-
-
-def collect(method: str) -> None:
-    """Envs that are dropped without close(), one of them in a cycle, one of them hung."""
-    envs = [SubprocessEnv(PidEnv, context=method).initialize() for _ in range(3)]
-    pids = pids_of(envs)
-    cyclic: list[Any] = [envs[0]]
-    cyclic.append(cyclic)
-    hung = hanging("hang_in_c", method).initialize()
-    hung.reset(seed=0)
-    hung.step_async(0)
-    pids += pids_of([hung])
-    multi = MultiEnv(create_subprocess_envs([PidEnv] * 2, context=method))
-    pids += [statistics.pid for statistics in multi.statistics() if statistics and statistics.pid]
-    assert len(set(pids)) == 6
-    del envs, cyclic, hung, multi
-    gc.collect()
-    left = [pid for pid in pids if not becomes_true(lambda pid=pid: not is_alive(pid))]
-    assert not left, f"workers {left} of collected envs live"
-
-
-def kill_monitor(method: str) -> None:
-    """The monitor is killed: its workers go with it, and the next step brings monitor and worker back."""
-    from kit import monitor_process
-
-    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
-    env.reset(seed=0)
-    seen = play(env)
-    monitor_process().kill()
-    seen += play(env)
-    assert seen == expected_play(2)
-    env.close()
-
-
-def use_in_exit_handlers(method: str) -> None:
-    """Whatever is called when the interpreter is about to end is refused; another file keeps what it has."""
-    envs = [SubprocessEnv(CounterEnv, context=method).initialize() for _ in range(2)]
-    for env in envs:
-        env.reset(seed=0)
-
-    def use() -> None:
-        files = [tempfile.TemporaryFile() for _ in range(20)]  # noqa: SIM115
-        calls = [lambda: envs[0].step(1), envs[0].reset, envs[1].reset, SubprocessEnv(CounterEnv, context=method).start]
-        for call in calls:
-            try:
-                call()
-            except MultienvError as error:
-                say("raised", type(error).__name__)
-        for env in envs:
-            env.close()
-        for file in files:
-            assert file.seek(0, os.SEEK_END) == 0
-            file.close()
-        say("used")
-
-    atexit.register(use)
 
 
 def close_in_exit_handlers(method: str) -> None:
@@ -579,3 +398,63 @@ def hold_snapshots(method: str, moment: str) -> None:
             os.kill(env.statistics().pid or 0, signal.SIGKILL)
     say("ready")
     time.sleep(60)
+
+
+# --- trainers in a state that envs in this process do not mind ------------------------------------------
+
+CLONE_NEWPID = 0x20000000
+
+
+def shadowing_directory() -> str:
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    for name in ("json", "logging", "queue", "random", "select", "selectors", "socket", "struct"):
+        (Path(directory) / f"{name}.py").write_text("raise ImportError('this is not the library')")
+    return directory
+
+
+ODDITIES = {
+    # Of a launcher, or a program that waits by sigwait() or signalfd().
+    "sigchld_blocked": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD]),
+    "all_signals_blocked": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()),
+    # The idiom of a program that is to end when its reader does.
+    "ended_by_broken_pipes": lambda: signal.signal(signal.SIGPIPE, signal.SIG_DFL),
+    # Passed over by imports.
+    "path_objects_in_sys_path": lambda: sys.path.insert(0, Path("/nowhere")),  # type: ignore[arg-type]
+    # With files in it that are called as the standard library's, which has long been imported.
+    "files_of_libraries_names": lambda: sys.path.insert(0, shadowing_directory()),
+    "no_argv": lambda: delattr(sys, "argv"),
+}
+
+
+def train(oddity: str, method: str) -> None:
+    """A loss of the worker, one of the monitor with it, and the end."""
+    ODDITIES[oddity]()
+    env = SubprocessEnv(partial(CounterEnv, horizon=None), context=method).initialize()
+    env.reset(seed=0)
+    for step in range(9):
+        if step in (3, 6):
+            pid = env.statistics().pid or 0
+            os.kill(pid, signal.SIGKILL)
+            assert becomes_true(lambda pid=pid: not is_alive(pid))
+        if step == 6:
+            from kit import monitor_process
+
+            monitor_process().kill()
+        assert env.step(step % 4)[0][[0, 3]].tolist() == [step + 1, step % 4]
+    assert env.statistics().exact_recoveries == 2
+    env.close()
+
+
+def children_elsewhere(method: str) -> None:
+    """Their numbers are those of other processes here: none is started, and none is killed."""
+    env = SubprocessEnv(CounterEnv, context=method)
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
+        print("unshare:", os.strerror(ctypes.get_errno()), flush=True)
+        return
+    for _ in range(2):
+        with contextlib.suppress(UsageError):
+            env.initialize()
+            raise AssertionError("it has been started")
+    env.close()
+    print("refused", flush=True)

@@ -31,7 +31,7 @@ def ctrl_c(name: str, what: str, folder: str) -> None:
     fns: list[Any] = [partial(GatedEnv, horizon=2, **{which: str(gate)}) for gate in gates]
     if what == "retry":
         fns = [partial(FailingResetEnv, errors=str(errors), horizon=2)] * 2
-    options = {"max_retry": 3, "retry_waiting_time": 3.0, "wait_num": 2}
+    options = {"max_retry": 3, "retry_waiting_time": 1.5, "wait_num": 2}
     with getattr(multienv, name)(fns, **options) as manager:
         pids = [one.pid for one in manager.statistics()]
         if what in ("ready_obs", "retry"):
@@ -121,7 +121,7 @@ class Managed:
         self.manager.close()
 
 
-def every_place_of_a_managers_step(name: str, kind: str, inplace: str, kills: str = "0") -> None:
+def places_of_a_managers_step(name: str, kind: str, inplace: str, kills: str, stride: str = "1") -> None:
     """step() and ready_obs interrupted; what was sent comes with the next ones, once; what was not is ready still."""
 
     def trial(managed: Managed, interruption: Interruption, number: int) -> None:
@@ -144,10 +144,12 @@ def every_place_of_a_managers_step(name: str, kind: str, inplace: str, kills: st
         managed.go_on()
 
     assert kind in KINDS
-    explore(lambda: Managed(name, inplace == "1"), kind, trial, kills=int(kills))  # type: ignore[type-var]
+    explore(  # type: ignore[type-var]
+        lambda: Managed(name, inplace == "1"), kind, trial, kills=int(kills), stride=int(stride)
+    )
 
 
-def every_place_of_a_managers_reset(name: str, kind: str) -> None:
+def places_of_a_managers_reset(name: str, kind: str, stride: str) -> None:
     """reset() interrupted, with steps under way; then reset() and steps work."""
 
     def trial(managed: Managed, interruption: Interruption, number: int) -> None:
@@ -168,16 +170,16 @@ def every_place_of_a_managers_reset(name: str, kind: str) -> None:
             while managed.given:
                 managed.take(manager.step({}))
 
-    explore(lambda: Managed(name), kind, trial)  # type: ignore[type-var]
+    explore(lambda: Managed(name), kind, trial, stride=int(stride))  # type: ignore[type-var]
 
 
-def every_place_of_a_managers_call(name: str, kind: str) -> None:
+def places_of_a_managers_call(name: str, kind: str, stride: str) -> None:
     """get_attr() interrupted, with steps under way; then another call, steps and resets work."""
 
     def trial(managed: Managed, interruption: Interruption, number: int) -> None:
         manager = managed.manager
-        managed.see(manager.ready_obs)
-        sent = manager.ready_env
+        sent = manager.ready_obs  # not ready_env: others may have become ready since
+        managed.see(sent)
         managed.given = {index: [1] for index in sent}
         managed.take(manager.step(dict.fromkeys(sent, 1)))
         with interruption:
@@ -186,10 +188,10 @@ def every_place_of_a_managers_call(name: str, kind: str) -> None:
             assert manager.get_attr("horizon") == [3] * 3
         managed.go_on()
 
-    explore(lambda: Managed(name), kind, trial)  # type: ignore[type-var]
+    explore(lambda: Managed(name), kind, trial, stride=int(stride))  # type: ignore[type-var]
 
 
-def every_place_of_a_stacked_step(kind: str) -> None:
+def places_of_a_stacked_step(kind: str, stride: str) -> None:
     """step() interrupted; the same again is taken or refused, with what to do said; ready_obs says what can be stepped."""
 
     def trial(managed: Managed, interruption: Interruption, number: int) -> None:
@@ -232,4 +234,4 @@ def every_place_of_a_stacked_step(kind: str) -> None:
             take(manager.step([1] * len(ids)))
         see(manager.ready_obs)
 
-    explore(lambda: Managed("StackedSubprocessEnvManager"), kind, trial)  # type: ignore[type-var]
+    explore(lambda: Managed("StackedSubprocessEnvManager"), kind, trial, stride=int(stride))  # type: ignore[type-var]

@@ -12,9 +12,7 @@ from typing import Any
 import ale_py
 import gymnasium
 import numpy as np
-import psutil
 import pytest
-from interruption import every_place
 from trainer_process import becomes_true
 
 from kit import (
@@ -25,7 +23,6 @@ from kit import (
     first_difference,
     is_alive,
     monitor_pid,
-    monitor_process,
 )
 from multienv import RestartPolicy, SerialEnv, SubprocessEnv
 from multienv.errors import ClosedError, NotForkableError, UsageError
@@ -33,11 +30,6 @@ from multienv.errors import ClosedError, NotForkableError, UsageError
 gymnasium.register_envs(ale_py)
 ENDLESS = partial(CounterEnv, horizon=None)
 STICKY = {"repeat_action_probability": 0.25}
-
-
-@pytest.fixture(params=["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
-def method(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def play(env: Any, actions: list[Any]) -> list[Any]:
@@ -64,7 +56,7 @@ def test_each_branch_is_the_trajectory_that_leads_there(env_id: str, options: An
     with SubprocessEnv(env_fn, restart=RestartPolicy(snapshot_every=10)) as env:
         env.reset(seed=3)
         tree = [(env.snapshot(), list[Any]())]
-        for _ in range(12):
+        for _ in range(7):
             token, path = dice.choice(tree)
             env.restore(token)
             branch = [sample() for _ in range(dice.randint(1, 6))]
@@ -91,10 +83,10 @@ def reborn(env_fn: Any, old: Any) -> Any:
     return env_fn()
 
 
-def test_everything_is_as_it_was(method: str) -> None:
+def test_everything_is_as_it_was() -> None:
     """What is drawn from global generators, set from outside, or kept across episodes."""
     for env_fn in (partial(GlobalRandomEnv, horizon=None), partial(StickyStateEnv, horizon=5, visible_after=1)):
-        with SubprocessEnv(env_fn, context=method) as env:
+        with SubprocessEnv(env_fn) as env:
             env.reset(seed=1)
             play(env, [np.int64(1)] * 3)
             env.set_attr("offset", 2.5)
@@ -111,9 +103,9 @@ def test_everything_is_as_it_was(method: str) -> None:
             assert first_difference(runs[0], runs[2]) is None
 
 
-def test_it_can_be_restored_after_any_loss(method: str) -> None:
+def test_it_can_be_restored_after_any_loss() -> None:
     """Of the worker, of the frozen process, of both."""
-    with SubprocessEnv(ENDLESS, context=method) as env:
+    with SubprocessEnv(ENDLESS) as env:
         env.reset(seed=1)
         root = env.snapshot()
         play(env, [np.int64(1)] * 3)
@@ -133,37 +125,8 @@ def test_it_can_be_restored_after_any_loss(method: str) -> None:
             token = env.snapshot()
 
 
-def test_it_can_be_interrupted_anywhere() -> None:
-    with SubprocessEnv(ENDLESS) as env:
-        env.reset(seed=1)
-        play(env, [np.int64(1)] * 3)
-        token = env.snapshot()
-        for interruption in every_place(stride=7):
-            play(env, [np.int64(1)] * 2)
-            with interruption:
-                env.restore(token)
-            env.restore(token)
-            assert env.step(np.int64(1))[0][0] == 4, interruption.where
-
-
-def test_the_frozen_process_of_an_interrupted_snapshot_call_is_freed() -> None:
-    """The frozen process of a snapshot() that was interrupted, wherever: with the env at the latest."""
-    for interruption in every_place(stride=5):
-        with SubprocessEnv(ENDLESS) as env:
-            env.reset(seed=1)
-            play(env, [np.int64(1)] * 3)
-            before = alive()
-            with interruption:
-                env.snapshot().free()
-            if interruption.place % 2:
-                play(env, [np.int64(1)] * 3)
-                env.snapshot().free()
-                assert becomes_true(lambda before=before: not alive() - before), interruption.where  # type: ignore[misc]
-        assert becomes_true(lambda: alive() <= {monitor_pid()}), interruption.where
-
-
-def test_they_are_freed(method: str) -> None:
-    with SubprocessEnv(ENDLESS, context=method, restart=RestartPolicy(snapshots=False)) as env:
+def test_they_are_freed() -> None:
+    with SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshots=False)) as env:
         env.reset(seed=1)
         before = alive()
         tokens = [env.snapshot() for _ in range(4)]
@@ -229,43 +192,6 @@ def test_wrong_calls() -> None:
         with pytest.raises(UsageError, match="pending"):
             env.restore(token)
         assert env.step_wait()[0][0] == 1
-
-
-def test_one_that_is_freed_before_the_monitor_has_heard_of_it() -> None:
-    with SubprocessEnv(ENDLESS) as env:
-        env.reset(seed=0)
-        before = alive()
-        monitor_process().send_signal(signal.SIGSTOP)
-        kept, freed = env.snapshot(), env.snapshot()
-        freed.free()
-        monitor_process().send_signal(signal.SIGCONT)
-        assert becomes_true(lambda: len(alive() - before) == 1)
-        kept.free()
-        assert becomes_true(lambda: alive() <= before)
-
-
-def test_the_monitor_hears_of_no_snapshot_twice() -> None:
-    """What it has just been told may be announced to it once more as readable; it must not wait for another."""
-    with SubprocessEnv(ENDLESS) as kept, SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshot_every=1)) as env:
-        for one in (kept, env):
-            one.reset(seed=0)
-        kept.step(np.int64(1))
-        snapshot = kept.snapshot()
-        monitor = monitor_process()
-        taken = env.statistics().snapshots
-        monitor.send_signal(signal.SIGSTOP)
-        try:
-            assert becomes_true(lambda: psutil.Process(monitor.pid).status() == psutil.STATUS_STOPPED)
-            snapshot.free()
-            assert env.step(np.int64(1))[0][0] == 1
-            assert becomes_true(lambda: env.statistics().snapshots > taken)  # and has been announced
-        finally:
-            monitor.send_signal(signal.SIGCONT)
-        pid = kept.statistics().pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        kept.step_async(np.int64(1))
-        assert kept.step_wait(timeout=30)[0][0] == 2
 
 
 def test_an_env_in_the_trainers_own_process_says_that_it_cannot_be_forked() -> None:

@@ -23,7 +23,7 @@ from multienv.errors import ClosedError, EnvsFailedError, PoisonError, WorkerDie
 from multienv.managers.config import EnvState
 
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
-from manager_envs import GatedBuildEnv, opened_meanwhile
+from manager_envs import FailingResetEnv, GatedBuildEnv, opened_meanwhile
 
 BOTH = [AsyncSubprocessEnvManager, pytest.param(SyncSubprocessEnvManager, marks=pytest.mark.soak)]
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
@@ -89,7 +89,7 @@ def test_random_subsets_with_kills_until_done(manager_of: Any, seed: int, inplac
     assert sum(one.truncated_recoveries for one in statistics) == 0
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", pytest.param("LunarLander-v3", marks=pytest.mark.soak)])
 def test_real_envs_with_kills_are_as_in_process(manager_of: Any, env_id: str) -> None:
     fn = partial(gymnasium.make, env_id)
     manager = manager_of([fn] * 3, episode_num=2, wait_num=1)
@@ -135,6 +135,46 @@ def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
                 seen = manager.step(dict.fromkeys(manager.ready_obs, 1))
         assert seen[0].observation[0] == 1
         assert manager.statistics()[0].exact_recoveries == 1
+
+
+def test_waiting_for_a_recovery_costs_no_time_of_the_processor(tmp_path: Path) -> None:
+    """The thread that recovers wakes the one that waits."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    fns = [partial(GatedBuildEnv, gate=str(gate)), CounterEnv]
+    with AsyncSubprocessEnvManager(fns, restart=RestartPolicy(snapshots=False)) as manager:
+        kill(manager, 0)
+        timer = threading.Timer(1.0, gate.write_bytes, [b""])
+        timer.start()
+        before = time.thread_time()
+        assert set(manager.step({0: 1})) == {0}
+        assert time.thread_time() - before < 0.05
+        timer.join()
+
+
+@pytest.mark.parametrize("how", ["thread", "signal"])
+def test_close_ends_the_waiting_between_two_tries_of_a_reset(tmp_path: Path, how: str) -> None:
+    errors = tmp_path / "errors"
+    options: Any = {"max_retry": 3, "retry_waiting_time": 60.0}
+    with AsyncSubprocessEnvManager([partial(FailingResetEnv, errors=str(errors), horizon=1)], **options) as manager:
+        errors.write_text("once\ntwice")
+        before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())
+        trainer = threading.get_ident()
+
+        def close() -> None:
+            assert becomes_true(lambda: errors.read_text() == "twice", 30.0)
+            manager.close() if how == "thread" else signal.pthread_kill(trainer, signal.SIGUSR1)
+
+        thread = threading.Thread(target=close)
+        try:
+            manager.step({0: 1})
+            thread.start()
+            with pytest.raises(ClosedError):
+                _ = manager.ready_obs
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+    assert becomes_true(lambda: not [one for one in threading.enumerate() if one.name.startswith("multienv-manager")])
 
 
 def test_an_episode_that_cannot_be_brought_back_is_abnormal_and_not_counted(manager_of: Any) -> None:
@@ -300,7 +340,7 @@ def test_launch_again_after_workers_died_for_good(manager_of: Any) -> None:
             becomes_true(lambda pid=pid: not is_alive(pid))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_stacked_with_kills_until_done(seed: int) -> None:
     dice = random.Random(seed)
     fns = [partial(CounterEnv, horizon=2 + index) for index in range(4)]

@@ -1,9 +1,17 @@
-"""Real envs, real SIGKILLs at random moments: bit-equal, or honestly truncated where state outlives an episode."""
+"""Real simulators, real deaths at random moments: every step is the undisturbed one, or says that it is not.
+
+An undisturbed env takes the same actions beside. Where the lost one could not be brought back exactly, the step says
+so; both then begin a new life, and are held against each other from there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,61 +19,208 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import wrappers
 
-from kit import assert_same_trajectory, rollout
-from multienv import SubprocessEnv
+from kit import CounterEnv, descendants, first_difference, is_alive
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, register_state_hook
+from multienv.events import Recovery
 
 gymnasium.register_envs(ale_py)
 
+SOAK = pytest.mark.soak
+STICKY = {"repeat_action_probability": 0.25}
+REAL: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {},
+    "Acrobot-v1": {},
+    "LunarLander-v3": {},
+    "BipedalWalker-v3": {},
+    "CarRacing-v3": {"lap_complete_percent": 0.95},
+    "HalfCheetah-v5": {},
+    "Humanoid-v5": {},
+    "ALE/Pong-v5": STICKY,
+    "ALE/Breakout-v5": STICKY,
+}
+# "little": the journal reaches back to a reset or two, which is not enough for all of them.
+POLICIES = {
+    "snapshot": RestartPolicy(snapshot_every=4),
+    "journal": RestartPolicy(snapshots=False),
+    "little": RestartPolicy(snapshots=False, replay_limit=0.02),
+}
+QUICK = [
+    ("CartPole-v1", "snapshot"),
+    ("LunarLander-v3", "little"),
+    ("HalfCheetah-v5", "journal"),
+    ("ALE/Pong-v5", "snapshot"),
+    ("ALE/Pong-v5", "little"),
+]
+ROWS: list[Any] = [(*row, 5) for row in QUICK]
+ROWS += [pytest.param(env_id, rung, 72, marks=SOAK) for env_id in REAL for rung in POLICIES]
 
-def actions_for(env_fn: Any, count: int, seed: int) -> list[Any]:
+
+def actions_for(env_fn: Callable[[], Any], count: int) -> list[Any]:
     env = env_fn()
-    env.action_space.seed(seed)
+    env.action_space.seed(3)
     actions = [env.action_space.sample() for _ in range(count)]
     env.close()
     return actions
 
 
-def undisturbed(env_fn: Any, actions: list[Any]) -> list[Any]:
-    env = env_fn()
-    try:
-        return rollout(env, actions, seed=5)
-    finally:
-        env.close()
+def expect_same(result: Any, expected: Any, where: str) -> None:
+    assert first_difference(result[0], expected[0]) is None, where
+    assert result[1:4] == expected[1:4] or len(result) == 2, where
 
 
-def killed_rollout(env_fn: Any, actions: list[Any], kills: int, seed: int) -> tuple[list[Any], Any]:
-    """A rollout whose worker is killed before ``kills`` random steps."""
-    moments = set(np.random.default_rng(seed).choice(len(actions), kills, replace=False).tolist())
-    with SubprocessEnv(env_fn) as env:
+def play_beside(
+    env: SubprocessEnv, env_fn: Callable[[], Any], actions: list[Any], strike: Callable[[int], object]
+) -> int:
+    """Take the actions beside an undisturbed env, striking before some of them; return how many were truncated."""
+    told, twin = 0, env_fn()
+    expect_same(env.reset(seed=5), twin.reset(seed=5), "the first reset")
+    for step, action in enumerate(actions):
+        strike(step)
+        result = env.step(action)
+        if "multienv" in result[4]:
+            told += 1
+            assert result[3]
+            assert result[4]["multienv"]["reason"]
+            twin.close()
+            twin = env_fn()
+            expect_same(env.reset(seed=step), twin.reset(seed=step), f"the reset after step {step}")
+            continue
+        expect_same(result, twin.step(action), f"step {step}")
+        if result[2] or result[3]:
+            expect_same(env.reset(), twin.reset(), f"the reset after step {step}")
+    if not told:
+        assert env.get_attr("np_random").random() == twin.unwrapped.np_random.random()
+    twin.close()
+    return told
+
+
+@pytest.mark.parametrize(("env_id", "rung", "kills"), ROWS)
+def test_every_step_is_the_undisturbed_one_or_says_that_it_is_not(env_id: str, rung: str, kills: int) -> None:
+    env_fn = partial(gymnasium.make, env_id, max_episode_steps=60, **REAL[env_id])
+    actions = actions_for(env_fn, 25 * kills)
+    dice, seen = random.Random(11), list[Any]()
+    moments = set(dice.sample(range(5, len(actions)), kills))
+    options: dict[str, Any] = {"restart": POLICIES[rung], "deadlines": Deadlines(step=0.5), "hooks": [seen.append]}
+    with SubprocessEnv(env_fn, **options) as env:
+
+        def strike(step: int) -> None:
+            if step not in moments:
+                return
+            pid = env.statistics().pid or 0
+            alone = rung != "snapshot" or dice.random() < 0.6
+            number = dice.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP][: 3 if alone else 2])
+            for snapshot in descendants(pid) if not alone else ():
+                with contextlib.suppress(ProcessLookupError):  # a newer one has just taken its place
+                    os.kill(snapshot, number)
+            os.kill(pid, number)
+
+        told = play_beside(env, env_fn, actions, strike)
+        assert env.statistics().losses == kills
+    recoveries = [event for event in seen if isinstance(event, Recovery)]
+    outcomes = Counter(event.outcome for event in recoveries)
+    assert outcomes == Counter(exact=kills - told, truncated=told)
+    if rung != "little":
+        assert told == 0
+    if rung == "snapshot":
+        assert sum(event.rung == "snapshot" for event in recoveries) >= kills * 0.3
+
+
+# --- an episode that has long outgrown the journal: its state is an anchor ----------------------------
+
+
+def cart_pole() -> gymnasium.Env[Any, Any]:
+    env: Any = gymnasium.make("CartPole-v1", max_episode_steps=10**9)
+    env.unwrapped.theta_threshold_radians = env.unwrapped.x_threshold = 1e9
+    return env  # type: ignore[no-any-return]
+
+
+def wrapped() -> gymnasium.Env[Any, Any]:
+    env = wrappers.RecordEpisodeStatistics(cart_pole())
+    return wrappers.TransformObservation(wrappers.FrameStackObservation(env, 3), lambda seen: seen * 2, None)
+
+
+class Engine:
+    """Stands for what holds its state in C: it cannot be pickled."""
+
+    def __init__(self) -> None:
+        self._lock = (number for number in [0])
+        self.sum = 0
+
+
+class Driven(CounterEnv):
+    """Has an engine, made anew with each seeded reset."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if seed is not None:
+            self.engine = Engine()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        engine = self.engine
+        engine.sum = (engine.sum * 7 + int(action)) % 1009
+        observation, *others = super().step(action)
+        observation[3] = engine.sum
+        return (observation, *others)
+
+
+def driven() -> gymnasium.Env[Any, Any]:
+    """Say where the env is built, as a user would, how an engine's state is had and put back."""
+    register_state_hook(Engine, lambda engine: engine.sum, lambda engine, state: setattr(engine, "sum", state))
+    return Driven(horizon=None)
+
+
+# What builds it, bytes and seconds that the journal may take, and steps to go.
+LONG: dict[str, tuple[Callable[[], Any], int, float, int]] = {
+    "remembers more than an episode": (partial(CounterEnv, horizon=40), 200_000, 10.0, 12_000),
+    "CartPole": (cart_pole, 200_000, 10.0, 10_000),
+    "wrapped": (wrapped, 300_000, 10.0, 10_000),
+    "Pong": (partial(gymnasium.make, "ALE/Pong-v5", **STICKY), 2**24, 0.4, 2500),
+    "HalfCheetah": (partial(gymnasium.make, "HalfCheetah-v5", max_episode_steps=10**6), 400_000, 10.0, 4500),
+    "a registered type": (driven, 200_000, 10.0, 12_000),
+}
+LONG_ROWS = [
+    pytest.param(name, rounds, marks=[] if rounds == 1 and name in ("HalfCheetah", "a registered type") else SOAK)
+    for name in LONG
+    for rounds in (1, 10)
+]
+
+
+@pytest.mark.parametrize(("name", "rounds"), LONG_ROWS)
+def test_a_long_episode_goes_on_from_a_state_of_the_env(name: str, rounds: int) -> None:
+    env_fn, journal_limit, replay_limit, count = LONG[name]
+    policy = RestartPolicy(snapshots=False, journal_limit=journal_limit, replay_limit=replay_limit)
+    actions, rungs = actions_for(env_fn, rounds * count), list[Any]()
+    moments = set(random.Random(5).sample(range(count // 2, len(actions)), 6 * rounds))
+    with SubprocessEnv(env_fn, restart=policy, hooks=[lambda event: rungs.append(getattr(event, "rung", None))]) as env:
 
         def strike(step: int) -> None:
             if step in moments:
-                os.kill(env.statistics().pid or 0, signal.SIGKILL)
+                pid = env.statistics().pid or 0
+                os.kill(pid, signal.SIGKILL)
+                while is_alive(pid):
+                    pass
 
-        seen = rollout(env, actions, seed=seed, before_step=strike)
-        return seen, env.statistics()
-
-
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "LunarLander-v3", "Humanoid-v5"])
-@pytest.mark.parametrize("kills", [12, pytest.param(125, marks=pytest.mark.soak)])
-def test_kills_leave_no_trace(env_id: str, kills: int) -> None:
-    env_fn = partial(gymnasium.make, env_id, max_episode_steps=130)
-    actions = actions_for(env_fn, 12 * kills, seed=3)
-    seen, statistics = killed_rollout(env_fn, actions, kills, seed=5)
-    assert_same_trajectory(seen, undisturbed(env_fn, actions))
-    assert statistics.losses == kills == statistics.exact_recoveries
-    assert statistics.episodes > 1
+        assert play_beside(env, env_fn, actions, strike) == 0
+        statistics = env.statistics()
+    assert statistics.exact_recoveries == statistics.losses == 6 * rounds
+    assert statistics.state_anchors > 0
+    assert rungs.count("state") >= 3 * rounds
 
 
-@pytest.mark.parametrize("env_id", ["BipedalWalker-v3", "ALE/Pong-v5"])
-def test_state_that_outlives_an_episode_is_exact_or_truncated(env_id: str) -> None:
-    options = {"repeat_action_probability": 0.25} if env_id.startswith("ALE") else {}
-    env_fn = partial(gymnasium.make, env_id, max_episode_steps=150, **options)
-    actions = actions_for(env_fn, 600, seed=3)
-    seen, statistics = killed_rollout(env_fn, actions, 15, seed=5)
-    assert statistics.losses == 15 == statistics.exact_recoveries + statistics.truncated_recoveries
-    if not statistics.truncated_recoveries:
-        assert_same_trajectory(seen, undisturbed(env_fn, actions))
-    for transition in seen:
-        assert transition.recovery is None or transition.truncated
+def test_the_steps_of_a_snapshot_are_counted_though_calls_that_are_not_journalled_came_between() -> None:
+    """Reading an attribute takes a number too; what comes since a snapshot is found all the same."""
+    env_fn = partial(gymnasium.make, "CartPole-v1", sutton_barto_reward=True)
+    actions = [np.int64(action) for action in np.random.default_rng(0).integers(2, size=120)]
+    for kill_at in range(64, 96, 16):
+        with SubprocessEnv(env_fn, restart=RestartPolicy(snapshot_every=32)) as env:
+
+            def strike(step: int, env: SubprocessEnv = env, kill_at: int = kill_at) -> None:
+                if step in (10, kill_at - 3):
+                    assert env.get_attr("gravity") == 9.8
+                if step == kill_at:
+                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+
+            assert play_beside(env, env_fn, actions, strike) == 0
+            assert env.statistics().losses == env.statistics().exact_recoveries == 1

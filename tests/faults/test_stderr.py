@@ -15,13 +15,6 @@ from kit import CounterEnv, Fault, FaultyEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import WorkerHungError
 
-METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
-
-
-@pytest.fixture(params=METHODS)
-def method(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
 
 def lines() -> list[bytes]:
     """More than a pipe holds."""
@@ -94,17 +87,17 @@ class GatedEnv(CounterEnv):
         return super().step(action)
 
 
-def test_nothing_of_what_an_env_says_is_cut(method: str) -> None:
-    with run("talk", method, stderr=subprocess.PIPE) as trainer:
+def test_nothing_of_what_an_env_says_is_cut() -> None:
+    with run("talk", "forkserver", stderr=subprocess.PIPE) as trainer:
         said = trainer.communicate(timeout=60)[1]
     assert said.splitlines() == lines()
 
 
-def test_a_paused_reader_keeps_no_deadline_from_being_enforced(method: str) -> None:
-    with run("talk_and_hang", method, stderr=subprocess.PIPE) as trainer:
+def test_a_paused_reader_keeps_no_deadline_from_being_enforced() -> None:
+    with run("talk_and_hang", "forkserver", stderr=subprocess.PIPE) as trainer:
         assert trainer.wait(60) == 0
 
 
-def test_a_worker_whose_trainer_let_go_ends_without_a_word(method: str) -> None:
-    with run("let_go", method, stderr=subprocess.PIPE) as trainer:
+def test_a_worker_whose_trainer_let_go_ends_without_a_word() -> None:
+    with run("let_go", "forkserver", stderr=subprocess.PIPE) as trainer:
         assert trainer.communicate(timeout=60)[1] == b""

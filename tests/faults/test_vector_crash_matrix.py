@@ -1,10 +1,9 @@
-"""Moment × manner × start method, several envs a process: the others go on to the bit, whatever becomes of the one."""
+"""Moment × manner, several envs a process: the others go on to the bit, whatever becomes of the one."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,306 +11,160 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from batches import CULPRIT, FIRST, NEXT_STEP, NUM_ENVS, OTHERS, SAME_STEP, SECOND, Pair, counters
 from gymnasium.vector import AutoresetMode
 
 from kit import CounterEnv, Fault, FaultyEnv
-from multienv import Deadlines, RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
+from multienv import Deadlines, RestartPolicy
 from multienv.errors import EnvsFailedError, MultienvError, PoisonError, WorkerLostError
-from multienv.events import Event, Loss, Recovery
+from multienv.events import Loss
 from multienv.recovery.state_machine import LOSSES
 
-NUM_ENVS = 5  # three in one worker, two in the other
-CULPRIT = 1
-OTHERS = [index for index in range(NUM_ENVS) if index != CULPRIT]
-OF_ITS_WORKER, OF_THE_OTHER = [0, 1, 2], [3, 4]
-HORIZON = 6
-# Those that take different paths through the code; the others when there is time.
-CASES: list[Any] = [("forkserver", "kill"), ("forkserver", "segv")]
-CASES += [
-    pytest.param(method, manner, marks=pytest.mark.soak)
-    for method in ("forkserver", "spawn")
-    for manner in ("exit", "system_exit", "kill", "segv", "abort", "hang", "hang_c", "noise")
-    if (method, manner) not in CASES
-]
-MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP]
-Fns = list[Callable[[], gymnasium.Env[Any, Any]]]
-
-
-def counter(index: int) -> gymnasium.Env[Any, Any]:
-    return CounterEnv(horizon=HORIZON + index, render_mode="rgb_array")
-
-
-def fns(culprit: Callable[[], gymnasium.Env[Any, Any]] | None = None) -> Fns:
-    made: Fns = [partial(counter, index) for index in range(NUM_ENVS)]
-    if culprit is not None:
-        made[CULPRIT] = culprit
-    return made
-
-
-def faulty(fault: Fault, env_class: Any = FaultyEnv) -> gymnasium.Env[Any, Any]:
-    return env_class(fault=fault, horizon=HORIZON + CULPRIT, render_mode="rgb_array")  # type: ignore[no-any-return]
-
-
-def actions_of(step: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(step).integers(0, 4, NUM_ENVS)
-
-
-def open_envs(culprit: Callable[[], Any], method: str, seen: list[Event], **options: Any) -> SubprocessVectorEnv:
-    deadlines = Deadlines(start=30.0, reset=2.0, step=2.0, call=2.0, close=2.0, recovery=60)
-    options.setdefault("deadlines", deadlines)
-    return SubprocessVectorEnv(fns(culprit), envs_per_worker=3, context=method, hooks=[seen.append], **options)
-
-
-def play(envs: Any, moment: str = "") -> list[Any]:
-    """Some episodes and, in the middle, the moment's own call."""
-    seen = [envs.reset(seed=3)]
-    for step in range(22):
-        if step == 10 and moment == "render":
-            seen.append(envs.render())
-        if step == 10 and moment == "call":
-            seen.append(envs.call("poke", 0.5))
-        if step == 15 and moment == "mask":
-            seen.append(envs.reset(options={"reset_mask": np.arange(NUM_ENVS) < 2}))
-        seen.append(envs.step(actions_of(step)))
-    return seen
-
-
-def expect_same(one: Sequence[Any], other: Sequence[Any], rows: Sequence[int]) -> None:
-    assert len(one) == len(other)
-    for place, (mine, own) in enumerate(zip(one, other, strict=True)):
-        for part, reference in zip(mine, own, strict=True):
-            if isinstance(reference, np.ndarray) and len(reference) == NUM_ENVS:
-                assert part.dtype == reference.dtype
-                assert part[list(rows)].tobytes() == reference[list(rows)].tobytes(), place
-            elif not isinstance(reference, dict):
-                assert np.array_equal(part, reference), place
-            elif len(rows) == NUM_ENVS:
-                assert str(part) == str(reference), place
-
-
-def expected_play(moment: str, mode: AutoresetMode) -> list[Any]:
-    twin = SerialVectorEnv(fns(), autoreset_mode=mode)
-    try:
-        return play(twin, moment)
-    finally:
-        twin.close()
-
-
-PASSING = {
-    "construct": Fault("kill", "construct"),
-    "reset": Fault("kill", "reset", at=1),
-    "autoreset": Fault("kill", "reset", at=2),
-    "mask": Fault("kill", "reset", at=3),  # with SAME_STEP one more
-    "step": Fault("kill", "step", at=12),
-    "render": Fault("kill", "render"),
-    "call": Fault("kill", "call"),
-    "pickle": Fault("kill", "pickle", at=12),
+SOAK = pytest.mark.soak
+MODES = [NEXT_STEP, SAME_STEP]
+MASK = np.arange(NUM_ENVS) < 2  # who is reset in the middle of episodes
+# A method and the number of the event at which the fault strikes.
+MOMENTS: dict[str, tuple[Any, int]] = {
+    "construct": ("construct", 1),
+    "reset": ("reset", 1),
+    "autoreset": ("reset", 2),
+    "mask": ("reset", 4),
+    "step": ("step", 12),
+    "render": ("render", 1),
+    "call": ("call", 1),
+    "pickle": ("pickle", 12),
 }
+COMMANDS = {"construct": "initialize", "mask": "reset", "autoreset": "step", "pickle": "step"}
+MATRIX: list[Any] = [("forkserver", "kill", moment) for moment in MOMENTS]
+MATRIX += [
+    ("forkserver", manner, one)
+    for manner in ("segv", "hang_c", "exit")
+    for one in ("construct", "reset", "step", "call")
+]
+MATRIX += [
+    pytest.param(method, manner, moment, marks=SOAK)
+    for method in ("forkserver", "spawn")
+    for manner in ("system_exit", "abort", "hang", "noise")
+    for moment in MOMENTS
+]
 
 
-def fault_of(moment: str, manner: str, mode: AutoresetMode = AutoresetMode.NEXT_STEP, **options: Any) -> Fault:
-    fault = PASSING[moment]
-    at = fault.at + (moment == "mask" and mode is AutoresetMode.SAME_STEP)
-    return Fault(manner, fault.moment, at=at, **options)  # type: ignore[arg-type]
+def pair_with(fault: Fault, **options: Any) -> Pair:
+    """Two processes of three envs each; one of the first has the fault."""
+    building = (8.0 if options.get("context") == "spawn" else 3.0) if "hang" in fault.manner else 30.0
+    options.setdefault("deadlines", Deadlines(start=building, reset=0.7, step=0.7, call=0.7, close=2.0, recovery=60))
+    options.setdefault("restart", RestartPolicy(backoff=0.0))
+    culprit = partial(FaultyEnv, fault=fault, horizon=5 + CULPRIT, render_mode="rgb_array")
+    return Pair(counters(env1=culprit), counters(), **options)
 
 
-@pytest.mark.parametrize(("method", "manner"), CASES)
-@pytest.mark.parametrize("moment", PASSING)
+def fault_of(moment: str, manner: Any, **options: Any) -> Fault:
+    method, at = MOMENTS[moment]
+    return Fault(manner, method, at=at, **options)
+
+
+@pytest.mark.parametrize(("method", "manner", "moment"), MATRIX)
 def test_a_fault_that_strikes_once_leaves_no_trace(method: str, manner: str, moment: str, marker: str) -> None:
     mode = MODES[len(method + manner + moment) % 2]  # either with either, without doubling the matrix
-    seen: list[Event] = []
-    envs = open_envs(partial(faulty, fault_of(moment, manner, mode, once=marker)), method, seen, autoreset_mode=mode)
-    try:
-        mine = play(envs, moment)
-    finally:
-        envs.close()
-    expected = expected_play(moment, mode)
-    if moment == "pickle":  # the bomb, defused
-        mine = [part[:4] if len(part) == 5 else part for part in mine]
-        expected = [part[:4] if len(part) == 5 else part for part in expected]
-    expect_same(mine, expected, range(NUM_ENVS))
-    (loss,) = [event for event in seen if isinstance(event, Loss)]
-    assert loss.cause == ("hung" if "hang" in manner else "died")
-    assert loss.env_index == CULPRIT
-    command = {"construct": "initialize", "mask": "reset", "autoreset": "step", "pickle": "step"}
-    assert loss.command == command.get(moment, moment)
-    assert [event.outcome for event in seen if isinstance(event, Recovery)] == ["exact"]
+    with pair_with(fault_of(moment, manner, once=marker), context=method, mode=mode) as pair:
+        for step in range(20):
+            if step == 10 and moment == "render":
+                for shown, own in zip(pair.envs.render(), pair.twin.render(), strict=True):  # type: ignore[arg-type]
+                    assert np.array_equal(shown, own)
+            if step == 10 and moment == "call":
+                assert pair.envs.call("poke", 0.5) == pair.twin.call("poke", 0.5)
+            if step == 15 and moment == "mask":
+                pair.reset(MASK)
+            pair.step()
+        (loss,) = [event for event in pair.events if isinstance(event, Loss)]
+        assert loss.cause == ("hung" if "hang" in manner else "died")
+        assert (loss.env_index, loss.command) == (CULPRIT, COMMANDS.get(moment, moment))
+        assert pair.outcomes() == ["exact"]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("method", "manner", "moment"),
-    [
-        ("forkserver", "kill", "step"),
-        ("forkserver", "segv", "pickle"),
-        pytest.param("forkserver", "hang_c", "step", marks=pytest.mark.soak),
-        pytest.param("forkserver", "hang_c", "pickle", marks=pytest.mark.soak),
-        pytest.param("spawn", "exit", "step", marks=pytest.mark.soak),
-    ],
+    ("manner", "moment"), [("kill", "step"), ("segv", "pickle"), pytest.param("hang_c", "step", marks=SOAK)]
 )
-def test_a_step_that_ends_every_process_truncates_the_culprit_alone(
-    method: str, manner: str, moment: str, mode: AutoresetMode
-) -> None:
-    seen: list[Event] = []
-    restart = RestartPolicy(backoff=0.0)
-    culprit = partial(faulty, fault_of(moment, manner))
-    envs = open_envs(culprit, method, seen, autoreset_mode=mode, restart=restart)
-    try:
-        mine = play(envs)
-    finally:
-        envs.close()
-    truncated = [row for batch in mine[1:] for row in np.flatnonzero(batch[3])]
-    assert truncated
-    assert set(truncated) == {CULPRIT}
-    expect_same(mine, expected_play("", mode), OTHERS)
-    end = next(batch for batch in mine[1:] if batch[3].any())
-    infos = end[4]["final_info"] if mode is AutoresetMode.SAME_STEP else end[4]
-    # SIGKILL may have come from anywhere, so that it takes more of them.
-    assert f"ended {LOSSES if manner == 'kill' else 2} processes" in infos["multienv"]["reason"][CULPRIT]
-    assert end[1][CULPRIT] == 0.0
-    assert {event.env_index for event in seen if isinstance(event, Loss)} == {CULPRIT}
-    assert "truncated" in [event.outcome for event in seen if isinstance(event, Recovery)]
+def test_a_step_that_ends_every_process_truncates_the_culprit_alone(manner: str, moment: str, mode: Any) -> None:
+    with pair_with(fault_of(moment, manner), mode=mode) as pair:
+        batches = [pair.step(OTHERS) for _ in range(20)]
+        (end, *_) = [batch for batch in batches if batch[3].any()]
+        assert {int(row) for batch in batches for row in np.flatnonzero(batch[3])} == {CULPRIT} == pair.culprits()
+        infos = end[4]["final_info"] if mode is SAME_STEP else end[4]
+        # SIGKILL may have come from anywhere, so that it takes more of them.
+        assert f"ended {LOSSES if manner == 'kill' else 2} processes" in infos["multienv"]["reason"][CULPRIT]
+        assert end[1][CULPRIT] == 0.0
+        assert "truncated" in pair.outcomes()
 
 
-@pytest.mark.parametrize("manner", ["exit", *[pytest.param(one, marks=pytest.mark.soak) for one in ("kill", "hang")]])
+@pytest.mark.parametrize(("mode", "masked"), [(NEXT_STEP, True), (SAME_STEP, True), (NEXT_STEP, False)])
+def test_a_reset_that_ends_every_process_is_raised_for_the_culprit_alone(mode: AutoresetMode, masked: bool) -> None:
+    with pair_with(Fault("exit", "reset", at=4 if masked else 2), mode=mode) as pair:
+        for _ in range(15 if masked else 3):
+            pair.step()
+        arguments: Any = {"options": {"reset_mask": MASK}} if masked else {"seed": 3}
+        own = pair.twin.reset(**arguments)
+        with pytest.raises(EnvsFailedError) as caught:
+            pair.envs.reset(**arguments)
+        assert list(caught.value.failures) == [CULPRIT]
+        assert isinstance(caught.value.failures[CULPRIT], PoisonError)
+        assert caught.value.failures[CULPRIT].env_index == CULPRIT
+        for index in OTHERS:
+            assert caught.value.results[index].tobytes() == own[0][index].tobytes()
+        for _ in range(3):
+            pair.step(OTHERS)
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_reset_that_ends_every_process_is_raised_for_the_culprit_alone(
-    masked: bool, mode: AutoresetMode, manner: str
-) -> None:
-    restart = RestartPolicy(backoff=0.0)
-    fault = fault_of("mask" if masked else "reset", manner, mode)
-    envs = open_envs(partial(faulty, fault), "forkserver", [], autoreset_mode=mode, restart=restart)
-    twin = SerialVectorEnv(fns(), autoreset_mode=mode)
-    if masked:
-        expect_same([envs.reset(seed=3)], [twin.reset(seed=3)], range(NUM_ENVS))
-        for step in range(15):
-            expect_same([envs.step(actions_of(step))], [twin.step(actions_of(step))], range(NUM_ENVS))
-    arguments: Any = {"options": {"reset_mask": np.arange(NUM_ENVS) < 2}} if masked else {"seed": 3}
-    own = twin.reset(**arguments)
-    with pytest.raises(EnvsFailedError) as caught:
-        envs.reset(**arguments)
-    assert list(caught.value.failures) == [CULPRIT]
-    assert isinstance(caught.value.failures[CULPRIT], PoisonError)
-    assert caught.value.failures[CULPRIT].env_index == CULPRIT
-    for index in OTHERS:
-        assert caught.value.results[index].tobytes() == own[0][index].tobytes()
-    seen = [envs.step(actions_of(step)) for step in range(15, 18)]
-    expect_same(seen, [twin.step(actions_of(step)) for step in range(15, 18)], OTHERS)
-    envs.close()
-    twin.close()
-
-
-@pytest.mark.parametrize("manner", ["exit", *[pytest.param(one, marks=pytest.mark.soak) for one in ("kill", "hang")]])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_reset_by_a_step_that_ends_every_process_truncates_the_culprit_alone(
-    mode: AutoresetMode, manner: str
-) -> None:
+def test_a_reset_by_a_step_that_ends_every_process_truncates_the_culprit_alone(mode: AutoresetMode) -> None:
     """With SAME_STEP too: such an env shows its last observation once more, and its next step tries the reset again."""
-    restart = RestartPolicy(backoff=0.0)
-    fault = fault_of("autoreset", manner, mode)
-    envs = open_envs(partial(faulty, fault), "forkserver", [], autoreset_mode=mode, restart=restart)
-    twin = SerialVectorEnv(fns(), autoreset_mode=mode)
-    expect_same([envs.reset(seed=3)], [twin.reset(seed=3)], range(NUM_ENVS))
-    ending = HORIZON + CULPRIT - (mode is AutoresetMode.SAME_STEP)
-    for step in range(ending):
-        last = envs.step(actions_of(step))
-        expect_same([last], [twin.step(actions_of(step))], range(NUM_ENVS))
-    for step in range(ending, ending + 2):
-        batch = envs.step(actions_of(step))
-        expect_same([batch], [twin.step(actions_of(step))], OTHERS)
-        assert batch[3][CULPRIT]
-        assert batch[0][CULPRIT].tobytes() == last[0][CULPRIT].tobytes()
-        infos = batch[4]["final_info"] if mode is AutoresetMode.SAME_STEP else batch[4]
-        assert "it was not tried again" in infos["multienv"]["reason"][CULPRIT]
-    envs.close()
-    twin.close()
+    with pair_with(fault_of("autoreset", "exit"), mode=mode) as pair:
+        for _ in range(5 + CULPRIT - (mode is SAME_STEP)):
+            last = pair.step()
+        for _ in range(2):
+            batch = pair.step(OTHERS)
+            assert batch[3][CULPRIT]
+            assert batch[0][CULPRIT].tobytes() == last[0][CULPRIT].tobytes()
+            infos = batch[4]["final_info"] if mode is SAME_STEP else batch[4]
+            assert "it was not tried again" in infos["multienv"]["reason"][CULPRIT]
 
 
-@pytest.mark.parametrize("manner", ["exit", "hang"])
-@pytest.mark.parametrize("moment", ["render", "call"])
-def test_a_call_that_ends_every_process_is_raised_and_no_episode_is_lost(manner: str, moment: str) -> None:
-    seen: list[Event] = []
-    envs = open_envs(partial(faulty, fault_of(moment, manner)), "forkserver", seen)
-    twin = SerialVectorEnv(fns())
-    for one in (envs, twin):
-        one.reset(seed=3)
-        one.step(actions_of(0))
-    own = [env.render() if moment == "render" else env.poke(0.0) for env in twin.envs]
-    with pytest.raises(EnvsFailedError) as caught:
-        envs.render() if moment == "render" else envs.call("poke", 0.0)
-    assert list(caught.value.failures) == OF_ITS_WORKER  # nobody of its process was asked for good
-    for index in OF_ITS_WORKER:
-        assert isinstance(caught.value.failures[index], PoisonError)
-        assert caught.value.failures[index].env_index == CULPRIT
-    for index in OF_THE_OTHER:
-        assert np.array_equal(caught.value.results[index], own[index])
-    for step in range(1, 4):
-        mine = envs.step(actions_of(step))
-        expect_same([mine], [twin.step(actions_of(step))], range(NUM_ENVS))
-    os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)  # a replay leaves the call out
-    for step in range(4, 9):
-        mine = envs.step(actions_of(step))
-        expect_same([mine], [twin.step(actions_of(step))], OTHERS)
-        assert not mine[3].any()
-    envs.close()
-    twin.close()
+@pytest.mark.parametrize(("moment", "manner"), [("render", "exit"), ("call", "hang")])
+def test_a_call_that_ends_every_process_is_raised_and_no_episode_is_lost(moment: str, manner: str) -> None:
+    with pair_with(fault_of(moment, manner)) as pair:
+        pair.step()
+        own: list[Any] = [env.render() if moment == "render" else env.poke(0.0) for env in pair.twin.envs]  # type: ignore[attr-defined]
+        with pytest.raises(EnvsFailedError) as caught:
+            pair.envs.render() if moment == "render" else pair.envs.call("poke", 0.0)
+        assert list(caught.value.failures) == FIRST  # nobody of its process was asked for good
+        for index in FIRST:
+            assert isinstance(caught.value.failures[index], PoisonError)
+            assert caught.value.failures[index].env_index == CULPRIT
+        for index in SECOND:
+            assert np.array_equal(caught.value.results[index], own[index])
+        for _ in range(3):
+            pair.step()
+        os.kill(pair.envs.statistics()[0].pid or 0, signal.SIGKILL)  # a replay leaves the call out
+        for _ in range(5):
+            assert not pair.step(OTHERS)[3].any()
 
 
 @pytest.mark.parametrize("manner", ["kill", "hang"])
-def test_an_env_whose_construction_ends_every_process_is_named(manner: str) -> None:
-    with pytest.raises(MultienvError) as caught:
-        fault = Fault(manner, "construct")  # type: ignore[arg-type]
-        open_envs(
-            partial(faulty, fault), "forkserver", [], deadlines=Deadlines(start=3.0 if manner == "hang" else 30.0)
-        )
-    (index,) = caught.value.failures  # type: ignore[attr-defined]
-    assert index == CULPRIT
-    assert isinstance(caught.value, WorkerLostError)
+def test_an_env_whose_construction_ends_every_process_is_named(manner: Any) -> None:
+    with pytest.raises(WorkerLostError) as caught:
+        pair_with(Fault(manner, "construct"), deadlines=Deadlines(start=1.5 if manner == "hang" else 30.0))
+    assert list(caught.value.failures) == [CULPRIT]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("manner", ["raise", "hang_c", "segv"])
-def test_close_is_bounded_and_never_raises(manner: str) -> None:
-    fault = Fault(manner, "close")  # type: ignore[arg-type]
-    envs = open_envs(partial(faulty, fault), "forkserver", [], deadlines=Deadlines(close=0.5))
-    envs.reset(seed=1)
-    envs.close()
-    envs.close()
-    with pytest.raises(MultienvError):
-        envs.step(actions_of(0))
-
-
-class DiesReplaying(CounterEnv):
-    """Ends its process, once for each time the file is there."""
-
-    def __init__(self, path: str, **counter: Any) -> None:
-        self.path = path
-        super().__init__(**counter)
-
-    def step(self, action: Any) -> Any:
-        if Path(self.path).exists() and self.episode_step == 2:
-            Path(self.path).unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
-def test_a_process_killed_during_its_replay_is_replaced_once_more(method: str, marker: str) -> None:
-    culprit = partial(DiesReplaying, marker, horizon=HORIZON + CULPRIT, render_mode="rgb_array")
-    seen: list[Event] = []
-    envs = open_envs(culprit, method, seen, restart=RestartPolicy(snapshots=False))
-    twin = SerialVectorEnv(fns())
-    expect_same([envs.reset(seed=3)], [twin.reset(seed=3)], range(NUM_ENVS))
-    for step in range(20):
-        if step == 10:
-            Path(marker).touch()
-            os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
-        expect_same([envs.step(actions_of(step))], [twin.step(actions_of(step))], range(NUM_ENVS))
-    envs.close()
-    twin.close()
-    (recovery,) = [event for event in seen if isinstance(event, Recovery)]
-    assert (recovery.outcome, recovery.attempts) == ("exact", 2)
-    assert not Path(marker).exists()
+@pytest.mark.parametrize("manner", ["raise", "kill", "segv", "hang_c", "exit"])
+def test_close_is_bounded_and_never_raises(manner: Any) -> None:
+    with pair_with(Fault(manner, "close"), deadlines=Deadlines(close=0.5)) as pair:
+        pair.step()
+        pair.envs.close()
+        pair.envs.close()
+        with pytest.raises(MultienvError):
+            pair.envs.step(pair.actions())
 
 
 def die_once(path: str) -> None:
@@ -322,22 +175,16 @@ def die_once(path: str) -> None:
 
 def dies_forking(side: str, path: str) -> gymnasium.Env[Any, Any]:
     os.register_at_fork(**{side: partial(die_once, path)})
-    return counter(CULPRIT)
+    return CounterEnv(horizon=5 + CULPRIT, render_mode="rgb_array")
 
 
 @pytest.mark.parametrize("side", ["before", "after_in_parent", "after_in_child"])
 def test_a_process_lost_while_a_snapshot_is_taken_is_brought_back(side: str, marker: str) -> None:
-    seen: list[Event] = []
-    policy = RestartPolicy(snapshot_every=4)
-    envs = open_envs(partial(dies_forking, side, marker), "forkserver", seen, restart=policy)
-    twin = SerialVectorEnv(fns())
-    expect_same([envs.reset(seed=3)], [twin.reset(seed=3)], range(NUM_ENVS))
-    for step in range(30):
-        if step == 20:
-            os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
-        expect_same([envs.step(actions_of(step))], [twin.step(actions_of(step))], range(NUM_ENVS))
-    envs.close()
-    twin.close()
-    assert Path(marker).exists()
-    outcomes = [event.outcome for event in seen if isinstance(event, Recovery)]
-    assert outcomes == ["exact"] * (1 if side == "after_in_child" else 2)
+    fns = counters(env1=partial(dies_forking, side, marker))
+    with Pair(fns, counters(), restart=RestartPolicy(snapshot_every=4)) as pair:
+        for step in range(30):
+            if step == 20:
+                pair.kill(0)
+            pair.step()
+        assert Path(marker).exists()
+        assert pair.outcomes() == ["exact"] * (1 if side == "after_in_child" else 2)

@@ -1,377 +1,357 @@
-"""Several envs in a process that dies: all are brought back exactly, or honestly ended; other processes go on."""
+"""Several envs in a process that dies: all are brought back exactly, or honestly ended; other processes go on.
+
+Each test steps a batch beside an undisturbed twin in this process. Of several ways back the first on which no env strays
+is taken, else the last there is, and those that stray are truncated alone.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import resource
 import signal
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from batches import (
+    CULPRIT,
+    DISABLED,
+    FIRST,
+    NEXT_STEP,
+    NO_SNAPSHOTS,
+    NUM_ENVS,
+    OTHERS,
+    SAME_STEP,
+    SECOND,
+    Pair,
+    counters,
+)
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 
-from kit import CounterEnv, Fault, FaultError, FaultyEnv, NondeterministicEnv
-from multienv import Deadlines, RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SpaceEnv, first_difference
+from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import (
-    EnvRaisedError,
     EnvsFailedError,
+    PoisonError,
     ResetNeededError,
     RestartBudgetExceeded,
     WorkerDiedError,
-    WorkerHungError,
+    WorkerLostError,
 )
-from multienv.events import Event, Loss, Recovery
-
-NUM_ENVS = 6
-CULPRIT = 1  # the middle one of the first worker
-STEPS = 40
-NO_WAY_BACK = RestartPolicy(on_crash="truncate", on_timeout="truncate", snapshots=False, journal_limit=0)
-EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+from multienv.events import Recovery, Recycled
 
 
-def actions_of(step: int, num_envs: int = NUM_ENVS) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(step).integers(0, 4, num_envs)
+def faulty(manner: Any, **fault: Any) -> Callable[[], Any]:
+    return partial(FaultyEnv, fault=Fault(manner, "step", **fault), horizon=30)
 
 
-def counters(num_envs: int = NUM_ENVS) -> list[EnvFn]:
-    return [lambda horizon=7 + index: CounterEnv(horizon=horizon) for index in range(num_envs)]  # type: ignore[misc]
+# --- brought back ---------------------------------------------------------------------------------------
 
 
-def with_culprit(fault: Fault, **options: Any) -> list[EnvFn]:
-    fns = counters()
-    fns[CULPRIT] = lambda: FaultyEnv(fault=fault, horizon=30, **options)
-    return fns
+def test_all_workers_killed_in_the_same_step_are_brought_back() -> None:
+    """Each with its newest snapshot."""
+    with Pair(counters(), each=2, restart=RestartPolicy(snapshot_every=3)) as pair:
+        for step in range(25):
+            pair.step(strike=partial(pair.kill, 0, 1, 2, snapshot=True) if step % 7 == 5 else None)
+        assert pair.outcomes() == ["exact"] * 9
 
 
-def expect_equal(batch: Sequence[Any], reference: Sequence[Any], rows: Sequence[int], where: object = "") -> None:
-    for one, other in zip(batch[:4], reference[:4], strict=True):
-        assert one.dtype == other.dtype
-        assert one[list(rows)].tobytes() == other[list(rows)].tobytes(), where
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_envs_left_out_of_a_reset_in_which_their_process_is_killed_keep_their_episodes(snapshots: bool) -> None:
+    with Pair(counters(), restart=RestartPolicy(snapshots=snapshots, snapshot_every=2)) as pair:
+        for step in range(20):
+            if step % 6 == 3:
+                pair.reset([True, False, False, False, True, False], strike=partial(pair.kill, step % 2))
+            pair.step()
+        assert pair.outcomes() == ["exact"] * 3
 
 
-def kill(envs: SubprocessVectorEnv, worker: int) -> None:
-    pid = envs.statistics()[worker].pid
-    assert pid
-    with contextlib.suppress(ProcessLookupError):  # it has just been killed
-        os.kill(pid, signal.SIGKILL)
+def test_recycling_in_the_middle_of_episodes_leaves_no_trace() -> None:
+    with Pair(counters(), each=2, restart=RestartPolicy(recycle_after_steps=7)) as pair:
+        for step in range(200):  # it is looked at every 64
+            if step == 150:
+                pair.reset(np.arange(NUM_ENVS) % 2 == 0)
+            pair.step(strike=partial(pair.kill, step % 3) if step % 90 == 80 else None)
+        recycled = [event.outcome for event in pair.events if isinstance(event, Recycled)]
+        assert len(recycled) > 4
+        assert set(recycled) == set(pair.outcomes()) == {"exact"}
+        assert len(pair.outcomes()) == 2
 
 
-def others() -> list[int]:
-    return [index for index in range(NUM_ENVS) if index != CULPRIT]
+SPACES = {
+    "text": spaces.Text(max_length=12),
+    "graph": spaces.Graph(spaces.Box(-1.0, 1.0, (2,)), spaces.Discrete(3)),
+    "long_sequence": spaces.Tuple((spaces.Sequence(spaces.Discrete(4)), spaces.Box(-1.0, 1.0, (40, 40), np.float64))),
+}
 
 
-def vector(env_fns: list[EnvFn], seen: list[Event], **options: Any) -> SubprocessVectorEnv:
-    return SubprocessVectorEnv(env_fns, envs_per_worker=3, hooks=[seen.append], **options)
+@pytest.mark.parametrize(("name", "snapshots"), [("text", True), ("graph", False), ("long_sequence", False)])
+def test_observations_without_arrays_are_brought_back(name: str, snapshots: bool) -> None:
+    fns = [partial(SpaceEnv, observation_space=SPACES[name], horizon=4 + index) for index in range(4)]
+    with Pair(fns, each=2, restart=RestartPolicy(snapshots=snapshots, snapshot_every=3)) as pair:
+        for step in range(16):
+            pair.step(strike=partial(pair.kill, 0) if step in (7, 13) else None)
+        assert pair.outcomes() == ["exact"] * 2
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("manner", ["kill", "segv", "hang_c", "system_exit"])
-def test_a_fault_that_strikes_once_leaves_no_trace(manner, mode, marker):
-    fault, seen = Fault(manner, "step", at=5, per="episode", once=marker), []
-    with_fault = with_culprit(fault)
-    reference = SyncVectorEnv(with_culprit(Fault("raise", "step", at=1000)), autoreset_mode=mode)
-    envs = vector(with_fault, seen, autoreset_mode=mode, deadlines=Deadlines(step=1.0))
-    ended = np.zeros(NUM_ENVS, np.bool_)
-    expected, batch = reference.reset(seed=1), envs.reset(seed=1)
-    assert batch[0].tobytes() == expected[0].tobytes()
-    for step in range(STEPS):
-        if mode is AutoresetMode.DISABLED and ended.any():
-            expected = reference.reset(options={"reset_mask": ended})
-            batch = envs.reset(options={"reset_mask": ended})
-            assert batch[0].tobytes() == expected[0].tobytes()
-        expected, batch = reference.step(actions_of(step)), envs.step(actions_of(step))
-        expect_equal(batch, expected, range(NUM_ENVS), step)
-        assert str(batch[4]) == str(expected[4])
-        ended = expected[2] | expected[3]
-    envs.close()
-    (loss,) = [event for event in seen if isinstance(event, Loss)]
-    assert [event.outcome for event in seen if isinstance(event, Recovery)] == ["exact"]
-    assert loss.env_index == CULPRIT
+class UndecidedEnv(SpaceEnv):
+    """Large observations without arrays; the operating system decides on the reward of one step."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        drawn = float(os.urandom(1)[0] + 1) if self.episode_step == 2 else 0.0
+        return (observation, reward + drawn, *rest)
 
 
-@pytest.mark.parametrize("snapshots", [True, False])
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_a_step_that_ends_every_process_truncates_the_culprit_alone(mode, snapshots):
-    seen: list[Event] = []
-    fns = with_culprit(Fault("segv", "step", at=5, per="episode"))
-    envs = vector(fns, seen, autoreset_mode=mode, restart=RestartPolicy(snapshots=snapshots))
-    reference = SyncVectorEnv(counters(), autoreset_mode=mode)
-    first, _ = envs.reset(seed=1)
-    reference.reset(seed=1)
-    last = first[CULPRIT]
-    truncations = []
-    for step in range(STEPS):
-        batch, expected = envs.step(actions_of(step)), reference.step(actions_of(step))
-        expect_equal(batch, expected, others(), step)
-        if batch[3][CULPRIT]:
-            truncations.append(step)
-            infos = batch[4] if mode is AutoresetMode.NEXT_STEP else batch[4]["final_info"]
-            final = batch[0][CULPRIT] if mode is AutoresetMode.NEXT_STEP else batch[4]["final_obs"][CULPRIT]
-            assert final.tobytes() == last.tobytes()
-            assert batch[1][CULPRIT] == 0.0
-            assert "ended 2 processes" in infos["multienv"]["reason"][CULPRIT]
-        last = batch[0][CULPRIT].copy()
-    envs.close()
-    gap = 6 if mode is AutoresetMode.NEXT_STEP else 5
-    assert truncations == list(range(4, STEPS, gap))
-    outcomes = Counter(event.outcome for event in seen if isinstance(event, Recovery))
-    assert outcomes == {"exact": len(truncations), "truncated": len(truncations)}
-    assert {event.env_index for event in seen if isinstance(event, Loss)} == {CULPRIT}
+def test_rewards_beside_large_observations_without_arrays_are_verified_for_every_step() -> None:
+    fns = [partial(SpaceEnv, observation_space=SPACES["long_sequence"], horizon=50) for _ in range(3)]
+    fns[CULPRIT] = partial(UndecidedEnv, observation_space=SPACES["long_sequence"], horizon=50)
+    with Pair(fns, restart=NO_SNAPSHOTS) as pair:
+        for step in range(8):  # the kill comes long after the step in question
+            if step == 6:
+                pair.kill(0)
+            batch = pair.step([0, 2])
+            assert batch[3].tolist() == [False, step == 6, False]
+        assert pair.outcomes() == ["truncated"]
 
 
-@pytest.mark.parametrize("moment", ["step", "reset"])
-def test_garbage_on_every_descriptor_of_a_worker_is_harmless(moment):
-    """Nothing but wake-ups travels through its pipe, and those may come at any time."""
-    seen: list[Event] = []
-    envs = vector(with_culprit(Fault("garbage", moment, at=2)), seen, deadlines=Deadlines(step=5.0))
-    reference = SyncVectorEnv([*counters()[:CULPRIT], lambda: CounterEnv(horizon=30), *counters()[CULPRIT + 1 :]])
-    assert envs.reset(seed=1)[0].tobytes() == reference.reset(seed=1)[0].tobytes()
-    for step in range(STEPS):
-        expect_equal(envs.step(actions_of(step)), reference.step(actions_of(step)), range(NUM_ENVS), step)
-    envs.close()
-    assert seen == []
+# --- whose fault it is ------------------------------------------------------------------------------------
 
 
-class ManyFilesEnv(CounterEnv):
-    """Holds more files than select() can look at, and exits in its third step."""
+@pytest.mark.parametrize("mode", [NEXT_STEP, SAME_STEP])
+def test_two_envs_that_end_processes_in_the_same_step_are_both_truncated(mode: AutoresetMode) -> None:
+    culprit = faulty("exit", at=4, per="episode")
+    with Pair(counters(env0=culprit, env2=culprit), counters(), mode=mode) as pair:
+        ended = [(step, int(row)) for step in range(8) for row in np.flatnonzero(pair.step([1, *SECOND])[3])]
+        assert ended[:2] == [(3, 0), (3, 2)]
+        assert {row for _, row in ended} == pair.culprits() == {0, 2}
+
+
+def test_an_env_that_ends_every_process_beside_one_that_cannot_be_replayed() -> None:
+    stray = partial(NondeterministicEnv, since=1, horizon=1000)
+    with Pair(counters(env0=faulty("exit", at=4), env2=stray), counters(), restart=NO_SNAPSHOTS) as pair:
+        for _ in range(4):
+            batch = pair.step([1, *SECOND])
+        assert batch[3].tolist() == [True, False, True, False, False, False]
+        reasons = batch[4]["multienv"]["reason"]
+        assert "ended 2 processes" in reasons[0]
+        assert "does not match" in reasons[2]
+
+
+@pytest.mark.parametrize("manner", ["kill", pytest.param("hang_c", marks=pytest.mark.soak)])
+def test_policy_truncate_ends_the_episodes_of_the_lost_worker_alone(manner: str, marker: str) -> None:
+    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
+    fns = counters(env1=faulty(manner, at=4, once=marker))
+    with Pair(fns, counters(), restart=policy, deadlines=Deadlines(step=1.0)) as pair:
+        for step in range(4):
+            batch = pair.step(SECOND)
+            assert batch[3].tolist() == [step == 3] * 3 + [False] * 3
+        assert first_difference(pair.seen[:3], pair.last[:3]) is None
+        assert not batch[1][:3].any()
+        assert set(batch[4]["multienv"]["recovery"][:3]) == {"truncated"}
+        assert not pair.step(SECOND)[0][:3, 0].any()  # new episodes
+        assert pair.outcomes() == ["truncated"]
+
+
+def test_policy_raise_fails_all_envs_of_the_lost_worker_until_they_are_reset(marker: str) -> None:
+    fns = counters(env1=faulty("kill", at=4, once=marker))
+    with Pair(fns, counters(), restart=RestartPolicy(on_crash="raise")) as pair:
+        for _ in range(3):
+            pair.step()
+        for lost in (WorkerDiedError, ResetNeededError):
+            actions = pair.actions()
+            expected = pair.twin.step(actions)
+            with pytest.raises(EnvsFailedError) as caught:
+                pair.envs.step(actions)
+            assert list(caught.value.failures) == FIRST
+            assert isinstance(caught.value, lost)
+            for index in SECOND:
+                assert caught.value.results[index][0].tobytes() == expected[0][index].tobytes()
+        assert pair.culprits() == {CULPRIT}
+        assert pair.reset(np.arange(NUM_ENVS) < 3, SECOND)[0][:3, 0].tolist() == [0, 0, 0]
+        for _ in range(10):
+            pair.step(SECOND)
+
+
+def test_an_exception_ends_the_episode_of_its_env_if_the_policy_says_so() -> None:
+    with Pair(counters(env1=faulty("raise", at=5)), counters(), restart=RestartPolicy(on_error="truncate")) as pair:
+        for step in range(12):
+            batch = pair.step(OTHERS)
+            assert batch[3][CULPRIT] == (step == 4)
+            # The next step begins an episode, as ever.
+            assert batch[0][CULPRIT, 0] == [1, 2, 3, 4, 4, *range(20)][step]
+
+
+@pytest.mark.parametrize("mode", [SAME_STEP, pytest.param(NEXT_STEP, marks=pytest.mark.soak)])
+def test_episodes_that_cannot_be_replayed_are_truncated_and_those_after_them_are_replayed(mode: Any) -> None:
+    """The journal was trimmed, and there are no snapshots; afterwards there is a journal again."""
+    policy = RestartPolicy(snapshots=False, journal_limit=40_000, state_anchors=False)
+    with Pair(counters(), mode=mode, restart=policy) as pair:
+        for _ in range(1100):
+            pair.step()
+        pair.kill(0)
+        for step in range(30):
+            if step == 20:
+                pair.kill(0)  # episodes begun by autoreset in a new process are known from the seed on
+            batch = pair.step(SECOND)
+            assert batch[3][:3].all() == (step == 0)
+            if step == 0:
+                shown = batch[4]["final_obs"][:3] if mode is SAME_STEP else batch[0][:3]
+                assert np.stack(shown).tobytes() == np.stack(pair.last[:3]).tobytes()
+                assert not batch[1][:3].any()
+        assert pair.outcomes() == ["truncated", "exact"]
+
+
+# --- the first way back on which no env strays, else the last ---------------------------------------------
+# Snapshots are taken after every third request, or fourth; kills come when there has been another since.
+
+
+class ForkShyEnv(CounterEnv):
+    """Is not what it was in a forked copy."""
+
+    def __init__(self, **counter: Any) -> None:
+        super().__init__(**counter)
+        os.register_at_fork(after_in_child=self._be_another)
+
+    def _be_another(self) -> None:
+        self.offset += 1.0
+
+
+def test_an_env_that_a_snapshot_does_not_bring_back_is_brought_back_by_the_journal() -> None:
+    fns = counters(env1=partial(ForkShyEnv, horizon=6))
+    with Pair(fns, counters(), restart=RestartPolicy(snapshot_every=3)) as pair:
+        for step in range(25):
+            if step in (10, 18):
+                pair.kill(0)
+            assert not pair.step()[3].any()
+        recoveries = [event for event in pair.events if isinstance(event, Recovery)]
+        assert [(one.outcome, one.rung, one.attempts) for one in recoveries] == [("exact", "journal", 2)] * 2
+
+
+def test_an_env_that_strays_on_every_rung_is_truncated_alone_by_the_last() -> None:
+    fns = counters(env1=partial(NondeterministicEnv, since=1, horizon=1000), env2=partial(ForkShyEnv, horizon=7))
+    with Pair(fns, counters(), restart=RestartPolicy(snapshot_every=3)) as pair:
+        for step in range(15):
+            if step == 10:
+                pair.kill(0)
+            assert np.flatnonzero(pair.step(OTHERS)[3]).tolist() == ([1] if step == 10 else [])
+        assert pair.outcomes() == ["truncated"]
+
+
+@pytest.mark.parametrize("mode", [NEXT_STEP, SAME_STEP])
+def test_an_env_that_cannot_be_replayed_is_truncated_at_each_loss_and_the_others_never(mode: AutoresetMode) -> None:
+    fns = counters(env1=partial(NondeterministicEnv, since=1, horizon=1000))
+    with Pair(fns, counters(), mode=mode, restart=NO_SNAPSHOTS) as pair:
+        for step in range(30):
+            if step in (5, 15, 20):
+                pair.kill(0)
+            assert np.flatnonzero(pair.step(OTHERS)[3]).tolist() == ([1] if step in (5, 15, 20) else [])
+        assert pair.outcomes() == ["truncated"] * 3
+
+
+def test_an_env_that_strays_in_a_recovery_of_its_own_reset_is_not_truncated() -> None:
+    fns = counters(env1=partial(NondeterministicEnv, since=1, horizon=1000))
+    with Pair(fns, counters(), restart=NO_SNAPSHOTS) as pair:
+        for _ in range(3):
+            pair.step(OTHERS)
+        pair.kill(0)
+        observations, _ = pair.reset([False, True, False, False, False, False], OTHERS)
+        assert observations[1, 0] == 0
+        for _ in range(6):
+            assert not pair.step(OTHERS)[3].any()
+        assert pair.outcomes() == ["fresh"]
+
+
+# --- an env whose every reset ends its process, as it has come to be ---------------------------------------
+
+DOOM = 3  # the action after which no reset succeeds
+
+
+class DoomedEnv(CounterEnv):
+    """Shows in its infos what has been set, and how many resets it has had."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
-        self._files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        self.doomed, self.level, self.resets = False, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if self.doomed:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        self.resets += 1
+        return super().reset(seed=seed, options=options)
 
     def step(self, action: Any) -> Any:
-        if self.episode_step == 2:
-            os._exit(9)
-        return super().step(action)
+        self.doomed = self.doomed or action == DOOM
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"level": self.level, "resets": self.resets}
 
 
-def test_an_env_with_more_files_than_select_can_look_at_is_found_to_be_the_culprit():
-    seen: list[Event] = []
-    fns = counters()
-    fns[CULPRIT] = partial(ManyFilesEnv, horizon=1000)
-    envs, reference = vector(fns, seen), SyncVectorEnv(counters())
-    envs.reset(seed=1)
-    reference.reset(seed=1)
-    truncations = []
-    for step in range(6):
-        batch = envs.step(actions_of(step))
-        expect_equal(batch, reference.step(actions_of(step)), others(), step)
-        truncations += [step] if batch[3][CULPRIT] else []
-    envs.close()
-    assert truncations == [2]  # and at the sixth there is a step of the next episode
-    assert {event.env_index for event in seen if isinstance(event, Loss)} == {CULPRIT}
+@pytest.mark.parametrize(("mode", "snapshots"), [(NEXT_STEP, True), (SAME_STEP, False)])
+def test_an_env_that_cannot_begin_again_is_truncated_and_costs_the_others_nothing(mode: Any, snapshots: bool) -> None:
+    policy = RestartPolicy(snapshots=snapshots, backoff=0)
+    fns = counters(env1=partial(DoomedEnv, horizon=4))
+    ends = 0
+    with Pair(fns, counters(), each=6, mode=mode, restart=policy) as pair:
+        pair.actions = lambda: np.array([1, DOOM, 1, 1, 1, 1])  # type: ignore[method-assign]
+        for _ in range(5):
+            truncated = pair.step(OTHERS)[3]
+            assert not truncated[OTHERS].any()
+            ends += int(truncated[CULPRIT])
+        assert pair.culprits() == {CULPRIT}
+    assert ends
 
 
-def test_a_slot_left_out_of_a_step_begins_one_episode_in_it():
-    fns: list[EnvFn] = [partial(CountingResets, fault=Fault("kill", "step", at=1000), horizon=1000)] * NUM_ENVS
-    fns[CULPRIT] = partial(CountingResets, fault=Fault("segv", "step", at=3, per="episode"), horizon=1000)
-    envs = vector(fns, [], autoreset_mode=AutoresetMode.SAME_STEP)
-    envs.reset(seed=1)
-    for step in range(2):
-        envs.step(actions_of(step))
-    assert envs.step(actions_of(2))[3].tolist() == [index == CULPRIT for index in range(NUM_ENVS)]
-    assert envs.call("count_resets")[CULPRIT] == 2
-    envs.step(actions_of(3))
-    assert envs.call("count_resets")[CULPRIT] == 2
-    envs.close()
+def test_an_env_whose_reset_is_poison_raises_and_the_others_keep_their_episodes() -> None:
+    fns = counters(env1=partial(DoomedEnv, horizon=4))
+    with Pair(fns, each=6, mode=DISABLED, restart=RestartPolicy(snapshots=False, backoff=0)) as pair:
+        pair.actions = lambda: np.array([1, DOOM, 1, 1, 1, 1])  # type: ignore[method-assign]
+        for _ in range(4):
+            batch = pair.step()
+        assert np.flatnonzero(batch[2]).tolist() == [CULPRIT]
+        for _ in range(2):
+            with pytest.raises(EnvsFailedError) as caught:
+                pair.envs.reset(options={"reset_mask": np.arange(NUM_ENVS) == CULPRIT})
+            assert list(caught.value.failures) == [CULPRIT]
+            assert isinstance(caught.value.failures[CULPRIT], PoisonError)
+            assert [int(caught.value.results[row][0]) for row in OTHERS] == [4] * 5
 
 
-class CountingResets(FaultyEnv):
-    """Counts its resets."""
-
-    resets = 0
-
-    def reset(self, **arguments: Any) -> Any:
-        self.resets += 1
-        return super().reset(**arguments)
-
-    def count_resets(self) -> int:
-        return self.resets
-
-
-@pytest.mark.parametrize("manner", ["kill", "hang_c"])
-def test_policy_truncate_ends_the_episodes_of_the_lost_worker_alone(manner, marker):
-    seen: list[Event] = []
-    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
-    fns = with_culprit(Fault(manner, "step", at=5, once=marker))
-    envs = vector(fns, seen, restart=policy, deadlines=Deadlines(step=1.0))
-    reference = SyncVectorEnv(counters())
-    envs.reset(seed=1)
-    reference.reset(seed=1)
-    for step in range(STEPS):
-        last, batch = (None if step == 0 else batch), envs.step(actions_of(step))  # noqa: F821 - of the round before
-        expect_equal(batch, reference.step(actions_of(step)), range(3, NUM_ENVS), step)
-        if step == 4:
-            assert batch[3].tolist() == [True] * 3 + [False] * 3
-            assert batch[0][:3].tobytes() == last[0][:3].tobytes()
-            assert not batch[1][:3].any()
-            assert set(batch[4]["multienv"]["recovery"][:3]) == {"truncated"}
-        else:
-            assert not batch[3].any()
-    envs.close()
-    assert [event.outcome for event in seen if isinstance(event, Recovery)] == ["truncated"]
+@pytest.mark.parametrize("on_crash", ["replay", "raise"])
+def test_a_single_env_that_cannot_begin_again_begins_in_a_new_process(on_crash: Any) -> None:
+    policy = RestartPolicy(backoff=0, on_crash=on_crash)
+    with SubprocessEnv(partial(DoomedEnv, horizon=4), restart=policy) as env:
+        env.reset(seed=1)
+        env.set_attr("level", 5)
+        env.step(DOOM)
+        with pytest.raises(WorkerLostError, match=r"next reset\(\) starts a new process"):
+            env.reset(seed=2)
+        observation, _ = env.reset(seed=3)
+        assert observation.tobytes() == CounterEnv(horizon=4).reset(seed=3)[0].tobytes()
+        assert env.step(0)[4] == {"level": 5, "resets": 1}
 
 
-@pytest.mark.parametrize("manner", ["kill", "hang_c"])
-def test_policy_raise_fails_all_envs_of_the_lost_worker_until_they_are_reset(manner, marker):
-    policy = RestartPolicy(on_crash="raise", on_timeout="raise")
-    fns = with_culprit(Fault(manner, "step", at=5, once=marker))
-    envs = vector(fns, [], restart=policy, deadlines=Deadlines(step=1.0))
-    reference = SyncVectorEnv(counters())
-    envs.reset(seed=1)
-    reference.reset(seed=1)
-    for step in range(4):
-        expect_equal(envs.step(actions_of(step)), reference.step(actions_of(step)), range(NUM_ENVS), step)
-    for step in (4, 5):
-        expected = reference.step(actions_of(step))
-        with pytest.raises(EnvsFailedError) as caught:
-            envs.step(actions_of(step))
-        assert list(caught.value.failures) == [0, 1, 2]
-        lost = WorkerHungError if manner == "hang_c" else WorkerDiedError
-        assert isinstance(caught.value, lost if step == 4 else ResetNeededError)
-        assert step > 4 or caught.value.failures[0].env_index == CULPRIT
-        for index in range(3, NUM_ENVS):
-            assert caught.value.results[index][0].tobytes() == expected[0][index].tobytes()
-    observations, _ = envs.reset(options={"reset_mask": np.arange(NUM_ENVS) < 3})
-    assert observations[:3, 0].tolist() == [0, 0, 0]
-    for step in range(6, STEPS):
-        expect_equal(envs.step(actions_of(step)), reference.step(actions_of(step)), range(3, NUM_ENVS), step)
-    envs.close()
+# --- no restarts left -------------------------------------------------------------------------------------
 
 
-def test_an_env_that_cannot_be_replayed_is_truncated_and_the_others_go_on():
-    seen: list[Event] = []
-    fns = counters()
-    fns[CULPRIT] = lambda: NondeterministicEnv(horizon=1000)
-    envs = vector(fns, seen, restart=RestartPolicy(snapshots=False))
-    reference = SyncVectorEnv(counters())
-    envs.reset(seed=1)
-    reference.reset(seed=1)
-    truncated = []
-    for step in range(STEPS):
-        if step in (10, 25):
-            kill(envs, 0)
-        batch = envs.step(actions_of(step))
-        expect_equal(batch, reference.step(actions_of(step)), others(), step)
-        if batch[3][CULPRIT]:
-            truncated.append(step)
-            assert "does not match" in batch[4]["multienv"]["reason"][CULPRIT]
-    envs.close()
-    assert truncated == [10, 25]
-
-
-def test_an_exception_of_one_env_is_raised_for_it_alone():
-    envs = vector(with_culprit(Fault("raise", "step", at=5)), [])
-    reference = SyncVectorEnv(counters())
-    envs.reset(seed=1)
-    reference.reset(seed=1)
-    for step in range(STEPS):
-        expected = reference.step(actions_of(step))
-        if step == 4:
-            with pytest.raises(FaultError) as caught:
-                envs.step(actions_of(step))
-            assert isinstance(caught.value, EnvsFailedError)
-            assert isinstance(caught.value.failures[CULPRIT], EnvRaisedError)
-            assert caught.value.failures[CULPRIT].env_index == CULPRIT
-            assert "Traceback" in caught.value.failures[CULPRIT].remote_traceback
-        else:
-            expect_equal(envs.step(actions_of(step)), expected, others(), step)
-    envs.close()
-
-
-def test_an_exception_ends_the_episode_of_its_env_if_the_policy_says_so():
-    envs = vector(with_culprit(Fault("raise", "step", at=5)), [], restart=RestartPolicy(on_error="truncate"))
-    reference = SyncVectorEnv(counters())
-    envs.reset(seed=1)
-    reference.reset(seed=1)
-    for step in range(20):
-        batch = envs.step(actions_of(step))
-        expect_equal(batch, reference.step(actions_of(step)), others(), step)
-        assert batch[3][CULPRIT] == (step == 4)
-        # The next step begins an episode, as ever.
-        assert batch[0][CULPRIT, 0] == [1, 2, 3, 4, 4, *range(20)][step]
-    envs.close()
-
-
-def test_a_worker_that_cannot_be_brought_back_ends_all_its_episodes_and_no_others():
-    seen: list[Event] = []
-    envs = vector(counters(), seen, restart=NO_WAY_BACK)
-    reference = SyncVectorEnv(counters())
-    before, _ = envs.reset(seed=1)
-    reference.reset(seed=1)
-    for step in range(12):
-        if step == 10:
-            kill(envs, 0)
-        batch = envs.step(actions_of(step))
-        expected = reference.step(actions_of(step))
-        expect_equal(batch, expected, range(NUM_ENVS) if step < 10 else range(3, NUM_ENVS), step)
-        assert batch[3][:3].all() == (step == 10)
-        if step == 10:
-            assert batch[0][:3].tobytes() == before[:3].tobytes()
-            assert not batch[1][:3].any()
-        before = batch[0]
-    assert not batch[0][:3, 0].any()  # new episodes
-    envs.close()
-
-
-def test_episodes_lost_in_a_call_end_with_the_next_step():
-    envs = vector(counters(), [], restart=NO_WAY_BACK)
-    envs.reset(seed=1)
-    before = envs.step(actions_of(0))[0]
-    kill(envs, 0)
-    with pytest.raises(EnvsFailedError) as caught:
-        envs.get_attr("pokes")
-    assert sorted(caught.value.failures) == [0, 1, 2]
-    observations, _, _, truncations, _ = envs.step(actions_of(1))
-    assert truncations.tolist() == [True] * 3 + [False] * 3
-    assert observations[:3].tobytes() == before[:3].tobytes()
-    envs.close()
-
-
-def test_a_spent_budget_fails_the_envs_of_the_process():
-    envs = vector(counters(), [], restart=RestartPolicy(max_restarts=0))
-    envs.reset(seed=1)
-    kill(envs, 0)
-    with pytest.raises(RestartBudgetExceeded) as caught:
-        envs.step(actions_of(0))
-    assert sorted(caught.value.failures) == [0, 1, 2]  # type: ignore[attr-defined]
-    assert caught.value.results[3] is not None  # type: ignore[attr-defined]
-    envs.close()
-
-
-@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("snapshots", [False, True])
-def test_random_kills_of_whole_workers_leave_no_trace(start_method, snapshots):
-    dice, seen = random.Random(7), []
-    policy = RestartPolicy(snapshots=snapshots, snapshot_every=9)
-    envs = vector(counters(), seen, context=start_method, restart=policy)
-    twin = SerialVectorEnv(counters())
-    assert envs.reset(seed=1)[0].tobytes() == twin.reset(seed=1)[0].tobytes()
-    for step in range(60):
-        envs.step_async(actions_of(step))
-        if dice.random() < 0.2:
-            kill(envs, dice.randrange(2))
-        if step % 20 == 10:
-            expect_equal(envs.step_wait(), twin.step(actions_of(step)), range(NUM_ENVS), step)
-            envs.set_attr("offset", [float(index) for index in range(NUM_ENVS)])
-            twin.set_attr("offset", [float(index) for index in range(NUM_ENVS)])
-            assert envs.call("poke", 0.5) == twin.call("poke", 0.5)
-            mask = np.arange(NUM_ENVS) % 2 == 0
-            one, other = (each.reset(options={"reset_mask": mask}) for each in (envs, twin))
-            assert one[0].tobytes() == other[0].tobytes()
-        else:
-            expect_equal(envs.step_wait(), twin.step(actions_of(step)), range(NUM_ENVS), step)
-    assert [generator.random() for generator in envs.np_random] == [one.random() for one in twin.np_random]
-    envs.close()
-    twin.close()
-    assert {event.outcome for event in seen if isinstance(event, Recovery)} == {"exact"}
-    assert len([event for event in seen if isinstance(event, Loss)]) > 5
+@pytest.mark.parametrize("mode", [NEXT_STEP, SAME_STEP])
+def test_a_worker_without_restarts_left_does_not_put_the_others_out_of_step(mode: AutoresetMode) -> None:
+    with Pair(counters(), mode=mode, restart=RestartPolicy(max_restarts=0)) as pair:
+        pair.step()
+        pair.kill(0)
+        for step in range(7):
+            actions = pair.actions()
+            expected = pair.twin.step(actions)
+            with pytest.raises(EnvsFailedError) as caught:
+                pair.envs.step(actions)
+            assert isinstance(caught.value, RestartBudgetExceeded) or step
+            assert sorted(caught.value.failures) == FIRST
+            for index in SECOND:
+                observation, *rest = caught.value.results[index]
+                assert observation.tobytes() == expected[0][index].tobytes()
+                assert rest == [part[index] for part in expected[1:4]]
+        # A reset begins a new life of the envs; nothing is restarted for it.
+        assert pair.envs.reset(seed=5)[0].tobytes() == pair.twin.reset(seed=5)[0].tobytes()
+        for _ in range(4):
+            pair.step()

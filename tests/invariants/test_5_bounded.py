@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from faces import KINDS, RAISE, REPLAY, Face
 
-from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, monitor_pid
+from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, monitor_pid
 from multienv import Deadlines, SyncSubprocessEnvManager
 from multienv.errors import ClosedError, WaitTimeout, WorkerHungError
 
@@ -39,14 +39,18 @@ def hanging(moment: Any, **fault: Any) -> Any:
     return partial(FaultyEnv, fault=Fault("hang_c", moment, ignore_sigterm=True, **fault))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_deadline_of_a_reset_does_not_end_a_slower_step(kind: str) -> None:
+    env_fns = [partial(SlowEnv, step_seconds=0.5)] * 2
+    with Face(kind, env_fns, deadlines=Deadlines(reset=0.4), restart=RAISE) as face:
+        face.reset(0)
+        for _ in range(2):
+            face.step([1, 1])
+
+
 @pytest.mark.parametrize(
     ("kind", "moment"),
-    [
-        (kind, moment)
-        for kind in KINDS
-        for moment in ("step", "reset", "call")
-        if (kind, moment) != ("multi_env", "call")
-    ],
+    [*((kind, "step") for kind in KINDS), ("subprocess_env", "reset"), ("vector_env", "reset"), ("vector_env", "call")],
 )
 def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str) -> None:
     env_fns = [hanging(moment, at=2), CounterEnv]
@@ -125,8 +129,9 @@ def test_a_wait_is_bounded_while_a_worker_is_brought_back(kind: str, then: str, 
                 face.close()
 
 
-@pytest.mark.parametrize("monitor", ["alive", "stopped"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "monitor"), [*((kind, "alive") for kind in KINDS), ("multi_env", "stopped"), ("vector_env", "stopped")]
+)
 def test_close_is_bounded_with_envs_that_hang(kind: str, monitor: str) -> None:
     """No deadline but that of close(). Three at once take as long as one."""
     face = Face(kind, [hanging("close"), hanging("step"), hanging("close")], deadlines=Deadlines(close=0.7))

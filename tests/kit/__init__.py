@@ -5,34 +5,28 @@ from kit.envs import (
     FaultyEnv,
     ForkingEnv,
     GlobalRandomEnv,
-    LeakyEnv,
     NoisyEnv,
     NondeterministicEnv,
     PidEnv,
     SameArrayEnv,
     SlowEnv,
     StickyStateEnv,
-    WallClockInfoEnv,
 )
-from kit.faults import FailsNthTime, Fault, FaultError, Manner, Moment, TwoArgumentError, misbehave
+from kit.faults import FailsNthTime, Fault, FaultError, Moment, TwoArgumentError, misbehave
 from kit.leaks import (
-    Ignored,
     LeakError,
     Resources,
     assert_nothing_left,
-    multiprocessing_helpers,
     no_leaks,
     snapshot_resources,
-    what_is_left,
 )
 from kit.monitor import monitor_itself, monitor_pid, monitor_process
-from kit.process_table import ProcessRecord, descendants, is_alive
+from kit.process_table import descendants, is_alive
 from kit.space_env import SpaceEnv, TokenSpace, digest_value, example_spaces
 from kit.trajectories import (
     Transition,
     assert_no_splice,
     assert_same_trajectory,
-    counter_clock,
     first_difference,
     observations_equal,
     rollout,
@@ -46,15 +40,11 @@ __all__ = [
     "FaultyEnv",
     "ForkingEnv",
     "GlobalRandomEnv",
-    "Ignored",
     "LeakError",
-    "LeakyEnv",
-    "Manner",
     "Moment",
     "NoisyEnv",
     "NondeterministicEnv",
     "PidEnv",
-    "ProcessRecord",
     "Resources",
     "SameArrayEnv",
     "SlowEnv",
@@ -63,11 +53,9 @@ __all__ = [
     "TokenSpace",
     "Transition",
     "TwoArgumentError",
-    "WallClockInfoEnv",
     "assert_no_splice",
     "assert_nothing_left",
     "assert_same_trajectory",
-    "counter_clock",
     "descendants",
     "digest_value",
     "example_spaces",
@@ -77,10 +65,8 @@ __all__ = [
     "monitor_itself",
     "monitor_pid",
     "monitor_process",
-    "multiprocessing_helpers",
     "no_leaks",
     "observations_equal",
     "rollout",
     "snapshot_resources",
-    "what_is_left",
 ]

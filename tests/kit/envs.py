@@ -29,7 +29,6 @@ __all__ = [
     "FaultyEnv",
     "ForkingEnv",
     "GlobalRandomEnv",
-    "LeakyEnv",
     "NoisyEnv",
     "NondeterministicEnv",
     "PidEnv",
@@ -37,7 +36,6 @@ __all__ = [
     "SlowEnv",
     "SpaceEnv",
     "StickyStateEnv",
-    "WallClockInfoEnv",
 ]
 
 Observation = NDArray[np.float32]
@@ -120,25 +118,6 @@ class FaultyEnv(CounterEnv):
 
 def _with(info: dict[str, Any], **extras: object) -> dict[str, Any]:
     return info | {name: value for name, value in extras.items() if value is not None}
-
-
-class LeakyEnv(CounterEnv):
-    """Leaks *bytes_per_step* of resident memory with every step; `leaked` is how much so far."""
-
-    def __init__(self, *, bytes_per_step: int = 1 << 20, **counter: Any) -> None:
-        super().__init__(**counter)
-        self.bytes_per_step = bytes_per_step
-        self._hoard: list[bytes] = []
-
-    @property
-    def leaked(self) -> int:
-        """The bytes leaked in the life of this object."""
-        return sum(map(len, self._hoard))
-
-    def step(self, action: np.int64) -> Step:
-        """Leak, and take a step."""
-        self._hoard.append(b"\x01" * self.bytes_per_step)  # not zeros, which would not be resident
-        return super().step(action)
 
 
 class NondeterministicEnv(CounterEnv):
@@ -343,13 +322,6 @@ def _live_on(*, stubborn: bool, seconds: int) -> None:
         time.sleep(seconds)
     finally:
         os._exit(0)
-
-
-class WallClockInfoEnv(CounterEnv):
-    """Puts clock readings into every info, as `gymnasium.wrappers.RecordEpisodeStatistics` does."""
-
-    def _info(self) -> dict[str, Any]:
-        return {"time": time.time(), "nanoseconds": time.perf_counter_ns()}
 
 
 class PidEnv(CounterEnv):

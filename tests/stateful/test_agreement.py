@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -85,23 +84,6 @@ class NestedEnv(SpaceEnv):
         return self.pokes
 
 
-class CartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """CartPole-v1, which ends by itself under random actions, with a method and an attribute to set."""
-
-    def __init__(self) -> None:
-        super().__init__(gymnasium.make("CartPole-v1", render_mode="rgb_array", max_episode_steps=12))
-        self.offset = 0.0
-        self.pokes = 0
-
-    def render(self) -> Any:
-        return None  # pygame need not be installed
-
-    def poke(self, amount: float = 0.0) -> int:
-        self.offset += amount
-        self.pokes += 1
-        return self.pokes
-
-
 def plain_call(env: Any, name: str, *arguments: Any) -> Any:
     return env.get_wrapper_attr(name)(*arguments)
 
@@ -116,14 +98,10 @@ class Agreement(RuleBasedStateMachine):
     """One env, threefold."""
 
     env_fn: Callable[[], Any] = CounterEnv
-    num_actions = 4
     policy = PATIENT
 
     def __init__(self) -> None:
         super().__init__()
-        self.open()
-
-    def open(self) -> None:
         env_fn = type(self).env_fn
         self.subprocess = SubprocessEnv(
             env_fn,
@@ -159,7 +137,7 @@ class Agreement(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        action = data.draw(st.integers(0, self.num_actions - 1))
+        action = data.draw(st.integers(0, 3))
         self.check_step(action, [env.step(action) for env in (self.subprocess, self.serial, self.plain)])
 
     @precondition(lambda self: self.running)
@@ -169,7 +147,7 @@ class Agreement(RuleBasedStateMachine):
         for place in range(count):
             if not self.running:
                 return
-            action = data.draw(st.integers(0, self.num_actions - 1))
+            action = data.draw(st.integers(0, 3))
             self.subprocess.step_async(action)
             self.serial.step_async(action)
             if number is not None and not place:
@@ -216,21 +194,11 @@ class Agreement(RuleBasedStateMachine):
     def render(self) -> None:
         agree("render()", [env.render() for env in (self.subprocess, self.serial, self.plain)])
 
-    @rule()
-    def close_and_begin_anew(self) -> None:
-        self.teardown()
-        self.open()
-
     # --- what befalls the worker --------------------------------------------------------------
 
     @rule(number=KILLS)
     def kill(self, number: int) -> None:
         self.strike(number)
-
-    @rule(number=KILLS, seconds=st.floats(0, 0.003))
-    def kill_and_wait(self, number: int, seconds: float) -> None:
-        self.strike(number)
-        time.sleep(seconds)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -276,11 +244,6 @@ class SnapshotAgreement(CounterAgreement):
 
 class NestedAgreement(Agreement):
     env_fn = NestedEnv
-
-
-class CartPoleAgreement(Agreement):
-    env_fn = CartPole
-    num_actions = 2
 
 
 # --- several envs -----------------------------------------------------------------------------
@@ -386,8 +349,8 @@ class SeveralAgreement(RuleBasedStateMachine):
             self.multi.close()
 
 
-LONG = (NestedAgreement, CartPoleAgreement)
-MACHINES = [CounterAgreement, SnapshotAgreement, NestedAgreement, CartPoleAgreement, SeveralAgreement]
+LONG = (CounterAgreement, NestedAgreement)
+MACHINES = [CounterAgreement, SnapshotAgreement, NestedAgreement, SeveralAgreement]
 
 
 @pytest.mark.parametrize(

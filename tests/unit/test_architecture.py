@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import gymnasium
-import pytest
 
 import multienv
 
@@ -95,11 +94,9 @@ def test_the_docstring_of_the_package_tells_the_rooms_in_the_same_order():
     assert floors == sorted(floors) or told[-1] == ["testing", "cli"]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_imports_only_its_own_room_and_rooms_before_it(name):
-    room = room_of(name)
-    for other in imports(name):
-        theirs = room_of(other)
+def test_a_module_imports_only_its_own_room_and_rooms_before_it():
+    for name, other in ((module, other) for module in MODULES for other in imports(module)):
+        room, theirs = room_of(name), room_of(other)
         if not theirs:  # the package itself: what users have
             assert room in ON_TOP, f"{name} imports the package itself"
         elif theirs == room:
@@ -110,17 +107,18 @@ def test_a_module_imports_only_its_own_room_and_rooms_before_it(name):
             assert FLOOR_OF[theirs] < FLOOR_OF[room], f"{name} imports {other}, which is not below it"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_no_private_name_of_another_module_is_used(name):
-    for other, names in imports(name).items():
-        private = {one for one in names if one.startswith("_") and not one.startswith("__")}
-        assert not private, f"{name} imports {private} from {other}"
-    modules = {one.asname or one.name.split(".")[-1] for node in ast.walk(tree_of(name))
-               if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("multienv")
-               for one in node.names if f"{node.module}.{one.name}".removeprefix("multienv.") in MODULES}  # fmt: skip
-    for node in ast.walk(tree_of(name)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            assert not node.attr.startswith("_"), f"{name} uses {node.value.id}.{node.attr}"
+def test_no_private_name_of_another_module_is_used():
+    for name in MODULES:
+        for other, names in imports(name).items():
+            private = {one for one in names if one.startswith("_") and not one.startswith("__")}
+            assert not private, f"{name} imports {private} from {other}"
+        modules = {one.asname or one.name.split(".")[-1] for node in ast.walk(tree_of(name))
+                   if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("multienv")
+                   for one in node.names if f"{node.module}.{one.name}".removeprefix("multienv.") in MODULES}  # fmt: skip
+        for node in ast.walk(tree_of(name)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                private = node.attr.startswith("_") and not node.attr.startswith("__")
+                assert not private, f"{name} uses {node.value.id}.{node.attr}"
 
 
 @cache
@@ -196,13 +194,13 @@ def test_importing_the_package_imports_nothing_heavy():
     assert told.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) not in {"cli", "adapters"}])
-def test_the_core_imports_nothing_but_its_dependencies(name):
-    for node in ast.walk(tree_of(name)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        for one in names:
-            assert one.split(".")[0] in CORE | set(sys.stdlib_module_names), f"{name} imports {one}"
+def test_the_core_imports_nothing_but_its_dependencies():
+    for name in (name for name in MODULES if room_of(name) not in {"cli", "adapters"}):
+        for node in ast.walk(tree_of(name)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for one in names:
+                assert one.split(".")[0] in CORE | set(sys.stdlib_module_names), f"{name} imports {one}"
 
 
 # --- the public face ----------------------------------------------------------------------------
@@ -221,11 +219,11 @@ def test_the_public_names_are_these_and_the_errors():
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?\w+)?", multienv.__version__)
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_public_things_and_their_methods_are_documented(name):
-    thing = getattr(multienv, name)
-    assert inspect.getdoc(thing)
-    for method, value in vars(thing).items() if inspect.isclass(thing) else ():
-        if inspect.isfunction(value) and not method.startswith("_"):
-            inherited = any(hasattr(base, method) for base in (gymnasium.Env, gymnasium.vector.VectorEnv))
-            assert value.__doc__ or inherited, f"{name}.{method}"
+def test_public_things_and_their_methods_are_documented():
+    for name in NAMES:
+        thing = getattr(multienv, name)
+        assert inspect.getdoc(thing)
+        for method, value in vars(thing).items() if inspect.isclass(thing) else ():
+            if inspect.isfunction(value) and not method.startswith("_"):
+                inherited = any(hasattr(base, method) for base in (gymnasium.Env, gymnasium.vector.VectorEnv))
+                assert value.__doc__ or inherited, f"{name}.{method}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -51,17 +50,6 @@ def test_the_quota_of_a_container(tmp_path, groups, files, expected):
     assert cores.quota(system(tmp_path, groups, files)) == expected
 
 
-def test_without_control_groups_there_is_no_quota(tmp_path):
-    assert cores.quota(tmp_path) == math.inf
-
-
-@pytest.mark.parametrize(("quota", "busy"), [(math.inf, 8), (2.5, 3), (0.1, 1), (64.0, 8)])
-def test_as_many_cores_as_may_be_busy(monkeypatch, quota, busy):
-    monkeypatch.setattr(cores, "cores", lambda: list(range(8)))
-    monkeypatch.setattr(cores, "quota", lambda: quota)
-    assert cores.busy_cores() == busy
-
-
 # --- who runs where, and is asked when --------------------------------------------------------
 
 
@@ -107,14 +95,3 @@ def test_workers_are_dealt_to_the_cores(monkeypatch, workers, available, busy, e
 def test_workers_on_other_cores_than_the_trainers_are_asked_first(monkeypatch, preferred, here, expected):
     monkeypatch.setattr(cores, "_here", lambda: here)
     assert cores.Turns(preferred).now() == expected
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not say")
-def test_the_core_that_this_thread_runs_on_is_known():
-    before = os.sched_getaffinity(0)
-    try:
-        for core in cores.cores():
-            os.sched_setaffinity(0, {core})
-            assert cores._here() == core
-    finally:
-        os.sched_setaffinity(0, before)

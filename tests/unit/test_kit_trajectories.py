@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import replace
 
@@ -14,51 +13,13 @@ from hypothesis.extra import numpy as hnp
 
 from kit import (
     CounterEnv,
-    NondeterministicEnv,
-    SameArrayEnv,
-    StickyStateEnv,
     Transition,
     assert_no_splice,
     assert_same_trajectory,
-    counter_clock,
     first_difference,
     observations_equal,
     rollout,
 )
-
-VALUES = st.recursive(
-    st.none()
-    | st.integers()
-    | st.floats()
-    | st.text()
-    | st.booleans()
-    | hnp.arrays(st.sampled_from([np.float32, np.int64, np.uint8, np.bool_]), hnp.array_shapes(min_dims=0, max_side=3)),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-def test_a_rollout_records_every_reset_and_step():
-    record = rollout(CounterEnv(horizon=3), num_steps=7, seed=1)
-    assert [transition.is_reset for transition in record] == [True, *[False] * 3] * 2 + [True, False]
-    assert [counter_clock(transition.observation) for transition in record] == [
-        (episode, step) for episode in range(3) for step in range(4)
-    ][:10]
-    assert [transition.ended for transition in record] == [False, False, False, True] * 2 + [False, False]
-    assert record[0].action is None
-    assert record[0].reward == 0.0
-
-
-def test_a_rollout_copies_observations():
-    record = rollout(SameArrayEnv(), num_steps=3)
-    assert [t.observation[0] for t in record] == [0, 1, 2, 3]
-
-
-@given(VALUES)
-def test_every_value_equals_its_copy(value):
-    assert observations_equal(value, copy.deepcopy(value))
 
 
 @given(hnp.arrays(np.float32, hnp.array_shapes(), elements=st.floats(width=32)), st.data())
@@ -113,12 +74,6 @@ def test_any_changed_field_but_the_info_is_a_difference(change):
         assert "step 3 of episode 0" in str(caught.value)
 
 
-def test_a_record_that_ends_early_is_a_difference():
-    record = rollout(CounterEnv(), num_steps=3, seed=1)
-    with pytest.raises(AssertionError, match="3 entries against 4"):
-        assert_same_trajectory(record[:-1], record)
-
-
 def test_a_second_episode_spliced_in_is_seen():
     env = CounterEnv(horizon=None)
     honest = rollout(env, num_steps=3, seed=1)
@@ -148,21 +103,3 @@ def test_a_truncated_recovery_repeats_the_last_observation():
     assert_no_splice([*record, truncated, *record])
     with pytest.raises(AssertionError):
         assert_no_splice([*record, replace(truncated, info={})])
-
-
-@pytest.mark.parametrize("shown_in", ["observation", "reward", "both"])
-def test_a_nondeterministic_env_differs_only_since_and_where_told(shown_in):
-    runs = [rollout(NondeterministicEnv(since=3, shown_in=shown_in), num_steps=9, seed=1) for _ in range(2)]
-    assert_same_trajectory(runs[0][:3], runs[1][:3])
-    observations = [first_difference(one.observation, other.observation) for one, other in zip(*runs, strict=True)]
-    rewards = [one.reward == other.reward for one, other in zip(*runs, strict=True)]
-    assert any(observations) == (shown_in != "reward")
-    assert all(rewards) == (shown_in == "observation")
-
-
-def test_sticky_state_shows_late_and_only_with_a_past():
-    used, new = StickyStateEnv(visible_after=3), StickyStateEnv(visible_after=3)
-    rollout(used, num_steps=4, seed=0)
-    past, fresh = (rollout(env, [np.int64(1)] * 4, seed=1) for env in (used, new))
-    assert_same_trajectory(past[:3], fresh[:3])
-    assert first_difference(past[3].observation, fresh[3].observation) is not None

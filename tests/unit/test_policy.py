@@ -27,19 +27,6 @@ def test_the_first_restart_is_immediate_and_the_wait_doubles_up_to_its_limit():
     assert [one.admit(float(now), progress=5) for now in range(7)] == pytest.approx([0, 1, 2, 4, 8, 8, 8])
 
 
-def test_jitter_takes_up_to_half_of_the_wait():
-    least, most = budget(dice=0.0, backoff=4.0), budget(dice=LARGEST_DIE, backoff=4.0)
-    for one in (least, most):
-        one.admit(0.0, progress=0)
-    assert least.admit(1.0, progress=0) == 2.0
-    assert most.admit(1.0, progress=0) == pytest.approx(4.0)
-
-
-def test_progress_makes_the_next_restart_immediate_again():
-    one = budget(backoff=1.0)
-    assert [one.admit(0.0, progress) for progress in (0, 0, 0, 1, 1, 2)] == pytest.approx([0, 1, 2, 0, 1, 0])
-
-
 def test_a_thousand_failures_in_a_row_do_not_overflow_and_without_backoff_nothing_is_waited_for():
     assert [budget(backoff=0.0).admit(0.0, progress=0) for _ in range(3)] == [0.0] * 3
     one = budget(backoff=0.1, max_backoff=10.0)
@@ -91,27 +78,6 @@ def test_a_process_is_due_after_its_steps_counted_from_when_it_began():
     assert [bool(one.due(steps, 9, unasked)) for steps in (21, 22)] == [False, True]
 
 
-def test_a_process_is_due_after_its_episodes():
-    one = recycling(recycle_after_episodes=2)
-    assert [one.due(100, episodes, unasked) for episodes in range(4)] == [
-        "",
-        "",
-        "after 2 episodes",
-        "after 3 episodes",
-    ]
-
-
-def test_a_process_is_due_by_age():
-    now = [100.0]
-    one = recycling(now, recycle_after=5)
-    now[0] = 104.9
-    assert one.due(0, 0, unasked) == ""
-    now[0] = 105.0
-    assert one.due(0, 0, unasked) == "after 5 s"
-    one.begin(0, 0)
-    assert one.due(0, 0, unasked) == ""
-
-
 def test_a_process_is_due_by_size_if_that_can_be_read():
     one = recycling(max_rss=100 * 2**20)
     assert [one.due(0, 0, lambda size=size: size and size * 2**20) for size in (None, 90, 100, 101)] == ["", "", "", "at 101 MiB"]  # fmt: skip
@@ -125,20 +91,6 @@ def due_from(pacing: StatePacing, **options: Any) -> int:
     return bisect_left(range(10**7), True, key=lambda steps: pacing.may_ask(steps, **options))
 
 
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({}, True),
-        ({"state_anchors": False}, False),
-        ({"on_crash": "truncate"}, False),
-        ({"on_timeout": "raise"}, False),
-    ],
-)
-def test_states_are_asked_for_where_any_loss_is_to_be_made_good(options, wanted):
-    pacing = StatePacing(RestartPolicy(**options))
-    assert pacing.wanted == pacing.may_ask(10**9, hurry=True) == wanted
-
-
 def test_a_state_costs_one_percent_of_the_time_and_ten_in_a_hurry_unless_it_is_cheap():
     pacing = StatePacing(RestartPolicy())
     pacing.took(1000, seconds=0.2, step_seconds=0.01)
@@ -148,14 +100,6 @@ def test_a_state_costs_one_percent_of_the_time_and_ten_in_a_hurry_unless_it_is_c
     pacing.took(5000, seconds=0.05, step_seconds=0.01)
     assert due_from(pacing, hurry=True) == 5000
     assert (pacing.taken, pacing.obstacle) == (2, "")
-
-
-def test_one_slow_state_among_quick_ones_is_taken_for_chance():
-    pacing = StatePacing(RestartPolicy())
-    pacing.took(0, seconds=0.001, step_seconds=0.001)
-    pacing.took(100, seconds=10.0, step_seconds=0.001)
-    assert due_from(pacing, hurry=False) == 200
-    assert due_from(pacing, hurry=True, beside=True) == 100
 
 
 def test_each_refusal_puts_the_next_try_off_for_longer_and_a_lost_process_for_much_longer():
@@ -171,11 +115,3 @@ def test_each_refusal_puts_the_next_try_off_for_longer_and_a_lost_process_for_mu
     pacing.took(0, 0.01, 0.01)
     pacing.refused(0, "again")
     assert due_from(pacing, hurry=True) == waits[0], "a state that was had forgives the refusals before"
-
-
-def test_a_jump_of_the_count_of_steps_moves_the_next_try_along():
-    pacing = StatePacing(RestartPolicy())
-    pacing.took(1000, seconds=0.2, step_seconds=0.01)
-    pacing.move(-900)
-    assert due_from(pacing, hurry=False) == 100 + 2000
-    assert due_from(pacing, hurry=True) == 100 + 200

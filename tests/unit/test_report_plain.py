@@ -1,19 +1,18 @@
-"""Values as JSON: any, to be read; resets, exactly."""
+"""Values as JSON, to be read; and what is unpickled of a report that is not trusted."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from multienv.reports.plain import readable, reset_as_json, reset_from_json
-from multienv.wire.messages import Call, Reset
+from multienv.reports.plain import is_plain_reset, plain_message, readable
+from multienv.wire.messages import Call, Replay, Reset, pack_message
 
 
 class Odd:
@@ -52,30 +51,36 @@ def test_large_and_endless_values_are_cut_short():
     assert json.dumps(readable(endless))
 
 
-OPTIONS = st.none() | st.dictionaries(
-    st.text(max_size=3),
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3),
-    max_size=3,
+# --- what is unpickled ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [None, {"a": [1.5, (True, b"x")], 1: {"b": None}}])
+def test_a_reset_of_plain_values_is_unpickled(options):
+    mail = pack_message(Reset((7, None), (options, None), (True, False), anchor=True))
+    assert is_plain_reset(mail)
+    assert pack_message(plain_message(mail)) == mail
+
+
+class Bomb:
+    def __reduce__(self):
+        return pytest.fail, ("unpickled",)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Reset((None,), ({"a": Bomb()},)),
+        Reset((None,), ({"a": np.float64(1)},)),
+        Call("poke", (0.5,)),
+        Replay(b"", state=pickle.dumps(Bomb())),
+        Bomb(),
+    ],
 )
+def test_anything_else_is_no_plain_reset(message):
+    mail = pickle.dumps(message)
+    assert not is_plain_reset(mail)
+    assert not is_plain_reset(mail[: len(mail) // 2])
 
 
-@given(st.lists(st.tuples(st.none() | st.integers(0), OPTIONS, st.booleans()), min_size=1, max_size=4), st.booleans())
-def test_a_reset_goes_through_json_and_back(slots, is_masked):
-    seeds, options, mask = zip(*slots, strict=True)
-    message = Reset(seeds, options, mask if is_masked else None, anchor=True)
-    fields = reset_as_json(message)
-    assert fields is not None
-    again = reset_from_json(json.loads(json.dumps(fields)))
-    assert again == message
-    assert repr(again) == repr(message)  # 1 and True and 1.0 are equal
-
-
-@pytest.mark.parametrize("options", [{1: 2}, {"a": (1, 2)}, {"a": np.float64(1)}, {"a": float("nan")}, [object()]])
-def test_a_reset_that_json_does_not_keep_has_no_such_form(options):
-    assert reset_as_json(Reset((None,), (options,))) is None
-
-
-@pytest.mark.parametrize("fields", [{}, {"seeds": ["x"], "options": [None], "mask": None, "anchor": False}, [1]])
-def test_damaged_resets_are_refused(fields):
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        reset_from_json(fields)
+def test_a_damaged_reset_is_no_plain_reset():
+    assert not is_plain_reset(pickle.dumps(Reset).replace(b".", b")\x81."))  # an instance without its fields

@@ -46,22 +46,6 @@ def test_a_task_that_is_started_again_is_done_once(pool: Pool) -> None:
     assert calls == [1]
 
 
-def test_a_wait_is_bounded_and_the_result_comes_later(pool: Pool) -> None:
-    gate = threading.Event()
-    task = Task(gate.wait)
-    task.start(pool)
-    assert not task.wait(0.01)
-    gate.set()
-    assert task.wait(30)
-    assert task.result is True
-
-
-def test_all_threads_of_a_pool_are_there_from_the_start() -> None:
-    before = threading.active_count()
-    with Pool(5, "test"):
-        assert threading.active_count() == before + 5
-
-
 def test_where_no_thread_can_be_started_a_task_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:  # as when the interpreter exits
         raise RuntimeError("can't start new thread")

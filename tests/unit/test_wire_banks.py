@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from multienv.wire.banks import (
     HEAD,
     INLINE_LIMIT,
     IRREGULAR,
-    LARGE_EVIDENCE,
     MESSAGE,
     RAISED,
     STEP,
@@ -29,14 +26,13 @@ from multienv.wire.banks import (
     VALUE,
     Bank,
     BankLayout,
-    Entry,
     digester,
     entry_of,
     is_plain,
     split_entries,
 )
 from multienv.wire.codecs import layout_of_envs
-from multienv.wire.segment import CONTROL_SIZE, REPLY_MAIL, REQUEST, Segment, anonymous_file
+from multienv.wire.segment import CONTROL_SIZE, REPLY_MAIL, REQUEST, Segment
 
 LAYOUTS = st.builds(
     BankLayout, st.integers(1, 9), st.integers(0, 40), st.lists(st.integers(0, 700), max_size=4).map(tuple)
@@ -77,20 +73,6 @@ def test_no_part_of_a_bank_overlaps_another_and_all_are_aligned(layout):
         assert min(layout.leaves) >= layout.end, "observations that are digested are not journalled"
     else:
         assert layout.end >= end, "observations that are not digested are journalled"
-
-
-@given(LAYOUTS, st.integers(0, 255))
-def test_what_one_view_of_a_bank_writes_another_reads(layout, value):
-    memory = memoryview(bytearray(layout.size + 64))
-    one, other = Bank(layout, memory, 64), Bank(layout, memory, 64)
-    for name in ("absent", "rewards", "terminated", "truncated", "failed", "digests"):
-        if getattr(one, name) is not None:
-            getattr(one, name)[:] = value
-            assert (getattr(other, name) == getattr(one, name)).all()
-    for place, width in enumerate(layout.leaf_bytes):
-        one.leaf(place, (width,), np.uint8)[:] = value
-        assert (other.leaf(place, (width,), np.uint8) == value).all()
-    assert bytes(memory[:64]) == bytes(64), "it wrote before its place"
 
 
 # --- entries ----------------------------------------------------------------------------------
@@ -173,84 +155,6 @@ def test_equal_requests_with_equal_outcomes_are_equal_bytes_whatever_the_bank_he
         assert entry.stretch[part] == written[part], "something that was used is not in the entry"
 
 
-def test_evidence_that_is_large_is_not_kept_and_the_head_says_so():
-    layout = BankLayout(1)
-    head = (STEP, 0, STEPPED, IRREGULAR, 0, 7)
-    for size, kept in ((LARGE_EVIDENCE, LARGE_EVIDENCE), (LARGE_EVIDENCE + 1, 0)):
-        packed = entry_in(layout, head, bytes(layout.end - HEAD.size), b"mail", b"e" * size)
-        (entry,) = split_entries(packed, layout.end)
-        assert entry == Entry(entry.stretch, b"mail", b"e" * kept)
-        assert HEAD.unpack_from(entry.stretch)[-1] == kept
-
-
-# --- digests ----------------------------------------------------------------------------------
-
-
-def digests_of(*contents: np.ndarray) -> list[int]:
-    """The digest of each content, laid into the last of three slots."""
-    leaf = np.zeros((3, *contents[0].shape), contents[0].dtype)
-    shown = np.zeros(3, np.uint64)
-    digest = digester(shown, [leaf])
-    results = []
-    for content in contents:
-        leaf[2] = content
-        digest()
-        results.append(int(shown[2]))
-    assert (shown[:2] == 0).all(), "zeros have the digest zero: that of a blank row"
-    return results
-
-
-@given(st.binary(min_size=1, max_size=200), st.data())
-def test_a_digest_changes_with_any_bit_whatever_the_width(content, data):
-    before = np.frombuffer(content, np.uint8)
-    bit = data.draw(st.integers(0, 8 * len(content) - 1))
-    after = before.copy()
-    after[bit // 8] ^= 1 << bit % 8
-    assert len(set(digests_of(before, after))) == 2
-
-
-def test_a_digest_of_64_kib_changes_with_the_first_and_the_last_bit_of_each_word():
-    leaf, shown = np.zeros((2, 16_384), np.uint32), np.zeros(2, np.uint64)
-    digest = digester(shown, [leaf])
-    for place in range(leaf.shape[1]):
-        leaf[:, place] = 1, 2**31
-        digest()
-        assert shown.all(), place
-        leaf[:, place] = 0
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=40, unique=True), st.data())
-def test_a_digest_changes_when_two_words_swap(words, data):
-    before = np.array(words, np.uint32)
-    one, other = data.draw(st.permutations(range(len(before))))[:2]
-    after = before.copy()
-    after[[one, other]] = after[[other, one]]
-    assert len(set(digests_of(before, after))) == 2
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8, np.int64])
-@pytest.mark.parametrize("width", [1021, 1022, 1024])
-def test_a_digest_sees_a_lone_pixel_wherever_it_moves(dtype, width):
-    images = np.zeros((width, width), dtype)
-    np.fill_diagonal(images, 1)
-    found = digests_of(*images)
-    assert len(set(found)) == len(found)
-
-
-def test_a_digest_covers_each_leaf_and_tells_which_changed():
-    leaves = [np.zeros((2, 3), np.float32), np.zeros((2, 0)), np.zeros((2, 5), np.uint8), np.zeros((2, 3), np.float32)]
-    shown = np.zeros(2, np.uint64)
-    digest = digester(shown, leaves)
-    found = {0}
-    for leaf in (leaves[0], leaves[2], leaves[3]):
-        leaf[1, 0] = 1
-        digest()
-        leaf[1, 0] = 0
-        assert shown[0] == 0, "the digest of one slot depends on another"
-        found.add(int(shown[1]))
-    assert len(found) == 4
-
-
 # --- the segment ------------------------------------------------------------------------------
 
 
@@ -262,19 +166,6 @@ def sides() -> Iterator[tuple[Segment, Segment]]:
     yield trainer, worker
     trainer.close()
     worker.close()
-
-
-def test_words_and_small_banks_are_shared_and_do_not_overlap(sides):
-    trainer, worker = sides
-    for place in range(64):
-        trainer.words[place] = place + 1
-    for side, bank in enumerate(trainer.banks):
-        bank.view[:] = bytes([200 + side]) * len(bank.view)
-    assert worker.words.tolist()[:64] == list(range(1, 65))
-    assert [bytes(bank.view) for bank in worker.banks] == [bytes([200 + side]) * len(bank.view) for side, bank in enumerate(trainer.banks)]  # fmt: skip
-    assert worker.words[REQUEST] == REQUEST + 1
-    trainer.times[59] = 0.25
-    assert worker.times[59] == 0.25
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["trainer", "worker", "write"])), ids=str)
@@ -370,18 +261,50 @@ def test_arrays_outlive_the_segment_they_look_into(sides):
     assert leaf.tolist() == [[3.5], [3.5]]
 
 
-def test_a_file_without_a_name_is_not_inherited_by_programs():
-    descriptor = anonymous_file()
-    try:
-        assert not os.get_inheritable(descriptor)
-    finally:
-        os.close(descriptor)
+# --- digests ----------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 5), st.booleans())
-def test_both_sides_compute_one_layout_from_what_travels(slots, exact):
-    space: Any = spaces.Dict({"a": spaces.Box(0, 255, (7,), np.uint8), "b": spaces.Discrete(3)})
-    told = pickle.loads(pickle.dumps((space, spaces.MultiDiscrete([2, 3]))))
-    here = layout_of_envs(exact, space, spaces.MultiDiscrete([2, 3]), 1 if exact else slots)
-    assert here == layout_of_envs(exact, *told, 1 if exact else slots)
-    assert here.slots == (1 if exact else slots)
+def digests_of(*contents: np.ndarray) -> list[int]:
+    """The digest of each content, laid into the last of three slots."""
+    leaf = np.zeros((3, *contents[0].shape), contents[0].dtype)
+    shown = np.zeros(3, np.uint64)
+    digest = digester(shown, [leaf])
+    results = []
+    for content in contents:
+        leaf[2] = content
+        digest()
+        results.append(int(shown[2]))
+    assert (shown[:2] == 0).all(), "zeros have the digest zero: that of a blank row"
+    return results
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_a_digest_changes_with_any_bit_whatever_the_width(content, data):
+    before = np.frombuffer(content, np.uint8)
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    after = before.copy()
+    after[bit // 8] ^= 1 << bit % 8
+    assert len(set(digests_of(before, after))) == 2
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=40, unique=True), st.data())
+def test_a_digest_changes_when_two_words_swap(words, data):
+    before = np.array(words, np.uint32)
+    one, other = data.draw(st.permutations(range(len(before))))[:2]
+    after = before.copy()
+    after[[one, other]] = after[[other, one]]
+    assert len(set(digests_of(before, after))) == 2
+
+
+def test_a_digest_covers_each_leaf_and_tells_which_changed():
+    leaves = [np.zeros((2, 3), np.float32), np.zeros((2, 0)), np.zeros((2, 5), np.uint8), np.zeros((2, 3), np.float32)]
+    shown = np.zeros(2, np.uint64)
+    digest = digester(shown, leaves)
+    found = {0}
+    for leaf in (leaves[0], leaves[2], leaves[3]):
+        leaf[1, 0] = 1
+        digest()
+        leaf[1, 0] = 0
+        assert shown[0] == 0, "the digest of one slot depends on another"
+        found.add(int(shown[1]))
+    assert len(found) == 4

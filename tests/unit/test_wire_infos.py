@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import math
 import pickle
 from typing import Any
 
@@ -115,43 +113,6 @@ def test_infos_that_are_not_alike_are_left_to_pickle_and_keep_no_later_ones_from
         assert list(unpacked(packer.numbers(good))) == good
 
 
-def test_infos_of_some_slots_only_are_left_to_pickle():
-    assert InfoPacker(3).numbers([(0, {"a": 1}), (2, {"a": 1})]) == b""
-
-
-def test_keys_and_types_may_change_from_step_to_step():
-    packer, merger = InfoPacker(2), InfoMerger(2)
-    kept = []
-    some, others = [{"a": 1.0}, {"a": math.inf}], [{"b": 1}, {"b": -2}]
-    for infos in (some, [{"a": 3.0}, {"a": 4.0}], others, [{"a": True}, {"a": False}], some, others):
-        told = unpacked(packer.numbers(list(enumerate(infos))))
-        assert list(told) == list(enumerate(infos))
-        kept.append((merger.merged([told]), [value for info in infos for value in info.values()]))
-    for merged, values in kept:  # in memory of their own
-        assert next(iter(merged.values())).tolist() == values
-
-
-class Letter(str, enum.Enum):
-    A = "a"
-
-
-class Odd:
-    """A key that is hashed by identity, and compares as tensors do."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> Any:
-        return np.zeros(2)
-
-
-@pytest.mark.parametrize("key", [Letter.A, type("Key", (str,), {})("a"), Odd()])
-def test_keys_that_only_look_like_strings_are_left_to_pickle_also_after_the_string_itself(key):
-    packer, plain, odd = InfoPacker(2), {"a": np.float64(1)}, {key: np.float64(1)}
-    assert packer.numbers([(0, plain), (1, plain)])
-    assert packer.numbers([(0, plain), (1, odd)]) == b""
-    assert packer.numbers([(0, odd), (1, odd)]) == b""
-
-
 def test_infos_of_workers_that_differ_are_not_merged_here():
     merged = InfoMerger(2).merged
     one = unpacked(packed({"a": 1}))
@@ -164,12 +125,6 @@ def test_infos_of_workers_that_differ_are_not_merged_here():
 
 
 # --- everything else --------------------------------------------------------------------------
-
-
-def test_a_reply_without_extras_takes_no_bytes():
-    assert pack_extras([], {}) == b""
-    extras, illegible = unpack_extras(b"evidence", len(b"evidence"))
-    assert (list(extras.infos), extras.failures, extras.generators, illegible) == ([], {}, b"", {})
 
 
 def test_infos_failures_and_generators_travel_together():

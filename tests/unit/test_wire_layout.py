@@ -12,19 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_strategies import LAID_OUT_SPACES, PICKLED, fingerprint, spaces_with_values
 
-from kit import TokenSpace, example_spaces
 from multienv.wire.layout import layout_of
 
 BOX = spaces.Box(-1.0, 1.0, (2, 3), dtype=np.float32)
-WITHOUT_LAYOUT = {"sequence", "sequence_stacked", "graph", "custom"}
 
 
 class OddArray(np.ndarray):
     """A subclass: may carry anything besides its numbers."""
-
-
-class OddBox(spaces.Box):
-    """A subclass: may sample anything."""
 
 
 def there_and_back(space: spaces.Space[Any], value: Any, *, offset: int = 0, fill: int = 0) -> Any:
@@ -49,7 +43,7 @@ def test_a_value_comes_back_to_the_bit(pair, offset, fill):
 
 
 @given(spaces_with_values(LAID_OUT_SPACES), st.integers(0, 2**31 - 1))
-def test_a_solid_layout_writes_every_byte_it_reads(pair, seed):
+def test_a_value_writes_all_bytes_that_are_read(pair, seed):
     space, value = pair
     layout = layout_of(space)
     space.seed(seed)
@@ -57,19 +51,8 @@ def test_a_solid_layout_writes_every_byte_it_reads(pair, seed):
     layout.write(space.sample(), used, 0)
     layout.write(value, fresh, 0)
     layout.write(value, used, 0)
-    if layout.solid:
-        assert used == fresh
+    assert used == fresh
     assert fingerprint(layout.read(used, 0)) == fingerprint(layout.read(fresh, 0))
-
-
-@given(LAID_OUT_SPACES)
-def test_sizes_are_aligned(space):
-    assert layout_of(space).size % 8 == 0
-
-
-@pytest.mark.parametrize("name", example_spaces())
-def test_which_example_spaces_have_a_layout(name):
-    assert (layout_of(example_spaces()[name]) is None) == (name in WITHOUT_LAYOUT)
 
 
 @given(PICKLED)
@@ -77,12 +60,6 @@ def test_a_space_without_a_fixed_size_has_no_layout_nor_have_those_that_hold_one
     assert layout_of(space) is None
     assert layout_of(spaces.Tuple((BOX, space))) is None
     assert layout_of(spaces.Dict({"a": BOX, "b": space})) is None
-    assert layout_of(spaces.OneOf((BOX, space))) is None
-
-
-def test_custom_spaces_and_subclasses_of_known_ones_have_no_layout():
-    assert layout_of(TokenSpace()) is None
-    assert layout_of(OddBox(-1.0, 1.0, (2,))) is None
 
 
 @pytest.mark.parametrize(
@@ -123,28 +100,6 @@ def test_a_discrete_holds_64_bits_whatever_the_space_says(value):
     assert there_and_back(spaces.Discrete(5), value) == value
 
 
-@pytest.mark.parametrize("value", ["x" * 6, "\ud800", "\U0001f600\udfff", b"abc", None, ["a"]])
-def test_texts_that_are_too_long_or_cannot_be_encoded_do_not_fit(value):
-    assert not layout_of(spaces.Text(5)).fits(value)
-
-
-@given(st.text(max_size=5))
-def test_any_short_text_comes_back_if_it_fits(text):
-    space = spaces.Text(5)
-    if layout_of(space).fits(text):
-        assert there_and_back(space, text) == text
-    else:
-        assert max(text) >= "\ud800"
-
-
-def test_a_shorter_text_does_not_show_the_rest_of_a_longer_one():
-    layout = layout_of(spaces.Text(5))
-    buffer = bytearray(layout.size)
-    layout.write("abcde", buffer, 0)
-    layout.write("x", buffer, 0)
-    assert layout.read(buffer, 0) == "x"
-
-
 DICT = spaces.Dict({"a": spaces.Discrete(3), "b": BOX})
 ARRAY = np.zeros((2, 3), np.float32)
 
@@ -171,9 +126,11 @@ def test_what_is_not_exactly_the_tuple_does_not_fit(value):
     assert not layout_of(spaces.Tuple((spaces.Discrete(3), BOX))).fits(value)
 
 
-@pytest.mark.parametrize("value", [(2, 1), (-1, 1), (1, 1), (0, ARRAY), (True, ARRAY), (0, 1, 2), [0, 1], 0])
-def test_what_is_not_a_choice_of_the_members_does_not_fit(value):
-    assert not layout_of(spaces.OneOf((spaces.Discrete(3), BOX))).fits(value)
+@pytest.mark.parametrize("value", [("x", ARRAY), ((1,), ARRAY), ((), None), ({}, ARRAY)])
+def test_what_is_not_exactly_the_empty_tuple_inside_does_not_fit(value):
+    layout = layout_of(spaces.Tuple((spaces.Tuple(()), BOX)))
+    assert layout.fits(((), ARRAY))
+    assert not layout.fits(value)
 
 
 def test_fortran_order_and_strides_fit_and_keep_their_numbers():

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_strategies import SCALARS, boxes, discretes, fingerprint
 
-from kit import TokenSpace, example_spaces
+from kit import TokenSpace
 from multienv.wire.banks import Bank
 from multienv.wire.codecs import layout_of_envs
 from multienv.wire.rows import cells, has_rows, leaf_arrays, leaf_spaces, nested, row_bytes, row_of, row_writer
 
-WITHOUT_ROWS = {"text", "sequence", "sequence_stacked", "graph", "one_of", "dict_of_variable", "custom"}
 LEAVES = st.one_of(
     boxes(),
     SCALARS,
@@ -64,28 +63,12 @@ def test_rows_of_any_space_are_what_gymnasium_concatenates(space, slots, seed):
         assert row_of(tree, row) in space
 
 
-@pytest.mark.parametrize("name", example_spaces())
-def test_which_example_spaces_have_rows(name):
-    assert has_rows(example_spaces()[name]) == (name not in WITHOUT_ROWS)
-
-
 def test_a_subclass_of_a_known_space_has_no_rows():
     class OddBox(spaces.Box):
         """May return anything."""
 
     assert not has_rows(OddBox(-1.0, 1.0, (2,)))
     assert not has_rows(spaces.Dict({"a": spaces.Discrete(2), "b": TokenSpace()}))
-
-
-def test_a_row_is_a_copy_and_its_neighbours_stay():
-    tree = np.zeros((3, 2), np.float32)
-    observation = np.float32([1, 2])
-    row_writer(tree)(1, observation)
-    observation += 5
-    row = row_of(tree, 1)
-    tree[1] = 9
-    assert row.tolist() == [1, 2]
-    assert tree[[0, 2]].tolist() == [[0, 0]] * 2
 
 
 FITTING: list[tuple[Any, Any, Any]] = [
@@ -149,13 +132,3 @@ def test_nested_values_of_another_structure_are_refused():
     for value in ({"a": 1}, {"a": 1, "b": (1,)}, {"a": 1, "b": (1, 2, 3)}, 5):
         with pytest.raises((KeyError, TypeError, ValueError)):
             write(0, value)
-
-
-def test_a_cell_takes_what_has_its_very_format_and_leaves_the_rest_to_the_writer():
-    tree = np.zeros((2, 3), np.float32)
-    first, second = cells(tree, 2)
-    first[:] = np.float32([1, 2, 3])
-    for value in (np.float64([1, 2, 3]), [1.0, 2.0, 3.0], np.float32([1, 2])):
-        with pytest.raises((TypeError, ValueError)):
-            second[:] = value
-    assert tree.tolist() == [[1, 2, 3], [0, 0, 0]]

@@ -80,18 +80,6 @@ def test_the_core_is_let_go_and_not_bound_again_for_a_while(kernel, why):
     assert kernel.bound
 
 
-def test_waits_before_it_was_bound_do_not_count(kernel):
-    kernel.waited = 1000.0
-    kernel.samples(ENOUGH + 1, BRIEF)
-    assert kernel.bound
-
-
-def test_an_env_that_made_its_own_arrangements_keeps_them(kernel):
-    kernel.cores = {0}
-    kernel.samples(100, BRIEF)
-    assert kernel.cores == {0}
-
-
 def test_the_end_undoes_what_was_done_and_nothing_is_bound_afterwards(kernel):
     kernel.samples(ENOUGH, BRIEF)
     kernel.affinity.end()

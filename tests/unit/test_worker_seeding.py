@@ -1,4 +1,4 @@
-"""Seeds that are drawn for first resets without one, and generators that are captured and put back."""
+"""Generators that envs are given for first resets without a seed, and those that are captured and put back."""
 
 from __future__ import annotations
 
@@ -34,17 +34,12 @@ class Drawing(gymnasium.Env[float, int]):
 
     def __init__(self, **held: Any) -> None:
         self.seeds: list[int | None] = []
-        self.fails, self.uses_its_generator = 0, True
         for name, value in held.items():
             setattr(self, name, value)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[float, dict[str, Any]]:
         self.seeds.append(seed)
-        if self.fails:
-            self.fails -= 1
-            raise RuntimeError("not yet")
-        if self.uses_its_generator:
-            super().reset(seed=seed)
+        super().reset(seed=seed)
         return 0.0, {}
 
     def draw(self) -> list[float]:
@@ -59,20 +54,18 @@ def group_of(*envs: Any, draws: tuple[int, ...] = (11, 12), autoreset: str = "")
     return EnvGroup(envs, Build(b"", False, autoreset, None, draws, None), Segment(-1).words)
 
 
-def test_a_first_reset_without_a_seed_gets_one_that_the_recorded_draw_gives_again():
-    def first_seeds(*draws: int) -> list[int | None]:
-        envs = [Drawing() for _ in draws]
-        envs[0].uses_its_generator = False
-        group = group_of(*envs, draws=draws)
-        for slot in range(len(draws)):
-            group.begin(slot, seed=None, options=None)
-            group.begin(slot, seed=None, options=None)
-        assert all(env.seeds[1:] == [None] for env in envs), "the episodes after the first draw from where it ended"
-        return [env.seeds[0] for env in envs]
+def first_draws(*envs: Drawing, draws: tuple[int, ...] = (11, 12)) -> list[float]:
+    group = group_of(*envs, draws=draws)
+    for slot in range(len(envs)):
+        group.begin(slot, seed=None, options=None)
+    assert all(env.seeds == [None] for env in envs), "the env sees a reset without a seed, as in-process"
+    return [float(env.np_random.random()) for env in envs]
 
-    once = first_seeds(11, 12)
-    assert once == first_seeds(11, 12)
-    assert len({None, *once, *first_seeds(13, 14)}) == 5
+
+def test_a_first_reset_without_a_seed_draws_from_a_generator_that_the_recorded_number_gives_again():
+    once = first_draws(Drawing(), Drawing())
+    assert once == first_draws(Drawing(), Drawing())
+    assert len({*once, *first_draws(Drawing(), Drawing(), draws=(13, 14))}) == 4
 
 
 def test_a_seed_that_is_given_and_a_generator_of_the_envs_own_are_left_alone():
@@ -82,34 +75,30 @@ def test_a_seed_that_is_given_and_a_generator_of_the_envs_own_are_left_alone():
     group.begin(0, seed=7, options=None)
     group.begin(1, seed=None, options=None)
     assert (seeded.seeds, own.seeds) == ([7], [None])
+    assert (seeded.np_random_seed, own.np_random_seed) == (7, -1)
+    assert own.np_random.random() == np.random.default_rng(4).random()
 
 
-def test_where_nothing_is_recorded_no_seed_is_drawn():
-    env = Drawing()
-    group_of(env, draws=()).begin(0, seed=None, options=None)
-    assert env.seeds == [None]
-
-
-def test_a_first_reset_that_raises_is_tried_again_with_another_seed():
+def test_the_given_generator_is_what_a_seeded_reset_would_make():
     env, twin = Drawing(), Drawing()
-    env.fails = twin.fails = 2
-    for one in (env, twin):
-        group = group_of(one)
-        for _ in range(2):
-            with pytest.raises(RuntimeError):
-                group.begin(0, seed=None, options=None)
-        group.begin(0, seed=None, options=None)
-    assert env.seeds == twin.seeds
-    assert len({None, *env.seeds}) == 4
+    group_of(env, draws=(2**64,))
+    twin.reset(seed=2**64)
+    assert env.np_random_seed == 2**64
+    assert env.np_random.random() == twin.np_random.random()
 
 
-def test_a_reset_of_the_workers_own_draws_a_seed_too_and_marks_the_slot():
+def test_where_nothing_is_recorded_no_generator_is_given():
+    env = Drawing()
+    group_of(env, draws=())
+    assert env._np_random is None
+
+
+def test_a_reset_of_the_workers_own_marks_the_slot():
     env = Drawing()
     group = group_of(Drawing(), env, autoreset="NEXT_STEP")
     seen = []
     env.reset = lambda **options: seen.append(group.words[SLOT]) or Drawing.reset(env, **options)  # type: ignore[func-returns-value, method-assign]
     group.calls[1](0)
-    assert env.seeds[0] is not None
     assert seen == [2 + RESETTING]
 
 
@@ -151,14 +140,11 @@ def test_a_copy_without_a_generator_gets_one_and_the_seed_beside_it(outside: Any
     assert copy.np_random.random() == env.np_random.random()
 
 
-def test_a_group_remembers_which_of_its_envs_have_been_reset():
-    env, copy = Drawing(), Drawing()
-    env.uses_its_generator = copy.uses_its_generator = False
-    group, other = group_of(env), group_of(copy)
-    group.begin(0, seed=1, options=None)
-    other.restore_generators(group.capture_generators())
-    other.begin(0, seed=None, options=None)
-    assert copy.seeds == [None]
+def test_what_draws_from_the_operating_system_is_no_obstacle():
+    env = Drawing(chance=random.SystemRandom(), rng=np.random.default_rng(1))
+    copy = Drawing(chance=random.SystemRandom(), rng=np.random.default_rng(2))
+    seeding.restore([copy], seeding.capture([env]))
+    assert copy.rng.random() == env.rng.random()  # type: ignore[attr-defined]
 
 
 def test_a_process_is_seeded_with_what_is_recorded():

@@ -1,0 +1,91 @@
+"""Step envs whose workers are struck beside the same envs in this process, and compare bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+
+from multienv import MultiEnv, SerialEnv
+from multienv.recovery.verification import same
+
+EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+
+# After so many differences a check ends.
+ENOUGH_MISMATCHES = 5
+
+
+class SideBySide:
+    """Steps two batches until they part: one that is struck, and an undisturbed one.
+
+    Both get the same seed at the first reset, none later, and the same random actions.
+
+    Args:
+        env_fn: Builds the env, deterministic under its seed.
+        make: Builds the envs that are struck.
+        num_envs: How many.
+        seed: Decides seeds and actions.
+
+    Attributes:
+        struck: The batch that is struck.
+        mismatch: What differed; ``""``: nothing.
+        reasons: Why episodes were ended, because of a loss.
+    """
+
+    def __init__(
+        self, env_fn: EnvFn, make: Callable[[], Sequence[gymnasium.Env[Any, Any]]], num_envs: int, seed: int
+    ) -> None:
+        self.mismatch = ""
+        self.reasons: list[str] = []
+        with contextlib.ExitStack() as stack:
+            # One after the other: what envs share in one process (pygame, for one) may not bear threads.
+            self._calm = stack.enter_context(MultiEnv([SerialEnv(env_fn) for _ in range(num_envs)]))
+            self.struck = stack.enter_context(MultiEnv(make()))
+            self._actions = copy.deepcopy(self._calm.action_space)
+            self._actions.seed(seed)
+            self._compare("reset", self.struck.reset(seed=seed)[0], self._calm.reset(seed=seed)[0])
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> SideBySide:  # noqa: PYI034 - Self needs Python 3.11
+        """Do nothing: the envs are built."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close both."""
+        self._stack.close()
+
+    @property
+    def agree(self) -> bool:
+        """Whether the two have not parted."""
+        return not self.mismatch and not self.reasons
+
+    def step(self) -> None:
+        """Step both, if they have not parted."""
+        if not self.agree:
+            return
+        actions = [self._actions.sample() for _ in self.struck.envs]
+        seen = self.struck.step(copy.deepcopy(actions))
+        told = [info.get("multienv", {}) for info in seen[4] if info]
+        self.reasons = [one["reason"] for one in told if "reason" in one]
+        if not self.reasons:
+            names = ("observations", "rewards", "terminated", "truncated")
+            for name, one, other in zip(names, seen, self._calm.step(actions), strict=False):
+                self._compare(name, one, other)
+
+    def _compare(self, name: str, seen: Any, expected: Any) -> None:
+        self.mismatch = self.mismatch or difference(seen, expected, name) or ""
+
+
+def difference(seen: Any, expected: Any, name: str) -> str | None:
+    """Tell where two values differ; ``None`` if they agree to the bit. The order of keys does not matter."""
+    if isinstance(seen, Mapping) and isinstance(expected, Mapping) and seen.keys() == expected.keys():
+        found = (difference(seen[key], expected[key], f"{name}[{key!r}]") for key in expected)
+        return next((one for one in found if one is not None), None)
+    if isinstance(seen, tuple | list) and type(seen) is type(expected) and len(seen) == len(expected):
+        pairs = enumerate(zip(seen, expected, strict=True))
+        found = (difference(one, other, f"{name}[{place}]") for place, (one, other) in pairs)
+        return next((one for one in found if one is not None), None)
+    return None if same(seen, expected) else f"{name}: {seen!r:.300} against {expected!r:.300}"

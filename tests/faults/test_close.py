@@ -1,0 +1,369 @@
+"""close() ends everything, whatever state the env is in, and restarts leave nothing: DESIGN, invariants 5 and 7."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gymnasium.spaces import Box
+from trainer_process import becomes_true
+
+from kit import (
+    CounterEnv,
+    Fault,
+    FaultyEnv,
+    ForkingEnv,
+    SlowEnv,
+    SpaceEnv,
+    is_alive,
+    monitor_itself,
+    no_leaks,
+)
+from kit.faults import FaultError
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv.errors import ClosedError, EnvsFailedError, WaitTimeout, WorkerLostError
+
+# close() asks for this long, then kills: stack (none), SIGTERM and SIGKILL within a second; doubled for a slow machine.
+ASKS = 0.3
+BOUND = 2 * (ASKS + 2.0)
+QUICK = Deadlines(close=ASKS)
+HANG_IN_C = Fault("hang_c", "step", ignore_sigterm=True)
+
+
+def no_leaks_of_ours() -> Any:
+    """Stricter than the fixture of all tests: threads too."""
+    return no_leaks(timeout=5.0, ignore=monitor_itself, threads=True)
+
+
+def warm() -> None:
+    """Have the monitor up, and every import done, before anything is counted."""
+    SubprocessEnv(CounterEnv).initialize().close()
+
+
+def close_twice(env: Any) -> None:
+    began = time.monotonic()
+    env.close()
+    env.close()
+    assert time.monotonic() - began < BOUND
+
+
+def faulty(fault: Fault, **options: Any) -> SubprocessEnv:
+    return SubprocessEnv(partial(FaultyEnv, fault=fault), deadlines=QUICK, **options)
+
+
+STATES = [
+    "new", "started", "ended", "step_pending", "reset_pending", "call_pending", "dead", "dead_and_pending", "stopped",
+    "hung_in_c", "hung_in_initialize", "raised", "lost", "timed_out",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_close_ends_an_env_in_any_state(state: str) -> None:
+    warm()
+    with no_leaks_of_ours():
+        env = env_in_state(state)
+        close_twice(env)
+        assert env.statistics().state == "closed"
+        for call in (partial(env.step, 0), env.reset, env.initialize, partial(env.call, "poke"), env.step_wait):
+            with pytest.raises(ClosedError):
+                call()
+        del env, call
+        gc.collect()
+
+
+def env_in_state(state: str) -> SubprocessEnv:
+    if state == "hung_in_initialize":
+        return faulty(Fault("hang_c", "construct", ignore_sigterm=True)).start()
+    fault = {
+        "hung_in_c": HANG_IN_C,
+        "raised": Fault("raise", "step"),
+        "lost": Fault("kill", "step"),
+        "timed_out": HANG_IN_C,
+    }.get(state, Fault("raise", "call", at=99))
+    policy = RestartPolicy(on_crash="raise") if state == "lost" else RestartPolicy()
+    env = faulty(fault, restart=policy)
+    if state == "new":
+        return env
+    env.start()
+    if state == "started":
+        return env
+    env.initialize()
+    if state == "reset_pending":
+        env.reset_async(seed=0)
+        return env
+    env.reset(seed=0)
+    pid = env.statistics().pid
+    assert pid is not None
+    if state in ("step_pending", "dead_and_pending", "hung_in_c", "timed_out"):
+        env.step_async(0)
+    if state == "call_pending":
+        env.call_async("poke", 1.0)
+    if state in ("dead", "dead_and_pending"):
+        os.kill(pid, signal.SIGKILL)
+    if state == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    if state == "ended":
+        while not env.step(0)[2]:
+            pass
+    if state == "raised":
+        with pytest.raises(FaultError):
+            env.step(0)
+    if state == "lost":
+        with pytest.raises(WorkerLostError):
+            env.step(0)
+    if state == "timed_out":
+        with pytest.raises(WaitTimeout):
+            env.step_wait(0.05)
+    return env
+
+
+@pytest.mark.parametrize(
+    ("how", "stubborn", "end"), [("exec", True, "close"), ("fork", False, "close"), ("fork", True, "kill")]
+)
+def test_the_children_of_an_env_end_with_it(how: Any, stubborn: bool, end: str) -> None:
+    """Also those that lead a session of their own and ignore SIGTERM, and while another env lives."""
+    env_fn = partial(ForkingEnv, children=2, how=how, stubborn=stubborn)
+    with SubprocessEnv(env_fn) as other, SubprocessEnv(env_fn) as env:
+        spared = other.reset(seed=0)[1]["children"]
+        children = env.reset(seed=0)[1]["children"]
+        assert all(map(is_alive, children))
+        if end == "close":
+            env.close()
+        else:
+            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            assert env.step(1)[0][0] == 1  # the env is back, with children of its own
+        deadline = time.monotonic() + 5.0  # DESIGN says 2 s
+        while any(map(is_alive, children)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(is_alive, children)), "children of the env live on"
+        assert all(map(is_alive, spared)), "children of another env were killed"
+
+
+def test_close_from_many_threads_at_once() -> None:
+    for _ in range(5):
+        env = SubprocessEnv(CounterEnv).initialize()
+        errors: list[BaseException] = []
+        ready = threading.Barrier(8)
+
+        def close(env: SubprocessEnv = env, ready: threading.Barrier = ready, errors: Any = errors) -> None:
+            ready.wait()
+            try:
+                env.close()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert not errors
+
+
+# --- in the middle of another call, which says so or returns -----------------------------------------
+
+ENDLESS = partial(CounterEnv, horizon=None)
+
+
+@contextlib.contextmanager
+def closing(by: str, env: Any, seconds: float) -> Iterator[None]:
+    """Have the env closed so many seconds from now, by the handler of a signal or by another thread."""
+    closer = threading.Timer(seconds, env.close)
+    before = signal.signal(signal.SIGALRM, lambda *_: env.close())
+    closer.start() if by == "thread" else signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if by == "thread":
+            closer.join()
+
+
+in_both_ways = pytest.mark.parametrize("by", ["handler", "thread"])
+
+
+@in_both_ways
+def test_close_in_the_middle_of_a_step(by: str) -> None:
+    moments = random.Random(2)
+    for _ in range(12):
+        env = SubprocessEnv(ENDLESS).initialize()
+        env.reset(seed=0)
+        pid = env.statistics().pid or 0
+        with closing(by, env, moments.uniform(5e-4, 3e-3)), pytest.raises(ClosedError):
+            for expected in count(1):  # each that returns is the one after the last
+                observation, _, _, truncated, _ = env.step(1)
+                assert (observation[0], truncated) == (expected, False)
+        assert env.statistics().state == "closed"
+        with pytest.raises(ClosedError):
+            env.reset()
+        assert not is_alive(pid)
+
+
+@in_both_ways
+def test_close_in_the_middle_of_building(by: str) -> None:
+    env = SubprocessEnv(partial(SlowEnv, build_seconds=20.0)).start()
+    with closing(by, env, 0.2), pytest.raises(ClosedError):
+        env.initialize()
+    assert env.statistics().state == "closed"
+    with pytest.raises(ClosedError):
+        env.initialize()
+
+
+@in_both_ways
+def test_close_while_a_step_of_several_hangs(by: str) -> None:
+    fns = [CounterEnv, partial(FaultyEnv, fault=Fault("hang_c", "step", at=4)), CounterEnv, CounterEnv]
+    # A wait of that length exceeds the limit on tests.
+    envs = SubprocessVectorEnv(fns, envs_per_worker=2, deadlines=Deadlines(close=1000))
+    envs.reset(seed=1)
+    pids = [statistics.pid or 0 for statistics in envs.statistics()]
+    for _ in range(3):
+        envs.step([1] * 4)
+    with closing(by, envs, 0.2), pytest.raises(ClosedError):
+        envs.step([1] * 4)
+    assert not any(map(is_alive, pids))
+
+
+def slow_the_second_time(path: str) -> CounterEnv:
+    time.sleep(60.0 if Path(path).exists() else 0.0)
+    Path(path).touch()
+    return CounterEnv()
+
+
+@in_both_ways
+def test_close_while_one_of_several_workers_is_brought_back(by: str, marker: str) -> None:
+    fns = [partial(slow_the_second_time, marker), CounterEnv]
+    policy = RestartPolicy(snapshots=False)
+    envs = SubprocessVectorEnv(fns, envs_per_worker=1, deadlines=Deadlines(close=1000), restart=policy)
+    envs.reset(seed=1)
+    os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+    with closing(by, envs, 0.3), pytest.raises(ClosedError):
+        envs.step([1, 1])
+
+
+class ClosesTogether(CounterEnv):
+    """Its close() comes back once all have been asked to close."""
+
+    def __init__(self, directory: str, number: int) -> None:
+        self.directory, self.number = Path(directory), number
+        super().__init__()
+
+    def close(self) -> None:
+        (self.directory / f"closing{self.number}").touch()
+        while len(list(self.directory.glob("closing*"))) < 4:
+            time.sleep(0.005)
+
+
+def test_all_are_asked_to_close_before_any_is_waited_for(tmp_path: Path) -> None:
+    made = [partial(ClosesTogether, str(tmp_path), index) for index in range(4)]
+    envs = SubprocessVectorEnv(made, envs_per_worker=1, deadlines=Deadlines(close=1000))
+    envs.reset(seed=1)
+    envs.close()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_an_interrupted_close_is_completed_by_the_next() -> None:
+    class Impatient(Exception):
+        pass
+
+    def strike(*_: object) -> None:
+        raise Impatient
+
+    class Slow(CounterEnv):
+        def close(self) -> None:
+            threading.Event().wait(20)
+
+    env = SubprocessEnv(Slow).initialize()
+    pid = env.statistics().pid
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Impatient):
+            env.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    env.close()
+    assert pid is not None
+    assert not is_alive(pid)
+
+
+# --- nothing is left ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manner", ["raise", "exit"])
+def test_create_subprocess_envs_leaves_nothing_when_one_fails(manner: Any) -> None:
+    warm()
+    fns = [CounterEnv, partial(FaultyEnv, fault=Fault(manner, "construct")), partial(ForkingEnv, stubborn=True)]
+    with no_leaks_of_ours():
+        with pytest.raises(EnvsFailedError) as caught:
+            create_subprocess_envs(fns)
+        assert set(caught.value.failures) == {1}
+        del caught
+        gc.collect()
+
+
+def open_things() -> Counter[str]:
+    """Count descriptors, memory maps, threads and children by kind: one worker is replaced by another."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    found = Counter(re.sub(r"\d+", "#", link) for link in links)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    found["memory maps"] = sum("memfd" in line or "/dev/shm" in line for line in maps)
+    found["anon_inode:[pidfd]"] = 1  # the one worker's is taken when needed
+    found["threads"] = len(os.listdir("/proc/self/task"))
+    found["children"] = sum(len(one.read_text().split()) for one in Path("/proc/self/task").glob("*/children"))
+    return found
+
+
+@pytest.mark.parametrize("size", [(128, 128, 3), pytest.param((4,), marks=pytest.mark.soak)])
+def test_twenty_restarts_leave_no_descriptor_map_or_thread(size: tuple[int, ...]) -> None:
+    """Large observations travel in shared memory."""
+    with SubprocessEnv(partial(SpaceEnv, observation_space=Box(0, 255, size, "uint8"))) as env:
+        env.reset(seed=0)
+        kill_and_step(env)
+        gc.collect()
+        before = open_things()
+        for _ in range(20):
+            kill_and_step(env)
+        gc.collect()
+        assert becomes_true(lambda: not open_things() - before), open_things() - before
+        assert env.statistics().exact_recoveries == env.statistics().restarts == 21
+
+
+def kill_and_step(env: SubprocessEnv) -> None:
+    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+    if env.step(env.action_space.sample())[2]:
+        env.reset()
+
+
+def test_observations_outlive_the_env_they_came_from() -> None:
+    """An observation is the caller's own: close() and restarts do not change it, nor crash who reads it."""
+    with SubprocessEnv(partial(SpaceEnv, observation_space=Box(0, 255, (128, 128, 3), "uint8"))) as env:
+        first, _ = env.reset(seed=0)
+        copy = first.copy()
+        kill_and_step(env)
+        assert (first == copy).all()
+    gc.collect()
+    assert (first == copy).all()
+
+
+def test_close_waits_for_a_slow_env_close(tmp_path: Path) -> None:
+    """An env that needs time to save its work gets it, within Deadlines.close."""
+    env = SubprocessEnv(partial(SlowEnv, close_seconds=0.5), deadlines=Deadlines(close=10)).initialize()
+    env.reset(seed=0)
+    began = time.monotonic()
+    env.close()
+    assert time.monotonic() - began >= 0.5
