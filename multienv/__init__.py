@@ -1,16 +1,16 @@
 """Gymnasium environments in processes that may die at any moment; trajectories as if none had.
 
-Rooms, lowest first; none imports one below it in this list (``tests/unit/test_architecture.py`` says so)::
+Rooms: each imports only from rooms above it in this list (``tests/unit/test_architecture.py`` says so)::
 
     errors, config, events   the error tree, options, what hooks are told
+    threads, cores           calls in threads that Ctrl-C may interrupt; which worker runs on which core
     wire                     the shared memory of a worker, what lies in it and how it is read
     worker                   inside a worker process: the request loop, the envs, snapshots
     processes                launching, watching over and ending processes; the channel to one
     reports                  what is said of a loss, and crash reports
     recovery                 state machine, journal, ladder, verification: the supervisor of one worker
-    fanout                   ask many workers, collect, heal, survive Ctrl-C
+    fanout                   ask several workers, collect, recover in threads, go on after Ctrl-C
     envs, vector, managers   the faces
-    adapters                 the faces as other libraries want them
     testing, cli             faulty envs, a killer, checks; the command line
 """
 

@@ -106,9 +106,10 @@ class RestartPolicy(_Named):
     :class:`~multienv.errors.WorkerLostError`.
 
     Args:
-        on_crash: The process died, or answered something undecodable. on_timeout: A deadline passed. on_error: The
-        env raised an exception in ``step()``; its process lives. ``"raise"``, or ``"truncate"`` to end its
-            episode there and log the traceback.
+        on_crash: The process died, or answered something undecodable.
+        on_timeout: A deadline passed.
+        on_error: The env raised an exception in ``step()``; its process lives. ``"raise"``, or ``"truncate"`` to end
+            its episode there and log the traceback.
         max_restarts: Restarts allowed per env within ``window``; one more raises
             :class:`~multienv.errors.RestartBudgetExceeded`.
         window: Length of the window, seconds.
@@ -123,12 +124,12 @@ class RestartPolicy(_Named):
             truncated. With 0, and a policy that replays nothing, crash reports have no journal either.
         replay_limit: Seconds of env time a replay may take; the journal is shortened likewise.
         state_anchors: The env is asked for its state whenever a quarter of these limits has come since the last one,
-            if that takes 1 % of its time at most: pickled, or as its ``get_state()``, ALE, MuJoCo or
+            if that takes 1 % of its time at most: pickled, or as its ``get_state()``, ALE or
             :func:`~multienv.register_state_hook` say. A replay that begins at a state is verified as any other is, on
             64 steps at the least. An env whose state cannot be had has none; ``statistics().no_state_anchors`` says
             why. Without effect unless ``on_crash`` and ``on_timeout`` are ``"replay"``.
-        snapshots: Workers fork themselves now and then, on Linux and unless started by ``fork``: a lost one is
-            brought back from its frozen copy, exactly whatever the env is made of. An env with threads, child
+        snapshots: Workers fork themselves now and then, on Linux only: a lost one is brought
+            back from its frozen copy, exactly whatever the env is made of. An env with threads, child
             processes, sockets, shared memory or a GPU has none; ``statistics().no_snapshots`` says so.
         snapshot_every: Steps between two snapshots; ``None`` finds out what is good: 1 % of the env's time at most.
         max_snapshots: How many that ``env.snapshot()`` has taken may be kept at a time; each is a frozen process.

@@ -260,7 +260,11 @@ class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the publ
 
 
 class NotRestoredError(MultienvError):
-    """Raised when ``load_state_dict()`` cannot bring the env back exactly. The env is as it was before the call."""
+    """Raised when ``restore()`` or ``load_state_dict()`` cannot bring the env back exactly.
+
+    After ``load_state_dict()`` the env is as it was before the call. ``restore()`` has ended the env's process by then:
+    the next ``reset()`` starts a new one.
+    """
 
 
 class NotForkableError(MultienvError):

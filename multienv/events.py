@@ -15,12 +15,13 @@ Rung = Literal["snapshot", "journal", "state", ""]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One worker lost.
+    """One worker lost; or, with the cause ``"error"``, an episode that an exception of the env ended.
 
     Attributes:
         env_index: The env's index in its batch, or ``None``.
-        cause: ``"died"``, ``"hung"`` (a deadline passed) or ``"broken"`` (undecodable reply).
-        command: What it was doing.
+        cause: ``"died"``, ``"hung"`` (a deadline passed), ``"broken"`` (undecodable reply); or ``"error"``: the env
+            raised in ``step()``, ``RestartPolicy.on_error`` is ``"truncate"``, and the worker lives.
+        command: The call that the worker was lost in; of one that died between two calls, the call that found it.
         step: Steps taken in the episode.
         seed: The seed of the last seeded reset.
         pid: The process.
@@ -103,14 +104,15 @@ class Statistics:
         pid: The worker, ``None`` while there is none.
         steps: Steps done for the caller.
         episodes: Episodes begun.
-        losses: Workers lost.
+        losses: Workers lost, and episodes that ``on_error="truncate"`` ended.
         restarts: Processes started in place of lost ones.
         recycled: Processes started in place of ones that had served their time.
         exact_recoveries: Losses after which the same episode went on, verified.
-        truncated_recoveries: Losses that ended their episode.
+        truncated_recoveries: Those of the losses that ended their episode.
         replayed_steps: Requests run again in all replays.
         recovery_seconds: Seconds each recovery took, the newest last, at most 1000.
-        step_seconds: Mean latency of a step from call to answer, seconds, from a sample of the steps.
+        step_seconds: Time that a step takes in the worker, seconds, smoothed, from a sample of the steps; where the
+            worker has several envs, that of all of them.
         journal_bytes: Bytes the journal holds.
         snapshots: Forked snapshots the present process has taken of itself; the newest is kept.
         no_snapshots: Why it takes none at present: ``"threads"``, ``"child processes"``, ``"sockets"``, ``"devices"``,

@@ -4,11 +4,11 @@ A *member* is a supervised worker, or a function that blocks (an env without two
 each of several members: a step of all envs, say. All requests are sent before the first answer is awaited. A member
 whose process must be brought back, and a member that blocks, gets a thread of the executor meanwhile.
 
-The env managers have a *standing* round. It has no end: each member is asked again whenever it has answered, and
-answers are taken as they come.
+The env managers have one *endless* round: each member is asked again whenever it has answered, and answers are taken as
+they come.
 
 **Ctrl-C at any line.** A round is noted in ``FanOut.unfinished`` before anything is sent, and stays there until its
-owner has handed the outcome to the caller; a standing round always. It holds for each member the number of the last
+owner has handed the outcome to the caller; an endless round always. It holds for each member the number of the last
 request before the one that it is asked now. That is all it takes to go on: a request was sent if the supervisor has one
 pending or its number is higher, and was answered if the number is higher and nothing is pending; the supervisor keeps
 that answer. So :meth:`FanOut.collect` and :meth:`FanOut.take` send what was not sent, wait for what was not answered
@@ -34,7 +34,7 @@ from multienv.processes.channel import Channel, wait_any
 from multienv.recovery.supervisor import RUNNING, STEPPING, STEPPING_HALF, HealingDue, Supervisor
 from multienv.threads import Bell, Pool, Task
 
-# Seconds after which an answer in a standing round is awaited by a thread. That is where deadlines are watched, and a
+# Seconds after which an answer in an endless round is awaited by a thread. That is where deadlines are watched, and a
 # silent hang is told of; after an interruption, at once, where the request is published that may not have been.
 _PATIENCE = 0.1
 
@@ -80,8 +80,8 @@ class InThread(NamedTuple):
     call: Callable[[], object]
 
 
-class Asked(NamedTuple):
-    """A request in a standing round, where each member may be asked something else.
+class Noted(NamedTuple):
+    """A request in an endless round, where each member may be asked something else.
 
     Attributes:
         name: What the caller called.
@@ -99,9 +99,9 @@ class Round:
 
     Args:
         name: What the caller called: ``"step"``, ``"reset"``, …
-        requests: One for each member: an action, a message, or :class:`Asked`; ``None`` leaves the member alone.
+        requests: One for each member: an action, a message, or :class:`Noted`; ``None`` leaves the member alone.
         marks: For each member the number of its supervisor's last answered request.
-        order: Of the supervisors, in which they are asked; in a standing round those to collect from now.
+        order: Of the supervisors, in which they are asked; in an endless round those to collect from now.
         whole: Asked and answered in one call of the caller's; else in two halves.
         nothing: The request that leaves a member alone.
 
@@ -137,13 +137,14 @@ class Round:
 
 
 class FanOut:
-    """Makes one round at a time, or a standing one.
+    """Makes one round at a time, or an endless one.
 
     A face calls ``ask(name, requests)``, makes the caller's values of the round, and calls ``finish()`` in the last
     line before it returns or raises them. If it finds ``unfinished`` set when it is called, an earlier call was
     interrupted: ``resume()`` completes that round, ``drop()`` completes it for nobody. The two halves of a call are
     ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``. A face whose envs do not move in
-    step calls ``stand()`` once, then ``note()`` and ``send_noted()`` for each request, and ``take()`` for the answers.
+    step calls ``begin_endless()`` once, then ``note()`` and ``send_noted()`` for each request, and ``take()`` for the
+    answers.
 
     Args:
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
@@ -174,7 +175,7 @@ class FanOut:
         self._name = name
         self._executor: Pool | None = None
         self._bell: Bell | None = None
-        self._is_at_work = False  # in a standing round; if it is found so, the last call was broken off
+        self._is_at_work = False  # in an endless round; if it is found so, the last call was broken off
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
         self._told: deque[Any] = deque()  # what hooks are to be told when the call is done
@@ -289,7 +290,7 @@ class FanOut:
         outcome. One in a hook does not: the next call has it.
         """
         if self._told:
-            current, self.unfinished = self.unfinished, None  # a hook may use the envs
+            current, self.unfinished = self.unfinished, None  # for a hook that uses the envs all the same
             try:
                 self.call_hooks()
             finally:
@@ -301,21 +302,21 @@ class FanOut:
         if self._told:
             next(filter(None, self.supervisors)).record.call_hooks()
 
-    # --- a standing round ---------------------------------------------------------------------------
+    # --- an endless round ---------------------------------------------------------------------------
 
-    def stand(self) -> Round:
-        """Begin a standing round, in which nobody is asked yet; all members are supervisors."""
+    def begin_endless(self) -> Round:
+        """Begin an endless round, in which nobody is asked yet; all members are supervisors."""
         places = range(len(self.supervisors))
         current = Round("", [None for _ in places], [-1 for _ in places], whole=False)
         self.unfinished, self._bell, self._heals_here = current, Bell(), False
         return current
 
     def note(self, name: str, requests: Mapping[int, Any]) -> list[Any]:
-        """Note requests in the standing round, to members that have answered all before.
+        """Note requests in the endless round, to members that have answered all before.
 
         Args:
             name: What the caller called.
-            requests: Member → content of :class:`Asked`.
+            requests: Member → content of :class:`Noted`.
 
         Returns:
             What is to replace the round's ``answers``. With that they are asked: all of them, or none if an
@@ -325,7 +326,7 @@ class FanOut:
         assert current is not None
         answers, noted = list(current.answers), list(current.requests)
         for place, content in requests.items():
-            noted[place] = Asked(name, content, now)
+            noted[place] = Noted(name, content, now)
             current.marks[place] = self.supervisors[place].number
             current.failures.pop(place, None)
             answers[place] = MISSING
@@ -342,7 +343,7 @@ class FanOut:
         self._is_at_work = False
 
     def take(self, patience: float | None) -> None:
-        """Take what has come in the standing round; if nothing has, wait for something.
+        """Take what has come in the endless round; if nothing has, wait for something.
 
         Args:
             patience: Seconds to wait at the most; ``None``: for ever. It may return earlier, with nothing taken.
@@ -458,7 +459,7 @@ class FanOut:
             return
         if supervisor.asked_by is not self._me and not self._takes_over(current, place):
             return
-        if isinstance(request, Asked):
+        if isinstance(request, Noted):
             name, request, _ = request
             if isinstance(request, InThread):
                 self._begin(current, place, request.call)

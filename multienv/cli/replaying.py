@@ -30,6 +30,7 @@ from multienv.wire.banks import (
     MESSAGE,
     STEP,
     STEPPED,
+    U32,
     Entry,
     are_digests,
     split_entries,
@@ -112,7 +113,7 @@ class Rerun:
 
     def _ask(self, number: int, message: Message) -> Any:
         """Have the host execute a message; return what it answers, which may be a failure."""
-        HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & 0xFFFFFFFF, 0)
+        HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         self._segment.write_request_mail(number, pack_message(message))
         self._host.handle(number)
         return pickle.loads(self._segment.read_reply_mail(number))

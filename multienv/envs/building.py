@@ -147,7 +147,7 @@ class _SerialLaunch:
     def start(self) -> Channel:
         return SerialChannel(partial(Host, env_fns=self.env_fns))
 
-    def branch(self, token: int) -> None:
+    def wake_kept(self, token: int) -> None:
         """Return nothing: there are no snapshots."""
 
     def free(self, token: int) -> None:

@@ -52,8 +52,7 @@ class MultiEnv:
         autoreset_mode: What happens when an episode ends; see :class:`AutoResetWrapper`.
         bind_cores: Where there are at least as many envs as cores, have workers whose steps are short run on one core
             each in turn, which is faster by a third for CartPole; they free themselves while somebody else wants their
-            core. And one worker on each core looks for its next request for 0.2 ms before it sleeps. Linux only, and
-            not where a container has a quota of CPU time.
+            core. Linux only, and not where a container has a quota of CPU time.
         max_workers: Threads of the executor; ``None``: one for each env.
 
     Raises:

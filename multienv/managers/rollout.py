@@ -1,6 +1,6 @@
 """The envs of a launched manager: where each stands, what has come back, and what follows from that.
 
-What is asked of the envs lies in the standing round of a fan-out, which sends, waits and heals. All else that is known
+What is asked of the envs lies in the endless round of a fan-out, which sends, waits and heals. All else that is known
 of an env is a record. A record is replaced, never changed, and together with what it asks of the env; what a call hands
 over is taken out by one assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C)
 finds an answer not taken up or taken up, and a timestep still there or handed over.
@@ -89,7 +89,7 @@ class Rollout:
         self._closing = Task(bool)  # its end is that of the waiting between two tries
         spread(supervisors)
         self._fan = FanOut(supervisors, name="multienv-manager")
-        self._round = self._fan.stand()
+        self._round = self._fan.begin_endless()
 
     # --- how they stand ---------------------------------------------------------------------------
 

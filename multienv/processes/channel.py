@@ -88,7 +88,6 @@ class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncatio
         *,
         number: int = 0,
         slot: int = -1,
-        resetting: bool = False,
         replaying: int = -1,
         detail: str = "",
     ) -> None:
@@ -98,7 +97,6 @@ class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncatio
         self.pid = pid
         self.number = number
         self.slot = slot
-        self.resetting = resetting
         self.replaying = replaying
         self.detail = detail
 

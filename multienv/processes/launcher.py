@@ -35,7 +35,7 @@ from multienv.processes.environment import (
     worker_environment,
 )
 from multienv.processes.leftovers import end_orphans
-from multienv.processes.protocol import BRANCH, FREE, LAUNCH, Order
+from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order
 from multienv.processes.worker_process import ProcessChannel, live, undisturbed
 
 METHODS = ("forkserver", "spawn")
@@ -101,7 +101,7 @@ class Launch:
         order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, title=self.title or "multienv worker")
         return undisturbed(partial(_launched, order))
 
-    def branch(self, token: int) -> ProcessChannel | None:
+    def wake_kept(self, token: int) -> ProcessChannel | None:
         """Have the snapshot kept under this token go on as a new process with a new segment; ``None`` if it is gone.
 
         The worker it was taken from has to end within 2 s, or has ended.
@@ -109,7 +109,7 @@ class Launch:
         client = _client
         if client is not None:
             with SystemErrors():
-                return undisturbed(partial(_ordered, client, Order(BRANCH, token=token)))
+                return undisturbed(partial(_ordered, client, Order(WAKE, token=token)))
         return None
 
     def free(self, token: int) -> None:

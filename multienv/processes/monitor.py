@@ -26,11 +26,11 @@ from typing import NamedTuple, NoReturn
 from multienv.processes.channel import Fate
 from multienv.processes.leftovers import children, is_titled, kill, kill_group, mark_in, open_descriptors
 from multienv.processes.protocol import (
-    BRANCH,
     FREE,
     KILL,
     LAUNCH,
     STACK,
+    WAKE,
     Order,
     close_all,
     receive_with_descriptors,
@@ -216,7 +216,7 @@ class Monitor:
         order, descriptors = received
         if order.operation == LAUNCH:
             self._launch(order, descriptors)
-        elif order.operation == BRANCH:
+        elif order.operation == WAKE:
             self._wake(self._take_kept(order.token), descriptors)
         else:
             close_all(descriptors)
@@ -245,7 +245,7 @@ class Monitor:
                 worker.end(after=ORPHAN_GRACE)
             return
         order, descriptors = received
-        if order.operation == BRANCH:
+        if order.operation == WAKE:
             snapshot, worker.snapshot = worker.snapshot, None
             self._forsake(worker)
             self._wake(snapshot, descriptors)

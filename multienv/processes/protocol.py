@@ -20,7 +20,7 @@ from multienv.processes.channel import Fate
 LAUNCH = 1  # a new process; descriptors: line, memory, fate
 FREE = 2  # let the snapshot kept under this token go
 # On the control socket: wake the snapshot kept under this token. On a fate socket: the one that the worker has left.
-BRANCH = 3  # descriptors as for LAUNCH
+WAKE = 3  # descriptors as for LAUNCH
 # On a fate socket.
 KILL = 4  # SIGTERM, then SIGKILL
 STACK = 5  # tell the stack, and go on

@@ -25,10 +25,10 @@ class SerialChannel(Channel):
         self.segment = Segment(-1)
         self.segment.words[PID] = os.getpid()
         self._host = make_host(
-            self.segment, on_build=lambda build: None, on_branch=lambda number, token: "the trainer's own process"
+            self.segment, on_build=lambda build: None, on_keep=lambda number, token: "the trainer's own process"
         )
         self._begun = 0
-        self._lost: tuple[Cause, Fate, str] | None = None
+        self._loss: tuple[Cause, Fate, str] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -43,23 +43,23 @@ class SerialChannel(Channel):
         """Execute the request unless that has been done."""
         if self.segment.words[REPLY] == number:
             return True
-        if self._lost is None and self._begun == number:
+        if self._loss is None and self._begun == number:
             # An env that was interrupted in the middle cannot be asked twice.
-            self._lost = ("broken", Fate(None), "the answer to an interrupted call is lost")
-        if self._lost is not None:
+            self._loss = ("broken", Fate(None), "the answer to an interrupted call is lost")
+        if self._loss is not None:
             raise self._gone()
         self._begun = number
         try:
             self._host.handle(number)
         except SystemExit as error:  # in a worker this would end the process
-            self._lost = ("died", Fate(error.code if isinstance(error.code, int) else int(error.code is not None)), "")
+            self._loss = ("died", Fate(error.code if isinstance(error.code, int) else int(error.code is not None)), "")
             raise self._gone() from error
         self.segment.words[REPLY] = number
         return True
 
     def _gone(self) -> Gone:
-        assert self._lost is not None
-        cause, fate, detail = self._lost
+        assert self._loss is not None
+        cause, fate, detail = self._loss
         return Gone(cause, fate, self.pid, number=self._begun, detail=detail)
 
     def descriptors(self) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class SerialChannel(Channel):
 
     def attend(self) -> bool:
         """Tell whether the host has been lost."""
-        return self._lost is not None
+        return self._loss is not None
 
     def stack(self) -> str:
         """Return nothing: the trainer's own stack is the caller's."""
@@ -80,8 +80,8 @@ class SerialChannel(Channel):
 
     def kill(self, *, cause: Cause = "died", stack: bool = False, detail: str = "") -> Gone:
         """Use the host no longer; there is no process to kill."""
-        if self._lost is None:
-            self._lost = (cause, Fate(None), detail)
+        if self._loss is None:
+            self._loss = (cause, Fate(None), detail)
         return self._gone()
 
     def wake(self) -> Channel | None:

@@ -32,7 +32,7 @@ from multienv.processes.channel import (
     SystemErrors,
     give_way,
 )
-from multienv.processes.protocol import BRANCH, KILL, NO_SIGNAL, STACK, Order, Told
+from multienv.processes.protocol import KILL, NO_SIGNAL, STACK, WAKE, Order, Told
 from multienv.threads import Task
 from multienv.wire.segment import (
     BUSY,
@@ -40,7 +40,6 @@ from multienv.wire.segment import (
     REPLAYING,
     REPLY,
     REQUEST,
-    RESETTING,
     SLOT,
     TRAINER_SLEEPS,
     WORKER_SLEEPS,
@@ -104,7 +103,7 @@ class ProcessChannel(Channel):
         self._lock = threading.RLock()  # held for moments; a signal handler may come in between
         self._is_released = False
         self._ended = False
-        self._lost: Callable[[], Gone] | None = None  # not the exception: its traceback would hold everything
+        self._gone: Callable[[], Gone] | None = None  # not the exception: its traceback would hold everything
         with contextlib.ExitStack() as ours:
             self.segment = Segment.create()
             ours.callback(self.segment.unmap)
@@ -221,41 +220,39 @@ class ProcessChannel(Channel):
 
     def _lose(self, cause: Cause = "died", detail: str = "") -> Gone:
         """Learn how the process has ended, which has been seen; kill it if only its line has."""
-        if self._lost is None:
+        if self._gone is None:
             if self._is_released:
                 return Gone(cause, self._told.fate or UNKNOWN_FATE, self.pid, detail=detail or "the channel is closed")
             fate = self._learn(_LINE_PATIENCE)
             if fate is None:
                 return self.kill(cause="broken", detail=detail or "it closed its connection to the trainer")
-            self._settle(cause, fate, detail)
-        assert self._lost is not None
-        return self._lost()
+            self._note_end(cause, fate, detail)
+        assert self._gone is not None
+        return self._gone()
 
-    def _settle(self, cause: Cause, fate: Fate, detail: str) -> None:
+    def _note_end(self, cause: Cause, fate: Fate, detail: str) -> None:
         """Note how it ended, once and for all."""
         words = self.segment.words
-        resetting, slot = divmod(words[SLOT], RESETTING)
         self._ended = True
-        self._lost = partial(
+        self._gone = partial(
             Gone,
             cause,
             fate,
             self.pid,
             number=words[BUSY],
-            slot=slot - 1,
-            resetting=bool(resetting),
+            slot=words[SLOT] - 1,
             replaying=words[REPLAYING] - 1,
             detail=detail,
         )
 
     def kill(self, *, cause: Cause = "died", stack: bool = False, detail: str = "") -> Gone:
         """Have the monitor kill it. What is not dead in time, in an uninterruptible system call, counts as dead."""
-        if self._lost is None and not self._is_released:
+        if self._gone is None and not self._is_released:
             stacks = self.stack() if stack else ""
             with SystemErrors():
                 Order(KILL).send(self._fate)
             fate = self._learn(_KILL_PATIENCE) or UNKNOWN_FATE
-            self._settle(cause, replace(fate, stack=stacks or fate.stack), detail)
+            self._note_end(cause, replace(fate, stack=stacks or fate.stack), detail)
         return self._lose(cause, detail)
 
     def stack(self) -> str:
@@ -274,17 +271,17 @@ class ProcessChannel(Channel):
         fate = self._told.fate
         if fate is not None and fate.snapshot is not None and not self._is_released:
             with SystemErrors():  # the monitor is gone, and the snapshot with it
-                return undisturbed(partial(ProcessChannel, partial(Order(BRANCH).send, self._fate), self._resume))
+                return undisturbed(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self._resume))
         return None
 
     def close(self, timeout: float) -> None:
         """Wait for the end of the process, then kill it; release."""
-        if self._lost is None and not self._is_released:
+        if self._gone is None and not self._is_released:
             fate = self._learn(timeout)
             if fate is None:
                 self.kill()
             else:
-                self._settle("died", fate, "")
+                self._note_end("died", fate, "")
         self.release()
 
     def end_requests(self) -> None:

@@ -14,12 +14,12 @@ from multienv.processes.channel import Channel
 from multienv.recovery.journal import Journal
 from multienv.recovery.ladder import Unrecoverable
 from multienv.recovery.state_machine import Episode, Process, State
-from multienv.wire.messages import Branch
+from multienv.wire.messages import KeepSnapshot
 
 # Of what state_dict() returns.
 _VERSION = 3
 # The env has a moment to take a snapshot, in seconds; a fork of a large process takes some of it.
-_BRANCH_LIMIT = 30.0
+_SNAPSHOT_LIMIT = 30.0
 _tokens = count(1)
 
 
@@ -108,7 +108,7 @@ class Checkpoints:
             raise UsageError("snapshot(): the env's process was lost. reset() starts a new one.")
         self._free_asked()
         token = self._asked = next(_tokens)
-        obstacle = worker.ask_between(Branch(token), _BRANCH_LIMIT)
+        obstacle = worker.ask_between(KeepSnapshot(token, worker.number), _SNAPSHOT_LIMIT)
         if obstacle:
             self._asked = 0
             raise NotForkableError(
@@ -136,7 +136,7 @@ class Checkpoints:
         # First: the process would be the parent of what is woken, and nobody would hear of the end of that.
         worker.give_up()
         try:
-            channel = ladder.branch(snapshot.token, standing.number, effort)
+            channel = ladder.wake_kept(snapshot.token, standing.number, effort)
             if channel is None:  # the frozen process is gone; what led there is known
                 channel = self._replayed(standing, effort)
         except Unrecoverable as reason:
@@ -242,6 +242,7 @@ class Checkpoints:
     def _stand(self, standing: Standing, channel: Channel) -> None:
         """Make this process the worker's, which stands so. Interrupted, the env is what it was, or lost."""
         worker = self._supervisor
+        worker.refuse_if_closed("restore", channel)
         worker.give_up()
         ladder = worker.ladder
         ladder.build = replace(ladder.build, seeds=standing.process_seeds, draws=standing.draws)
@@ -250,6 +251,7 @@ class Checkpoints:
         worker.number, worker.record.steps_before[:] = standing.number, standing.steps_before
         worker.record.seeds[:] = standing.seeds
         worker.record.steps, worker.record.episodes = standing.steps, standing.episodes
+        worker.pending.settled()
         worker.adopt(channel)
         worker.answers.stand(channel.segment, standing.shown)
         worker.stand(State(Process.READY, Episode(standing.episode), owed=standing.owed))

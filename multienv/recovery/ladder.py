@@ -1,12 +1,14 @@
 """The ways back to where a worker was lost, tried one after the other.
 
 First the forked snapshot of the lost process, with what came since run again. Then new processes that run the
-journal: from the construction of the envs, or from an anchor. Each is held against what the caller saw; the first
-rung on which no slot strays is taken, else the last one, with its strays.
+journal: from the construction of the envs, or from an anchor. Each is held against what the caller saw, slot by slot.
+The first rung on which no slot strays is taken. Where all stray somewhere, the last replay is taken with its strays,
+unless all slots stray there, as that of a single env does: then there is no way back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 from collections.abc import Callable, Iterable
@@ -20,14 +22,17 @@ from multienv.processes.channel import Channel, Gone
 from multienv.recovery.journal import Plan
 from multienv.recovery.policy import Effort, RestartBudget
 from multienv.recovery.verification import differences
-from multienv.wire.banks import FAILED, HEAD, MESSAGE
+from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32
 from multienv.wire.codecs import Codec, codec_of
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import Build, Description, Failure, Message, Replay, drawn_seeds, foreign, pack_message
+from multienv.wire.segment import REQUEST
 
 # Processes that may die while envs are built, and at one place of a replay when killed from outside, before a rung
 # is given up. Such a death says nothing of the journal.
 _PATIENCE = 6
+# A request of ours that was broken off may go on for so many seconds, before the next one is published.
+_ABANDONED = 30.0
 # A forked snapshot that is not up by then is given up, seconds; it takes some milliseconds.
 _UP_WITHIN = 10.0
 _BUILDING = -2
@@ -41,8 +46,8 @@ class BudgetSpentError(Exception):
     """The policy allows no further restart."""
 
 
-class BuildError(Exception):
-    """``env_fn`` raised; ``failure`` says what."""
+class RequestFailedError(Exception):
+    """A request of our own (build, replay, …) raised in the worker; ``failure`` says what."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -56,7 +61,7 @@ class Launcher(Protocol):
         """Launch a process; does not wait for it."""
         ...
 
-    def branch(self, token: int) -> Channel | None:
+    def wake_kept(self, token: int) -> Channel | None:
         """Wake the snapshot kept under this token."""
         ...
 
@@ -111,6 +116,7 @@ class Ladder:
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being brought up, and nobody's yet
+        self._asking: tuple[Channel, int] | None = None  # a request of ours that is not answered
         self._closed = False
 
     # --- requests of our own ------------------------------------------------------------------------
@@ -123,7 +129,7 @@ class Ladder:
         """Publish a request that is not a step; again does no harm."""
         segment = channel.segment
         segment.write_request_mail(number, mail)
-        HEAD.pack_into(segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & 0xFFFF_FFFF, 0)
+        HEAD.pack_into(segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         channel.ring(number)
 
     def ask(self, channel: Channel, message: Message, until: float | None) -> Any:
@@ -131,11 +137,23 @@ class Ladder:
 
         Raises:
             Gone: The process was lost, or did not answer in time and was killed.
-            BuildError: It raised; ``failure`` says what.
+            RequestFailedError: It raised; ``failure`` says what.
         """
         number = self.next_number()
+        self._asking = channel, number
         self.publish(channel, number, pack_message(message))
-        return self.answer(channel, number, until)
+        answer = self.answer(channel, number, until)
+        self._asking = None
+        return answer
+
+    def finish_asking(self) -> None:
+        """Wait for the process if it may still execute a request of ours that a Ctrl-C has broken off."""
+        if self._asking is not None:
+            channel, number = self._asking
+            with contextlib.suppress(Gone):  # found by the next request
+                if channel.segment.words[REQUEST] == number and not channel.wait(number, self._clock() + _ABANDONED):
+                    channel.kill(cause="hung")
+            self._asking = None
 
     def answer(self, channel: Channel, number: int, until: float | None) -> Any:
         """Wait for the answer to such a request."""
@@ -148,7 +166,7 @@ class Ladder:
         except (EOFError, Illegible) as illegible:
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
         if banks[number & 1].view[2] == FAILED:
-            raise BuildError(value)
+            raise RequestFailedError(value)
         return value
 
     # --- building -----------------------------------------------------------------------------------
@@ -165,7 +183,7 @@ class Ladder:
         return channel, number
 
     def await_build(self, channel: Channel, number: int, until: float | None) -> None:
-        """Wait until the envs are built. Raises :class:`BuildError`, ``Gone``, :class:`Unrecoverable`."""
+        """Wait until the envs are built. Raises :class:`RequestFailedError`, ``Gone``, :class:`Unrecoverable`."""
         description = self.answer(channel, number, until)
         if not isinstance(description, Description):  # of a multienv that the env has imported anew
             raise channel.kill(cause="broken", detail=f"it described the envs by a {type(description).__name__}")
@@ -244,9 +262,9 @@ class Ladder:
         self.restarts += not effort.planned
         return self._follow(channel, fate.snapshot, plan, effort)
 
-    def branch(self, token: int, number: int, effort: Effort) -> Channel | None:
+    def wake_kept(self, token: int, number: int, effort: Effort) -> Channel | None:
         """Wake the snapshot kept under this token; ``None``: it is gone."""
-        channel = self._current = self._launcher.branch(token)
+        channel = self._current = self._launcher.wake_kept(token)
         found = None if channel is None else self._follow(channel, number, Plan(b"", "snapshot"), effort)
         return None if found is None else found.channel
 
@@ -261,7 +279,7 @@ class Ladder:
             if not channel.wait(number, limit):
                 raise channel.kill(cause="hung")
             strays = self._replay(channel, plan, effort)
-        except (Gone, BuildError):
+        except (Gone, RequestFailedError):
             self._let_go(channel)
             return None
         except BaseException:
@@ -274,10 +292,10 @@ class Ladder:
         return Found(channel, {})
 
     def bring_back(self, plans: Iterable[Plan], effort: Effort) -> Found:
-        """Bring the envs back in a new process, by the first of these plans on which no slot strays.
+        """Bring the envs back in a new process, by the first of these plans on which no slot strays, else by the last.
 
         Raises:
-            Unrecoverable: None of them leads there.
+            Unrecoverable: None of them leads there: a replay ended its process or raised, or all slots stray.
         """
         assert self.codec is not None
         reason = "what drove it is not all known (see RestartPolicy.journal_limit and replay_limit)"
@@ -287,7 +305,7 @@ class Ladder:
             while True:
                 try:
                     channel = self.restart(effort)
-                except BuildError as failed:
+                except RequestFailedError as failed:
                     effort.deaths[_BUILDING] += 1
                     if effort.deaths[_BUILDING] >= self._policy.poison_after:
                         why = f"env_fn raised {failed.failure.type_name}: {failed}"
@@ -302,7 +320,7 @@ class Ladder:
                     if reason:
                         break
                     continue
-                except BuildError as failed:
+                except RequestFailedError as failed:
                     self._let_go(channel)
                     reason = f"the replay raised {failed.failure.type_name}: {failed}"
                     break
@@ -323,7 +341,7 @@ class Ladder:
         """Launch a process and have the envs built in it; deaths meanwhile are tried again.
 
         Raises:
-            BuildError: ``env_fn`` raised.
+            RequestFailedError: ``env_fn`` raised.
             Unrecoverable: Too many processes died, or the time is over.
         """
         while True:

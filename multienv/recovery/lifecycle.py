@@ -14,7 +14,7 @@ from multienv.errors import MultienvError
 from multienv.events import Loss, Outcome
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery.journal import Journal, furthest_replay
-from multienv.recovery.ladder import BudgetSpentError, BuildError, Found, Ladder, Launcher, Unrecoverable
+from multienv.recovery.ladder import BudgetSpentError, Found, Ladder, Launcher, RequestFailedError, Unrecoverable
 from multienv.recovery.pending import Pending
 from multienv.recovery.policy import Effort
 from multienv.recovery.record import Record
@@ -76,7 +76,7 @@ class Lifecycle:
         self._deaths = 0  # while they are built for the first time
         self._fate: Fate | None = None  # not the Gone itself: its traceback would keep the segment mapped
         self._effort: Effort | None = None
-        self._lost = 0  # processes, by the request that the last recovery was for
+        self._processes_lost = 0  # by the request that the last recovery was for
 
     # --- the first process ------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Lifecycle:
             if not self._pending.await_reply(channel, self._number, until, name, "initialize"):
                 return None
             self.ladder.await_build(channel, self._number, self._pending.until)
-        except BuildError as failed:
+        except RequestFailedError as failed:
             self.drop()
             return self._record.error_of(-1, failed.failure, "initialize")
         except Gone as gone:
@@ -164,8 +164,8 @@ class Lifecycle:
         self._effort = self.ladder.begin()
         return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))
 
-    def settle(self, instruction: Instruction, state: State) -> None:
-        """Tell what becomes of a loss that the policy does not have made good."""
+    def drop_lost(self, instruction: Instruction, state: State) -> None:
+        """Let go of a process whose loss the policy does not have made good, and tell what becomes of it."""
         assert self.loss is not None
         assert self._effort is not None
         self.drop()
@@ -205,7 +205,7 @@ class Lifecycle:
         loss, effort = self.loss, self._effort
         assert loss is not None
         assert effort is not None
-        self._lost = before.losses
+        self._processes_lost = before.losses
         if isinstance(event, NotRecovered):
             is_reset = before.request is not None and before.request.kind is Kind.RESET
             fresh = is_reset and not after.owed and not after.absent
@@ -225,7 +225,7 @@ class Lifecycle:
         """Begin a new life of the envs, in which what was called and set holds as before.
 
         Raises:
-            BuildError: ``env_fn`` raised.
+            RequestFailedError: ``env_fn`` raised.
             Unrecoverable: No process can be built.
         """
         effort = self.ladder.begin(planned=self.loss is None)
@@ -261,7 +261,8 @@ class Lifecycle:
         if instruction is Instruction.RAISE_BUDGET:
             return record.lost_error(loss, self._budget_text(), "budget")
         if instruction is Instruction.RAISE_POISON:
-            advice = f"The same {loss.command}() ended process after process, {self._lost} so far; it is given up. "
+            count = self._processes_lost
+            advice = f"The same {loss.command}() ended process after process, {count} so far; it is given up. "
             if loss.command == "reset":
                 advice += "The next reset() starts a new process: try another seed or other options, or mend the env."
             else:
@@ -276,9 +277,9 @@ class Lifecycle:
         policy = self._policy
         return f"Its RestartPolicy allows {policy.max_restarts} restarts in {policy.window:g} s; they are spent."
 
-    def settled(self) -> None:
+    def delivered(self) -> None:
         """Note that an answer was delivered: the next loss is another one."""
-        self.loss = self._effort = self._gone = None
+        self.loss = self._effort = None
 
     def drop(self) -> None:
         """End the process; its segment stays, with what the caller saw last."""

@@ -7,7 +7,7 @@ import time
 from multienv.config import Deadlines, RestartPolicy
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.journal import Journal
-from multienv.recovery.ladder import BuildError, Ladder
+from multienv.recovery.ladder import Ladder, RequestFailedError
 from multienv.recovery.policy import Recycling, StatePacing
 from multienv.recovery.record import Record, resident_bytes
 from multienv.wire.messages import CaptureState
@@ -40,17 +40,12 @@ class Maintenance:
         self.recycling_due = ""
         self.state_due = False
 
-    @property
-    def wanted_at_reset(self) -> bool:
-        """Tell whether a reset should look whether the process is due to be replaced."""
-        return self.recycling.wanted
-
     def begin(self, record: Record) -> None:
         """Note that a new process has taken over."""
         self.recycling.begin(record.steps, record.episodes)
         self.is_due, self.recycling_due, self.state_due = False, "", False
 
-    def look(self, journal: Journal, record: Record, channel: Channel, *, ended: bool) -> None:
+    def look(self, journal: Journal, record: Record, channel: Channel) -> None:
         """See what is due; called after one step in 64, and when an episode ends or begins."""
         policy, steps = self._policy, record.steps
         seconds = channel.segment.times[STEP_SECONDS] or 1e-5
@@ -83,7 +78,7 @@ class Maintenance:
             seconds, state = ladder.ask(channel, CaptureState(), until)
         except Gone as gone:
             self.pacing.refused(steps, f"its process was lost ({gone.cause}) while telling it", lost=True)
-        except BuildError as failed:
+        except RequestFailedError as failed:
             self.pacing.refused(steps, failed.failure.text)
         else:
             if len(state) > self._policy.journal_limit / 4:

@@ -8,7 +8,7 @@ import time
 from multienv.processes.channel import Channel
 from multienv.recovery.state_machine import Kind, Request, State
 from multienv.wire.actions import PICKLED
-from multienv.wire.banks import ABSENT, BEGIN, HEAD, IDLE, MESSAGE, STEP, STEPPED, BankLayout, Entry
+from multienv.wire.banks import ABSENT, BEGIN, HEAD, IDLE, MESSAGE, STEP, STEPPED, U32, BankLayout, Entry
 from multienv.wire.messages import BEGINNING, Message
 from multienv.wire.segment import REQUEST, Segment
 
@@ -57,6 +57,10 @@ class Pending:
         """Begin to count the time that a process may take."""
         self.until = None if self.limit is None else time.monotonic() + self.limit
 
+    def settled(self) -> None:
+        """Forget the step that was kept: it is answered, and another may have its number after a restore."""
+        self._saved = None
+
     def save(self, segment: Segment, number: int) -> None:
         """Keep a step beyond the end of the process that was asked."""
         if self._saved is None or self._saved[0] != number:
@@ -69,7 +73,7 @@ class Pending:
             bank = segment.banks[number & 1]
             bank.view[: len(part)] = part
             tag = part[1] & ~ABSENT
-            HEAD.pack_into(bank.view, 0, STEP, tag, STEPPED, 0, 0, number & 0xFFFF_FFFF, 0)
+            HEAD.pack_into(bank.view, 0, STEP, tag, STEPPED, 0, 0, number & U32, 0)
             bank.absent[:] = 0
             if tag == PICKLED:
                 segment.write_request_mail(number, mail)
@@ -78,6 +82,7 @@ class Pending:
         """Publish the request, without its absent slots; again does no harm."""
         segment = channel.segment
         if segment.words[REQUEST] != number:
+            self.arm()  # from now on it has its time, however long ago an interrupted call wanted to ask
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
             flag = ABSENT if state.absent else 0
@@ -85,10 +90,10 @@ class Pending:
                 bank.view[1] = bank.view[1] & ~ABSENT | flag
             else:
                 if self.message is BEGINNING:
-                    HEAD.pack_into(bank.view, 0, BEGIN, flag, STEPPED, 0, 0, number & 0xFFFF_FFFF, 0)
+                    HEAD.pack_into(bank.view, 0, BEGIN, flag, STEPPED, 0, 0, number & U32, 0)
                 else:
                     segment.write_request_mail(number, self.mail)
-                    HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & 0xFFFF_FFFF, 0)
+                    HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & U32, 0)
             bank.absent[:] = 0
             for slot, _ in state.absent:
                 bank.absent[slot] = IDLE if slot in state.idle else 1
@@ -141,7 +146,7 @@ class Pending:
         """Return the request as a journal entry without a reply, for a crash report."""
         if request.kind is not Kind.STEP:
             kind = BEGIN if self.message is BEGINNING else MESSAGE
-            part, mail = HEAD.pack(kind, 0, 0, 0, 0, number & 0xFFFF_FFFF, 0), self.mail
+            part, mail = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.mail
         else:
             self.save(segment, number)
             assert self._saved is not None

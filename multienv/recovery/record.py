@@ -47,7 +47,7 @@ class Record:
         self.seeds: list[int | None] = [None] * slots
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
-        self.told: deque[tuple[Hook, Event]] = deque()
+        self.told: deque[tuple[Callable[[Any], object], Any]] = deque()
         self._hooks = hooks
         self._losses = self._exact = self._truncated = self._replayed = self._recycled = 0
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)

@@ -27,7 +27,7 @@ Cause = Literal["died", "hung", "broken"]
 class Process(Enum):
     """Where the worker's process stands."""
 
-    NONE = "none"  # there is no process: none was started yet, or the last one is gone and nothing is asked
+    NONE = "none"  # there is no process: none was started yet, or the last one is gone and is not brought back
     BUILDING = "building"  # it is launched and asked to build its envs, which is waited for
     READY = "ready"  # its envs are built and stand where the caller saw them last
     LOST = "lost"  # it is gone, and what the caller saw is to be brought back
@@ -40,7 +40,7 @@ class Episode(Enum):
     NONE = "none"  # no reset has been answered since the envs were built: step() is refused
     RUNNING = "running"  # step() is possible; a worker with several envs begins ended episodes by itself
     ENDED = "ended"  # the env's episode has ended and the caller has seen it: step() is refused
-    OWED = "owed"  # the episode was lost between two steps: the next step() returns truncated=True
+    OWED = "owed"  # a loss in a call, not in a step, ended the episode: the next step() returns truncated=True
 
 
 class Kind(Enum):
@@ -157,7 +157,7 @@ class Lost:
 
     Attributes:
         cause: It died, hung, or answered what cannot be read.
-        slot: The slot whose env it was executing; -1: none, or not known.
+        slot: The slot whose env it was executing; -1: none (it had died before it was asked), or not known.
         outside: It was killed from outside (SIGKILL, the monitor's end), which says nothing against the request.
         what: What happened, in a sentence.
     """
@@ -348,14 +348,12 @@ def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
 def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Instruction]:
     after = state._replace(process=Process.READY)
     request = state.request
-    if request is None:
-        return after._replace(owed=_merged(state.owed, event.strays), episode=_owing(state, event.strays, rules)), (
-            Instruction.NOTHING
-        )
+    assert request is not None
     poisoned = _poisoned(state, rules)
     if request.kind is Kind.CALL:
-        owed = _merged(state.owed, event.strays)
-        after = after._replace(owed=owed, episode=_owing(state, event.strays, rules))
+        owes = event.strays and rules.slots == 1 and state.episode is Episode.RUNNING
+        episode = Episode.OWED if owes else state.episode
+        after = after._replace(owed=_merged(state.owed, event.strays), episode=episode)
         if poisoned:
             return _without_request(after), Instruction.RAISE_POISON
         return after, Instruction.ASK
@@ -381,8 +379,7 @@ def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]
     request = state.request
     after = state._replace(process=Process.NONE)
     running = state.episode in (Episode.RUNNING, Episode.OWED)
-    if request is None:
-        return _given_up(after, everyone, running=running), Instruction.NOTHING
+    assert request is not None
     if request.kind is Kind.CALL:
         return _given_up(after, everyone, running=running), Instruction.RAISE_LOST
     if request.kind is Kind.STEP:
@@ -418,15 +415,11 @@ def _poisoned(state: State, rules: Rules) -> dict[int, str]:
         most = max(suspects.values(), default=0)
         found = {slot: count for slot, count in suspects.items() if count == most}
         found = found or dict.fromkeys(range(rules.slots), state.losses)
-    name = "" if state.request is None else state.request.name
+    assert state.request is not None
     return {
-        slot: f"{state.what} The same {name}() ended {count} processes; it was not tried again."
+        slot: f"{state.what} The same {state.request.name}() ended {count} processes; it was not tried again."
         for slot, count in found.items()
     }
-
-
-def _owing(state: State, strays: Mapping[int, str], rules: Rules) -> Episode:
-    return Episode.OWED if strays and rules.slots == 1 and state.episode is Episode.RUNNING else state.episode
 
 
 def _one_more(counts: tuple[tuple[int, int], ...], slot: int) -> tuple[tuple[int, int], ...]:

@@ -38,7 +38,7 @@ from multienv.processes.channel import Channel, Gone, SystemErrors
 from multienv.recovery.answers import ExactAnswers, RowsAnswers, call_answer, unreadable
 from multienv.recovery.checkpoint import Checkpoints, Snapshot
 from multienv.recovery.journal import ANCHOR_EVERY, Journal
-from multienv.recovery.ladder import BuildError, Ladder, Launcher, Unrecoverable
+from multienv.recovery.ladder import Ladder, Launcher, RequestFailedError, Unrecoverable
 from multienv.recovery.lifecycle import Lifecycle
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
@@ -62,7 +62,7 @@ from multienv.recovery.state_machine import (
     instruction_of,
 )
 from multienv.wire.actions import ARRAY, DTYPES, INT, INT64
-from multienv.wire.banks import BEGIN, ENDED, FAILED, HEAD, STEP, STEPPED, entry_of
+from multienv.wire.banks import BEGIN, ENDED, FAILED, HEAD, STEP, STEPPED, U32, entry_of
 from multienv.wire.codecs import REWARD_TYPES, Codec, RowsReply
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
@@ -276,12 +276,11 @@ class Supervisor:
             if self.state is not RUNNING or self.maintenance.is_due:
                 self._prepare_step(action, whole)
                 return
-            number = self.number + 1
+            number, limit, pending = self.number + 1, self._deadlines.step, self.pending
             self._encode(number, action)
-            self.state = STEPPING if whole else STEPPING_HALF
-            limit, pending = self._deadlines.step, self.pending
             pending.until = None if limit is None else time.monotonic() + limit
             pending.limit = limit
+            self.state = STEPPING if whole else STEPPING_HALF
             words = self._words
             words[REQUEST] = number
             if words[WORKER_SLEEPS]:
@@ -294,7 +293,7 @@ class Supervisor:
             return False
         number, limit = self.number + 1, self._deadlines.reset
         self.pending.begin(BEGINNING, b"", limit)
-        HEAD.pack_into(self.segment.banks[number & 1].view, 0, BEGIN, 0, STEPPED, 0, 0, number & 0xFFFF_FFFF, 0)
+        HEAD.pack_into(self.segment.banks[number & 1].view, 0, BEGIN, 0, STEPPED, 0, 0, number & U32, 0)
         self.state = BEGINNING_ANEW if whole else BEGINNING_ANEW_HALF
         self._ring(number)
         return True
@@ -373,7 +372,9 @@ class Supervisor:
 
     def _is_answered(self, number: int) -> bool:
         """Wait for the reply; false if anything else comes first, which is looked at again."""
-        self._ring(number)  # an interruption may have come before the first time
+        if self._words[REQUEST] != number:  # an interruption came before, and may be long ago
+            self.pending.arm()
+        self._ring(number)
         try:
             return self._await(number, None)
         except Gone:
@@ -480,9 +481,11 @@ class Supervisor:
 
     # --- carrying out -----------------------------------------------------------------------------
 
-    def _happen(self, event: Event) -> Instruction:
-        """Commit the state after an event; returns what to do next."""
-        state, instruction = decide(self.state, event, self.rules)
+    def _happen(self, *events: Event) -> Instruction:
+        """Commit the state after these events, at once; returns what to do next."""
+        state, instruction = self.state, Instruction.NOTHING
+        for event in events:
+            state, instruction = decide(state, event, self.rules)
         self.state = _interned(state)
         return instruction
 
@@ -506,7 +509,8 @@ class Supervisor:
             self._refuse_if_unusable("collect")
         if instruction is Instruction.NOTHING:
             return None
-        self.lifecycle.settled()
+        self.lifecycle.delivered()
+        self.pending.settled()
         if isinstance(self.last_answer, BaseException):
             raise self.last_answer
         return self.last_answer
@@ -525,7 +529,7 @@ class Supervisor:
             self._refuse_if_unusable("collect")
             instruction = self._happen(self.lifecycle.lost(gone, self.state, number, self.number))
             if instruction is not Instruction.RECOVER:
-                self.lifecycle.settle(instruction, self.state)
+                self.lifecycle.drop_lost(instruction, self.state)
             return instruction
         return Instruction.DELIVER
 
@@ -536,7 +540,7 @@ class Supervisor:
             return Instruction.AWAIT_BUILD
         try:
             channel = self.lifecycle.renew(self.number)
-        except BuildError as failed:
+        except RequestFailedError as failed:
             self._give_up_request()
             failed.with_traceback(None)  # its frames would keep the segment mapped
             error = self.record.error_of(-1, failed.failure, "initialize")
@@ -550,9 +554,7 @@ class Supervisor:
                 raise UsageError(f"It could not be started: {why}.") from why
             raise self.record.lost_error(loss, f"It could not be started again: {why}.") from why
         self.adopt(channel)
-        self._happen(Launched())
-        self.pending.arm()
-        return self._happen(Built())
+        return self._happen(Launched(), Built())
 
     def _give_up_request(self) -> None:
         self._happen(BuildFailed())
@@ -580,15 +582,11 @@ class Supervisor:
         before = self.state
         event = self.lifecycle.recover()
         found, self.lifecycle.found = self.lifecycle.found, None
-        if self._closed.is_set() and found is not None:
-            found.channel.kill()
-            found.channel.release()
-        self._refuse_if_unusable("collect")
+        self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
             self.adopt(found.channel)
         instruction = self._happen(event)
         self.lifecycle.tell(event, instruction, before, self.state)
-        self.pending.arm()
         return instruction
 
     def _do_truncate(self, until: float | None) -> Instruction:
@@ -792,11 +790,12 @@ class Supervisor:
         """Trim the journal and see whether something is due before the next request."""
         channel = self.channel
         if channel is not None:
-            self.maintenance.look(self.journal, self.record, channel, ended=ended)
+            self.maintenance.look(self.journal, self.record, channel)
 
     def _maintain(self, *, resetting: bool) -> None:
         """Do what is due between two requests: replace the process, or have the envs tell their state."""
         maintenance, channel = self.maintenance, self.channel
+        self.ladder.finish_asking()
         if channel is not None and self.state.process is Process.READY:
             if maintenance.recycling_due:
                 self._recycle(maintenance.recycling_due, resetting=resetting)
@@ -807,10 +806,7 @@ class Supervisor:
     def _recycle(self, why: str, *, resetting: bool) -> None:
         """Replace the process between two requests, if the envs can be had again as they are."""
         channel, effort, reason = self.lifecycle.replace()
-        if self._closed.is_set() and channel is not None:
-            channel.kill()
-            channel.release()
-        self._refuse_if_unusable("step")
+        self.refuse_if_closed("step", channel)
         if channel is not None:
             self.adopt(channel)
             self.record.recycling(why, "exact", "", effort)
@@ -855,8 +851,13 @@ class Supervisor:
         while True:
             channel = self.channel
             assert channel is not None
+            maintenance = self.maintenance
+            was_due, maintenance.is_due = maintenance.is_due, True  # Ctrl-C: the next request waits for the answer
             try:
-                return self.ladder.ask(channel, message, time.monotonic() + limit)
+                self.ladder.finish_asking()
+                answer = self.ladder.ask(channel, message, time.monotonic() + limit)
+                maintenance.is_due = was_due
+                return answer
             except Gone as gone:
                 # As the loss of a request that asks for nothing: the ladder brings the envs back.
                 self._happen(Asked(Request(Kind.CALL, "snapshot")))
@@ -865,7 +866,7 @@ class Supervisor:
                 if instruction is Instruction.RECOVER:
                     instruction = self._do_recover(None)
                 else:
-                    self.lifecycle.settle(instruction, self.state)
+                    self.lifecycle.drop_lost(instruction, self.state)
                 if instruction is not Instruction.ASK:
                     raise self.lifecycle.error(instruction, self.state) from None
                 state, _ = decide(self.state, Replied(), self.rules)
@@ -888,6 +889,13 @@ class Supervisor:
         if self._closed.is_set():
             self._release()
             raise ClosedError(f"{'' if name == 'collect' else name + '(): '}This env has been closed. Make a new one.")
+
+    def refuse_if_closed(self, name: str, channel: Channel | None) -> None:
+        """Raise ClosedError if close() was called meanwhile, and end the process that was to be adopted."""
+        if self._closed.is_set() and channel is not None:
+            channel.kill()
+            channel.release()
+        self._refuse_if_unusable(name)
 
     def refuse(self, name: str) -> NoReturn:
         """Raise what is wrong with calling ``name`` now, and say what to call instead."""
@@ -937,10 +945,10 @@ class Supervisor:
                 channel.kill()
             # Held by a call that sees the end of its process at once, unless this is a signal handler above that call.
             if mine or not self._lock.acquire(timeout=min(limit, _SOON)):
+                self.record.told.append((self._let_go, None))  # when that call is done
                 return
         try:
             self._end(limit)  # again does nothing, unless it was interrupted
-            self._checkpoints.free_all()
             self._release()
         finally:
             self._lock.release()
@@ -972,9 +980,14 @@ class Supervisor:
         self._closed.set()
         self._release()
 
+    def _let_go(self, event: None = None) -> None:
+        with self._lock:
+            self._release()
+
     def _release(self) -> None:
-        """Let go of the process and of what keeps its memory mapped."""
+        """Let go of the process, of snapshots, and of what keeps memory mapped."""
         self.state = State(Process.CLOSED)
+        self._checkpoints.free_all()
         channel = self.channel
         self.lifecycle.channel = self.last_answer = None
         self._encode = self._read = self._ring = self.segment = self._words = None

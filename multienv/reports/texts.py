@@ -77,7 +77,7 @@ def how_lost(loss: Loss) -> str:
 
 def where(command: str, step: int | None, seed: int | None) -> str:
     """Return what the env was doing, how far into its episode, and its last seed."""
-    text = f"during {command}()" if command else "while idle"
+    text = f"during {command}()"
     if step is not None and command not in ("initialize", "reset"):
         text += f" after {step} step{'' if step == 1 else 's'} of its episode"
     return text + (f" (last seed {seed})" if seed is not None else "")

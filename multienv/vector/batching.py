@@ -196,7 +196,7 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
     if is_allowed is not None:
 
         def split_integers(actions: Any) -> list[Any]:
-            if type(actions) is ndarray and actions.dtype is _INT64 and actions.shape == shape and is_allowed(actions):
+            if type(actions) is ndarray and actions.dtype == _INT64 and actions.shape == shape and is_allowed(actions):
                 return [actions[cut] for cut in cuts]
             return split_any(actions)
 

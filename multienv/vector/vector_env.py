@@ -60,8 +60,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
         max_concurrency: How many envs may step or reset at a time: at most so many processes share all envs.
         restart: What happens when a process is lost. ``on_crash`` and its likes concern the env that is to blame.
         deadlines: When a process counts as hung; those of a step and a reset are for all its envs together.
-        bind_cores: A process whose steps are short keeps to a core, and yields it to others; one on each core looks for
-            its next request for 0.2 ms before it sleeps.
+        bind_cores: A process whose steps are short keeps to a core, and yields it to others; and each looks for its
+            next request for 0.2 ms before it sleeps. Neither with a single core or under a quota of CPU time.
         context, native_threads, hooks, reports: As for :class:`~multienv.SubprocessEnv`.
 
     Raises:

@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from multienv.errors import ActionError
-from multienv.wire.banks import HEAD, STEP, STEPPED
+from multienv.wire.banks import HEAD, STEP, STEPPED, U32
 from multienv.wire.messages import dumps, foreign
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _integer_encoder(space: spaces.Discrete, segment: Segment) -> Encode:
         kind = type(action)
         if (kind is int or kind is int64) and first <= action <= last:
             tag = INT if kind is int else INT64
-            pack(views[number & 1], 0, STEP, tag, STEPPED, 0, 0, number, 0, action)
+            pack(views[number & 1], 0, STEP, tag, STEPPED, 0, 0, number & U32, 0, action)
         else:
             _encode_any(space, segment, number, action)
 
@@ -94,7 +94,7 @@ def _array_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
                 last, (tag, arrays) = action.dtype, places[action.dtype]
             if action.dtype is last:
                 side = number & 1
-                pack(views[side], 0, STEP, tag, STEPPED, 0, 0, number, 0)
+                pack(views[side], 0, STEP, tag, STEPPED, 0, 0, number & U32, 0)
                 arrays[side][...] = action
                 return
         _encode_any(space, segment, number, action)
@@ -112,7 +112,7 @@ def _encode_any(space: spaces.Space[Any], segment: Segment, number: int, action:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
     mail = foreign(lambda: dumps(action), refused("pickled"))
     segment.write_request_mail(number, mail)
-    HEAD.pack_into(segment.banks[number & 1].view, 0, STEP, PICKLED, STEPPED, 0, 0, number, 0)
+    HEAD.pack_into(segment.banks[number & 1].view, 0, STEP, PICKLED, STEPPED, 0, 0, number & U32, 0)
 
 
 def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:

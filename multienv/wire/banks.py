@@ -29,6 +29,8 @@ import numpy as np
 
 # kind, action tag, reply kind, flags, reward tag | number, evidence
 HEAD = struct.Struct("<BBBBBxxxII")
+# A head holds the lower half of a number; the words of the segment hold all of it.
+U32 = 0xFFFF_FFFF
 EXTRAS = struct.Struct("<II")
 NUMBER_AT, EVIDENCE_AT = 8, 12
 _NUMBER = struct.Struct("<I")

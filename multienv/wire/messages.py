@@ -166,10 +166,16 @@ class Render:
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """Take a snapshot to come back to, under this token. The answer is the obstacle, or ``""``."""
+class KeepSnapshot:
+    """Take a snapshot to come back to. The answer is the obstacle, or ``""``.
+
+    Attributes:
+        token: What it is kept under.
+        number: Of the caller's last request: with it the snapshot tells that it is awake.
+    """
 
     token: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +205,7 @@ class Close:
     """Close the envs and end the process."""
 
 
-Message = Build | Reset | Call | GetAttribute | SetAttribute | Render | Branch | CaptureState | Replay | Close
+Message = Build | Reset | Call | GetAttribute | SetAttribute | Render | KeepSnapshot | CaptureState | Replay | Close
 # Those that may change an env for longer than an episode.
 LASTING = (SetAttribute, Call)
 

@@ -12,7 +12,6 @@ Nothing in here is used up by reading it: an interrupted reader reads once more.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import sys
@@ -33,11 +32,10 @@ _SMALL_BANKS = 1024
 # Words of 8 bytes; a cache line has 8 of them. Each is written by the side that is named.
 REQUEST = 0  # number of the newest request (trainer)
 REPLY = 8  # number of the newest request that has been answered (worker)
-WORKER_SLEEPS = 16  # 1: the worker is about to block on the pipe (worker)
-TRAINER_SLEEPS = 24  # 1: the trainer is about to block on the pipe (trainer)
+WORKER_SLEEPS = 16  # 1: the worker is about to block on the line (worker)
+TRAINER_SLEEPS = 24  # 1: the trainer is about to block on the line (trainer)
 BUSY = 32  # number of the request being executed; 0: none (worker)
 SLOT = 33  # 1 + the slot of the env that is being called; 0: none (worker)
-RESETTING = 2**32  # added to SLOT while that env is being reset
 REPLAYING = 34  # 1 + the index of the request inside a replay (worker)
 REPLY_MAIL = 40  # and 41: bytes of mail with the reply of an even and of an odd request (worker)
 REQUEST_MAIL = 48  # and 49: bytes of mail with an even and with an odd request (trainer)
@@ -51,7 +49,6 @@ STEP_SECONDS = 59  # float64: env time of a step, smoothed; 0: not known (worker
 _MAIL = 2**40
 _AREA = 2**36
 _UNUSED = 2**42
-_LARGE = 2**20
 
 
 class Segment:
@@ -68,7 +65,7 @@ class Segment:
         banks: For even and for odd requests.
     """
 
-    __slots__ = ("_control", "_large", "_letters", "_memory", "banks", "descriptor", "layout", "times", "words")
+    __slots__ = ("_control", "_letters", "_memory", "banks", "descriptor", "layout", "times", "words")
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -77,7 +74,6 @@ class Segment:
         self._control: mmap.mmap | None = mmap.mmap(descriptor, CONTROL_SIZE)
         self._memory: mmap.mmap | None = None
         self._letters: dict[int, bytes] = {}  # mail, where there is no file
-        self._large = False
         view = memoryview(self._control)
         self.words, self.times = view.cast("q"), view.cast("d")
         self.layout = SMALL
@@ -138,7 +134,6 @@ class Segment:
     def _read(self, area: int, length: int) -> bytes:
         if self.descriptor < 0:
             return self._letters.get(area, b"")[:length]
-        self._large |= length > _LARGE
         place = _MAIL + area * _AREA
         data = os.pread(self.descriptor, length, place)
         while len(data) < length:  # the kernel hands out 2 GiB at a time
@@ -147,13 +142,6 @@ class Segment:
                 raise EOFError(f"{length} bytes of mail were announced, {len(data)} are there")
             data += more
         return data
-
-    def drop_large_mail(self) -> None:
-        """Give back the memory of mail larger than 1 MiB; called by the trainer while nothing is pending."""
-        if self._large:
-            self._large = False
-            with contextlib.suppress(OSError):
-                os.ftruncate(self.descriptor, CONTROL_SIZE + 2 * self.layout.size)
 
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped. Until Python 3.13 a mapping has a descriptor of its own."""

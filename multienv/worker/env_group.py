@@ -16,7 +16,7 @@ import cloudpickle
 import gymnasium
 
 from multienv.wire.messages import Build, Call, Description, Failure, Method
-from multienv.wire.segment import RESETTING, SLOT
+from multienv.wire.segment import SLOT
 from multienv.worker import seeding, states
 from multienv.worker.failures import failure_of, pickled, wrong_result
 
@@ -93,7 +93,7 @@ class EnvGroup:
             slot: Which.
             arguments: ``seed`` and ``options`` where the caller resets; none where the worker resets by itself.
         """
-        self.words[SLOT] = slot + 1 + RESETTING
+        self.words[SLOT] = slot + 1
         if arguments:
             self._beginnings[slot] = arguments.get("seed"), arguments.get("options")
         result = self.envs[slot].reset(**arguments)

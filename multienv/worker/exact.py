@@ -49,14 +49,13 @@ class ExactStepper:
             for bank in segment.banks
         ]
 
-    def compile(self, otherwise: Handle, last: list[int]) -> Handle:
+    def compile(self, otherwise: Handle) -> Handle:
         """Return the function that executes any request.
 
         One function for a step, because each call, and each object that it touches, counts here.
 
         Args:
             otherwise: Executes a request that is not a step.
-            last: Its only item becomes the number of each step.
         """
         segment, calls, decode, write, skip = self._segment, self._group.calls, self._decode, self._write, self._skip
         words, ndarray, whole = segment.words, np.ndarray, slice(None)
@@ -115,7 +114,6 @@ class ExactStepper:
                                 words[mail] = 0
             except Exception as error:
                 answer_failure(segment, number, error)
-            last[0] = number
             words[SLOT] = 0
             words[BUSY] = 0
 

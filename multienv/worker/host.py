@@ -22,6 +22,7 @@ from multienv.wire.banks import (
     IRREGULAR,
     MESSAGE,
     STEPPED,
+    U32,
     VALUE,
     BankLayout,
     Entry,
@@ -32,12 +33,12 @@ from multienv.wire.banks import (
 from multienv.wire.codecs import layout_of_envs, mail_of
 from multienv.wire.messages import (
     BEGINNING,
-    Branch,
     Build,
     Call,
     CaptureState,
     Close,
     GetAttribute,
+    KeepSnapshot,
     Message,
     Render,
     Replay,
@@ -51,7 +52,7 @@ from multienv.worker.env_group import EnvGroup
 from multienv.worker.exact import ExactStepper, Handle
 from multienv.worker.failures import failure_of, pickled
 from multienv.worker.registrations import built
-from multienv.worker.replies import U32, answer, answer_failure
+from multienv.worker.replies import answer, answer_failure
 from multienv.worker.rows import RowsStepper
 from multienv.worker.state_hooks import register_all
 
@@ -63,7 +64,7 @@ class Host:
         segment: Where requests are read and replies are written.
         on_build: Called before the envs are built, with the message: sees to ``sys.path``, working directory and the
             like.
-        on_branch: Takes a snapshot to come back to, given the number of the last request and a token; returns the
+        on_keep: Takes a snapshot to come back to, given the number of the last request and a token; returns the
             obstacle, or ``""``.
         env_fns: What builds the envs, where it does not travel with the message.
 
@@ -78,23 +79,17 @@ class Host:
         segment: Segment,
         *,
         on_build: Callable[[Build], None] = lambda message: None,
-        on_branch: Callable[[int, int], str] = lambda number, token: "the trainer's own process",
+        on_keep: Callable[[int, int], str] = lambda number, token: "the trainer's own process",
         env_fns: Sequence[Callable[[], Any]] | None = None,
     ) -> None:
         self.closing = False
         self.handle: Handle = self._handle
         self._segment = segment
         self._on_build = on_build
-        self._on_branch = on_branch
+        self._on_keep = on_keep
         self._env_fns = env_fns
-        self._last = [0]
         self._group: EnvGroup | None = None
         self._stepper: ExactStepper | RowsStepper | None = None
-
-    @property
-    def number(self) -> int:
-        """Number of the last request of the caller that was executed, also inside a replay; 0: none."""
-        return self._last[0]
 
     def move(self, segment: Segment) -> None:
         """Go on with another segment, which has the same layout: this process is a snapshot that was woken."""
@@ -122,8 +117,6 @@ class Host:
                 self._group.update_calls()
         except Exception as error:
             answer_failure(self._segment, number, error)
-        if number > 0:
-            self._last[0] = number
         words[SLOT] = 0
         words[BUSY] = 0
 
@@ -133,7 +126,7 @@ class Host:
         segment.lay_out(layout)
         group.words = segment.words
         self._stepper = ExactStepper(group, segment) if group.exact else RowsStepper(group, segment)
-        self.handle = self._stepper.compile(self._handle, self._last)
+        self.handle = self._stepper.compile(self._handle)
 
     def _envs(self) -> EnvGroup:
         if self._group is None:
@@ -193,8 +186,8 @@ class Host:
         mail = self._envs().each("render", message.slots, lambda place, env: env.render())
         answer(self._segment, number, VALUE, mail)
 
-    def _branch(self, number: int, message: Branch) -> None:
-        self._answer(number, self._on_branch(self.number, message.token))
+    def _keep_snapshot(self, number: int, message: KeepSnapshot) -> None:
+        self._answer(number, self._on_keep(message.number, message.token))
 
     def _close(self, number: int, message: Close) -> None:
         self.closing = True
@@ -256,7 +249,7 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     GetAttribute: Host._get,
     SetAttribute: Host._set,
     Render: Host._render,
-    Branch: Host._branch,
+    KeepSnapshot: Host._keep_snapshot,
     CaptureState: Host._capture_state,
     Replay: Host._replay,
     Close: Host._close,

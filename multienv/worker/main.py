@@ -102,14 +102,14 @@ def spawned(title: str, *ends: str) -> NoReturn:
 
 def _live(ends: Ends, make_host: MakeHost) -> None:
     """Serve, and whenever this process is a snapshot that has been woken, begin anew as that."""
-    segment, number, woken = _settle(ends), 0, False
+    segment, number, woken = _take_up(ends), 0, False
     forks = Forks(segment)
     snapshots = Snapshots(segment, ends, forks.fork)
-    host = make_host(segment, on_build=lambda build: _find_place(build, snapshots), on_branch=snapshots.branch)
+    host = make_host(segment, on_build=lambda build: _find_place(build, snapshots), on_keep=snapshots.keep)
     while True:
         try:
             if woken:
-                segment = forks.segment = _settle(ends)
+                segment = forks.segment = _take_up(ends)
                 host.move(segment)
                 snapshots.go_on(segment, ends)
                 segment.words[REPLY] = number  # tells the trainer that it is up
@@ -252,7 +252,7 @@ def _take_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _settle(ends: Ends) -> Segment:
+def _take_up(ends: Ends) -> Segment:
     """Have stacks written where the monitor reads them, and map the segment."""
     faulthandler.enable(ends.stack, all_threads=True)
     if STACK_SIGNAL is not None:

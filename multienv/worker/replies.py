@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multienv.wire.banks import FAILED, HEAD, STEPPED
+from multienv.wire.banks import FAILED, HEAD, STEPPED, U32
 from multienv.wire.infos import InfoPacker, pack_extras
 from multienv.wire.messages import Failure, dumps
 from multienv.wire.segment import Segment
 from multienv.worker.failures import failure_of, pickled
-
-U32 = 0xFFFFFFFF
 
 
 def answer(

@@ -50,7 +50,7 @@ class RowsStepper:
         self._packer = InfoPacker(group.slots)
         self._sides = [_Side(group, bank) for bank in segment.banks]
 
-    def compile(self, otherwise: Handle, last: list[int]) -> Handle:  # noqa: C901 - see below
+    def compile(self, otherwise: Handle) -> Handle:  # noqa: C901 - see below
         """Return the function that executes any request; see :meth:`ExactStepper.compile`.
 
         One loop for every kind of env, because each call, and each object that it touches, counts here.
@@ -111,7 +111,6 @@ class RowsStepper:
                         words[REPLY_MAIL + (number & 1)] = 0
             except Exception as error:
                 answer_failure(segment, number, error)
-            last[0] = number
             words[SLOT] = 0
             words[BUSY] = 0
 

@@ -129,7 +129,7 @@ class Snapshots:
         is_round = number % (1 << max(0, int(enough).bit_length() - 1)) == 0
         return steps >= enough and (is_round or steps >= 4 * enough)
 
-    def branch(self, number: int, token: int) -> str:
+    def keep(self, number: int, token: int) -> str:
         """Take one during request ``number``, to be kept under ``token``; return what is in the way, or nothing."""
         if sys.platform != "linux":
             return "the operating system"

@@ -53,7 +53,6 @@ def test_exit_codes_in_words(code, text):
         (("step", 0, 0), "during step() after 0 steps of its episode (last seed 0)"),
         (("reset", 5, 1), "during reset() (last seed 1)"),
         (("initialize", None, None), "during initialize()"),
-        (("", None, None), "while idle"),
     ],
 )
 def test_where(arguments, text):

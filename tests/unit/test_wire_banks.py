@@ -219,30 +219,6 @@ def test_mail_of_any_size_arrives_and_may_be_read_twice(sides, shared, size):
     assert (trainer.read_reply_mail(6), trainer.words[REPLY_MAIL]) == (b"", 0)
 
 
-def test_the_memory_of_large_mail_is_given_back_and_the_banks_stay(sides):
-    trainer, worker = sides
-    layout = BankLayout(3, 8, (16,))
-    trainer.lay_out(layout)
-    worker.lay_out(layout)
-    worker.banks[1].rewards[:] = 5
-    worker.banks[1].view[-1] = 9
-
-    def held() -> int:  # whole pages
-        return os.fstat(trainer.descriptor).st_blocks * 512
-
-    before = held()
-    worker.write_reply_mail(2, b"x" * 2**22)
-    trainer.drop_large_mail()
-    assert held() > 2**22, "it was dropped before it was read"
-    trainer.read_reply_mail(2)
-    trainer.drop_large_mail()
-    assert held() <= before + 4096
-    assert (trainer.banks[1].rewards == 5).all()
-    assert trainer.banks[1].view[-1] == 9
-    worker.write_reply_mail(3, b"goes on")
-    assert trainer.read_reply_mail(3) == b"goes on"
-
-
 def test_mail_that_is_not_all_there_is_an_error_and_no_short_answer(sides):
     trainer, worker = sides
     worker.words[REPLY_MAIL] = 10

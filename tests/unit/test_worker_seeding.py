@@ -13,7 +13,7 @@ import pytest
 from gymnasium import wrappers
 
 from multienv.wire.messages import Build
-from multienv.wire.segment import RESETTING, SLOT, Segment
+from multienv.wire.segment import SLOT, Segment
 from multienv.worker import seeding
 from multienv.worker.env_group import EnvGroup
 
@@ -99,7 +99,7 @@ def test_a_reset_of_the_workers_own_marks_the_slot():
     seen = []
     env.reset = lambda **options: seen.append(group.words[SLOT]) or Drawing.reset(env, **options)  # type: ignore[func-returns-value, method-assign]
     group.calls[1](0)
-    assert seen == [2 + RESETTING]
+    assert seen == [2]
 
 
 # --- generators -------------------------------------------------------------------------------
