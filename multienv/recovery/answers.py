@@ -16,7 +16,7 @@ from typing import Any
 from multienv.errors import ResultNotPicklableError
 from multienv.wire.banks import ENDED, FAILED, IDLE, IRREGULAR
 from multienv.wire.codecs import ExactCodec, RowsCodec, RowsReply, Transition, mail_of
-from multienv.wire.infos import Extras, Illegible, unpack_extras
+from multienv.wire.infos import Extras, Illegible, numbers_of_one, unpack_extras
 from multienv.wire.messages import Failure, Reset, foreign
 from multienv.wire.segment import Segment
 
@@ -101,8 +101,10 @@ class ExactAnswers:
 
     def plain(self, segment: Segment, number: int, answer: Transition) -> Transition:
         """Return the answer to a plain step with the info in its mail."""
-        self.evidence, rest = mail_of(segment, number)
-        return (*answer[:4], self._info(rest))
+        mail = segment.read_reply_mail(number)  # without evidence: the rows hold all
+        info = numbers_of_one(mail)
+        observation, reward, terminated, truncated, _ = answer
+        return observation, reward, terminated, truncated, self._info(mail) if info is None else info
 
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""

@@ -87,7 +87,7 @@ class Lifecycle:
         self._pending.limit = self._deadlines.start
         self._pending.arm()
 
-    def await_build(self, until: float | None, name: str) -> Event | Exception | None:
+    def await_build(self, until: float | None) -> Event | Exception | None:
         """Wait until the envs are built.
 
         Returns:
@@ -98,7 +98,7 @@ class Lifecycle:
         channel = self.channel
         assert channel is not None
         try:
-            if not self._pending.await_reply(channel, self._number, until, name, "initialize"):
+            if not self._pending.await_reply(channel, self._number, until, self._record, "initialize"):
                 return None
             self.ladder.await_build(channel, self._number, self._pending.until)
         except RequestFailedError as failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from multienv.processes.channel import Channel
 from multienv.recovery.state_machine import Kind, Request, State
@@ -11,6 +12,9 @@ from multienv.wire.actions import PICKLED
 from multienv.wire.banks import ABSENT, BEGIN, HEAD, IDLE, MESSAGE, STEP, STEPPED, U32, BankLayout, Entry
 from multienv.wire.messages import BEGINNING, Message
 from multienv.wire.segment import REQUEST, Segment
+
+if TYPE_CHECKING:
+    from multienv.recovery.record import Record
 
 logger = logging.getLogger("multienv")
 
@@ -99,14 +103,14 @@ class Pending:
                 bank.absent[slot] = IDLE if slot in state.idle else 1
         channel.ring(number)
 
-    def await_reply(self, channel: Channel, number: int, until: float | None, who: str, name: str) -> bool:
+    def await_reply(self, channel: Channel, number: int, until: float | None, record: Record, name: str) -> bool:
         """Wait for the reply.
 
         Args:
             channel: Of the process that was asked.
             number: Of the request.
             until: When the caller gives up waiting; ``None``: never.
-            who: Names the env in the warning that a call waits long.
+            record: Names the env in the warning that a call waits long.
             name: Names the call there.
 
         Returns:
@@ -118,7 +122,9 @@ class Pending:
         due = self.until
         silent = None if due is not None or self._told_of == number else time.monotonic() + SILENCE
         while True:
-            nearest = min([limit for limit in (until, due, silent) if limit is not None], default=None)
+            nearest = due if silent is None else silent
+            if until is not None and (nearest is None or until < nearest):
+                nearest = until
             if channel.wait(number, nearest):
                 return True
             if nearest == due:
@@ -130,7 +136,7 @@ class Pending:
             logger.warning(
                 "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give "
                 "Deadlines(%s=seconds) to have it healed.\nIts stack:\n%s",
-                who,
+                record.name,
                 name,
                 SILENCE,
                 channel.pid,

@@ -336,7 +336,7 @@ class Supervisor:
                         self.number, self.state = number, self._after[ends]
                         self.record.steps += 1
                         if not number & SAMPLE:
-                            self._look_at_limits(ended=False)
+                            self._look_at_limits()
                         return answer
             elif state is BEGINNING_ANEW or state is BEGINNING_ANEW_HALF:
                 answer = self._collect_beginning()
@@ -367,7 +367,7 @@ class Supervisor:
         self.number, self.state = number, RUNNING
         self.record.reset((None,), BEGINNING.touches)
         if not number & SAMPLE:
-            self._look_at_limits(ended=False)
+            self._look_at_limits()
         return answer
 
     def _is_answered(self, number: int) -> bool:
@@ -391,7 +391,7 @@ class Supervisor:
         channel = self.channel
         assert channel is not None
         try:
-            return self.pending.await_reply(channel, number, until, self.record.name, self._name())
+            return self.pending.await_reply(channel, number, until, self.record, self._name())
         except BaseException:
             if self._closed.is_set():  # by a signal handler above this call, which has left the rest to it
                 self._release()
@@ -437,7 +437,7 @@ class Supervisor:
                 return
             is_reset = isinstance(message, Reset)
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
-                self._look_at_limits(ended=True)
+                self._look_at_limits()
             if self.maintenance.is_due or (is_reset and self.maintenance.recycling_due):
                 self._maintain(resetting=isinstance(message, Reset) and message.mask is None)
             touched = None
@@ -563,7 +563,7 @@ class Supervisor:
 
     def _do_await_build(self, until: float | None) -> Instruction:
         """Wait until the envs are built for the first time."""
-        event = self.lifecycle.await_build(until, self.record.name)
+        event = self.lifecycle.await_build(until)
         self._refuse_if_unusable("initialize")
         if isinstance(event, Exception):
             self._happen(BuildFailed())
@@ -689,7 +689,7 @@ class Supervisor:
             self._note_ends(self.last_answer)
             record.steps += 1
             if self.answers.ended or not self.number & SAMPLE:
-                self._look_at_limits(ended=self.answers.ended)
+                self._look_at_limits()
             return
         if isinstance(message, Reset) and not failed:
             record.reset(message.seeds, message.touches)
@@ -697,7 +697,7 @@ class Supervisor:
                 self.journal.anchor(generators, record.steps)
                 self.answers.generators = b""
         # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
-        self._look_at_limits(ended=False)
+        self._look_at_limits()
 
     def _note_ends(self, reply: Any) -> None:
         """Note whose episodes the rows of a step end; again does no harm."""
@@ -786,7 +786,7 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def _look_at_limits(self, *, ended: bool) -> None:
+    def _look_at_limits(self) -> None:
         """Trim the journal and see whether something is due before the next request."""
         channel = self.channel
         if channel is not None:

@@ -52,9 +52,12 @@ class Columns:
         self.keys, self.types = keys, types
         self.formats = "".join([_FORMATS[kind] for kind in types])
         self.row = struct.Struct(f"={self.formats}")
+        self._is_plain = _PLAIN.issuperset(types)
 
     def info(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return an info, each value of the type that it had."""
+        if self._is_plain:
+            return dict(zip(self.keys, values, strict=True))
         return {
             key: value if kind in _PLAIN else kind(value)
             for key, kind, value in zip(self.keys, self.types, values, strict=True)
@@ -188,6 +191,15 @@ def unpack_extras(mail: bytes, start: int = 0) -> tuple[Extras, dict[int, Except
         except Illegible as error:
             illegible[slot] = error
     return Extras(infos, failures, None, generators), illegible
+
+
+def numbers_of_one(mail: bytes) -> dict[str, Any] | None:
+    """Return the info of a single env, if the mail holds nothing else and the info only numbers; else ``None``."""
+    if mail[0] != _NUMBERS:
+        return None
+    begin = _HEAD.size + _HEAD.unpack_from(mail)[1]
+    columns = _named(mail[_HEAD.size : begin])
+    return columns.info(columns.row.unpack_from(mail, begin))
 
 
 class InfoMerger:

@@ -4,8 +4,9 @@ One file without a name (``memfd_create``) that the trainer and one process map:
 
     0         control words: a cache line for each word that one side writes while the other looks
     1024      two small banks, for requests that are sent before the layout is known
+    2048      short mail: what has no fixed size, up to 512 bytes
     4096      two banks with the layout of the envs, used in turn
-    2**40 …   mail: what has no fixed size, written and read with ``pwrite`` and ``pread``
+    2**40 …   longer mail, written and read with ``pwrite`` and ``pread``
 
 Nothing in here is used up by reading it: an interrupted reader reads once more.
 """
@@ -46,6 +47,8 @@ SNAPSHOTS = 57  # forked snapshots it has taken (worker)
 OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
 STEP_SECONDS = 59  # float64: env time of a step, smoothed; 0: not known (worker)
 
+_SHORT_MAIL = 2048
+_SHORT = 512
 _MAIL = 2**40
 _AREA = 2**36
 _UNUSED = 2**42
@@ -65,7 +68,7 @@ class Segment:
         banks: For even and for odd requests.
     """
 
-    __slots__ = ("_control", "_letters", "_memory", "banks", "descriptor", "layout", "times", "words")
+    __slots__ = ("_control", "_letters", "_memory", "_short", "banks", "descriptor", "layout", "times", "words")
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -76,6 +79,8 @@ class Segment:
         self._letters: dict[int, bytes] = {}  # mail, where there is no file
         view = memoryview(self._control)
         self.words, self.times = view.cast("q"), view.cast("d")
+        places = range(_SHORT_MAIL, CONTROL_SIZE, _SHORT)
+        self._short = [view[place : place + _SHORT] for place in places]  # one for each area of mail
         self.layout = SMALL
         self.banks: tuple[Bank, ...] = tuple(Bank(SMALL, view, _SMALL_BANKS + side * SMALL.size) for side in (0, 1))
 
@@ -123,6 +128,9 @@ class Segment:
         return self._read(2 + (number & 1), self.words[REPLY_MAIL + (number & 1)])
 
     def _write(self, area: int, data: bytes) -> None:
+        if len(data) <= _SHORT:
+            self._short[area][: len(data)] = data
+            return
         if self.descriptor < 0:
             self._letters[area] = data
             return
@@ -132,6 +140,8 @@ class Segment:
             rest, place = rest[written:], place + written
 
     def _read(self, area: int, length: int) -> bytes:
+        if length <= _SHORT:
+            return bytes(self._short[area][:length])
         if self.descriptor < 0:
             return self._letters.get(area, b"")[:length]
         place = _MAIL + area * _AREA
@@ -159,6 +169,7 @@ class Segment:
         if self._control is not None:
             view = memoryview(bytearray(self.words))
             self.words, self.times, self.banks = view.cast("q"), view.cast("d"), ()
+            self._short = [memoryview(bytearray(_SHORT)) for _ in self._short]
             self._control = self._memory = None  # last: an interruption leaves all to do again
 
 

@@ -49,7 +49,7 @@ class ExactStepper:
             for bank in segment.banks
         ]
 
-    def compile(self, otherwise: Handle) -> Handle:
+    def compile(self, otherwise: Handle) -> Handle:  # noqa: C901 - see below
         """Return the function that executes any request.
 
         One function for a step, because each call, and each object that it touches, counts here.
@@ -58,7 +58,8 @@ class ExactStepper:
             otherwise: Executes a request that is not a step.
         """
         segment, calls, decode, write, skip = self._segment, self._group.calls, self._decode, self._write, self._skip
-        words, ndarray, whole = segment.words, np.ndarray, slice(None)
+        words, ndarray, whole, pack = segment.words, np.ndarray, slice(None), self._packer.numbers
+        float64, tag_of_float64 = np.float64, REWARD_TAGS[np.float64]
         is_integer = type(self._group.action_space) is spaces.Discrete
         targets: list[tuple[Any, ...]] = [
             (
@@ -92,13 +93,14 @@ class ExactStepper:
                         observation, reward, terminated, truncated, info = result
                     except (TypeError, ValueError):
                         raise wrong_result("step", STEP_RESULT, result) from None
+                    kind, letter = type(reward), b""
                     if (
-                        info
-                        or terminated is not False
+                        terminated is not False
                         or truncated is not False
-                        or type(reward) is not float
+                        or (kind is not float and kind is not float64)
                         or type(observation) is not ndarray
                         or set_flags[0]
+                        or (info and not (letter := pack([(0, info)])))
                     ):
                         write(number, observation, reward, terminated, truncated, info)
                     else:
@@ -108,9 +110,13 @@ class ExactStepper:
                             write(number, observation, reward, terminated, truncated, info)
                         else:
                             rewards[0] = reward
+                            if kind is float64:
+                                view[4] = tag_of_float64
                             if digest is not None:
                                 digest()
-                            if words[mail]:
+                            if letter:
+                                segment.write_reply_mail(number, letter)
+                            elif words[mail]:
                                 words[mail] = 0
             except Exception as error:
                 answer_failure(segment, number, error)

@@ -88,5 +88,3 @@ def test_a_request_of_our_own_that_is_broken_off_does_not_meet_the_next_step(wha
             observation, _, _, truncated, info = env.step(1)
             assert (observation[0], truncated) == (7, False), (interruption.where, info)
     assert fired > 5
-
-

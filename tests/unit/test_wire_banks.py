@@ -221,8 +221,8 @@ def test_mail_of_any_size_arrives_and_may_be_read_twice(sides, shared, size):
 
 def test_mail_that_is_not_all_there_is_an_error_and_no_short_answer(sides):
     trainer, worker = sides
-    worker.words[REPLY_MAIL] = 10
-    with pytest.raises(EOFError, match="10 bytes"):
+    worker.words[REPLY_MAIL] = 1000
+    with pytest.raises(EOFError, match="1000 bytes"):
         trainer.read_reply_mail(2)
 
 
