@@ -98,7 +98,7 @@ class Lifecycle:
         channel = self.channel
         assert channel is not None
         try:
-            if not self._pending.await_reply(channel, self._number, until, self._record, "initialize"):
+            if not self._pending.await_reply(channel, self._number, until, "initialize"):
                 return None
             self.ladder.await_build(channel, self._number, self._pending.until)
         except RequestFailedError as failed:

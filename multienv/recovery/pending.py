@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from multienv.processes.channel import Channel
 from multienv.recovery.state_machine import Kind, Request, State
@@ -12,9 +11,6 @@ from multienv.wire.actions import PICKLED
 from multienv.wire.banks import ABSENT, BEGIN, HEAD, IDLE, MESSAGE, STEP, STEPPED, U32, BankLayout, Entry
 from multienv.wire.messages import BEGINNING, Message
 from multienv.wire.segment import REQUEST, Segment
-
-if TYPE_CHECKING:
-    from multienv.recovery.record import Record
 
 logger = logging.getLogger("multienv")
 
@@ -28,6 +24,9 @@ class Pending:
     A plain step lies in its bank and nowhere else. What is kept here is the rest: a message, and a step that is to be
     asked of another process.
 
+    Args:
+        who: Names the env in warnings.
+
     Attributes:
         message: The request, unless it is a step.
         mail: The message, pickled.
@@ -35,9 +34,10 @@ class Pending:
         until: When it is overdue, seconds of the clock; ``None``: never.
     """
 
-    __slots__ = ("_saved", "_told_of", "limit", "mail", "message", "until")
+    __slots__ = ("_saved", "_told_of", "_who", "limit", "mail", "message", "until")
 
-    def __init__(self) -> None:
+    def __init__(self, who: str) -> None:
+        self._who = who
         self.message: Message | None = None
         self.mail = b""
         self.limit: float | None = None
@@ -103,15 +103,14 @@ class Pending:
                 bank.absent[slot] = IDLE if slot in state.idle else 1
         channel.ring(number)
 
-    def await_reply(self, channel: Channel, number: int, until: float | None, record: Record, name: str) -> bool:
+    def await_reply(self, channel: Channel, number: int, until: float | None, name: str) -> bool:
         """Wait for the reply.
 
         Args:
             channel: Of the process that was asked.
             number: Of the request.
             until: When the caller gives up waiting; ``None``: never.
-            record: Names the env in the warning that a call waits long.
-            name: Names the call there.
+            name: Names the call in the warning that it waits long.
 
         Returns:
             Whether it is there; else ``until`` has passed.
@@ -136,7 +135,7 @@ class Pending:
             logger.warning(
                 "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give "
                 "Deadlines(%s=seconds) to have it healed.\nIts stack:\n%s",
-                record.name,
+                self._who,
                 name,
                 SILENCE,
                 channel.pid,

@@ -191,7 +191,7 @@ class Supervisor:
             replaying=policy.replays,
             anchor_every=1 if self.maintenance.recycling.wanted else ANCHOR_EVERY,
         )
-        self.pending = Pending()
+        self.pending = Pending(self.record.name)
         self.lifecycle = Lifecycle(
             launcher,
             build,
@@ -391,7 +391,7 @@ class Supervisor:
         channel = self.channel
         assert channel is not None
         try:
-            return self.pending.await_reply(channel, number, until, self.record, self._name())
+            return self.pending.await_reply(channel, number, until, self._name())
         except BaseException:
             if self._closed.is_set():  # by a signal handler above this call, which has left the rest to it
                 self._release()
