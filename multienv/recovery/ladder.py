@@ -151,8 +151,10 @@ class Ladder:
         if self._asking is not None:
             channel, number = self._asking
             with contextlib.suppress(Gone):  # found by the next request
-                if channel.segment.words[REQUEST] == number and not channel.wait(number, self._clock() + _ABANDONED):
-                    channel.kill(cause="hung")
+                if channel.segment.words[REQUEST] == number:
+                    channel.ring(number)  # the process may sleep, and not have been woken
+                    if not channel.wait(number, self._clock() + _ABANDONED):
+                        channel.kill(cause="hung")
             self._asking = None
 
     def answer(self, channel: Channel, number: int, until: float | None) -> Any:
