@@ -223,7 +223,7 @@ def test_an_env_that_a_snapshot_does_not_bring_back_is_brought_back_by_the_journ
     fns = counters(env1=partial(ForkShyEnv, horizon=6))
     with Pair(fns, counters(), restart=RestartPolicy(snapshot_every=3)) as pair:
         for step in range(25):
-            if step in (10, 18):
+            if step in (11, 19):  # a step after a snapshot was taken: there is something to hold it against
                 pair.kill(0)
             assert not pair.step()[3].any()
         recoveries = [event for event in pair.events if isinstance(event, Recovery)]
@@ -233,10 +233,10 @@ def test_an_env_that_a_snapshot_does_not_bring_back_is_brought_back_by_the_journ
 def test_an_env_that_strays_on_every_rung_is_truncated_alone_by_the_last() -> None:
     fns = counters(env1=partial(NondeterministicEnv, since=1, horizon=1000), env2=partial(ForkShyEnv, horizon=7))
     with Pair(fns, counters(), restart=RestartPolicy(snapshot_every=3)) as pair:
-        for step in range(15):
-            if step == 10:
+        for step in range(16):
+            if step == 11:
                 pair.kill(0)
-            assert np.flatnonzero(pair.step(OTHERS)[3]).tolist() == ([1] if step == 10 else [])
+            assert np.flatnonzero(pair.step(OTHERS)[3]).tolist() == ([1] if step == 11 else [])
         assert pair.outcomes() == ["truncated"]
 
 
