@@ -35,6 +35,7 @@ class Record:
         episodes: Episodes begun by a reset.
         steps_before: Step requests answered before the running episode of each env.
         seeds: Of the last seeded reset, for each env.
+        asked: Seeds of the reset that was asked for last, answered or not.
         told: Hooks, each with an event that it has not been called with yet: they are called when the caller's call is
             done. The workers of one face share it.
     """
@@ -45,6 +46,7 @@ class Record:
         self.steps = self.episodes = 0
         self.steps_before = [0] * slots
         self.seeds: list[int | None] = [None] * slots
+        self.asked: Sequence[int | None] = ()
         self.last_loss: Loss | None = None
         self.last_recovery: Recovery | None = None
         self.told: deque[tuple[Callable[[Any], object], Any]] = deque()
@@ -65,10 +67,13 @@ class Record:
             return None if self.index is None else self.index + slot
         return self.index if len(self.seeds) == 1 else None
 
-    def seed_of(self, slot: int) -> int | None:
-        """Return the last seed of a slot; of slot -1, that of a worker with one env."""
+    def seed_of(self, slot: int, command: str) -> int | None:
+        """Return the seed that a reset asks for, else the last seed of a slot; of slot -1, that of the only env."""
         known = slot < len(self.seeds) and (slot >= 0 or len(self.seeds) == 1)
-        return self.seeds[max(slot, 0)] if known else None
+        if not known:
+            return None
+        asked = self.asked[max(slot, 0)] if command == "reset" and self.asked else None
+        return self.seeds[max(slot, 0)] if asked is None else asked
 
     def episode_steps(self, slot: int, command: str) -> int | None:
         """Return the steps of a slot's episode, if ``command`` is in one; of slot -1, that of a worker with one env."""
@@ -79,7 +84,9 @@ class Record:
         """Build the error for what a slot's env raised; slot -1: the failure says which, or it is not known."""
         slot = failure.slot if slot < 0 <= failure.slot else slot
         step = self.episode_steps(slot, command)
-        return env_error(failure, index=self.index_of(slot), command=command, step=step, seed=self.seed_of(slot))
+        return env_error(
+            failure, index=self.index_of(slot), command=command, step=step, seed=self.seed_of(slot, command)
+        )
 
     def truncation(self, slot: int, reason: str) -> dict[str, Any]:
         """Return what info["multienv"] says of a truncation."""
@@ -128,7 +135,7 @@ class Record:
             cause=gone.cause,
             command=command,
             step=self.episode_steps(slot, command),
-            seed=self.seed_of(slot),
+            seed=self.seed_of(slot, command),
             pid=gone.pid,
             exit_code=fate.code,
             stack=fate.stack,
@@ -172,7 +179,7 @@ class Record:
             cause="error",
             command="step",
             step=self.episode_steps(slot, "step"),
-            seed=self.seed_of(slot),
+            seed=self.seed_of(slot, "step"),
             pid=pid,
             stack=getattr(error, "remote_traceback", ""),
         )

@@ -291,7 +291,7 @@ class Supervisor:
         maintenance = self.maintenance
         if self.state is not OVER or maintenance.is_due or maintenance.recycling.wanted or self._wants_anchor():
             return False
-        number, limit = self.number + 1, self._deadlines.reset
+        number, limit, self.record.asked = self.number + 1, self._deadlines.reset, ()
         self.pending.begin(BEGINNING, b"", limit)
         HEAD.pack_into(self.segment.banks[number & 1].view, 0, BEGIN, 0, STEPPED, 0, 0, number & U32, 0)
         self.state = BEGINNING_ANEW if whole else BEGINNING_ANEW_HALF
@@ -442,6 +442,7 @@ class Supervisor:
                 self._maintain(resetting=isinstance(message, Reset) and message.mask is None)
             touched = None
             if isinstance(message, Reset):
+                self.record.asked = message.seeds
                 message, touched = self._anchored(message), message.mask
             try:
                 mail = pack_message(message)

@@ -130,6 +130,17 @@ def test_a_truncation_tells_as_much_as_an_error(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_that_fails_names_the_seed_that_it_was_asked_for(kind: str) -> None:
+    env_fns = [CounterEnv, partial(FaultyEnv, fault=Fault("raise", "reset", at=2))]
+    with Face(kind, env_fns[-1:] if kind == "subprocess_env" else env_fns, restart=RAISE) as face:
+        face.reset(SEED)
+        with pytest.raises(Exception) as caught:
+            face.reset(7)
+        failures = getattr(caught.value, "failures", {0: caught.value})
+        assert [error.seed for error in failures.values()] == [7 if kind == "subprocess_env" else 8]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_poisonous_call_and_a_wrong_call_say_what_to_do_next(kind: str) -> None:
     with Face(kind, [partial(FaultyEnv, fault=Fault("exit", "call"))], restart=REPLAY) as face:
         with pytest.raises(ResetNeededError, match=r"reset\(\)"):
