@@ -81,7 +81,7 @@ def steps(env: Any, count: int) -> list[Any]:
 
 def test_state_that_no_journal_holds_any_more_is_kept() -> None:
     """The journal reaches back to the last reset or two, and this env remembers more."""
-    policy = RestartPolicy(snapshot_every=3, journal_limit=2000)
+    policy = RestartPolicy(snapshot_every=3, journal_limit=4000)
     env_fn = partial(StickyStateEnv, horizon=20, visible_after=2)
     actions = [np.int64(1 + index % 3) for index in range(300)]
     rungs = Rungs()
