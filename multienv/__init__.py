@@ -8,7 +8,7 @@ Rooms: each imports only from rooms above it in this list (``tests/unit/test_arc
     worker                   inside a worker process: the request loop, the envs, snapshots
     processes                launching, watching over and ending processes; the channel to one
     reports                  what is said of a loss, and crash reports
-    recovery                 state machine, journal, ladder, verification: the supervisor of one worker
+    recovery                 state machine, hot path, journal, ladder, verification: the supervisor of one worker
     fanout                   ask several workers, collect, recover in threads, go on after Ctrl-C
     envs, vector, managers   the faces
     testing, cli             faulty envs, a killer, checks; the command line

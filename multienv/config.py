@@ -13,19 +13,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 OnLoss = Literal["replay", "truncate", "raise"]
-# Long enough for anyone, and a clock in float64 still counts it in seconds.
+# Longer than any use; a clock in float64 still counts seconds exactly up to there.
 _LONGEST = 10**15
 _ON_LOSS = ("replay", "truncate", "raise")
 _ON_ERROR = ("raise", "truncate")
 
 
 class _Named:
-    """Refuses values without a name."""
+    """Refuses positional arguments."""
 
     __slots__ = ()
 
     def __new__(cls, *positional: Any, **named: Any) -> Self:
-        """Say what is wanted."""
         if positional:
             first = next(iter(cls.__annotations__))
             raise UsageError(f"{cls.__name__}({positional[0]!r:.50}): say which it is: {cls.__name__}({first}=...).")
@@ -33,12 +32,12 @@ class _Named:
 
 
 def check_seconds(name: str, value: float | None, *, zero: bool = False) -> None:
-    """Refuse what is not a number of seconds: NaN, infinite, negative, a bool, a string."""
+    """Raise UsageError unless this is ``None`` or a finite, positive number; with ``zero``, 0 is allowed too."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise UsageError(f"{name} is {value!r}; give a number of seconds, or None for no limit.")
-    # Compared before it is converted: an integer may be too large for a float, a float for a poll().
+    # Compared before any conversion: an integer may be too large for a float, a float for a poll().
     if not 0 <= value <= _LONGEST or (value == 0 and not zero):
         raise UsageError(
             f"{name} is {value!r}; give a positive number of seconds, at most {_LONGEST:,}, or None for no limit."
@@ -51,7 +50,7 @@ def integer(value: Any) -> int | None:
 
 
 def checked_seed(seed: Any) -> int | None:
-    """Return a seed as an ``int``; raise SeedError if it is none."""
+    """Return a seed as an ``int``, or ``None``; raise SeedError unless it is a non-negative integer or ``None``."""
     if seed is None:
         return None
     advice = f"reset(seed={seed!r:.100}): give a non-negative integer, or None."
@@ -90,7 +89,7 @@ class Deadlines(_Named):
     recovery: float | None = 120.0
 
     def __post_init__(self) -> None:
-        """Refuse values that are not a number of seconds."""
+        """Raise UsageError unless all values are numbers of seconds."""
         for field in fields(self):
             check_seconds(f"Deadlines.{field.name}", getattr(self, field.name))
         if self.close is None:
@@ -137,7 +136,7 @@ class RestartPolicy(_Named):
             steps and without a trace in the trajectory: the same replay as after a loss. An env that cannot be
             replayed exactly keeps its process until the next reset. For simulators that leak. This and what follows is
             looked at every 64 steps, and when an episode ends or begins.
-        recycle_after_episodes: The same after so many episodes.
+        recycle_after_episodes: The same after so many episodes; where each env has a process of its own.
         recycle_after: The same after so many seconds.
         max_rss: The same when its resident memory exceeds so many bytes: more than the env takes when it is new.
     """
@@ -162,7 +161,7 @@ class RestartPolicy(_Named):
     max_rss: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse unknown actions and numbers out of range."""
+        """Raise UsageError for an unknown action or a number out of range."""
         for name, allowed in (("on_crash", _ON_LOSS), ("on_timeout", _ON_LOSS), ("on_error", _ON_ERROR)):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(map(repr, allowed))
@@ -180,7 +179,7 @@ class RestartPolicy(_Named):
 
     @property
     def replays(self) -> bool:
-        """Tell whether any loss is to be made good."""
+        """Tell whether a crash, a timeout or both are answered by a replay."""
         return "replay" in (self.on_crash, self.on_timeout)
 
     def _check_integer(self, name: str, least: int) -> None:

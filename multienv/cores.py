@@ -22,8 +22,8 @@ class Placed(Protocol):
 
     core: int | None
 
-    def prefer(self, core: int | None, *, looks: bool) -> None:
-        """Set the core to run on while steps are short, and whether to look for requests before going to sleep."""
+    def prefer(self, core: int | None, *, sharing: int) -> None:
+        """Set the core to run on while steps are short, and how many workers share one; 0: do not look for requests."""
 
 
 def cores() -> list[int]:
@@ -83,9 +83,10 @@ def spread(workers: Sequence[Placed]) -> None:
     """
     available = cores()
     several = 1 < len(available) == busy_cores()
+    sharing = -(-len(workers) // len(available)) if several else 0
     for place, worker in enumerate(workers):
         core = available[place % len(available)] if several and len(available) <= len(workers) else None
-        worker.prefer(core, looks=several)
+        worker.prefer(core, sharing=sharing)
 
 
 def _current_core() -> Callable[[], int]:

@@ -69,12 +69,11 @@ class _NamesACall(Exception):  # noqa: N818 - not raised
     """Has gymnasium's signature, with the name of the call optional."""
 
     def __init__(self, message: str, name: str = "") -> None:
-        """Keep both."""
         super().__init__(message, name)
         self.name = name
 
     def __str__(self) -> str:
-        """Show the message alone."""
+        """Return the message without the name of the call."""
         return str(self.args[0])
 
 
@@ -91,7 +90,7 @@ class ActionError(UsageError, gymnasium.error.InvalidAction):
 
 
 class SeedError(UsageError, gymnasium.error.Error):
-    """Raised by a seed that is none; gymnasium's own type for that is a base."""
+    """Raised by a seed that is not a non-negative integer; gymnasium's own type for that is a base class."""
 
 
 class EnvFnError(UsageError, TypeError):
@@ -153,12 +152,11 @@ class RemoteTraceback(Exception):  # noqa: N818 - not an error of its own, the t
     """Carries the traceback of another process as the ``__cause__`` of an exception."""
 
     def __init__(self, text: str) -> None:
-        """Keep the text."""
         super().__init__(text)
         self.text = text
 
     def __str__(self) -> str:
-        """Set the remote text apart from the local traceback."""
+        """Return the remote traceback in quotes, apart from the local one."""
         return f'\n"""\n{self.text}"""'
 
 
@@ -186,7 +184,7 @@ def catchable_as(base: type[MultienvError], cause: BaseException, message: str) 
             error = Exception.__new__(combined, message)
         error.args = (message,)
         if isinstance(error, SyntaxError):
-            error.msg = message  # what a traceback prints of it
+            error.msg = message  # what a traceback prints for a SyntaxError
         for name, value in getattr(cause, "__dict__", {}).items():
             if not name.startswith("__"):
                 setattr(error, name, value)

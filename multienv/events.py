@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from multienv.errors import UsageError
 
-Cause = Literal["died", "hung", "broken", "error"]
+# How a process is lost; and why an episode ends that cannot go on.
+LossCause = Literal["died", "hung", "broken"]
+Cause = LossCause | Literal["error"]
 Outcome = Literal["exact", "truncated", "fresh", "raised"]
 Rung = Literal["snapshot", "journal", "state", ""]
 
@@ -103,7 +105,7 @@ class Statistics:
         state: ``"new"``, ``"starting"``, ``"ready"``, ``"running"``, ``"ended"``, ``"lost"`` or ``"closed"``.
         pid: The worker, ``None`` while there is none.
         steps: Steps done for the caller.
-        episodes: Episodes begun.
+        episodes: Episodes begun, of all envs of the worker together.
         losses: Workers lost, and episodes that ``on_error="truncate"`` ended.
         restarts: Processes started in place of lost ones.
         recycled: Processes started in place of ones that had served their time.

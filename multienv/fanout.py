@@ -31,7 +31,9 @@ from multienv.config import check_seconds
 from multienv.cores import Turns
 from multienv.errors import CallPendingError, MultienvError, WaitTimeout
 from multienv.processes.channel import Channel, wait_any
-from multienv.recovery.supervisor import RUNNING, STEPPING, STEPPING_HALF, HealingDue, Supervisor
+from multienv.recovery import hot_path
+from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_HALF
+from multienv.recovery.supervisor import HealingDue, Supervisor
 from multienv.threads import Bell, Pool, Task
 
 # Seconds after which an answer in an endless round is awaited by a thread. That is where deadlines are watched, and a
@@ -40,13 +42,6 @@ _PATIENCE = 0.1
 
 # (name, request) → answer; called in a thread.
 Blocking = Callable[[str, Any], Any]
-
-
-class _Missing:
-    """The answer that is not there yet."""
-
-
-MISSING = _Missing()
 
 
 def resumed(transition: Any) -> Any:
@@ -206,8 +201,17 @@ class FanOut:
             name: ``"step"``: the requests are actions; else they are messages.
             requests: One for each member; ``None`` leaves it alone.
         """
-        self.send(name, requests)
-        return self.collect()
+        current = self.send(name, requests)
+        follows = self._followup is not None
+        if (
+            name != "step"
+            or hot_path.take(self.supervisors, current.order, current.answers, STEPPING, leaves_ends=follows)
+            or self._blocking
+            or current.tasks
+        ):
+            while self._collect_once(current, None):
+                self._wait_for_tasks(current, None)
+        return current
 
     def call_each(self, name: str, calls: Sequence[Callable[[], Any] | None]) -> Round:
         """Make blocking calls side by side, one for each member, as a round that survives an interruption, too."""
@@ -224,28 +228,23 @@ class FanOut:
             requests: As for :meth:`ask`.
             whole: ``collect()`` follows in the same call of the caller's.
         """
-        supervisors, followup = self.supervisors, self._followup
-        marks = [-1 if supervisor is None else supervisor.number for supervisor in supervisors]
-        current = self.unfinished = Round(name, requests, marks, self._turns.now(), whole=whole, nothing=self.nothing)
-        steps, nothing, me = name == "step", self.nothing, self._me
+        nothing, order, done = self.nothing, self._turns.now(), 0
+        marks = [-1 if supervisor is None else supervisor.number for supervisor in self.supervisors]
+        current = self.unfinished = Round(name, requests, marks, order, whole=whole, nothing=nothing)
+        state = STEPPING if whole else STEPPING_HALF
         try:
             for place in self._blocking:
                 if requests[place] is not nothing:
                     self._send_one(current, place)
-            for place in current.order:
-                request = requests[place]
-                if request is nothing:
-                    continue
-                supervisor = supervisors[place]
-                if supervisor.asked_by is not me and not self._takes_over(current, place):
-                    continue
-                if steps and (followup is None or supervisor.state is RUNNING):
-                    try:
-                        supervisor.send_step(request, whole)
-                    except MultienvError as error:
-                        self._fail(current, place, error)
-                else:
-                    self._send_one(current, place)
+            while done < len(order):
+                if name == "step":
+                    done += hot_path.ask(
+                        self.supervisors, order[done:] if done else order, requests, state, self._me, nothing
+                    )
+                if done < len(order):
+                    if requests[order[done]] is not nothing:
+                        self._send_one(current, order[done])
+                    done += 1
         except BaseException:
             # The caller may reuse the arrays that are not sent yet.
             with contextlib.suppress(Exception):  # what cannot be copied is kept as it is
@@ -406,10 +405,8 @@ class FanOut:
                 continue
             supervisor = supervisors[place]
             try:
-                pending = supervisor.state.request
-                if until is None and supervisor.state is stepping:
-                    answer = supervisor.collect(None, heals)
-                elif pending is None or pending.whole is not whole:
+                state = supervisor.state
+                if state is not stepping and (state.request is None or state.request.whole is not whole):
                     if supervisor.number == self._mark(current, place):  # broken off before it was sent
                         left = True
                         self._send_one(current, place)

@@ -23,7 +23,7 @@ class Pool(ThreadPoolExecutor):
     """A ThreadPoolExecutor that starts all its threads at once, and so never has to count which are idle.
 
     While the interpreter exits, and where the system has no threads left, there are fewer, or none. Its threads end
-    once nothing refers to it any more, which takes no lock: a signal handler may let it go.
+    once nothing refers to it any more, which takes no lock: a signal handler may drop the last reference.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -35,7 +35,7 @@ class Pool(ThreadPoolExecutor):
 
 
 class _NobodyIdle:
-    """Stands for the executor's semaphore, whose lock is one of those that an interruption can leave held."""
+    """Replaces the executor's semaphore, whose lock is one of those that an interruption can leave held."""
 
     @staticmethod
     def acquire(timeout: float | None = None) -> bool:
@@ -49,7 +49,7 @@ class _NobodyIdle:
 class Bell:
     """Wakes a thread that sleeps in ``poll()``; may be rung by any thread, and by a signal handler.
 
-    Its descriptors are closed with the last reference to it: none is closed while somebody may use its number.
+    Its descriptors are closed with the last reference to it: none is closed while its number may be in use.
     """
 
     def __init__(self) -> None:
@@ -60,17 +60,17 @@ class Bell:
 
     @property
     def descriptor(self) -> int:
-        """Return what becomes readable when it is rung, until it is silenced."""
+        """Return the descriptor that is readable from :meth:`ring` until :meth:`silence`."""
         return self._pipes[0][0]
 
     def ring(self) -> None:
-        """Wake the thread."""
-        with contextlib.suppress(BlockingIOError):  # it was rung often
+        """Wake the thread that polls the descriptor."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full
             os.write(self._pipes[0][1], b"\0")
 
     def silence(self) -> None:
-        """Forget that it was rung."""
-        with contextlib.suppress(BlockingIOError):  # it was not
+        """Make the descriptor unreadable again."""
+        with contextlib.suppress(BlockingIOError):  # it was not rung
             os.read(self._pipes[0][0], 4096)
 
     def __del__(self) -> None:
@@ -101,7 +101,7 @@ class Task:
         self.error: BaseException | None = None
 
     def start(self, pool: Pool) -> None:
-        """Have a thread make the call, or make it here if there is none to be had; again does nothing."""
+        """Make the call in a thread of the pool, or here if there is none; a second start does nothing."""
         if not self._begun.locked():
             try:
                 pool.submit(self.run)
@@ -121,7 +121,7 @@ class Task:
                 self._then()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for its end; return whether it has come within ``timeout`` seconds. Raises nothing of the call's."""
+        """Wait up to ``timeout`` seconds until the call has ended; return whether it has. Never raises its error."""
         # An interruption may leave the lock held; by then the call has ended, and the lock is not asked for any more.
         if not self._done and self._finished.acquire(timeout=-1 if timeout is None else timeout):
             self._finished.release()

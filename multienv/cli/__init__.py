@@ -38,7 +38,7 @@ KwargsOption = Annotated[str, typer.Option(help="Arguments of the env, as JSON."
 
 @app.callback()
 def main() -> None:
-    """Gymnasium environments in processes that may die at any moment."""
+    """Run gymnasium environments in processes that may die at any moment."""
 
 
 @app.command()
@@ -95,8 +95,8 @@ def replay(
 ) -> None:
     """Run a lost episode again in this very process, up to the request its process was lost in.
 
-    What comes back on the way is held against what was recorded. If the fault comes again it ends this process as it
-    did the worker; exit code 0 says that it did not, 1 that the env raised, 2 that the report cannot be replayed.
+    Each answer on the way is compared with the recorded one. If the fault happens again it ends this process as it
+    ended the worker. Exit code 0: the fault did not happen again; 1: the env raised; 2: the report cannot be replayed.
     """
     faulthandler.enable()
     # What a report says is shown as it is.
@@ -139,7 +139,7 @@ def bench(
 
 
 def _env_function(env: str, env_kwargs: str) -> EnvFn:
-    """Return what makes the env, tried once; BadParameter if it cannot be made."""
+    """Return a function that builds the env; raise BadParameter if a first try fails."""
     try:
         env_fn = named(env, **json.loads(env_kwargs))
         env_fn().close()
@@ -149,7 +149,7 @@ def _env_function(env: str, env_kwargs: str) -> EnvFn:
 
 
 def _replay(console: Console, report: Report, env: str | None, *, debug: bool) -> None:
-    """Run the report again, and tell of it; what is said last is out before the fault comes."""
+    """Run the report again and print each step; the output is flushed before the fatal request runs."""
     console.print(report.what)
     run = Rerun(report, env_functions(report, env))
     if run.was_building:

@@ -17,7 +17,7 @@ _WARM_UP = 20
 
 
 def measure(env_fn: EnvFn, num_envs: int, seconds: float) -> dict[str, float]:
-    """Step ``num_envs`` envs for so many seconds in each way; return how to have it, and env steps a second."""
+    """Step ``num_envs`` envs for so many seconds in each way; return the env steps a second of each way."""
     env_fns = [env_fn] * num_envs
     ways: dict[str, Callable[[], Any]] = {"SyncVectorEnv(env_fns)": partial(SyncVectorEnv, env_fns)}
     for each in ("auto", *(few for few in (1, 2, 4, 8, 16, 32) if few < num_envs), num_envs):

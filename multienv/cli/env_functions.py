@@ -26,10 +26,10 @@ _HOW_TO_BUILD = (
 
 
 def named(name: str, **arguments: Any) -> EnvFn:
-    """Return what builds the env of a registered id, ``module:id`` or ``module:function``, with these arguments.
+    """Return a function that builds the env of an id, ``module:id`` or ``module:function``, with these arguments.
 
     Raises:
-        UsageError: There is no such thing.
+        UsageError: There is no such module, function or id.
     """
     module_name, _, rest = name.rpartition(":")
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -48,7 +48,7 @@ def named(name: str, **arguments: Any) -> EnvFn:
 
 
 def env_functions(report: Report, env: str | None) -> tuple[EnvFn, ...]:
-    """Return what builds the env of each slot.
+    """Return the function that builds the env, for each slot.
 
     Args:
         report: If it is trusted and ``env`` is not given, its own ``env_fn``.
@@ -69,7 +69,7 @@ def env_functions(report: Report, env: str | None) -> tuple[EnvFn, ...]:
 
 
 def _trusted(report: Report) -> tuple[EnvFn, ...]:
-    """Load the report's own functions, in surroundings like the trainer's."""
+    """Load the report's own functions, with the trainer's import path, arguments and working directory."""
     setting = report.build.setting
     if setting is not None:
         sys.path += [entry for entry in setting.path if entry not in sys.path]
@@ -86,7 +86,7 @@ def _trusted(report: Report) -> tuple[EnvFn, ...]:
 
 
 def _from_spec(fields: dict[str, Any]) -> EnvFn:
-    """Build by a spec. It names functions to call: only those registered here, and gymnasium's wrappers, are called."""
+    """Return a function that builds the env of a spec; it calls only registered functions and gymnasium's wrappers."""
     try:
         spec = EnvSpec.from_json(json.dumps(fields))
         wrappers = [(wrapper, wrapper.entry_point.partition(":")) for wrapper in spec.additional_wrappers]

@@ -51,7 +51,6 @@ class EnvRaised(Exception):  # noqa: N818 - what it says is no error of the comm
     """The env raised, when it was built or in the fatal request; ``failure`` says what."""
 
     def __init__(self, text: str, failure: Failure) -> None:
-        """Keep both."""
         super().__init__(text)
         self.failure = failure
 
@@ -97,7 +96,7 @@ class Rerun:
         self._host = Host(self._segment, env_fns=[partial(self._build_one, env_fn) for env_fn in env_fns])
 
     def _refuse_pickles(self, replay: Replay, entries: list[Entry]) -> None:
-        """Raise unless nothing is unpickled when these requests are executed, but plain resets."""
+        """Raise ReportError if executing these requests would unpickle anything but plain resets."""
         if replay.generators or replay.state or replay.lasting:
             raise ReportError(f"{self._report.path}: where its journal begins {_TRUST}")
         for place, entry in enumerate(entries):
@@ -112,7 +111,7 @@ class Rerun:
         return env
 
     def _ask(self, number: int, message: Message) -> Any:
-        """Have the host execute a message; return what it answers, which may be a failure."""
+        """Have the host execute a message; return its answer, which may be a ``Failure``."""
         HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         self._segment.write_request_mail(number, pack_message(message))
         self._host.handle(number)
@@ -133,7 +132,7 @@ class Rerun:
             )
 
     def run(self) -> list[str]:
-        """Run all requests but the fatal one; tell of each env where it does not answer as recorded."""
+        """Run all requests but the fatal one; return a line for each env that does not answer as recorded."""
         answer = self._ask(-1, self._replay)
         if isinstance(answer, Failure):
             raise ReportError(f"{self._report.path}: where its journal begins cannot be had: {answer.text}")
@@ -146,7 +145,7 @@ class Rerun:
 
     @property
     def unknown(self) -> int:
-        """How many answers could be compared in part only, because they are pickled."""
+        """Return how many answers could be compared only in part, because they are pickled."""
         return 0 if self._report.is_trusted else sum(bool(entry.evidence) for entry in self._came)
 
     # --- the fatal request ------------------------------------------------------------------------
@@ -159,7 +158,7 @@ class Rerun:
 
     @property
     def _observation(self) -> Any:
-        """The last observation."""
+        """Return the last observation; ``None`` if there is none, or if it was too large to be recorded."""
         entry = next((entry for entry in reversed(self._came) if entry.stretch[2] == STEPPED), None)
         is_left_out = entry is not None and entry.stretch[3] & IRREGULAR and not entry.evidence
         if entry is None or is_left_out or are_digests(entry.evidence):  # too large to be kept
@@ -172,7 +171,7 @@ class Rerun:
         return leaves[0] if len(leaves) == 1 else leaves
 
     def request(self) -> str:
-        """Return the fatal request, and where it came, in words; ``""``: nothing was asked."""
+        """Return the fatal request and its place in the episode, in words; ``""`` if no request was pending."""
         loss, fatal = self._report.loss, self._fatal
         if fatal is None:
             return ""
@@ -184,10 +183,10 @@ class Rerun:
         return f"{what}{after}" + ("" if loss.get("seed") is None else f", last seed {loss['seed']}")
 
     def run_fatal(self) -> str:
-        """Run the request that the process was lost in; if the fault comes again, this is the end of this process.
+        """Run the request that the process was lost in; if the fault happens again, it ends this process.
 
         Returns:
-            What it came to, in words.
+            What the request returned, in words.
 
         Raises:
             EnvRaised: The env raised.
@@ -214,7 +213,7 @@ class Rerun:
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
-        """End this process with its stack told if a request that hung hangs again; needs no interpreter."""
+        """Print the stack and end this process if a request that hung hangs again; this works without the GIL."""
         deadline = self._report.deadline
         if self._report.loss.get("cause") == "hung" and deadline is not None:
             faulthandler.dump_traceback_later(2 * deadline + 1, exit=True)

@@ -29,10 +29,10 @@ class AutoresetFollowup:
 
     def __init__(self, mode: AutoresetMode) -> None:
         self._same_step = mode is AutoresetMode.SAME_STEP
-        self._failed: set[int] = set()  # members whose own reset raised: it is still due
+        self._failed: set[int] = set()  # members whose own reset raised, and is still due
 
     def is_due(self, place: int, supervisor: Supervisor) -> bool:
-        """Tell whether the next step of a member is to be a reset."""
+        """Tell whether the next step of a member has to be a reset."""
         episode = supervisor.state.episode
         return episode is Episode.ENDED or (episode is Episode.NONE and place in self._failed)
 
@@ -58,7 +58,7 @@ class AutoresetFollowup:
 
 
 def joined(transition: Transition | None, begun: tuple[Any, dict[str, Any]]) -> Transition:
-    """Return what a step comes to in which an episode began: after ``transition``, or ``None``, in place of a step."""
+    """Return the result of a step that reset the env: after ``transition``, or in place of a step if it is ``None``."""
     observation, info = begun
     if transition is None:
         return observation, 0.0, False, False, info
@@ -91,8 +91,8 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self.mode = mode_of(mode)
         self.metadata = {**(env.metadata or {}), "autoreset_mode": self.mode}
-        # Of an env without a supervisor: the next step is a reset; what ended the episode, until the caller is
-        # given it.
+        # For an env without a supervisor: the next step is a reset; the transition that ended the episode, until it
+        # is returned.
         self._is_due = False
         self._ending: Transition | None = None
         self._supervisor = supervisor_of(env)
@@ -101,13 +101,13 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     @property
     def ended(self) -> bool:
-        """Whether the next step is a reset."""
+        """Tell whether the next step is a reset."""
         if self._supervisor is None or self._followup is None:
             return self._is_due
         return self._followup.is_due(0, self._supervisor)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode, whatever became of the last one."""
+        """Begin an episode; the last one need not have ended."""
         if self._calls is not None:
             self._calls.settle("reset")
         result = self.env.reset(seed=seed, options=options)
@@ -150,7 +150,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._halves().send("step", action)
 
     def step_wait(self, timeout: float | None = None) -> Transition:
-        """Collect what was sent. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect the result of step_async(). Raises WaitTimeout after ``timeout`` seconds; wait again then."""
         transition: Transition = self._halves().wait("step", timeout)
         return transition
 
@@ -160,7 +160,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Collect what the reset returned."""
+        """Collect the result of reset_async(): observation and info."""
         self._halves()
         return self.env.reset_wait(timeout)  # type: ignore[attr-defined, no-any-return]
 

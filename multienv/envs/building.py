@@ -67,7 +67,7 @@ class Workers:
             hooks=checked_hooks(hooks),
             reports=directory_for(reports),
         )
-        # What a fresh process needs to see the world as this one does.
+        # The import path, arguments and so on that a fresh process must have in common with this one.
         self._setting = Setting(
             path=tuple(module_path()),
             arguments=tuple(getattr(sys, "argv", None) or ()),  # an embedded interpreter has none
@@ -148,14 +148,14 @@ class _SerialLaunch:
         return SerialChannel(partial(Host, env_fns=self.env_fns))
 
     def wake_kept(self, token: int) -> None:
-        """Return nothing: there are no snapshots."""
+        """Return ``None``: there are no snapshots."""
 
     def free(self, token: int) -> None:
-        """Do nothing."""
+        """Do nothing: there are no snapshots."""
 
 
 def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
-    """Start workers and have all build their envs at a time; return what some have raised, by their place."""
+    """Start workers, which build their envs at the same time; return their errors by index in ``workers``."""
     for worker in workers:
         worker.start()
     pool = Pool(max(1, len(workers)), "multienv-build")
@@ -199,7 +199,7 @@ def _culprit(env_fns: tuple[EnvFn, ...]) -> Any:
 
 
 def check_env_fn(env_fn: Any, name: str = "env_fn") -> None:
-    """Raise EnvFnError unless this can be called to build an env."""
+    """Raise EnvFnError unless ``env_fn`` is callable and no env; ``name`` is its name in the message."""
     if isinstance(env_fn, gymnasium.Env) or not callable(env_fn):
         made = f"gymnasium.make({env_fn!r})" if isinstance(env_fn, str) else "MyEnv()"
         raise EnvFnError(
@@ -211,8 +211,8 @@ def listed_env_fns(face: str, env_fns: Any) -> list[EnvFn]:
     """Return a list of functions, one for each env.
 
     Raises:
-        EnvFnError: It is something else; the message says what to write.
-        UsageError: It is empty.
+        EnvFnError: ``env_fns`` is something else; the message says what to write.
+        UsageError: ``env_fns`` is empty.
     """
     if callable(env_fns):
         raise EnvFnError(f"{face}: env_fns is a single function; give a list of them, one for each env.")
@@ -230,7 +230,7 @@ def listed_env_fns(face: str, env_fns: Any) -> list[EnvFn]:
 
 
 def mode_of(mode: Any) -> AutoresetMode:
-    """Return the mode, from itself, its name or its value."""
+    """Return the mode that is given as a member, its name or its value; raise UsageError if there is none."""
     if isinstance(mode, AutoresetMode):
         return mode
     for known in AutoresetMode:

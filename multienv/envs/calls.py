@@ -16,11 +16,11 @@ from multienv.wire.messages import Call, Message, Render
 
 
 class NotCopyableError(UsageError, TypeError):
-    """A copy was wanted of what owns processes; a TypeError for pickle's callers too."""
+    """Raised by copying or pickling an object that owns processes; a TypeError for pickle's callers too."""
 
 
 def refuse_copy(owner: object, protocol: SupportsIndex = 0, /) -> NoReturn:
-    """Raise NotCopyableError, in the place of ``__reduce_ex__``: a copy of ``owner`` would ask the same envs."""
+    """Raise NotCopyableError, in place of ``__reduce_ex__()``: a copy of ``owner`` would step the same envs."""
     raise NotCopyableError(
         f"A {type(owner).__name__} cannot be copied or pickled: it owns its envs. Build another one from the same "
         "env_fns where it is wanted. Of a SubprocessEnv, state_dict() can be pickled, snapshot() come back to."
@@ -38,7 +38,7 @@ def call_message(
     """Return the message that calls a method of envs; see :class:`~multienv.wire.messages.Call` for the arguments.
 
     Raises:
-        UsageError: It has a method of its own here, which keeps count of episodes.
+        UsageError: ``name`` is reset, step or close: that method itself must be called, which counts episodes.
     """
     if name in ("reset", "step", "close"):
         raise UsageError(
@@ -49,7 +49,7 @@ def call_message(
 
 
 def advice_after(name: str, mode: AutoresetMode) -> tuple[str, str]:
-    """Say what is to be done when some envs have failed in a call, and what became of the others."""
+    """Return two sentences for an error: what to do after some envs failed in a call, and how the others are."""
     if name.startswith("reset"):
         return "Reset them again.", "The others are reset."
     if not name.startswith("step"):
@@ -61,19 +61,19 @@ def advice_after(name: str, mode: AutoresetMode) -> tuple[str, str]:
 
 
 def is_interrupted(current: Round) -> bool:
-    """Tell whether any later call completes this unfinished round: its call was broken off, or a wait for it was."""
+    """Tell whether any later call completes this unfinished round: its call, or a wait for it, was interrupted."""
     return current.whole or current.resumed
 
 
 def settle(fan: FanOut, name: str, note: Callable[[Round], None] | None = None) -> None:
-    """See to what an earlier call has left unfinished before ``name`` is called.
+    """Finish what an earlier call has left unfinished, before ``name`` is called.
 
     A call that was interrupted is completed, and its outcome dropped; a step only before a reset: else the caller would
     miss a transition. Of a call in two halves the second must be called first, unless that was interrupted.
 
     Args:
         fan: What the earlier call went through.
-        name: What is called now.
+        name: Name of the call that is made now.
         note: Called with the round that is dropped, while it is unfinished.
 
     Raises:
@@ -100,7 +100,7 @@ def settle(fan: FanOut, name: str, note: Callable[[Round], None] | None = None) 
 
 
 def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:
-    """Return a seed for each env, given ``None``, the first one's, or one for each; SeedError if one is none."""
+    """Return a seed for each env, given ``None``, the first env's seed, or a seed for each; raise SeedError."""
     if seed is None or not hasattr(seed, "__len__") or getattr(seed, "shape", None) == ():
         first = checked_seed(seed)
         return [None if first is None else first + index for index in range(num_envs)]
@@ -116,7 +116,7 @@ class Calls:
     """Makes one call at a time to one env.
 
     A step that was interrupted is completed by the next :meth:`step`, whose own action is not taken; ``reset`` drops
-    it. Any other interrupted call is completed by whatever is called next, and its outcome dropped.
+    it. Any other interrupted call is completed by the next call of any name, and its outcome is dropped.
 
     Args:
         supervisor: Of the env.
@@ -130,7 +130,7 @@ class Calls:
         self._fan = FanOut([supervisor], followup=followup, skips_none=False)
 
     def step(self, action: Any) -> Any:
-        """Take a step, or complete the one that was interrupted, whose info then says so."""
+        """Take a step, or complete an interrupted step, whose info then says so."""
         fan = self._fan
         unfinished = fan.unfinished
         if unfinished is not None and unfinished.name == "step" and is_interrupted(unfinished):
@@ -138,7 +138,7 @@ class Calls:
         return self.ask("step", action)
 
     def ask(self, name: str, request: Any) -> Any:
-        """Send a request, a message or the action of a step, and return its answer; raise what it raises."""
+        """Send a message or the action of a step; return the answer, or raise the error that is the answer."""
         if self._fan.unfinished is not None:
             self.settle(name)
         return self._outcome(self._fan.ask(name, (request,)))
@@ -158,18 +158,18 @@ class Calls:
         return self._outcome(self._fan.collect(timeout))
 
     def resume(self) -> Any:
-        """Return the answer to the last request, collected before or not."""
+        """Return the answer to the last request, even if it was collected before."""
         return self._supervisor.resume() if self._fan.unfinished is None else self._outcome(self._fan.resume())
 
     def settle(self, name: str) -> None:
-        """See to what an earlier call has left unfinished before ``name`` is called; see the function."""
+        """Finish what an earlier call has left unfinished, as :func:`settle` does; refuse if the worker is closed."""
         if self._supervisor.state.process is Process.CLOSED:
             self._fan.finish()
             self._supervisor.refuse(name)
         settle(self._fan, name)
 
     def _outcome(self, current: Round) -> Any:
-        """Return or raise what came of a call, which is finished with that."""
+        """Return the answer of a call or raise its error; the call is finished then."""
         for error in current.failures.values():
             self._fan.finish()
             raise error

@@ -331,7 +331,7 @@ class MultiEnv:
             self._all_closed = True
 
     def __enter__(self) -> Self:
-        """Nothing more to do: the envs are initialized."""
+        """Return this object, whose envs are initialized."""
         return self
 
     def __exit__(self, *error: object) -> Literal[False]:

@@ -1,4 +1,4 @@
-"""What users of the env managers give and get: options, states, timesteps, and what all envs have in common."""
+"""Options, states and timesteps of the env managers, and the properties that all envs of a manager share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multienv.config import Deadlines, check_seconds, integer
 from multienv.errors import UsageError
 from multienv.processes.launcher import method_of
 
-# DI-engine's configs name the class that they are for; passed over.
+# DI-engine's configs name their class; these options are ignored.
 _NAMES_OF_THE_CLASS = ("cfg_type", "type")
 
 
@@ -173,10 +173,10 @@ class EnvManagerConfig:
 
     @classmethod
     def of(cls, given: Any, options: Mapping[str, Any], defaults: EnvManagerConfig) -> EnvManagerConfig:
-        """Return the config that a caller gives as a config, a mapping or single options; the rest from ``defaults``.
+        """Build the config from a config or a mapping, with ``options`` on top; the rest comes from ``defaults``.
 
         Raises:
-            UsageError: An option of another name.
+            UsageError: ``given`` is something else, or an option has an unknown name.
         """
         if given is not None and not isinstance(given, cls | Mapping):
             raise UsageError(f"cfg is {given!r:.100}; give an EnvManagerConfig or a dict of its options.")

@@ -101,7 +101,7 @@ class EnvManager:
 
     @classmethod
     def default_config(cls) -> EnvManagerConfig:
-        """Return the options of this manager as they are unless given."""
+        """Return the default options of this manager."""
         return cls._defaults
 
     # --- begin and end ----------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class EnvManager:
         if not self.closed:
             raise UsageError("launch(): the manager is launched already. Call close() first.")
         params = _checked_params(reset_param, self.env_num)
-        self.close()  # one that was interrupted
+        self.close()  # a launch() that was interrupted
         envs = self._envs = [
             SubprocessEnv(env_fn, env_index=index, **self._options) for index, env_fn in enumerate(self._env_fns)
         ]
@@ -139,24 +139,24 @@ class EnvManager:
             raise
 
     def close(self) -> None:
-        """End all processes, side by side: it takes no longer than the slowest. Again does nothing.
+        """End all processes side by side, in the time of the slowest. A second call does nothing.
 
         ``launch()`` can be called again.
         """
         rollout, envs, self._envs = self._rollout, self._envs, []
         if rollout is not None:
             rollout.close()
-        else:  # launch() is building them
+        else:  # launch() is building the envs
             close_all(envs)
         self._rollout = None
 
     @property
     def closed(self) -> bool:
-        """Tell whether it is not launched."""
+        """Tell whether the manager is not launched, or is closed again."""
         return self._rollout is None or self._rollout.closed
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
-        """Refuse to be copied and pickled."""
+        """Raise NotCopyableError: a manager can be neither copied nor pickled."""
         refuse_copy(self)
 
     def __enter__(self) -> Self:
@@ -287,7 +287,7 @@ class EnvManager:
         rollout.step(chosen)
 
     def _wait(self, rollout: Rollout, asked: int) -> None:
-        """Wait for as many timesteps as this manager waits for, so many steps having been asked just now."""
+        """Wait for the timesteps that step() is to return; ``asked``: how many steps this call has sent."""
         if not (rollout.stepping() or rollout.news()):
             rollout.until_some_are_ready()
         elif self._waits_for_all:
@@ -295,7 +295,7 @@ class EnvManager:
         else:
             rollout.until_stepped(min(self.config.wait_num, asked or math.inf), self.config.step_wait_timeout)
 
-    # --- how they stand ---------------------------------------------------------------------------
+    # --- the state of the envs --------------------------------------------------------------------
 
     @property
     def env_num(self) -> int:
@@ -304,7 +304,7 @@ class EnvManager:
 
     @property
     def env_ref(self) -> EnvReference:
-        """Return spaces, metadata, spec and render mode; before the first launch a process is asked for them."""
+        """Return spaces, metadata, spec and render mode; before the first launch a process is started to read them."""
         if self._reference is None:
             with SubprocessEnv(self._env_fns[0], **{**self._options, "hooks": ()}) as env:
                 reference = self._reference = _reference_of(env.initialize())
@@ -314,22 +314,22 @@ class EnvManager:
 
     @property
     def observation_space(self) -> gymnasium.Space[Any]:
-        """Return that of a single env."""
+        """Return the observation space of a single env."""
         return self.env_ref.observation_space
 
     @property
     def action_space(self) -> gymnasium.Space[Any]:
-        """Return that of a single env."""
+        """Return the action space of a single env."""
         return self.env_ref.action_space
 
     @property
     def reward_space(self) -> gymnasium.Space[Any]:
-        """Return that of a single env."""
+        """Return the reward space of a single env."""
         return self.env_ref.reward_space
 
     @property
     def env_states(self) -> dict[int, EnvState]:
-        """Return where each env stands, as far as its answers have been taken up."""
+        """Return the state of each env by id, according to the answers taken up so far."""
         rollout = self._rollout
         if rollout is None or rollout.closed:
             return dict.fromkeys(range(self.env_num), EnvState.VOID)
@@ -354,7 +354,7 @@ class EnvManager:
 
     @property
     def ready_info(self) -> dict[int, dict[str, Any]]:
-        """Return what came with the observations of the envs that can be stepped, from their resets too."""
+        """Return the infos of the envs that can be stepped, by id: each from the env's last step or reset."""
         rollout = self._launched("ready_info")
         rollout.turn(0.0)
         return {index: rollout.records[index].info for index in rollout.ready()}
@@ -374,13 +374,13 @@ class EnvManager:
         return self.env_states[_checked_id("env_state_done()", env_id, self.env_num)] is EnvState.DONE
 
     def statistics(self) -> list[Statistics]:
-        """Return those of each env; see :meth:`SubprocessEnv.statistics`."""
+        """Return the counters of each env; see :meth:`SubprocessEnv.statistics`."""
         return [one.statistics() for one in self._launched("statistics()").supervisors]
 
     # --- the envs' own ----------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every env, side by side, once what is under way has come in; return a list by id.
+        """Call a method of every env, side by side, once all requests under way are answered; return a list by id.
 
         Raises:
             EnvsFailedError: Some raised; its ``results`` has what the others returned.
@@ -388,18 +388,18 @@ class EnvManager:
         return self._call_all(f"call({name!r})", "call", call_message(name, args, kwargs))
 
     def get_attr(self, name: str) -> list[Any]:
-        """Read an attribute of every env, in the same way."""
+        """Read an attribute of every env, as :meth:`call` calls a method; return a list by id."""
         values = self._call_all(f"get_attr({name!r})", "get_attr", GetAttribute(name))
         if any(isinstance(value, Method) for value in values):
             raise UsageError(f"get_attr({name!r}): it is a method of the envs; call({name!r}) calls it.")
         return values
 
     def set_attr(self, name: str, value: Any) -> None:
-        """Set an attribute of every env to this value, in the same way."""
+        """Set an attribute of every env to this value, as :meth:`call` calls a method."""
         self._call_all(f"set_attr({name!r})", "set_attr", SetAttribute(name, (value,)))
 
     def render(self) -> list[Any]:
-        """Render every env, in the same way."""
+        """Render every env, as :meth:`call` calls a method; return a list by id."""
         return self._call_all("render()", "render", Render())
 
     def _call_all(self, what: str, name: str, message: Message) -> list[Any]:
@@ -428,8 +428,8 @@ class AsyncSubprocessEnvManager(EnvManager):
 
     ``step()`` returns once ``wait_num`` timesteps are there and ``step_wait_timeout`` seconds are over, or all are;
     in the first case not before an env is ready to be stepped. Given fewer actions than ``wait_num`` it waits for as
-    many timesteps, of whichever envs, so that the last fast env does not wait for the slow ones. What is not there yet
-    comes with a later one.
+    many timesteps, of any envs, so that the last fast env does not wait for the slow ones. A timestep that is not there
+    yet is returned by a later ``step()``.
 
     See :class:`~multienv.managers.env_manager.EnvManager` for the arguments.
     """
@@ -448,11 +448,11 @@ class SyncSubprocessEnvManager(EnvManager):
     _waits_for_all = True
 
 
-# --- what is given ----------------------------------------------------------------------------
+# --- checks of arguments ----------------------------------------------------------------------
 
 
 def _checked_id(what: str, env_id: Any, env_num: int) -> int:
-    """Return the id as an int; numpy's will do."""
+    """Return the id as an int, numpy's integers too; raise UsageError if no env has it."""
     try:
         index = operator.index(env_id)
     except TypeError:
@@ -463,7 +463,7 @@ def _checked_id(what: str, env_id: Any, env_num: int) -> int:
 
 
 def _checked_params(reset_param: Any, env_num: int) -> dict[int, dict[str, Any] | None]:
-    """Return copies of the parameters of resets, by id."""
+    """Return deep copies of the reset parameters by id; raise UsageError or SeedError for wrong ones."""
     if reset_param is None:
         return {}
     if not isinstance(reset_param, Mapping):
@@ -481,7 +481,7 @@ def _checked_params(reset_param: Any, env_num: int) -> dict[int, dict[str, Any] 
 
 
 def _checked_seeds(seed: Any, env_num: int) -> dict[int, int]:
-    """Return a seed for each env, or for some, by id."""
+    """Return the seeds by id, for all envs or for some; raise UsageError or SeedError for wrong ones."""
     if isinstance(seed, Mapping):
         given = {_checked_id("seed()", env_id, env_num): one for env_id, one in seed.items()}
     elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str) and np.shape(seed) != ():
@@ -497,7 +497,7 @@ def _checked_seeds(seed: Any, env_num: int) -> dict[int, int]:
 
 
 def _build(envs: Sequence[SubprocessEnv]) -> None:
-    """Build envs side by side, in their processes, and compare their spaces."""
+    """Build envs side by side in their processes; raise SpaceMismatchError unless their spaces are equal."""
     failures = initialize_all(envs)
     if failures:
         advice = "All of them have been closed; mend the env_fns named below."
@@ -512,7 +512,7 @@ def _build(envs: Sequence[SubprocessEnv]) -> None:
 
 
 def _reference_of(env: SubprocessEnv) -> EnvReference:
-    """Return what this env, which is built, tells of all."""
+    """Return the properties that all envs share, read from this one, which is built."""
     reward_space = env.get_attr("reward_space") if env.has_wrapper_attr("reward_space") else None
     return EnvReference(
         env.observation_space,

@@ -1,9 +1,9 @@
-"""The envs of a launched manager: where each stands, what has come back, and what follows from that.
+"""The envs of a launched manager: the state of each, the answers taken up, and the requests that follow from them.
 
-What is asked of the envs lies in the endless round of a fan-out, which sends, waits and heals. All else that is known
-of an env is a record. A record is replaced, never changed, and together with what it asks of the env; what a call hands
-over is taken out by one assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C)
-finds an answer not taken up or taken up, and a timestep still there or handed over.
+Requests and answers are kept by the endless round of a fan-out, which sends, waits and recovers. Everything else about
+an env is in its record. A record is replaced, never changed, together with the request that it names; what a call hands
+over is removed by one assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C)
+finds an answer either taken up or not, and a timestep either still there or handed over.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 
 from multienv.cores import spread
 from multienv.errors import ClosedError, EnvError, EnvsFailedError, RestartBudgetExceeded, UsageError, WorkerLostError
-from multienv.fanout import MISSING, FanOut, InThread
+from multienv.fanout import FanOut, InThread
 from multienv.managers.config import EnvManagerConfig, EnvState, Timestep
+from multienv.recovery.hot_path import MISSING
 from multienv.recovery.state_machine import Episode
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import Task, close_at_once
@@ -31,17 +32,17 @@ _OTHERS = "What others have returned is in `results`; what they have still to re
 
 
 class Record(NamedTuple):
-    """What is known of one env.
+    """The state of one env, as its manager knows it.
 
     Attributes:
-        state: Where it stands.
-        episodes: Whole ones, of those that count.
-        resets: Begun since its seed was given; the number of the next episode's seed.
-        asked: What is under way: ``"step"``, with the reset in place that follows it; ``"reset"``; another call's name.
-        timestep: Not handed over yet; while ``asked`` is ``"step"``, not complete yet.
-        failure: Not told yet.
-        observation: To act on next.
-        info: What came with it.
+        state: The state that the caller sees.
+        episodes: Whole episodes so far, without the abnormal ones.
+        resets: Resets since the env's seed was given: the number of the next episode's seed.
+        asked: The request under way: ``"step"``, with the reset in place after it; ``"reset"``; or another call's name.
+        timestep: The one that is not handed over yet; while ``asked`` is ``"step"``, it is not complete yet.
+        failure: The error that is not raised yet.
+        observation: The one to act on next.
+        info: The info that came with that observation.
     """
 
     state: EnvState = EnvState.INIT
@@ -55,12 +56,12 @@ class Record(NamedTuple):
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether an episode runs and nothing is under way."""
+        """Tell whether an episode runs and no request is under way."""
         return self.state is EnvState.RUN and not self.asked
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether the env can be stepped: its last timestep is handed over, too."""
+        """Tell whether the env can be stepped: it is idle, and its last timestep is handed over."""
         return self.state is EnvState.RUN and not self.asked and self.timestep is None
 
 
@@ -86,23 +87,23 @@ class Rollout:
         self.closed = False
         self._config = config
         self._seed_of = seed_of
-        self._closing = Task(bool)  # its end is that of the waiting between two tries
+        self._closing = Task(bool)  # its end also ends the waiting between two tries of a reset
         spread(supervisors)
         self._fan = FanOut(supervisors, name="multienv-manager")
         self._round = self._fan.begin_endless()
 
-    # --- how they stand ---------------------------------------------------------------------------
+    # --- the state of the envs --------------------------------------------------------------------
 
     def ready(self) -> list[int]:
-        """Return which envs can be stepped."""
+        """Return the ids of the envs that can be stepped."""
         return [index for index, record in enumerate(self.records) if record.is_ready]
 
     def stepping(self) -> int:
-        """Count the timesteps under way."""
+        """Return how many steps are under way."""
         return sum(record.asked == "step" for record in self.records)
 
     def news(self) -> dict[int, Timestep]:
-        """Return the timesteps that are not handed over."""
+        """Return the timesteps that are complete and not handed over, by id."""
         return {
             index: record.timestep
             for index, record in enumerate(self.records)
@@ -110,29 +111,29 @@ class Rollout:
         }
 
     def failures(self) -> dict[int, BaseException]:
-        """Return the failures that are not told."""
+        """Return the errors that are not raised yet, by id."""
         return {index: record.failure for index, record in enumerate(self.records) if record.failure is not None}
 
     def is_busy(self) -> bool:
-        """Tell whether something is under way, or not handed over."""
+        """Tell whether a request is under way, a timestep not handed over or an error not raised."""
         return any(record.asked or record.timestep or record.failure is not None for record in self.records)
 
     def done(self) -> bool:
-        """Tell whether all envs have run their episodes, and every timestep is handed over."""
+        """Tell whether all envs have run their episodes and all timesteps are handed over."""
         return all(record.state is EnvState.DONE and record.timestep is None for record in self.records)
 
     def observation(self, index: int) -> Any:
-        """Return the observation to act on next."""
+        """Return the observation of an env to act on next; a copy, if the config says so."""
         return self._kept(self.records[index].observation)
 
     # --- asking -----------------------------------------------------------------------------------
 
     def step(self, actions: Mapping[int, Any]) -> None:
-        """Send these steps: all of them, or none if this is interrupted before they are noted."""
+        """Send these steps: all of them, or none if an interruption comes before they are noted."""
         self._ask("step", actions, {index: self.records[index]._replace(asked="step") for index in actions})
 
     def reset(self, chosen: Sequence[int]) -> None:
-        """Reset these envs, and wait for that; what they were doing is given up.
+        """Reset these envs and wait until they are reset; steps under way are given up.
 
         Raises:
             EnvsFailedError: Some could not be reset; its ``results`` has the observations of the others.
@@ -155,7 +156,7 @@ class Rollout:
         self.tell_failures("reset()", ready, of=begun)
 
     def call(self, what: str, name: str, messages: Mapping[int, Message]) -> dict[int, Any]:
-        """Ask envs for something else, each once it is doing nothing else, and wait for the answers.
+        """Send each env a request other than step and reset, once the env is idle; wait for the answers, return them.
 
         Raises:
             EnvsFailedError: Some raised; the others answered.
@@ -172,32 +173,32 @@ class Rollout:
         return {index: self._round.answers[index] for index in messages}
 
     def finish_calls(self) -> None:
-        """Wait for what an interrupted :meth:`call` has asked; nobody wants the answer."""
+        """Wait for the requests of an interrupted :meth:`call`, and drop their answers."""
         while any(record.asked not in ("", "step", "reset") for record in self.records):
             self.turn(None)
 
     def count_resets_anew(self, chosen: Iterable[int]) -> None:
-        """Have the next reset of these envs be the first, as far as seeds are concerned."""
+        """Count resets of these envs from 0 again: the seed of an episode depends on that number."""
         self.records = [
             record._replace(resets=0) if index in chosen else record for index, record in enumerate(self.records)
         ]
 
     def fail(self, failures: Mapping[int, BaseException]) -> None:
-        """Note that these envs have failed, for a reason of the manager's."""
+        """Note errors that the manager has found, by id: these envs have failed."""
         self.records = [
             record._replace(state=EnvState.ERROR, failure=failures[index]) if index in failures else record
             for index, record in enumerate(self.records)
         ]
 
     def close(self) -> None:
-        """End all processes side by side; a call that waits raises ClosedError. Again does nothing."""
+        """End all processes side by side; a call that waits raises ClosedError. A second call does nothing."""
         self.closed = True
         self._closing.run()
         close_at_once([one.close for one in self.supervisors])
         self._fan.close()
 
     def _begin_episodes(self, records: Mapping[int, Record]) -> None:
-        """Reset envs, whose records say what for."""
+        """Send resets to envs; put ``records`` in place of theirs, in the state RESET and with one reset more."""
         messages = {}
         for index, record in records.items():
             param = self.params.get(index, {})
@@ -211,7 +212,7 @@ class Rollout:
         self._ask("reset", messages, begun)
 
     def _ask(self, name: str, requests: Mapping[int, Any], asked: Mapping[int, Record]) -> None:
-        """Note requests together with the records that say so, and send them."""
+        """Note requests together with the records ``asked`` that name them, then send the requests."""
         contents = {index: self._content(index, name, request) for index, request in requests.items()}
         records = [asked.get(index, record) for index, record in enumerate(self.records)]
         # Adjacent stores: no signal handler comes in between.
@@ -219,10 +220,10 @@ class Rollout:
         self._fan.send_noted(contents)
 
     def _content(self, index: int, name: str, request: Any) -> Any:
-        """Return a request, to be sent in a thread where that may take a while."""
+        """Return the request, or an ``InThread`` that sends it from a thread if that may take long."""
         supervisor, config = self.supervisors[index], self._config
         maintenance, is_reset = supervisor.maintenance, name == "reset"
-        # Its process is to be replaced by plan first, or it is to be tried again if it fails.
+        # The env's process is to be replaced by plan first, or the reset is to be tried again if it fails.
         if maintenance.is_due or (is_reset and (maintenance.recycling_due or config.max_retry > 1)):
             return InThread(partial(_ask_patiently, supervisor, name, request, config, self._closing))
         return request
@@ -230,10 +231,10 @@ class Rollout:
     # --- waiting ----------------------------------------------------------------------------------
 
     def turn(self, patience: float | None) -> None:
-        """Take up what has come; if nothing has, wait for something, at most ``patience`` seconds."""
+        """Take up the answers that are there; if there are none, wait for one, at most ``patience`` seconds."""
         self._refuse_if_closed()
         answered = self._answered()
-        if not answered:  # else it was refused when it was sent, or an interruption came before it was taken up
+        if not answered:  # else a request was refused when sent, or an interruption came before its answer was taken up
             self._fan.take(patience)
             answered = self._answered()
         for index in answered:
@@ -242,18 +243,18 @@ class Rollout:
         self._refuse_if_closed()
 
     def _answered(self) -> list[int]:
-        """Return whose answers, or failures, are there and not taken up."""
+        """Return the ids of the envs that have answered or failed, and whose answer is not taken up."""
         answers = self._round.answers
         return [index for index, record in enumerate(self.records) if record.asked and answers[index] is not MISSING]
 
     def until(self, satisfied: Callable[[], Any]) -> None:
-        """Take up what comes until this is so; at least what is there."""
+        """Take up the answers that are there, then wait for more until ``satisfied()`` is true."""
         self.turn(0.0)
         while not satisfied():
             self.turn(None)
 
     def until_some_are_ready(self) -> None:
-        """Wait until an env can be stepped, unless none will be without being asked."""
+        """Wait until an env can be stepped, has failed or has a timestep, or no reset is under way."""
         self.until(
             lambda: (
                 self.ready()
@@ -265,7 +266,7 @@ class Rollout:
         self._fan.call_hooks()
 
     def until_stepped(self, wanted: float, patience: float | None) -> None:
-        """Wait for ``wanted`` timesteps and until ``patience`` is over, or for all; ``None``: for all."""
+        """Wait for ``wanted`` timesteps and ``patience`` seconds, or for all timesteps; ``None``: for all."""
         begin = time.monotonic()
         wanted = min(wanted, self.stepping() + len(self.news()))
         while self.stepping():
@@ -282,28 +283,28 @@ class Rollout:
     # --- handing over -----------------------------------------------------------------------------
 
     def hand_over(self, what: str, shape: Callable[[dict[int, Timestep]], Any]) -> Any:
-        """Return the timesteps that have come, in the shape that is wanted.
+        """Return what ``shape`` makes of the complete timesteps, by id; they are handed over with that.
 
         Raises:
             EnvsFailedError: Envs have failed; its ``results`` has the timesteps.
         """
-        self._fan.call_hooks()  # while nothing is handed over that Ctrl-C in one could lose
+        self._fan.call_hooks()  # before anything is handed over that Ctrl-C in a hook could lose
         steps = self.news()
         self.tell_failures(what, steps, timesteps=steps)
         shaped = shape(steps)
-        # The last but the return: a signal handler finds them handed over, or not.
+        # The last line but the return: a signal handler finds the timesteps handed over, or not.
         self._forget((), steps)
         return shaped
 
     def tell_failures(
         self, what: str, results: Mapping[int, Any], *, timesteps: Iterable[int] = (), of: Collection[int] | None = None
     ) -> None:
-        """Raise what has failed, if anything.
+        """Raise EnvsFailedError if envs have failed; their errors are handed over with that.
 
         Args:
             what: The call.
-            results: Of the others, by id.
-            timesteps: The results are these, which are handed over so.
+            results: Results of the other envs, by id.
+            timesteps: Ids of the envs whose timesteps are in ``results``, and are handed over so.
             of: The envs to look at; ``None``: all.
         """
         failures = {index: error for index, error in self.failures().items() if of is None or index in of}
@@ -314,7 +315,7 @@ class Rollout:
             raise error
 
     def _forget(self, failures: Iterable[int], timesteps: Iterable[int]) -> None:
-        """Take out of the records what is handed to the caller."""
+        """Remove the errors and timesteps of these ids from the records: the caller gets them."""
         records = list(self.records)
         for index in failures:
             records[index] = records[index]._replace(failure=None)
@@ -322,13 +323,13 @@ class Rollout:
             records[index] = records[index]._replace(timestep=None)
         self.records = records
 
-    # --- what follows from an answer --------------------------------------------------------------
+    # --- effects of an answer ---------------------------------------------------------------------
 
     def _take_up(self, index: int, record: Record) -> None:
         """Replace the record of an env that has answered, or failed."""
         error, answer = self._round.failures.get(index), self._round.answers[index]
         if record.asked not in ("step", "reset") or record.state is EnvState.NEED_RESET:
-            # A call, which finds the answer in the round; or what was given up for a reset.
+            # A call, which finds the answer in the round; or a request that was given up for a reset.
             self.records[index] = record._replace(asked="")
         elif error is not None:
             self.records[index] = self._failed(index, record, error)
@@ -367,7 +368,7 @@ class Rollout:
             self._begin_episodes({index: record._replace(asked="step" if config.reset_inplace else "reset")})
 
     def _failed(self, index: int, record: Record, error: BaseException) -> Record:
-        """Return the record after a failure; the timestep before a reset that failed is the caller's all the same."""
+        """Return the record after a failure; it keeps the timestep, which the caller gets even if the reset failed."""
         state = EnvState.ERROR
         if record.state is EnvState.RUN and isinstance(error, UsageError):
             episode = self.supervisors[index].state.episode
@@ -394,7 +395,7 @@ class Rollout:
 
 
 def _ask_patiently(supervisor: Supervisor, name: str, content: Any, config: EnvManagerConfig, closing: Task) -> None:
-    """Ask, and wait for the answer, which stays with the supervisor; a reset that fails is tried again."""
+    """Send a request and wait for the answer, which the supervisor keeps; try a reset that fails again."""
     tries_left = config.max_retry if name == "reset" else 1
     while True:
         try:

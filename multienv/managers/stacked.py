@@ -39,7 +39,7 @@ class StackedSubprocessEnvManager(EnvManager):
     _waits_for_all = True
     _way_to_collect = "a step() of the batch that ready_obs gives now"
     _batch: list[int] | None = None  # ids in the last batch that was read and not stepped
-    _implied: list[int] | None = None  # a batch that may be stepped though nobody has read it
+    _implied: list[int] | None = None  # a batch that may be stepped although it was not read
 
     @property
     def ready_obs(self) -> Any:
@@ -114,13 +114,13 @@ class StackedSubprocessEnvManager(EnvManager):
             self._implied = list(range(self.env_num))
 
     def launch(self, reset_param: ResetParam | None = None) -> None:
-        """Launch as :meth:`EnvManager.launch` does."""
+        """Launch as :meth:`EnvManager.launch` does; the first batch may be stepped without being read."""
         self._batch = self._implied = None
         super().launch(reset_param)
         self._implied = list(range(self.env_num))
 
     def _listed(self, rollout: Rollout, steps: dict[int, Timestep], order: list[int]) -> list[Timestep]:
-        # Which envs are made ready by a reset in the background is chance: they are in no batch until one is read.
+        # Which envs a reset in the background makes ready is chance: these are in no batch until ready_obs is read.
         goes_on = self.config.reset_inplace or not any(timestep.done for timestep in steps.values())
         if order and goes_on and all(rollout.records[index].is_idle for index in order):
             self._implied = order
@@ -152,7 +152,7 @@ def _stacked(space: spaces.Space[Any], observations: Sequence[Any]) -> Any:
 
 
 def _rows(space: spaces.Space[Any], actions: Any, batch: list[int]) -> list[Any]:
-    """Return the action for each env of a batch."""
+    """Return a list with the action for each env of a batch; raise ActionError for a wrong number."""
     number = len(batch)
     whole = isinstance(actions, Mapping) if type(space) is spaces.Dict else not isinstance(actions, list)
     if type(space) is spaces.Tuple:

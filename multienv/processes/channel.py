@@ -12,12 +12,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from multienv.events import LossCause
 from multienv.threads import Bell
 from multienv.wire.segment import CORE, LOOKS, REPLY, TRAINER_SLEEPS, Segment
-
-Cause = Literal["died", "hung", "broken"]
 
 # Looks at the reply before the trainer goes to sleep, giving the core away at each: 30 to 50 µs.
 TRAINER_LOOKS = 50
@@ -36,13 +34,14 @@ class SystemErrors:
     """
 
     def __enter__(self) -> None:
-        """Begin the block."""
+        """Do nothing: the block begins."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        """Suppress what a system call has raised."""
+        """Return true, which suppresses the error, for an OSError with ``errno``."""
         return isinstance(error, OSError) and error.errno is not None
 
 
+# Without sched_yield() (not a POSIX system) a sleep of no time does the same.
 give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
@@ -54,7 +53,7 @@ class Fate:
         code: Exit code; negative: minus the number of the signal; ``None``: not known.
         stack: Stacks that faulthandler wrote, at a crash or when asked before a kill.
         stderr: The last lines on stderr.
-        snapshot: Number of the last request executed in the forked snapshot it has left; ``None``: it has left none.
+        snapshot: Number of the last request executed in the forked snapshot that the process left; ``None``: none.
     """
 
     code: int | None
@@ -82,7 +81,7 @@ class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncatio
 
     def __init__(
         self,
-        cause: Cause,
+        cause: LossCause,
         fate: Fate = UNKNOWN_FATE,
         pid: int | None = None,
         *,
@@ -106,18 +105,20 @@ class Channel(ABC):
 
     Attributes:
         segment: The memory that both sides share.
+        looks: Looks at the reply that are worth it before :meth:`wait` is called.
     """
 
     segment: Segment
+    looks = TRAINER_LOOKS
 
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """The process, once it is known."""
+        """Return the pid of the process; ``None`` until it is known."""
 
     @abstractmethod
     def ring(self, number: int) -> None:
-        """Tell that request ``number`` lies in the segment. Never blocks; repeated, it does no harm."""
+        """Announce that request ``number`` lies in the segment. Never blocks; a repeated call does no harm."""
 
     @abstractmethod
     def wait(self, number: int, until: float | None) -> bool:
@@ -131,7 +132,7 @@ class Channel(ABC):
             Whether the reply is there.
 
         Raises:
-            Gone: The process has ended without it.
+            Gone: The process has ended without that reply.
         """
 
     def answered(self, number: int) -> bool:
@@ -140,23 +141,23 @@ class Channel(ABC):
 
     @abstractmethod
     def descriptors(self) -> tuple[int, ...]:
-        """Return what becomes readable when something has happened; ask again before each poll."""
+        """Return the descriptors that become readable at an event; ask for them again before each poll."""
 
     @abstractmethod
     def attend(self) -> bool:
-        """Read what the descriptors have to tell; return whether the process has ended, or the channel is closed."""
+        """Read all that waits in the descriptors; return whether the process has ended, or the channel is closed."""
 
-    def prefer(self, core: int | None, *, looks: bool) -> None:
-        """Set the core to run on while steps are short, and whether to look for requests before going to sleep."""
+    def prefer(self, core: int | None, *, sharing: int) -> None:
+        """Set the core to run on while steps are short, and how many workers share one; 0: do not look for requests."""
         words = self.segment.words
-        words[CORE], words[LOOKS] = 0 if core is None else core + 1, int(looks)
+        words[CORE], words[LOOKS] = 0 if core is None else core + 1, sharing
 
     @abstractmethod
     def stack(self) -> str:
-        """Return the Python stacks of the process as they are now; empty if it does not tell within a second."""
+        """Return the Python stacks of the process as they are now; ``""`` if they do not come within a second."""
 
     @abstractmethod
-    def kill(self, *, cause: Cause = "died", stack: bool = False, detail: str = "") -> Gone:
+    def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
         """End the process now and return what :meth:`wait` raises from now on; takes about 2 s at most.
 
         Args:
@@ -167,18 +168,18 @@ class Channel(ABC):
 
     @abstractmethod
     def wake(self) -> Channel | None:
-        """After its end: have the snapshot it left go on, as a new process with a new segment.
+        """Wake the snapshot of the ended process, as a new process with a new segment; ``None`` if there is none.
 
-        It is awake once ``wait(fate.snapshot, …)`` says so. ``None`` if there is no snapshot.
+        The new process is up once ``wait(fate.snapshot, …)`` returns true.
         """
 
     @abstractmethod
     def close(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for the process, which has been asked to close, to end; kill it; release."""
+        """Wait up to ``timeout`` seconds until the process, asked to close, has ended; else kill it; then release."""
 
     @abstractmethod
     def release(self, *, keep_memory: bool = False) -> None:
-        """Let go of all descriptors without waiting. The monitor ends a process that is still there in about 0.5 s.
+        """Close all descriptors without waiting. The monitor ends a process that is still there in about 0.5 s.
 
         Args:
             keep_memory: Leave the segment readable: what the caller saw last lies in it.
@@ -194,7 +195,7 @@ def wait_any(waiting: Sequence[tuple[Channel, int]], until: float, bell: Bell) -
         bell: Ends the wait when it is rung.
 
     Returns:
-        The indices of those whose ``wait()`` now returns or raises at once; empty when something else has ended it.
+        The indices of the channels whose ``wait()`` now returns or raises at once; may be empty.
     """
     for _ in range(TRAINER_LOOKS):
         found = _answered(waiting)

@@ -61,7 +61,7 @@ def _children_are_elsewhere() -> bool:
     children = namespaces / "pid_for_children"
     try:
         return children.readlink() != (namespaces / "pid").readlink()
-    except OSError:  # it dangles until the first child is there; or this system has no namespaces
+    except OSError:  # the link dangles until the first child is there; or this system has no namespaces
         return children.is_symlink()
 
 

@@ -1,8 +1,8 @@
 """Launch workers through the monitor, and the monitor when there is none.
 
 One monitor serves a trainer; it is launched with the first worker and ends by itself a second after the last. A thread
-of the trainer waits for that end: a zombie would be left otherwise. To make the monitor nobody's child (a second fork)
-would not do where the trainer is process 1 of a container: all orphans are its children there.
+of the trainer waits for that end: a zombie would be left otherwise. A second fork, which would
+give the monitor to process 1, does not help where the trainer is process 1 of a container: it gets all orphans there.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class Launch:
         return undisturbed(partial(_launched, order))
 
     def wake_kept(self, token: int) -> ProcessChannel | None:
-        """Have the snapshot kept under this token go on as a new process with a new segment; ``None`` if it is gone.
+        """Wake the snapshot kept under this token, as a new process with a new segment; ``None`` if it is gone.
 
-        The worker it was taken from has to end within 2 s, or has ended.
+        The worker that the snapshot was taken from must have ended, or end within 2 s.
         """
         client = _client
         if client is not None:
@@ -113,7 +113,7 @@ class Launch:
         return None
 
     def free(self, token: int) -> None:
-        """Let the snapshot kept under this token go. Takes no lock and never raises: finalizers call it."""
+        """End the snapshot kept under this token. Takes no lock and never raises: finalizers call it."""
         client = _client
         if client is not None:
             with contextlib.suppress(OSError):
@@ -144,17 +144,17 @@ class MonitorClient:
             self._waiter.start()
 
     def _await_end(self) -> None:
-        """Reap it when it has ended, and end what it has left behind if it was killed."""
+        """Reap the monitor when it has ended; if it was killed, end the processes that it left."""
         self.process.wait()
         self._control.close()
         end_orphans(self.process.pid)
 
     def is_alive(self) -> bool:
-        """Tell whether it runs."""
+        """Tell whether the monitor runs."""
         return self.process.poll() is None
 
     def send(self, order: Order, descriptors: Sequence[int] = (), *, patience: float = _LONGEST_SEND) -> None:
-        """Give an order; waits up to ``patience`` seconds while the socket is full. Raises OSError."""
+        """Send an order; wait up to ``patience`` seconds while the socket is full. Raises OSError."""
         until = time.monotonic() + patience
         while True:
             try:
@@ -164,25 +164,25 @@ class MonitorClient:
                 if error.errno not in _FULL or time.monotonic() >= until:
                     raise
             self.resume()
-            time.sleep(0.001)
+            time.sleep(0.001)  # not a poll: a socket with room may still hold as many descriptors as are allowed
 
     def resume(self) -> None:
-        """Have it go on if it has been stopped; called whenever it is waited for."""
+        """Resume the monitor if it has been stopped; called before each wait for the monitor."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGCONT)
 
     def close(self, timeout: float = 0.0) -> None:
-        """Let go of it: it ends what is left, and itself. Wait for that up to ``timeout`` seconds."""
+        """Close the control socket: the monitor then ends its workers and itself. Wait up to ``timeout`` seconds."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         if timeout:
             self.resume()
-            with contextlib.suppress(RuntimeError):  # it could not be started
+            with contextlib.suppress(RuntimeError):  # the thread could not be started
                 self._waiter.join(timeout)
 
     def abandon(self) -> None:
-        """In a forked child of the trainer: close the copy of the socket."""
+        """Close the copy of the socket in a forked child of the trainer."""
         self._control.close()
         self.process.returncode = 0  # or the finalizer would warn of a process that still runs
 
@@ -193,7 +193,7 @@ _is_shutting_down = False
 
 
 def _launched(order: Order) -> ProcessChannel:
-    """Launch a worker by the monitor there is, or by a new one if that has ended or takes no more orders."""
+    """Launch a worker by the present monitor, or by a new one if the present one takes no more orders."""
     client = _monitor()
     try:
         return _ordered(client, order)
@@ -208,7 +208,7 @@ def _ordered(client: MonitorClient, order: Order) -> ProcessChannel:
 
 
 def _monitor(ended: MonitorClient | None = None) -> MonitorClient:
-    """Return this process's monitor, another one than ``ended``, launched if need be.
+    """Return this process's monitor; launch a new one if there is none, or if it has ended or is ``ended``.
 
     Raises ClosedError once the interpreter ends.
     """
@@ -224,7 +224,7 @@ def _monitor(ended: MonitorClient | None = None) -> MonitorClient:
 
 
 def _forget() -> None:
-    """In a forked child: monitor and workers are the trainer's, and a thread that is not here may hold the lock."""
+    """Drop monitor, workers and lock in a forked child: they are the trainer's, whose threads may hold the lock."""
     global _client, _lock
     client, _client, _lock = _client, None, threading.Lock()
     if client is not None:
@@ -247,7 +247,7 @@ def _command(control: int) -> list[str]:
 
 
 def _shut_down() -> None:
-    """At the trainer's end: workers see that no request will come, the monitor that it is no longer needed."""
+    """End workers and monitor at the trainer's end: workers see that no request will come, then close their envs."""
     global _client, _is_shutting_down
     # Or a thread that is woken by its worker's end would bring the env back and hang once more.
     _is_shutting_down = True

@@ -1,4 +1,4 @@
-"""Find and kill what a dead worker leaves behind: processes that its envs started, whatever session they lead.
+"""Find and kill the processes that a dead worker's envs have started, in any session.
 
 A process started by ``exec`` has the worker's mark in its environment. One that was only forked has not (the kernel
 shows the environment of the last ``exec``), but it still carries the worker's title.
@@ -44,7 +44,7 @@ def end_orphans(monitor: int) -> None:
         orphans = {pid for pid in found if mark_in(pid).startswith(f"{monitor}.")}
     kill(orphans)
     while os.getpid() == 1:
-        dead = {pid for pid in children() if is_titled(pid)}  # again: those of a worker come when it has ended
+        dead = {pid for pid in children() if is_titled(pid)}  # again: a worker's children come when it has ended
         kill(dead)
         for pid in dead or orphans:
             with contextlib.suppress(ChildProcessError):
@@ -54,7 +54,7 @@ def end_orphans(monitor: int) -> None:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Send SIGKILL to these processes, as far as they are there and ours."""
+    """Send SIGKILL to these processes; skip those that have ended or belong to other users."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

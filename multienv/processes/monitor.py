@@ -46,15 +46,15 @@ STDERR_TAIL = 4096
 STACK_LIMIT = 16_384
 # Seconds without workers until the monitor ends.
 IDLE = 1.0
-# Seconds between two looks at whether the trainer is alive. The end of the control socket tells of its death at once,
-# unless a process that it forked holds a copy.
+# Seconds between two checks that the trainer is alive. The end of the control socket shows the trainer's death at once,
+# unless a process that the trainer forked holds a copy.
 LOOK = 0.5
-# Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers that were let go of.
+# Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers that the trainer has released.
 STACK_GRACE = 0.3
 TERM_GRACE = 0.2
 KILL_GRACE = 1.0
 ORPHAN_GRACE = 0.5
-# A stack is whole when no more of it has come for so many seconds.
+# Seconds without new output after which a stack counts as whole.
 QUIET = 0.03
 # Seconds given to the reader of the trainer's stderr: no more, or a paused terminal would stop the monitor.
 STDERR_PATIENCE = 0.1
@@ -70,10 +70,10 @@ class Snapshot:
 
     pid: int
     number: int  # of the last request executed in it
-    channel: socket.socket  # a message wakes it, closing ends it
+    channel: socket.socket  # a message wakes the snapshot, closing ends it
 
     def end(self) -> None:
-        """Have it end, also if it has been stopped."""
+        """End the snapshot, also if it has been stopped: it exits when its channel closes."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGCONT)
         self.channel.close()
@@ -89,28 +89,28 @@ class Worker:
     stack: int
     announcements: socket.socket
     snapshot: Snapshot | None = None
-    # When to send which signals; the last entry: when it counts as ended although it has not been reaped.
+    # When to send which signals; the last entry: when the worker counts as ended although it has not been reaped.
     kills: list[tuple[float, signal.Signals | None]] = field(default_factory=list)
     stack_due: float = float("inf")  # when a stack that was asked for is sent, whole or not
     tail: bytearray = field(default_factory=bytearray)
     stack_text: bytearray = field(default_factory=bytearray)
 
     def end(self, after: float = 0.0) -> None:
-        """Have it killed after so many seconds, with all that is in its process group."""
+        """Plan the signals that kill the worker and its process group, the first after so many seconds."""
         term = time.monotonic() + after
-        # After the last entry it is in an uninterruptible system call; or it was a snapshot, reaped by its own parent.
+        # A worker not reaped by the last entry is in an uninterruptible system call, or its own parent has reaped it.
         last = (term + TERM_GRACE + KILL_GRACE, None)
         self.kills = self.kills or [(term, signal.SIGTERM), (term + TERM_GRACE, signal.SIGKILL), last]
 
     def tell(self, line: bytes) -> bool:
-        """Tell the trainer something; false if it has let go of the worker."""
+        """Send a line to the trainer; return false if the trainer has released the worker."""
         with contextlib.suppress(OSError):
             send_with_descriptors(self.fate, line)
             return True
         return False
 
     def drop_snapshot(self) -> None:
-        """Let its snapshot end."""
+        """End the worker's snapshot, if there is one."""
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is not None:
             snapshot.end()
@@ -140,7 +140,7 @@ class Monitor:
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
-        """Serve until there is nothing left to do."""
+        """Serve until there are no workers and no more orders can come; then kill and reap all other children."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         os.set_blocking(wake_read, False)
@@ -164,8 +164,8 @@ class Monitor:
             self._ends_at = time.monotonic() + IDLE
             return False
         if self._takes_orders and time.monotonic() >= self._ends_at:
-            # From now on the trainer finds its orders refused, and launches another monitor. One may have been sent
-            # before: it is carried out, and this monitor ends after it.
+            # From now on the trainer finds its orders refused, and launches another monitor. An order that was sent
+            # before is carried out, and this monitor ends after that.
             self._control.shutdown(socket.SHUT_RD)
             self._take_no_more_orders()
             while self._take_order():
@@ -177,7 +177,7 @@ class Monitor:
         self._forget(self._control.fileno())
 
     def _lose_trainer(self) -> None:
-        """The trainer is gone: its workers see that themselves, and are killed if they do not end."""
+        """Take no more orders, because the trainer has ended; kill the workers that do not end by themselves."""
         self._take_no_more_orders()
         for worker in self._workers.values():
             worker.end(after=ORPHAN_GRACE)
@@ -185,8 +185,8 @@ class Monitor:
     def _dispatch(self, timeout: float) -> None:
         """Wait for descriptors and call what is registered with those that are ready.
 
-        What one call has closed is passed over, also if the next descriptor opened has its number and is registered
-        too: it is not ready, and reading it would block for as long as nobody writes.
+        A descriptor that one of these calls has closed is skipped, also if a new one with the same number is registered
+        by then: the new one may not be ready, and reading it would block.
         """
         for key, _ in self._selector.select(timeout):
             if self._selector.get_map().get(key.fd) is key:
@@ -206,7 +206,7 @@ class Monitor:
             self._lose_trainer()
 
     def _take_order(self) -> bool:
-        """Carry out one order from the control socket; false if there will be no more."""
+        """Carry out one order from the control socket; return false if no more will come."""
         try:
             received = Order.receive(self._control)
         except BlockingIOError:
@@ -226,13 +226,13 @@ class Monitor:
         return True
 
     def _take_kept(self, token: int) -> Snapshot | None:
-        """Return the snapshot kept under this token, and keep it no longer; its announcement may not be read yet."""
+        """Remove and return the snapshot kept under this token, after reading all announcements that wait."""
         for worker in self._workers.values():
             self._hear(worker)
         return self._kept.pop(token, None)
 
     def _take_order_of(self, worker: Worker) -> None:
-        """Carry out an order that concerns one worker; the end of its socket means that the trainer let go of it."""
+        """Carry out an order for one worker; if its socket has ended, the trainer has released it: end the worker."""
         try:
             received = Order.receive(worker.fate)
         except BlockingIOError:
@@ -275,7 +275,7 @@ class Monitor:
         self._admit(lines, pid)
 
     def _wake(self, snapshot: Snapshot | None, descriptors: list[int]) -> None:
-        """Have a snapshot go on as a worker."""
+        """Wake a snapshot, which becomes a worker."""
         try:
             lines = Lines.make(descriptors)
             if snapshot is None:
@@ -292,13 +292,13 @@ class Monitor:
 
     @staticmethod
     def _decline(descriptors: list[int], error: Exception) -> None:
-        """Tell the trainer, which holds the other ends, why there is no worker; it sees them close, too."""
+        """Tell the trainer why there is no worker, and close the descriptors that came with the order."""
         with contextlib.suppress(OSError, IndexError):  # not all were received
             os.write(descriptors[2], tell_fate(Fate(None, stderr=f"The monitor cannot launch the worker: {error}")))
         close_all(descriptors)
 
     def _admit(self, lines: Lines, pid: int) -> None:
-        """Look after a new worker."""
+        """Register the descriptors of a new worker."""
         worker = self._workers[pid] = lines.keep(pid)
         self._on_readable(worker.stderr, lambda: self._forward_stderr(worker))
         self._on_readable(worker.stack, lambda: self._collect_stack(worker))
@@ -306,7 +306,7 @@ class Monitor:
         self._on_readable(worker.announcements.fileno(), lambda: self._hear(worker))
 
     def _hear(self, worker: Worker) -> None:
-        """Take note of all snapshots that the worker has announced so far."""
+        """Read the announcements of all snapshots that the worker has taken so far."""
         while worker.announcements.fileno() >= 0:
             try:
                 data, descriptors = receive_with_descriptors(worker.announcements, ANNOUNCEMENT.size)
@@ -332,12 +332,12 @@ class Monitor:
     def _reap(self, wake: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(wake, 4096)
-        # Before the dead are looked for: what has come to us by then has lost its worker, or what that had started, and
-        # all snapshots that a dead worker has announced are known when it has been finished.
+        # Listed before the dead are looked for: a child that is no worker has lost its parent by now, a worker or a
+        # process that one had started; and _finish() reads all snapshots that a dead worker has announced.
         adopted = children()
         while True:
             try:
-                # Looked at, not yet reaped: as long as it is a zombie its process group cannot be another's.
+                # Not yet reaped: while the worker is a zombie, no other process group can get its number.
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 break
@@ -352,7 +352,7 @@ class Monitor:
         self._kill_adopted(adopted)
 
     def _finish(self, worker: Worker, code: int | None) -> None:
-        """The worker is dead: tell the trainer, and kill what it has left behind."""
+        """Tell the trainer how a worker ended, and close the worker's descriptors; keep the snapshot it may leave."""
         del self._workers[worker.pid]
         for descriptor in (worker.stderr, worker.stack):
             os.set_blocking(descriptor, False)
@@ -368,22 +368,22 @@ class Monitor:
         os.close(worker.stderr)
         os.close(worker.stack)
         worker.announcements.close()
-        if left is None or not is_heard:  # the end of its socket was noticed before: nobody would wake the snapshot
+        if left is None or not is_heard:  # the trainer closed the socket before: it wakes no snapshot
             self._forsake(worker)
         else:
             self._bereaved.add(worker)
 
     def _forsake(self, worker: Worker) -> None:
-        """Let go of a dead worker."""
+        """Forget a dead worker: close its socket and end its snapshot."""
         self._bereaved.discard(worker)
         self._forget(worker.fate.fileno())
         worker.fate.close()
         worker.drop_snapshot()
 
     def _kill_adopted(self, adopted: set[int]) -> None:
-        """Kill processes that came to us when their parent died: a worker, or what one had started.
+        """Kill processes that became our children when their parent died: a worker, or a process that one had started.
 
-        A program that has the mark of a worker alive is spared: a script of the env's may have started it and ended.
+        A program with the mark of a live worker is spared: a script of the env's may have started it and ended.
         """
         known = {*self._workers.values(), *self._bereaved}
         spared = {worker.pid for worker in known} | {worker.snapshot.pid for worker in known if worker.snapshot}
@@ -404,7 +404,7 @@ class Monitor:
         worker.tail += data
         del worker.tail[:-STDERR_TAIL]
         rest = memoryview(data)
-        # As much as the reader of the trainer's stderr takes; one that is paused is waited for only once.
+        # As much as the reader of the trainer's stderr takes; a paused reader is waited for only once.
         while rest and takes_more(2, self._stderr_patience):
             self._stderr_patience = STDERR_PATIENCE
             try:
@@ -426,7 +426,7 @@ class Monitor:
     # --- by the clock -------------------------------------------------------------------------
 
     def _advance(self) -> float:
-        """Do what is due by the clock; return the seconds until the next such thing."""
+        """Send the stacks and signals that are due; return the seconds until the next ones are."""
         now = time.monotonic()
         due = min(now + LOOK, self._ends_at)
         for worker in list(self._workers.values()):
@@ -459,7 +459,7 @@ class Lines(NamedTuple):
 
     @classmethod
     def make(cls, descriptors: list[int]) -> Lines:
-        """Make the other ends; each is added to ``descriptors`` at once, to be closed if something fails.
+        """Make the monitor's own pairs; each end is added to ``descriptors`` at once, to be closed if something fails.
 
         Raises OSError; ValueError when not all that was sent could be received.
         """
@@ -472,11 +472,11 @@ class Lines(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int, int, int]:
-        """Those that the worker knows of, as `Ends` takes them."""
+        """Return the worker's descriptors, in the order in which `Ends.of` takes them."""
         return self.line, self.memory, self.stack_write, self.announcements_write
 
     def keep(self, pid: int) -> Worker:
-        """Let go of the worker's ends, and hold the monitor's."""
+        """Close the worker's ends; return a `Worker` that holds the monitor's ends."""
         close_all([*self.ends, self.stderr_write])
         fate, announcements = socket.socket(fileno=self.fate), socket.socket(fileno=self.announcements)
         fate.setblocking(False)
@@ -487,15 +487,15 @@ class Lines(NamedTuple):
 def become_worker(
     lines: Lines, order: Order, monitor: int, spawn_command: list[str], thread_variables: list[str]
 ) -> NoReturn:
-    """In the monitor's child: let go of all that is the monitor's, and turn into a worker."""
+    """Turn the forked child of the monitor into a worker: close all that is the monitor's, and run."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.setpgid(0, 0)
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # follows the thread that forked: the monitor has but one
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the forking thread ends: the monitor has only one
         if os.getppid() != monitor:
-            os._exit(worker_main.LOOP_FAILED)  # it died before the line above
+            os._exit(worker_main.LOOP_FAILED)  # the monitor died before the line above
         os.dup2(lines.stderr_write, 2)
         for descriptor in open_descriptors() - {0, 1, 2, *lines.ends}:
             with contextlib.suppress(OSError):
@@ -515,20 +515,20 @@ def become_worker(
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process, where there is such a thing."""
+    """Set an attribute of this process on Linux; do nothing elsewhere."""
     if _libc is not None:
         _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
 def takes_more(descriptor: int, patience: float) -> bool:
-    """Tell whether PIPE_BUF bytes can be written without waiting, in so many seconds at the latest."""
+    """Wait up to ``patience`` seconds; tell whether PIPE_BUF bytes can be written without blocking."""
     poller = select.poll()  # select.select() knows descriptors below 1024 only
     poller.register(descriptor, select.POLLOUT)
     return bool(poller.poll(1000 * patience))
 
 
 def drain(descriptor: int) -> bytes:
-    """Return what there is to read; empty if that fails."""
+    """Return the bytes that are there to read, at most 65,536; ``b""`` if reading fails."""
     try:
         return os.read(descriptor, 65_536)
     except OSError:
@@ -536,7 +536,7 @@ def drain(descriptor: int) -> bytes:
 
 
 def text(data: bytearray) -> str:
-    """Decode what a process has written, whatever it is."""
+    """Decode the output of a process; bytes that are not UTF-8 are replaced."""
     return data.decode(errors="replace")
 
 

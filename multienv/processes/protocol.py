@@ -18,8 +18,8 @@ from multienv.processes.channel import Fate
 
 # Orders on the control socket.
 LAUNCH = 1  # a new process; descriptors: line, memory, fate
-FREE = 2  # let the snapshot kept under this token go
-# On the control socket: wake the snapshot kept under this token. On a fate socket: the one that the worker has left.
+FREE = 2  # end the snapshot kept under this token
+# On the control socket: wake the snapshot kept under this token. On a fate socket: wake the worker's snapshot.
 WAKE = 3  # descriptors as for LAUNCH
 # On a fate socket.
 KILL = 4  # SIGTERM, then SIGKILL
@@ -51,14 +51,14 @@ class Order:
     title: str = ""
 
     def send(self, over: socket.socket, descriptors: Sequence[int] = ()) -> None:
-        """Send it without blocking; raises OSError."""
+        """Send the order with these descriptors, without blocking; raises OSError."""
         title = self.title.encode()[:64]
         data = _FORM.pack(self.operation, self.fresh, self.native_threads, self.token, title)
         send_with_descriptors(over, data, descriptors)
 
     @classmethod
     def receive(cls, over: socket.socket) -> tuple[Order, list[int]] | None:
-        """Receive one with its descriptors; ``None`` when there are no more. Raises BlockingIOError."""
+        """Receive an order with its descriptors; ``None`` when no more will come. Raises BlockingIOError."""
         try:
             data, descriptors = receive_with_descriptors(over, _FORM.size)
         except BlockingIOError:
@@ -99,12 +99,12 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def tell_stack(stack: str) -> bytes:
-    """Encode the stack that was asked for."""
+    """Encode the stack that was asked for, as a line of JSON."""
     return json.dumps({"stack": stack}).encode() + b"\n"
 
 
 def tell_fate(fate: Fate) -> bytes:
-    """Encode how the worker ended."""
+    """Encode how the worker ended, as a line of JSON."""
     told = {"code": fate.code, "stack": fate.stack, "stderr": fate.stderr, "snapshot": fate.snapshot}
     return json.dumps({"fate": told}).encode() + b"\n"
 
@@ -118,7 +118,7 @@ class Told:
 
     @classmethod
     def of(cls, data: bytes) -> Told:
-        """Decode all that has been received; a line that is not whole yet counts as not received."""
+        """Decode all bytes received so far; a last line without its end counts as not received."""
         lines = [json.loads(line) for line in data.split(b"\n")[:-1]]
         fates = [Fate(**line["fate"]) for line in lines if "fate" in line]
         return cls(tuple(line["stack"] for line in lines if "stack" in line), fates[0] if fates else None)

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from multienv.processes.channel import Cause, Channel, Fate, Gone
+from multienv.events import LossCause
+from multienv.processes.channel import Channel, Fate, Gone
 from multienv.wire.segment import PID, REPLY, REQUEST, Segment
 
 
@@ -16,6 +17,8 @@ class SerialChannel(Channel):
     Args:
         make_host: Makes the host; ``multienv.worker.host.Host`` by default.
     """
+
+    looks = 0  # the reply is there after wait() and not before
 
     def __init__(self, make_host: Callable[..., Any] | None = None) -> None:
         if make_host is None:
@@ -28,11 +31,11 @@ class SerialChannel(Channel):
             self.segment, on_build=lambda build: None, on_keep=lambda number, token: "the trainer's own process"
         )
         self._begun = 0
-        self._loss: tuple[Cause, Fate, str] | None = None
+        self._loss: tuple[LossCause, Fate, str] | None = None
 
     @property
     def pid(self) -> int | None:
-        """This process."""
+        """Return the pid of this process."""
         return os.getpid()
 
     def ring(self, number: int) -> None:
@@ -40,7 +43,7 @@ class SerialChannel(Channel):
         self.segment.words[REQUEST] = number
 
     def wait(self, number: int, until: float | None) -> bool:
-        """Execute the request unless that has been done."""
+        """Execute the request unless its reply is there; return true. Raises Gone if the host is lost."""
         if self.segment.words[REPLY] == number:
             return True
         if self._loss is None and self._begun == number:
@@ -63,11 +66,11 @@ class SerialChannel(Channel):
         return Gone(cause, fate, self.pid, number=self._begun, detail=detail)
 
     def descriptors(self) -> tuple[int, ...]:
-        """Nothing: :meth:`attend` says that it can be waited for."""
+        """Return no descriptors: :meth:`answered` is always true, so that there is nothing to poll."""
         return ()
 
     def answered(self, number: int) -> bool:
-        """True: waiting is executing."""
+        """Return true: :meth:`wait` executes the request."""
         return True
 
     def attend(self) -> bool:
@@ -75,17 +78,17 @@ class SerialChannel(Channel):
         return self._loss is not None
 
     def stack(self) -> str:
-        """Return nothing: the trainer's own stack is the caller's."""
+        """Return ``""``: the stack is the caller's own."""
         return ""
 
-    def kill(self, *, cause: Cause = "died", stack: bool = False, detail: str = "") -> Gone:
-        """Use the host no longer; there is no process to kill."""
+    def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
+        """Mark the host as lost; there is no process to kill."""
         if self._loss is None:
             self._loss = (cause, Fate(None), detail)
         return self._gone()
 
     def wake(self) -> Channel | None:
-        """Return nothing: there are no snapshots."""
+        """Return ``None``: there are no snapshots."""
         return None
 
     def close(self, timeout: float) -> None:

@@ -2,8 +2,8 @@
 
 A death is told twice: the *line* (a socketpair that carries wake bytes) ends, at once; and the monitor tells over the
 *fate* socket how it ended. The line alone would not do: a process that the env has forked may hold it open. The fate
-alone would not do: the monitor may have been stopped. Whoever waits for the monitor has it go on first. If the fate
-socket ends without a word the monitor is dead, and so is the process: the kernel kills it then.
+alone would not do: the monitor may have been stopped. Each wait for the monitor resumes it first. If the fate socket
+ends without a message the monitor is dead, and so is the process: the kernel kills it then.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from multienv.events import LossCause
 from multienv.processes.channel import (
     FIRST_SLEEP,
     LONGEST_SLEEP,
     TRAINER_LOOKS,
     UNKNOWN_FATE,
-    Cause,
     Channel,
     Fate,
     Gone,
@@ -48,13 +48,13 @@ from multienv.wire.segment import (
 
 T = TypeVar("T")
 
-# Seconds that a process whose line has ended may take to be dead.
+# Seconds until a process must be dead after its line has ended.
 _LINE_PATIENCE = 1.0
 # Seconds given to the stack of a live process, and to SIGTERM, SIGKILL and the kernel.
 _STACK_PATIENCE = 1.0
 _KILL_PATIENCE = 2.0
 
-# All there are in this process, for its end.
+# All channels of this process, for its exit and for forked children.
 live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
 
 
@@ -63,9 +63,9 @@ def undisturbed(function: Callable[[], T]) -> T:
 
     Between the system call that makes a descriptor and the line that notes it, a signal handler may raise
     KeyboardInterrupt, and the descriptor is lost. Blocking signals does not help: another thread, of BLAS for
-    instance, takes the signal, and Python runs the handler in the main thread all the same. But only there: so what is
-    called from the main thread runs in a thread of its own. An interruption then finds the caller waiting; what the
-    function returns is dropped, and its finalizer lets go of what it holds.
+    instance, takes the signal, and Python runs the handler in the main thread all the same. But only there: a function
+    that is called from the main thread therefore runs in a thread of its own. An interruption then finds the caller
+    waiting; the result of the function is dropped, and its finalizer closes the descriptors.
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
@@ -97,7 +97,7 @@ class ProcessChannel(Channel):
 
     def __init__(self, give: Callable[[Sequence[int]], None], resume: Callable[[], None]) -> None:
         self._resume = resume
-        self._news: list[bytes] = []  # all that was received from the monitor; an empty last one: the end
+        self._news: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
         self._told = Told()
         self._rung = 0  # the newest request that a byte was sent for
         self._lock = threading.RLock()  # held for moments; a signal handler may come in between
@@ -117,7 +117,7 @@ class ProcessChannel(Channel):
 
     @property
     def pid(self) -> int | None:
-        """The process, once it has told."""
+        """Return the pid of the process; ``None`` until the process has written it into the segment."""
         return self.segment.words[PID] or None
 
     # --- requests and replies -------------------------------------------------------------------
@@ -126,13 +126,13 @@ class ProcessChannel(Channel):
         """Store the number, and send a byte if the worker sleeps."""
         words = self.segment.words
         words[REQUEST] = number
-        if words[WORKER_SLEEPS] and self._rung != number:  # one byte is enough; it stays in the line until it is read
-            with SystemErrors():  # gone, which wait() finds; or full of bytes that wake it as well
+        if words[WORKER_SLEEPS] and self._rung != number:  # one byte is enough: it stays until the worker reads
+            with SystemErrors():  # the process is gone, which wait() finds; or the line is full of wake bytes
                 self._line.send(b"\0", NO_SIGNAL | socket.MSG_DONTWAIT)
-            self._rung = number  # after it: an interruption before has it sent once more
+            self._rung = number  # after send(): interrupted in between, the byte is sent once more
 
     def wait(self, number: int, until: float | None) -> bool:
-        """Look for the reply, then sleep until it, the end or ``until`` comes."""
+        """Poll for the reply, then sleep until the reply, the end of the process or ``until``."""
         words = self.segment.words
         for _ in range(TRAINER_LOOKS):
             if words[REPLY] == number:
@@ -159,13 +159,13 @@ class ProcessChannel(Channel):
             del words  # the traceback of an error holds this frame, and an error may be kept for long
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return the line and the fate."""
+        """Return the descriptors of line and fate socket; none once they are released."""
         if self._is_released:
             return ()
         return self._line.fileno(), self._fate.fileno()
 
     def attend(self) -> bool:
-        """Read wake bytes and news; return whether the process has ended or the line is closed."""
+        """Read wake bytes and the monitor's news; return whether the process has ended or the line is closed."""
         if self._ended or self._is_released:
             return True
         try:
@@ -184,26 +184,26 @@ class ProcessChannel(Channel):
     # --- news from the monitor ------------------------------------------------------------------
 
     def _hear(self) -> None:
-        """Receive what the monitor has told; what is known is worked out anew each time, in case of an interruption."""
+        """Receive the monitor's messages; decode all of them anew each time, because a call may be interrupted."""
         with self._lock:
             with SystemErrors():
                 while not self._news or self._news[-1]:
-                    # One call into C: what has been received is kept, whatever comes next.
+                    # One call into C: an interruption does not lose what has been received.
                     self._news.extend(map(self._fate.recv, (65_536,), (socket.MSG_DONTWAIT,)))
             told = Told.of(b"".join(self._news))
             if told.fate is None and self._news and not self._news[-1]:
                 told = replace(told, fate=UNKNOWN_FATE)
             self._told = told
             if told.fate is not None:
-                with SystemErrors():  # from now on it is readable: other threads may wait for the same news
+                with SystemErrors():  # from now on the socket is readable: other threads may wait for the same news
                     self._fate.shutdown(socket.SHUT_RD)
 
     def _learn(self, seconds: float, stacks: int | None = None) -> Fate | None:
-        """Wait until the monitor has told how the process ended, or is dead; ``None`` after so many seconds.
+        """Wait until the monitor has reported how the process ended, or is dead; ``None`` after so many seconds.
 
         Args:
             seconds: How long.
-            stacks: Wait no longer either once more stacks than these have been told.
+            stacks: Stop waiting, too, once more stacks than this number have been received.
         """
         self._resume()
         until = time.monotonic() + seconds
@@ -218,8 +218,8 @@ class ProcessChannel(Channel):
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _lose(self, cause: Cause = "died", detail: str = "") -> Gone:
-        """Learn how the process has ended, which has been seen; kill it if only its line has."""
+    def _lose(self, cause: LossCause = "died", detail: str = "") -> Gone:
+        """Return how the process ended; kill the process first if only its line has ended."""
         if self._gone is None:
             if self._is_released:
                 return Gone(cause, self._told.fate or UNKNOWN_FATE, self.pid, detail=detail or "the channel is closed")
@@ -230,8 +230,8 @@ class ProcessChannel(Channel):
         assert self._gone is not None
         return self._gone()
 
-    def _note_end(self, cause: Cause, fate: Fate, detail: str) -> None:
-        """Note how it ended, once and for all."""
+    def _note_end(self, cause: LossCause, fate: Fate, detail: str) -> None:
+        """Keep how the process ended, and the request it was executing, for all later calls."""
         words = self.segment.words
         self._ended = True
         self._gone = partial(
@@ -245,8 +245,8 @@ class ProcessChannel(Channel):
             detail=detail,
         )
 
-    def kill(self, *, cause: Cause = "died", stack: bool = False, detail: str = "") -> Gone:
-        """Have the monitor kill it. What is not dead in time, in an uninterruptible system call, counts as dead."""
+    def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
+        """Have the monitor kill the process, which counts as dead even if an uninterruptible system call delays it."""
         if self._gone is None and not self._is_released:
             stacks = self.stack() if stack else ""
             with SystemErrors():
@@ -257,7 +257,7 @@ class ProcessChannel(Channel):
 
     def stack(self) -> str:
         """Have the monitor send SIGUSR2, for which faulthandler writes the stacks."""
-        if not self.segment.words[PID] or self._is_released:  # it would be killed by the signal
+        if not self.segment.words[PID] or self._is_released:  # the signal kills a process without its handler
             return ""
         self._hear()
         before = len(self._told.stacks)
@@ -275,7 +275,7 @@ class ProcessChannel(Channel):
         return None
 
     def close(self, timeout: float) -> None:
-        """Wait for the end of the process, then kill it; release."""
+        """Wait up to ``timeout`` seconds for the end of the process, else kill it; then release."""
         if self._gone is None and not self._is_released:
             fate = self._learn(timeout)
             if fate is None:
@@ -285,14 +285,14 @@ class ProcessChannel(Channel):
         self.release()
 
     def end_requests(self) -> None:
-        """Have the worker see that no request will come: it closes its envs and ends."""
+        """Shut down the line for writing: the worker sees that no request will come, closes its envs and ends."""
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_WR)
 
     def release(self, *, keep_memory: bool = False) -> None:
         """Close the descriptors; may be repeated, and interrupted."""
         with self._lock:
-            for one in (self._line, self._fate):  # another thread may wait for them, which close() does not end
+            for one in (self._line, self._fate):  # another thread may poll them, which close() does not end
                 with SystemErrors():
                     one.shutdown(socket.SHUT_RDWR)
             self._is_released = True
@@ -304,22 +304,22 @@ class ProcessChannel(Channel):
                 self.segment.unmap()
 
     def abandon(self) -> None:
-        """In a forked child of the trainer: close the copies of the descriptors. The process is the trainer's."""
-        self._lock = threading.RLock()  # a thread that is not here may hold the other
+        """Close the copies of the descriptors in a forked child of the trainer. The process is the trainer's."""
+        self._lock = threading.RLock()  # a thread of the trainer may hold the old one
         self._is_released = True
         self._line.close()
         self._fate.close()
         self.segment.close()
 
     def __del__(self) -> None:
-        """Let go of a process that nobody has closed."""
+        """Release a process whose channel was not closed."""
         with contextlib.suppress(AttributeError):  # its making failed half way
             self.release()
 
 
 def _readable(descriptors: Sequence[int], seconds: float) -> bool:
-    """Wait until one of these is readable or has ended."""
-    poller = select.poll()  # a new one: it cannot be used by two threads, nor by a signal handler meanwhile
+    """Wait up to ``seconds`` until one of these descriptors is readable or has ended; tell whether one is."""
+    poller = select.poll()  # a new one: two threads cannot share one, nor a thread and its signal handler
     for descriptor in descriptors:
         if descriptor >= 0:
             poller.register(descriptor, select.POLLIN)

@@ -16,7 +16,7 @@ from typing import Any
 from multienv.errors import ResultNotPicklableError
 from multienv.wire.banks import ENDED, FAILED, IDLE, IRREGULAR
 from multienv.wire.codecs import ExactCodec, RowsCodec, RowsReply, Transition, mail_of
-from multienv.wire.infos import Extras, Illegible, numbers_of_one, unpack_extras
+from multienv.wire.infos import Extras, Illegible, numbers_in, unpack_extras
 from multienv.wire.messages import Failure, Reset, foreign
 from multienv.wire.segment import Segment
 
@@ -45,7 +45,7 @@ class ExactAnswers:
 
     Attributes:
         seen: Number of the last reply with an observation; 0: none. The supervisor sets it after a plain step.
-        generators: What the last reset told of the random generators, or ``b""``.
+        generators: State of the random generators, as the reply to the last reset holds it, or ``b""``.
         evidence: Of the last reply, if its observation travelled as mail.
         ended: The last step ended an episode.
     """
@@ -57,10 +57,10 @@ class ExactAnswers:
         self.generators = b""
         self.evidence = b""
         self.ended = False
-        self._seen_evidence = (0, b"")  # of which reply, and what it was
+        self._seen_evidence = (0, b"")  # number of the reply, and its evidence
 
     def read(self, segment: Segment, number: int) -> bytes:
-        """Return the mail behind the evidence, which is kept. Raises nothing: mail is bytes."""
+        """Return the mail after the evidence; keep the evidence. Raises nothing: mail is bytes."""
         self.evidence, rest = mail_of(segment, number)
         return rest
 
@@ -100,11 +100,15 @@ class ExactAnswers:
         return observation, 0.0, False, True, {"multienv": self._told(0, dict(absent)[0])}
 
     def plain(self, segment: Segment, number: int, answer: Transition) -> Transition:
-        """Return the answer to a plain step with the info in its mail."""
+        """Return the answer to a plain step with the info in its mail. Raises Illegible."""
         mail = segment.read_reply_mail(number)  # without evidence: the rows hold all
-        info = numbers_of_one(mail)
+        numbers = numbers_in(mail)
+        if numbers is not None:
+            ((_, info),) = numbers
+        else:
+            info = foreign(partial(self._info, mail), Illegible)
         observation, reward, terminated, truncated, _ = answer
-        return observation, reward, terminated, truncated, self._info(mail) if info is None else info
+        return observation, reward, terminated, truncated, info
 
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""
@@ -112,7 +116,7 @@ class ExactAnswers:
         return {"seen": self.seen, "evidence": self._evidence_seen(), "bank": bytes(bank.view[bank.layout.rewards :])}
 
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
-        """Have seen what :meth:`standing` returned, also in the banks of a new process."""
+        """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
         self.seen, self._seen_evidence = standing["seen"], (standing["seen"], standing["evidence"])
         bank = segment.banks[self.seen & 1]
         if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
@@ -153,7 +157,7 @@ class RowsAnswers:
         self._earlier: tuple[int, int, list[bytes | None]] = (0, 0, self._loose)
 
     def read(self, segment: Segment, number: int) -> bytes:
-        """Return the mail behind the evidence, which is kept."""
+        """Return the mail after the evidence; keep the evidence."""
         self.evidence, rest = mail_of(segment, number)
         return rest
 
@@ -206,9 +210,12 @@ class RowsAnswers:
         )
 
     def plain(self, segment: Segment, number: int, answer: RowsReply) -> RowsReply:
-        """Return the answer to a plain step with the infos in its mail."""
-        rest = mail_of(segment, number)[1]
-        extras, illegible = unpack_extras(rest)
+        """Return the answer to a plain step with the infos in its mail. Raises Illegible."""
+        mail = segment.read_reply_mail(number)  # without evidence: the rows hold all
+        numbers = numbers_in(mail)
+        if numbers is not None:
+            return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, Extras(numbers))
+        extras, illegible = foreign(partial(unpack_extras, mail), Illegible)
         errors: dict[int, Exception] = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, extras, errors)
 
@@ -218,7 +225,7 @@ class RowsAnswers:
         return {"seen": self.seen, "loose": list(self._loose), "bank": bytes(bank.view[bank.layout.rewards :])}
 
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
-        """Have seen what :meth:`standing` returned, also in the banks of a new process."""
+        """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
         self.seen, self._loose = standing["seen"], list(standing["loose"])
         self._earlier = (0, 0, self._loose)
         bank = segment.banks[self.seen & 1]
@@ -240,12 +247,12 @@ class RowsAnswers:
         return reply, extras
 
     def _finish(self, segment: Segment, number: int, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
-        """Lay failures over the rows, and note that this is what the caller sees.
+        """Write the failures into the rows of their slots; this reply is then what the caller saw last.
 
         ``infos`` are all infos, if truncations were laid over some of them; else ``{}``.
         """
         self.truncated_errors = {}
-        failures = [slot for slot in reply.errors if slot in extras.failures]  # of others the info alone is unreadable
+        failures = [slot for slot in reply.errors if slot in extras.failures]  # others: only the info is unreadable
         if failures and not infos:
             infos = dict(extras.infos)
         for slot in failures:
@@ -266,7 +273,7 @@ class RowsAnswers:
         self.seen = number
 
     def _show_again(self, segment: Segment, slot: int, reply: RowsReply) -> None:
-        """Have the row of a slot show what was seen last."""
+        """Copy the row of a slot that the caller saw last into the reply."""
         seen = self._earlier[1]
         if seen and reply.leaves:
             before = self._codec.rows(segment, seen)
@@ -292,18 +299,18 @@ class RowsAnswers:
                     observations[-1] = foreign(partial(pickle.loads, told), Illegible)
                 except Illegible as error:
                     errors.setdefault(slot, unreadable("step", error))
-                    self._loose[slot] = self._earlier[2][slot]  # it has not been seen
+                    self._loose[slot] = self._earlier[2][slot]  # the caller has not seen this observation
         return observations
 
 
 def call_answer(
     mail: bytes, slots: Iterable[int], command: str, error_of: ErrorOf
 ) -> tuple[list[Any], dict[int, Exception]]:
-    """Return the values that a call gave, one for each slot asked, and what it raised instead, by slot.
+    """Return the values of a call, one for each slot asked (``None`` if it failed), and the errors by slot.
 
     Args:
         mail: The mail of the reply.
-        slots: Those asked.
+        slots: The slots asked.
         command: What the caller called.
         error_of: Builds the error of a slot's failure.
     """

@@ -16,9 +16,9 @@ from multienv.recovery.ladder import Unrecoverable
 from multienv.recovery.state_machine import Episode, Process, State
 from multienv.wire.messages import KeepSnapshot
 
-# Of what state_dict() returns.
+# Version of the dict that state_dict() returns.
 _VERSION = 3
-# The env has a moment to take a snapshot, in seconds; a fork of a large process takes some of it.
+# Seconds that taking a snapshot may last; a fork of a large process takes some of them.
 _SNAPSHOT_LIMIT = 30.0
 _tokens = count(1)
 
@@ -31,7 +31,7 @@ class Standing:
         journal: What ``Journal.dump()`` returned.
         shown: What the caller saw last, see ``answers``.
         episode: Name of the episode state.
-        owed: Slots whose episode is lost and not yet told of.
+        owed: Slots whose episode is lost, which the caller has not been told yet, and why.
         process_seeds, draws: Of the envs' present life.
         seeds: Of the last reset with one, for each env.
         number, steps, steps_before, episodes: Counters.
@@ -53,10 +53,10 @@ class Standing:
 class Snapshot:
     """A state of a worker's envs to come back to, any number of times: a frozen process, and what led there.
 
-    It is freed with :meth:`free`, when nobody holds it any more, or when its env is closed.
+    It is freed by :meth:`free`, with the last reference to it, or when its env is closed.
 
     Attributes:
-        token: What the frozen process is kept under.
+        token: The number that the frozen process is kept under.
         standing: Where the worker stood.
     """
 
@@ -69,12 +69,12 @@ class Snapshot:
         self._finalizer.atexit = False
 
     def free(self) -> None:
-        """Let the frozen process end; again does nothing."""
+        """End the frozen process; a second call does nothing."""
         self._finalizer()
 
     @property
     def is_free(self) -> bool:
-        """Tell whether it can be restored no more."""
+        """Tell whether the snapshot has been freed and can no longer be restored."""
         return not self._finalizer.alive
 
 
@@ -95,7 +95,7 @@ class Checkpoints:
     # --- snapshots ----------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Have the process fork itself, and keep the copy."""
+        """Have the process fork itself; return the copy. Raises UsageError, NotForkableError."""
         worker = self._supervisor
         self._require_idle("snapshot")
         kept = sum(not one.is_free for one in self._kept)
@@ -121,7 +121,7 @@ class Checkpoints:
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Have the envs as they stood when this snapshot of them was taken."""
+        """Bring the envs back to where they stood when this snapshot was taken. Raises UsageError, NotRestoredError."""
         worker = self._supervisor
         if worker.state.request is not None or worker.description is None:
             worker.refuse("restore")
@@ -133,11 +133,11 @@ class Checkpoints:
             raise UsageError("restore(): this snapshot has been freed.")
         standing, ladder = snapshot.standing, worker.ladder
         effort = ladder.begin(planned=True)
-        # First: the process would be the parent of what is woken, and nobody would hear of the end of that.
+        # First: else this process is the parent of the woken one, and the monitor does not see that one end.
         worker.give_up()
         try:
             channel = ladder.wake_kept(snapshot.token, standing.number, effort)
-            if channel is None:  # the frozen process is gone; what led there is known
+            if channel is None:  # the frozen process is gone: replay what led to it
                 channel = self._replayed(standing, effort)
         except Unrecoverable as reason:
             raise NotRestoredError(
@@ -146,7 +146,7 @@ class Checkpoints:
         self._stand(standing, channel)
 
     def free_all(self) -> None:
-        """Let go of all snapshots; called when the worker is closed."""
+        """Free all snapshots; called when the worker is closed."""
         for snapshot in list(self._kept):
             snapshot.free()
         self._free_asked()
@@ -159,7 +159,7 @@ class Checkpoints:
     # --- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all it takes to have the envs again as they stand: plain data."""
+        """Return plain data from which load_state_dict() brings the envs to where they stand now. Raises UsageError."""
         self._require_idle("state_dict")
         if not self._supervisor.journal.plans():
             raise UsageError(
@@ -171,7 +171,7 @@ class Checkpoints:
         return state | {"digest": _digest_of(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the envs as they stood then, verified; in a new process."""
+        """Bring the envs to this state in a new process, verified. Raises UsageError, NotRestoredError."""
         worker = self._supervisor
         if worker.state.request is not None:
             worker.refuse("load_state_dict")
@@ -204,7 +204,7 @@ class Checkpoints:
     # --- both ---------------------------------------------------------------------------------------
 
     def standing(self) -> Standing:
-        """Return where the worker stands."""
+        """Return journal, counters and last answer of the worker, as plain data."""
         worker = self._supervisor
         build = worker.ladder.build
         return Standing(
@@ -222,7 +222,7 @@ class Checkpoints:
         )
 
     def _replayed(self, standing: Standing, effort: Any) -> Channel:
-        """Return a new process whose envs stand so; the worker keeps the one it has."""
+        """Return a new process with envs replayed to ``standing``; the worker keeps its own process."""
         worker = self._supervisor
         journal = Journal(recording=True)
         journal.load(standing.journal)
@@ -240,7 +240,7 @@ class Checkpoints:
         return channel
 
     def _stand(self, standing: Standing, channel: Channel) -> None:
-        """Make this process the worker's, which stands so. Interrupted, the env is what it was, or lost."""
+        """Give the worker this process, with envs at ``standing``. If interrupted, the env is as before, or lost."""
         worker = self._supervisor
         worker.refuse_if_closed("restore", channel)
         worker.give_up()
@@ -263,7 +263,7 @@ class Checkpoints:
 
 
 def _digest_of(state: dict[str, Any]) -> bytes:
-    """Return a digest of all that a checkpoint holds: a damaged one is found out before anything of it is run."""
+    """Return a digest of all that a checkpoint holds, to find damage before anything of it is executed."""
     digest = blake2b(digest_size=16)
     for key in sorted(state, key=str):
         if key != "digest":

@@ -291,22 +291,15 @@ class Journal:
     # --- limits -----------------------------------------------------------------------------------
 
     def trim(self, limit: int, step_limit: float, steps: int) -> None:
-        """Forget the oldest part once more than ``limit`` bytes or ``step_limit`` steps are held.
+        """Keep the newest half, by both limits, once more than ``limit`` bytes or ``step_limit`` steps are held.
 
-        What is kept begins at an anchor, where there is one that leaves no more than the limits; else replays can begin
-        nowhere, and half of the limits is kept for what came since a snapshot.
+        Replays begin at the anchors in that half; without any they can begin at a snapshot alone.
         """
         if not self.recording or (len(self.entries) <= limit and steps - self._steps_at_start <= step_limit):
             return
-        for anchor in self.anchors:
-            is_within = len(self.entries) - anchor.place <= limit / 2 and steps - anchor.steps <= step_limit / 2
-            if anchor.place and is_within:
-                self._forget(anchor.place, anchor.steps)
-                return
         kept = int(min(limit / 2 // self.stride, step_limit / 2))
         place = self._entry_behind(max(0, len(self.entries) - kept * self.stride))
-        self._forget(place, steps - self._seen_since(place)[0])
-        self.anchors, self.usable = [], False
+        self._forget(place, steps - self._count(place))
 
     def _entry_behind(self, place: int) -> int:
         """Return where the first entry begins that lies behind ``place`` whole."""
@@ -327,7 +320,7 @@ class Journal:
         base = self._base_of(marks[-1])
         # Adjacent stores: no interruption comes in between.
         self.entries, self.lasting, self.anchors, self._marks, self.base = entries, lasting, anchors, marks, base
-        self.complete, self._steps_at_start = False, steps
+        self.complete, self.usable, self._steps_at_start = False, bool(anchors), steps
 
     # --- copies -----------------------------------------------------------------------------------
 

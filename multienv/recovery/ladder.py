@@ -1,7 +1,7 @@
 """The ways back to where a worker was lost, tried one after the other.
 
-First the forked snapshot of the lost process, with what came since run again. Then new processes that run the
-journal: from the construction of the envs, or from an anchor. Each is held against what the caller saw, slot by slot.
+First the forked snapshot of the lost process, in which later requests are run again. Then new processes that run the
+journal: from the construction of the envs, or from an anchor. Each is compared with what the caller saw, slot by slot.
 The first rung on which no slot strays is taken. Where all stray somewhere, the last replay is taken with its strays,
 unless all slots stray there, as that of a single env does: then there is no way back.
 """
@@ -31,9 +31,9 @@ from multienv.wire.segment import REQUEST
 # Processes that may die while envs are built, and at one place of a replay when killed from outside, before a rung
 # is given up. Such a death says nothing of the journal.
 _PATIENCE = 6
-# A request of ours that was broken off may go on for so many seconds, before the next one is published.
+# Seconds that an interrupted request of our own may go on, before the next one is published.
 _ABANDONED = 30.0
-# A forked snapshot that is not up by then is given up, seconds; it takes some milliseconds.
+# Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
 _UP_WITHIN = 10.0
 _BUILDING = -2
 
@@ -62,11 +62,11 @@ class Launcher(Protocol):
         ...
 
     def wake_kept(self, token: int) -> Channel | None:
-        """Wake the snapshot kept under this token."""
+        """Wake the snapshot kept under this token; ``None`` if it is gone."""
         ...
 
     def free(self, token: int) -> None:
-        """Let that snapshot go."""
+        """End the snapshot kept under this token."""
         ...
 
 
@@ -115,7 +115,7 @@ class Ladder:
         self._clock = clock
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
-        self._current: Channel | None = None  # being brought up, and nobody's yet
+        self._current: Channel | None = None  # being started; the worker does not own it yet
         self._asking: tuple[Channel, int] | None = None  # a request of ours that is not answered
         self._closed = False
 
@@ -126,18 +126,18 @@ class Ladder:
         return next(self._numbers)
 
     def publish(self, channel: Channel, number: int, mail: bytes) -> None:
-        """Publish a request that is not a step; again does no harm."""
+        """Publish a request that is not a step; a repeated call does no harm."""
         segment = channel.segment
         segment.write_request_mail(number, mail)
         HEAD.pack_into(segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         channel.ring(number)
 
     def ask(self, channel: Channel, message: Message, until: float | None) -> Any:
-        """Have a process answer a request of ours.
+        """Send a request of our own to a process and return its answer.
 
         Raises:
             Gone: The process was lost, or did not answer in time and was killed.
-            RequestFailedError: It raised; ``failure`` says what.
+            RequestFailedError: The request raised; ``failure`` says what.
         """
         number = self.next_number()
         self._asking = channel, number
@@ -147,7 +147,7 @@ class Ladder:
         return answer
 
     def finish_asking(self) -> None:
-        """Wait for the process if it may still execute a request of ours that a Ctrl-C has broken off."""
+        """Wait for the process if it may still execute a request of our own that Ctrl-C has interrupted."""
         if self._asking is not None:
             channel, number = self._asking
             with contextlib.suppress(Gone):  # found by the next request
@@ -158,7 +158,7 @@ class Ladder:
             self._asking = None
 
     def answer(self, channel: Channel, number: int, until: float | None) -> Any:
-        """Wait for the answer to such a request."""
+        """Wait for the answer to a request of our own, and return it; raises as :meth:`ask` does."""
         banks = channel.segment.banks
         if not channel.wait(number, until):
             raise channel.kill(cause="hung", stack=True)
@@ -174,7 +174,7 @@ class Ladder:
     # --- building -----------------------------------------------------------------------------------
 
     def launch(self, *, replacement: bool = False) -> tuple[Channel, int]:
-        """Launch a process and ask it to build the envs; returns its channel and the number of that request."""
+        """Launch a process and ask it to build the envs; return its channel and the number of that request."""
         channel = self._current = self._launcher.start()
         if self._closed:
             channel.kill()
@@ -194,7 +194,7 @@ class Ladder:
         channel.segment.lay_out(self.codec.layout)
 
     def note(self, description: Description) -> None:
-        """Keep what the envs are, or refuse envs that are something else than the first time."""
+        """Keep the description of the envs; raise Unrecoverable if their spaces differ from the first time."""
         if self.description is None:
             self.codec = codec_of(description, self.build.exact, self.build.space)
             self.description = description
@@ -209,30 +209,30 @@ class Ladder:
         return min(limits, default=None)
 
     def handed_over(self) -> None:
-        """Note that the process which was being brought up belongs to the worker now."""
+        """Note that the worker now owns the process that was being started."""
         self._current = None
 
     def close(self) -> None:
-        """End a recovery that goes on in another thread, or below a signal handler."""
+        """End a recovery that runs in another thread, or in the code that a signal handler has interrupted."""
         self._closed = True
         current = self._current
         if current is not None:
             current.kill()
 
     def release(self) -> None:
-        """Let go of a process that was being brought up when an interruption came; this ladder is not used any more."""
+        """Release the process that was being started when an interruption came; this ladder is not used any more."""
         current, self._current = self._current, None
         if current is not None:
             current.release()
 
     def free(self, token: int) -> None:
-        """Let a kept snapshot go."""
+        """End the snapshot kept under this token."""
         self._launcher.free(token)
 
     # --- recoveries ---------------------------------------------------------------------------------
 
     def begin(self, *, planned: bool = False) -> Effort:
-        """Begin a recovery now."""
+        """Return the effort of a recovery that begins now, with its deadline."""
         now, limit = self._clock(), self._deadlines.recovery
         return Effort(now, None if limit is None else now + limit, planned)
 
@@ -249,7 +249,7 @@ class Ladder:
             raise Unrecoverable("it was closed")
 
     def wake(self, lost: Channel, since: Callable[[int], Plan | None], effort: Effort, fate: Any) -> Found | None:
-        """Bring the envs back from the forked snapshot that a lost process left; ``None``: that is no way."""
+        """Bring the envs back from the forked snapshot that a lost process left; ``None`` if that fails."""
         plan = None if fate.snapshot is None else since(fate.snapshot)
         if plan is None:
             return None
@@ -274,7 +274,7 @@ class Ladder:
         assert self.codec is not None
         effort.attempts += 1
         limit = self._clock() + _UP_WITHIN
-        if effort.until is not None:  # one that does not get up must not take the time that the other rungs need
+        if effort.until is not None:  # a copy that does not wake must leave time for the other rungs
             limit = min(limit, (self._clock() + effort.until) / 2)
         try:
             channel.segment.lay_out(self.codec.layout)
@@ -297,7 +297,7 @@ class Ladder:
         """Bring the envs back in a new process, by the first of these plans on which no slot strays, else by the last.
 
         Raises:
-            Unrecoverable: None of them leads there: a replay ended its process or raised, or all slots stray.
+            Unrecoverable: All plans failed: a replay ended its process or raised, or all slots stray.
         """
         assert self.codec is not None
         reason = "what drove it is not all known (see RestartPolicy.journal_limit and replay_limit)"
@@ -340,7 +340,7 @@ class Ladder:
         raise Unrecoverable(reason)
 
     def restart(self, effort: Effort) -> Channel:
-        """Launch a process and have the envs built in it; deaths meanwhile are tried again.
+        """Launch a process, wait until its envs are built and return its channel; if it dies before, try again.
 
         Raises:
             RequestFailedError: ``env_fn`` raised.
@@ -365,7 +365,7 @@ class Ladder:
                 return channel
 
     def renew(self, effort: Effort, lasting: bytes) -> Channel:
-        """Begin a new life: other chances, nothing brought back but calls and attributes set."""
+        """Launch a process with other random numbers; of the past only calls and attributes set are repeated."""
         if self.build.seeds is not None:
             self.build = replace(self.build, seeds=drawn_seeds())
         self.build = replace(self.build, draws=tuple(draw + 1 for draw in self.build.draws))
@@ -391,7 +391,7 @@ class Ladder:
         return differences(plan.entries, replayed, layout, exact=self.codec.exact)
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
-        """Return why this rung is given up, once too many processes died at one place; else ``""``."""
+        """Count a death; return why this rung is given up if too many died at this place, else ``""``."""
         effort.deaths[place] += 1
         outside = place == _BUILDING or gone.fate.code in (None, -9)
         allowed = _PATIENCE if outside and gone.cause != "hung" else self._policy.poison_after

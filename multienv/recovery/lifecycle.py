@@ -43,7 +43,7 @@ class Lifecycle:
     Args:
         launcher, build: Where processes come from, and what builds their envs.
         policy, deadlines: The limits.
-        record: Told of what happens.
+        record: Notes losses and recoveries.
         journal: What drove the envs.
         pending: The pending request.
         wait: Waits so many seconds; true if the worker was closed meanwhile.
@@ -73,7 +73,7 @@ class Lifecycle:
         self._policy, self._deadlines = policy, deadlines
         self._record, self._journal, self._pending = record, journal, pending
         self._number = 0  # of the request that builds the envs
-        self._deaths = 0  # while they are built for the first time
+        self._deaths = 0  # processes lost while the envs are built for the first time
         self._fate: Fate | None = None  # not the Gone itself: its traceback would keep the segment mapped
         self._effort: Effort | None = None
         self._processes_lost = 0  # by the request that the last recovery was for
@@ -112,7 +112,7 @@ class Lifecycle:
         return Built()
 
     def _build_lost(self, gone: Gone) -> Event | Exception:
-        """Try again, as generously as after any other loss; returns the error if that is over."""
+        """Note a process lost while building; return the event for another try, or the error if none is left."""
         self._deaths += 1
         self.loss = self._record.loss(gone, "initialize", gone.slot, self._pending.limit, self._case(b""))
         effort = self._effort = self._effort or self.ladder.begin()
@@ -139,12 +139,12 @@ class Lifecycle:
     # --- losses -----------------------------------------------------------------------------------
 
     def lost(self, gone: Gone, state: State, number: int, committed: int) -> Lost:
-        """Note that the process is gone which was asked the pending request.
+        """Note that the process with the pending request is lost; return the event.
 
         Args:
             gone: How it was lost.
-            state: With the request.
-            number: Of the request.
+            state: The state, with the pending request.
+            number: The number of that request.
             committed: Number of the last request that was answered: the journal may already hold one more.
         """
         request = state.request
@@ -165,7 +165,7 @@ class Lifecycle:
         return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))
 
     def drop_lost(self, instruction: Instruction, state: State) -> None:
-        """Let go of a process whose loss the policy does not have made good, and tell what becomes of it."""
+        """Drop a lost process that the policy does not replay, and record the outcome."""
         assert self.loss is not None
         assert self._effort is not None
         self.drop()
@@ -177,7 +177,7 @@ class Lifecycle:
         self._record.recovery(self.loss, outcome, "" if outcome == "raised" else state.what, self._effort)
 
     def recover(self) -> Event:
-        """Bring the envs back: the ladder, one charge to the budget, one deadline."""
+        """Bring the envs back by the ladder, with one charge to the budget and one deadline; return the event."""
         fate, loss, ladder, channel = self._fate, self.loss, self.ladder, self.channel
         assert fate is not None
         assert loss is not None
@@ -201,7 +201,7 @@ class Lifecycle:
         )
 
     def tell(self, event: Event, instruction: Instruction, before: State, after: State) -> None:
-        """Tell what became of a recovery, once, when the state is committed."""
+        """Record the outcome of a recovery, once, when the state is committed."""
         loss, effort = self.loss, self._effort
         assert loss is not None
         assert effort is not None
@@ -222,7 +222,7 @@ class Lifecycle:
             self._record.recovery(loss, outcome, reason, effort)
 
     def renew(self, number: int) -> Channel:
-        """Begin a new life of the envs, in which what was called and set holds as before.
+        """Start a process with new envs, on which recorded calls and attributes are repeated.
 
         Raises:
             RequestFailedError: ``env_fn`` raised.
@@ -239,10 +239,10 @@ class Lifecycle:
         return channel
 
     def replace(self) -> tuple[Channel | None, Effort, str]:
-        """Bring the envs, which are not lost, into a new process; returns it, or ``None`` and why not."""
+        """Replay the envs, which are not lost, in a new process; return it, or ``None`` and the reason."""
         effort = self.ladder.begin(planned=True)
         try:
-            # Not their whole life again: what leaked would leak once more.
+            # A short replay: a replay of the whole past would repeat what leaked.
             found = self.ladder.bring_back(self._journal.plans(short=True), effort)
         except (Unrecoverable, OSError) as reason:
             if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
@@ -255,7 +255,7 @@ class Lifecycle:
         return found.channel, effort, ""
 
     def error(self, instruction: Instruction, state: State) -> MultienvError:
-        """Build the error that an instruction wants raised."""
+        """Build the error for an instruction to raise."""
         loss, record = self.loss, self._record
         assert loss is not None
         if instruction is Instruction.RAISE_BUDGET:
@@ -289,7 +289,7 @@ class Lifecycle:
             channel.release(keep_memory=True)
 
     def _case(self, pending: bytes) -> Case | None:
-        """Return what a crash report is made of."""
+        """Return the data for a crash report; ``None`` if no reports are wanted."""
         if not self._record.reports.wanted:
             return None
         ladder, codec = self.ladder, self.ladder.codec

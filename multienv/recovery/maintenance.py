@@ -16,7 +16,7 @@ from multienv.worker.snapshots import OBSTACLES
 
 # No env may take longer to tell its state, in seconds; then its process counts as hung.
 _CAPTURE_LIMIT = 30.0
-# Nor must a step with a deadline wait much longer than that because this came first; but so much it may take.
+# Before a step with a deadline a capture may take as long as that deadline, but always this many seconds.
 _CAPTURE_LEAST = 1.0
 
 
@@ -46,7 +46,7 @@ class Maintenance:
         self.is_due, self.recycling_due, self.state_due = False, "", False
 
     def look(self, journal: Journal, record: Record, channel: Channel) -> None:
-        """See what is due; called after one step in 64, and when an episode ends or begins."""
+        """Find out what is due; called after one step in 64, and when an episode ends or begins."""
         policy, steps = self._policy, record.steps
         seconds = channel.segment.times[STEP_SECONDS] or 1e-5
         capacity = policy.replay_limit / seconds
@@ -54,7 +54,7 @@ class Maintenance:
         if self.recycling.wanted and not self.recycling_due:
             self.recycling_due = self.recycling.due(steps, record.episodes, lambda: resident_bytes(channel.pid))
         if self.pacing.may_ask(steps, hurry=True) and journal.wants_state(policy.journal_limit, capacity, steps):
-            # Half of all that may be held has come since the last one: soon the rest is forgotten.
+            # Half of all that may be held has come since the last anchor: soon the older half is forgotten.
             hurry = journal.wants_state(policy.journal_limit * 2, capacity * 2, steps)
             taken, obstacle = self.snapshots(channel)
             self.state_due = self.pacing.may_ask(steps, hurry=hurry, beside=taken > 0 and not obstacle)
@@ -68,7 +68,7 @@ class Maintenance:
         return words[SNAPSHOTS], OBSTACLES[words[OBSTACLE]]
 
     def keep_state(self, ladder: Ladder, channel: Channel, journal: Journal, steps: int, deadlines: Deadlines) -> None:
-        """Have the envs tell their state, as an anchor. A process lost meanwhile is found by the next request."""
+        """Ask the envs for their state and keep it as an anchor. The next request finds a process lost meanwhile."""
         self.state_due = False
         limits = [_CAPTURE_LIMIT, deadlines.call or _CAPTURE_LIMIT]
         if deadlines.step is not None:

@@ -82,7 +82,7 @@ class Recycling:
 
     Attributes:
         wanted: The policy has such limits at all.
-        put_off: It was tried in vain, and will be again at the next reset.
+        put_off: A replacement has failed, and is tried again at the next reset.
     """
 
     def __init__(self, policy: RestartPolicy, clock: Callable[[], float]) -> None:
@@ -114,13 +114,13 @@ class Recycling:
 
 
 # Time spent stepping for each second spent on telling a state: 1 % is what it may cost. Where the journal is about to
-# forget all that there is to replay, 10 %; or whatever it takes, if that is no more than this, in seconds.
+# forget all that there is to replay, 10 %; or any share, if telling takes no more than this, in seconds.
 _PACE = 100
 _HURRY = 10
 _CHEAP = 0.1
 # Where there is a forked snapshot to come back to, only what takes no longer than this is done in a hurry, in seconds.
 _CHEAP_BESIDE = 5e-3
-# Steps until it is tried again, and how many times as many with each failure; after one that cost the process, more.
+# Steps until a failed try is repeated, and their growth with each failure; after one that ended the process, more.
 _PATIENCE = 1024
 _GROWTH = 4
 _AFTER_LOSS = 64
@@ -133,7 +133,7 @@ class StatePacing:
         policy: Says whether states are wanted at all.
 
     Attributes:
-        wanted: Any loss is to be made good, and states are kept for it.
+        wanted: Crashes and timeouts are both replayed, and the policy allows states.
         taken: States that were kept.
         obstacle: Why the last one asked for was not kept, or ``""``.
     """
@@ -162,11 +162,11 @@ class StatePacing:
         self._hurry_at = steps + (0 if self._seconds <= _CHEAP else int(_HURRY * self._seconds / step_seconds))
 
     def move(self, steps: int) -> None:
-        """Note that the count of steps jumped by so many, which were not taken."""
+        """Shift the counts of steps at which a state is due by ``steps``, which were restored and not taken."""
         self._next_at, self._hurry_at = self._next_at + steps, self._hurry_at + steps
 
     def refused(self, steps: int, why: str, *, lost: bool = False) -> None:
-        """Note that there is no state; ``lost``: the process ended of being asked."""
+        """Note that a state could not be had, and why; ``lost``: asking for it ended the process."""
         self.obstacle = why
         self._patience *= _AFTER_LOSS if lost else _GROWTH
         self._next_at = self._hurry_at = steps + self._patience

@@ -32,7 +32,7 @@ class Record:
 
     Attributes:
         steps: Step requests answered.
-        episodes: Episodes begun by a reset.
+        episodes: Episodes begun, of all envs together.
         steps_before: Step requests answered before the running episode of each env.
         seeds: Of the last seeded reset, for each env.
         asked: Seeds of the reset that was asked for last, answered or not.
@@ -54,11 +54,11 @@ class Record:
         self._losses = self._exact = self._truncated = self._replayed = self._recycled = 0
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
 
-    # --- who and where ----------------------------------------------------------------------------
+    # --- names and positions ----------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """How messages name the env, or the first of several."""
+        """Return how messages name the env, or the first of several."""
         return "The env" if self.index is None else f"Env {self.index}"
 
     def index_of(self, slot: int) -> int | None:
@@ -89,7 +89,7 @@ class Record:
         )
 
     def truncation(self, slot: int, reason: str) -> dict[str, Any]:
-        """Return what info["multienv"] says of a truncation."""
+        """Return the value of info["multienv"] for a truncated episode."""
         told: dict[str, Any] = {"reason": reason, "recovery": "truncated"}
         last = self.last_recovery
         report = self.reports.path or (last.report if last is not None and last.reason == reason else "")
@@ -104,9 +104,9 @@ class Record:
 
     def reset(self, seeds: Sequence[int | None], touches: Callable[[int], bool]) -> None:
         """Note that a reset was answered."""
-        self.episodes += 1
         for slot, seed in enumerate(seeds):
             if touches(slot):
+                self.episodes += 1
                 self.steps_before[slot] = self.steps
                 self.seeds[slot] = self.seeds[slot] if seed is None else seed
 
@@ -116,16 +116,19 @@ class Record:
         Where the worker resets by itself, as ``autoreset`` says, the next episode begins with this step or the next.
         """
         if autoreset in ("NEXT_STEP", "SAME_STEP"):
+            before = self.steps + 1 + (autoreset == "NEXT_STEP")
             for slot in slots:
-                self.steps_before[slot] = self.steps + 1 + (autoreset == "NEXT_STEP")
+                if self.steps_before[slot] != before:  # it may be told again, after an interruption
+                    self.steps_before[slot] = before
+                    self.episodes += 1
 
     def loss(self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None) -> Loss:
-        """Note that a process was lost; one warning says so at once.
+        """Note that a process was lost, and log a warning.
 
         Args:
             gone: How it was lost.
             command: What the caller had called.
-            slot: Whose env it was executing; -1: none, or not known.
+            slot: The slot whose env the process was executing; -1: none, or not known.
             limit: The deadline of the request, seconds.
             case: For the crash report.
         """
@@ -150,7 +153,7 @@ class Record:
         return loss
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
-        """Note what became of a loss; one warning says so."""
+        """Note the outcome of a loss, and log a warning."""
         recovery = Recovery(
             loss,
             outcome,
@@ -201,7 +204,7 @@ class Record:
         self.told.extend((hook, event) for hook in self._hooks)
 
     def call_hooks(self) -> None:
-        """Call the hooks with what happened since the last time; what they raise is logged."""
+        """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
         while self.told:
             hook, event = self.told.popleft()
             try:

@@ -17,11 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from multienv.config import OnLoss
-
-Cause = Literal["died", "hung", "broken"]
+from multienv.events import LossCause
 
 
 class Process(Enum):
@@ -75,7 +74,7 @@ class State(NamedTuple):
         absent: Slots that take no part in the pending request, and why.
         idle: Those of the absent slots that are not even reset in the pending step, because it is their reset that ends
             processes.
-        owed: Slots whose episode is lost and not yet told of, and why: they are absent from the next step.
+        owed: Slots whose episode is lost, which the caller is yet to be told, and why: absent from the next step.
         deaths: Slot and number of processes that ended while they executed the pending request for that slot.
         killed: The same for those killed from outside, which may have been the slot's doing (memory) or not.
         losses: Processes lost since the pending request was asked.
@@ -111,7 +110,7 @@ class Rules:
     on_crash: OnLoss = "replay"
     on_timeout: OnLoss = "replay"
 
-    def on(self, cause: Cause) -> OnLoss:
+    def on(self, cause: LossCause) -> OnLoss:
         """Return what to do about a loss with this cause."""
         return self.on_timeout if cause == "hung" else self.on_crash
 
@@ -162,7 +161,7 @@ class Lost:
         what: What happened, in a sentence.
     """
 
-    cause: Cause
+    cause: LossCause
     slot: int = -1
     outside: bool = False
     what: str = ""
@@ -240,13 +239,10 @@ TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
     (Process.NONE, Launched): (Process.BUILDING,),
     (Process.NONE, Asked): (Process.NONE,),
     (Process.NONE, Replied): (Process.NONE,),
-    (Process.NONE, Discarded): (Process.NONE,),
     (Process.NONE, BuildFailed): (Process.NONE,),
-    (Process.NONE, BudgetSpent): (Process.NONE,),
     (Process.BUILDING, Built): (Process.READY,),
     (Process.BUILDING, Lost): (Process.NONE,),
     (Process.BUILDING, BuildFailed): (Process.NONE,),
-    (Process.BUILDING, BudgetSpent): (Process.NONE,),
     (Process.READY, Asked): (Process.READY,),
     (Process.READY, Replied): (Process.READY,),
     (Process.READY, Lost): (Process.LOST, Process.NONE),
@@ -254,13 +250,11 @@ TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
     (Process.LOST, Recovered): (Process.READY,),
     (Process.LOST, NotRecovered): (Process.NONE,),
     (Process.LOST, BudgetSpent): (Process.NONE,),
-    (Process.LOST, Discarded): (Process.NONE,),
-    (Process.CLOSED, Closed): (Process.CLOSED,),
 } | {(process, Closed): (Process.CLOSED,) for process in Process}
 
 
 def instruction_of(state: State, rules: Rules) -> Instruction:
-    """Return what a state waits for: how a call goes on that an interruption broke off."""
+    """Return the instruction that a state waits for: how an interrupted call goes on."""
     if state.process is Process.BUILDING:
         return Instruction.AWAIT_BUILD
     if state.process is Process.LOST:
@@ -273,7 +267,7 @@ def instruction_of(state: State, rules: Rules) -> Instruction:
 
 
 def _is_all_absent(state: State, rules: Rules) -> bool:
-    """Tell whether a step needs no process: nobody takes part in it, and nobody is reset in it."""
+    """Tell whether a step needs no process: no slot takes part in it, and none is reset in it."""
     is_step = state.request is not None and state.request.kind is Kind.STEP
     return is_step and len(state.absent) == rules.slots and not rules.resets_itself
 
@@ -374,7 +368,7 @@ def _not_recovered(state: State, event: NotRecovered, rules: Rules) -> tuple[Sta
 
 
 def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]:
-    """End all episodes of the worker: what ran is truncated, what was to begin begins in a new process."""
+    """End all episodes of the worker: running ones are truncated, a pending reset begins in a new process."""
     everyone = dict.fromkeys(range(rules.slots), reason)
     request = state.request
     after = state._replace(process=Process.NONE)
@@ -385,7 +379,7 @@ def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]
     if request.kind is Kind.STEP:
         after = after._replace(absent=_merged(state.absent, everyone))
         return after, Instruction.LAUNCH if rules.resets_itself else Instruction.TRUNCATE
-    # A reset begins anew whatever was lost; slots that it does not touch owe the end of their episode.
+    # A reset begins new episodes in its slots; the slots that it does not touch owe the end of their episode.
     touched = request.touched
     owed = {} if touched is None or not running else {slot: reason for slot in everyone if not touched[slot]}
     after = after._replace(owed=_merged(state.owed, owed), absent=_merged((), _poisoned(state, rules)))
@@ -407,7 +401,7 @@ def _closed(state: State, event: Closed, rules: Rules) -> tuple[State, Instructi
 
 
 def _poisoned(state: State, rules: Rules) -> dict[int, str]:
-    """Return the slots that end every process with the pending request, and what is to be said of them."""
+    """Return the slots that end every process with the pending request, each with the reason for the caller."""
     found = {slot: count for slot, count in state.deaths if count >= rules.poison_after}
     if state.losses >= LOSSES and not found:
         # The slot that most of them ended in is the cause; all are, where nothing is known.
@@ -428,7 +422,7 @@ def _one_more(counts: tuple[tuple[int, int], ...], slot: int) -> tuple[tuple[int
 
 
 def _merged(known: tuple[tuple[int, str], ...], more: Mapping[int, str]) -> tuple[tuple[int, str], ...]:
-    """Return both, the first reason of a slot kept."""
+    """Merge slots and reasons; a slot keeps the reason that is known."""
     return tuple(sorted({**more, **dict(known)}.items()))
 
 

@@ -2,8 +2,7 @@
 
 A request is sent (``send_step``, ``send``) and its answer is collected (``collect``). What a state means and what
 follows from an event is decided in ``state_machine``; what concerns processes is carried out by ``lifecycle``; this
-module holds the state and the requests. The hot path is the two halves of a plain step, written by hand: everything
-else leaves them at the first branch.
+module holds the state and the requests. Plain steps, of many workers at once, are asked and taken in ``hot_path``.
 
 Ctrl-C may come between any two lines. What was asked is told by ``state`` and lies in the segment; publishing and
 reading it again does no harm. So an interrupted call leaves its request pending, and the next call collects it. That is
@@ -37,6 +36,20 @@ from multienv.events import Hook, Statistics
 from multienv.processes.channel import Channel, Gone, SystemErrors
 from multienv.recovery.answers import ExactAnswers, RowsAnswers, call_answer, unreadable
 from multienv.recovery.checkpoint import Checkpoints, Snapshot
+from multienv.recovery.hot_path import (
+    BEGINNING_ANEW,
+    BEGINNING_ANEW_HALF,
+    MISSING,
+    OVER,
+    SAMPLE,
+    STEPPING,
+    STEPPING_HALF,
+    Line,
+    ask,
+    interned,
+    is_asked_plainly,
+    take,
+)
 from multienv.recovery.journal import ANCHOR_EVERY, Journal
 from multienv.recovery.ladder import Ladder, Launcher, RequestFailedError, Unrecoverable
 from multienv.recovery.lifecycle import Lifecycle
@@ -47,6 +60,7 @@ from multienv.recovery.state_machine import (
     Asked,
     BuildFailed,
     Built,
+    Closed,
     Discarded,
     Episode,
     Event,
@@ -61,9 +75,8 @@ from multienv.recovery.state_machine import (
     decide,
     instruction_of,
 )
-from multienv.wire.actions import ARRAY, DTYPES, INT, INT64
-from multienv.wire.banks import BEGIN, ENDED, FAILED, HEAD, STEP, STEPPED, U32, entry_of
-from multienv.wire.codecs import REWARD_TYPES, Codec, RowsReply
+from multienv.wire.banks import FAILED, entry_of
+from multienv.wire.codecs import Codec, RowsReply
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
     BEGINNING,
@@ -79,12 +92,10 @@ from multienv.wire.messages import (
     foreign,
     pack_message,
 )
-from multienv.wire.segment import REPLY, REPLY_MAIL, REQUEST, STEP_SECONDS, WORKER_SLEEPS, Segment
+from multienv.wire.segment import REQUEST, STEP_SECONDS, Segment
 
 logger = logging.getLogger("multienv")
 
-# One step in so many is followed by a look at the limits.
-SAMPLE = 63
 # Seconds that close() waits for a call whose process it has killed, and for the answer of a call that was interrupted.
 _SOON = 0.5
 # Those that take long: a caller that has other workers to wait for leaves them to a thread.
@@ -92,40 +103,10 @@ _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
 
 _STEP, _STEP_HALF = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", whole=False)
-_RESET, _RESET_HALF = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", whole=False)
-# The states of the hot path. A state that is equal to one of them is that object: see _interned().
-RUNNING = State(Process.READY, Episode.RUNNING)
-STEPPING = State(Process.READY, Episode.RUNNING, _STEP)
-STEPPING_HALF = State(Process.READY, Episode.RUNNING, _STEP_HALF)
-# A single env: its episode has ended; a reset that carries nothing is asked for.
-OVER = State(Process.READY, Episode.ENDED)
-BEGINNING_ANEW = State(Process.READY, Episode.ENDED, _RESET)
-BEGINNING_ANEW_HALF = State(Process.READY, Episode.ENDED, _RESET_HALF)
-_HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_HALF, OVER, BEGINNING_ANEW, BEGINNING_ANEW_HALF)}
-
-_ACTION_TAGS = (INT, INT64, *range(ARRAY, ARRAY + len(DTYPES)))
-
-
-def plain_heads(*, exact: bool) -> dict[int, bool]:
-    """Return the first 8 bytes, as integers, of a bank that holds a plain step; and whether an episode ends with it."""
-    rewards = range(len(REWARD_TYPES)) if exact else (0,)
-    return {
-        STEP | tag << 8 | STEPPED << 16 | flag << 24 | reward << 32: flag == ENDED
-        for tag in _ACTION_TAGS
-        for flag in (0, ENDED)
-        for reward in rewards
-    }
-
-
-_PLAIN_RESET = BEGIN | STEPPED << 16
 
 
 class HealingDue(Exception):  # noqa: N818 - internal
     """A process must be brought back or built first: call ``collect()`` in a thread, or wait there."""
-
-
-def _interned(state: State) -> State:
-    return _HOT.get(state, state)
 
 
 # All there are in this process.
@@ -135,7 +116,7 @@ _supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 def _refuse_in_child() -> None:
     """In a forked child of the trainer: no step gets past the first branch, which says whose the env is."""
     for supervisor in list(_supervisors):
-        supervisor.stand(State(Process.CLOSED))
+        supervisor.note_closed()
 
 
 if hasattr(os, "register_at_fork"):
@@ -158,6 +139,8 @@ class Supervisor:
         number: The last request whose answer was collected.
         last_answer: That answer, until the next one is collected; an exception if it is one to raise.
         core: The core it should run on, or ``None``.
+        lock: Held by whatever reads and changes the state.
+        line: What the hot path touches of the present process; ``None``: there is none.
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
         journal, record: What drove the envs, and what happened to them.
     """
@@ -179,10 +162,10 @@ class Supervisor:
         self.core: int | None = None
         self.asked_by: Any = None
         self.index = index
-        self._looks = False
+        self._sharing = 0
         self._policy, self._deadlines = policy, deadlines
         self._owner = os.getpid()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._closed = threading.Event()
         self.record = Record(index, hooks, reports, slots=len(build.draws))
         self.maintenance = Maintenance(policy)
@@ -211,17 +194,9 @@ class Supervisor:
         self.codec: Codec | None = None
         self.answers: Any = None  # ExactAnswers | RowsAnswers
         self._checkpoints = Checkpoints(self, policy.max_snapshots)
-        self._plain = plain_heads(exact=build.exact)
-        # The state after a plain step, and after one with which an episode ends.
-        self._after = (RUNNING, OVER if build.exact else RUNNING)
-        # What the hot path touches: all of the present process.
+        # Of the present process.
         self.segment: Any = None
-        self._words: Any = None
-        self._heads: Any = ()
-        self._stretches: Any = ()
-        self._encode: Any = None
-        self._read: Any = None
-        self._ring: Any = None
+        self.line: Any = None  # Line
         _supervisors.add(self)
 
     @property
@@ -243,14 +218,14 @@ class Supervisor:
 
     def start(self) -> None:
         """Launch the process and ask it to build the envs; does not wait. Again does nothing."""
-        with self._lock:
+        with self.lock:
             self._refuse_if_unusable("start")
             if self.state.process is Process.NONE and self.description is None:
                 self._launch()
 
     def initialize(self, timeout: float | None = None) -> Description:
         """Wait until the envs are built; start first if need be. Again does nothing."""
-        with self._lock:
+        with self.lock:
             self._refuse_if_unusable("initialize")
             if self.description is None or self.state.process is Process.BUILDING:
                 check_seconds("timeout", timeout, zero=True)
@@ -263,7 +238,7 @@ class Supervisor:
         self.lifecycle.launch()
         self._happen(Launched())
 
-    # --- the hot path -----------------------------------------------------------------------------
+    # --- steps, and resets that carry nothing -----------------------------------------------------
 
     def send_step(self, action: Any, whole: bool = True) -> None:
         """Publish a step; does not block.
@@ -272,30 +247,19 @@ class Supervisor:
             action: Of the action space; of several envs the batch of their actions.
             whole: The caller collects the answer in the same call.
         """
-        with self._lock:
-            if self.state is not RUNNING or self.maintenance.is_due:
+        with self.lock:
+            if not ask((self,), (0,), (action,), STEPPING if whole else STEPPING_HALF, self.asked_by):
                 self._prepare_step(action, whole)
-                return
-            number, limit, pending = self.number + 1, self._deadlines.step, self.pending
-            self._encode(number, action)
-            pending.until = None if limit is None else time.monotonic() + limit
-            pending.limit = limit
-            self.state = STEPPING if whole else STEPPING_HALF
-            words = self._words
-            words[REQUEST] = number
-            if words[WORKER_SLEEPS]:
-                self._ring(number)
 
     def _send_beginning(self, whole: bool) -> bool:
         """Publish the reset of a single env that carries nothing, if there is nothing to see to first."""
         maintenance = self.maintenance
         if self.state is not OVER or maintenance.is_due or maintenance.recycling.wanted or self._wants_anchor():
             return False
-        number, limit, self.record.asked = self.number + 1, self._deadlines.reset, ()
-        self.pending.begin(BEGINNING, b"", limit)
-        HEAD.pack_into(self.segment.banks[number & 1].view, 0, BEGIN, 0, STEPPED, 0, 0, number & U32, 0)
+        self.record.asked = ()
+        self.pending.begin(BEGINNING, b"", self._deadlines.reset)
         self.state = BEGINNING_ANEW if whole else BEGINNING_ANEW_HALF
-        self._ring(number)
+        self._publish()
         return True
 
     def collect(self, timeout: float | None = None, heal: bool = True) -> Any:
@@ -310,80 +274,28 @@ class Supervisor:
             EnvError: The env of a worker with one env raised.
             WorkerLostError: The process was lost, and the policy says ``"raise"``, or its budget is spent.
         """
-        with self._lock:
-            state = self.state
-            if timeout is not None:
-                return self._carry_out(timeout, heal)
-            if state is STEPPING or state is STEPPING_HALF:
-                number, words = self.number + 1, self._words
-                side = number & 1
-                if words[REPLY] == number or self._is_answered(number):
-                    ends = self._plain.get(self._heads[side][0])
-                    if ends is not None:
-                        answer = self._read(number)
-                        if words[REPLY_MAIL + side]:
-                            answer = self._read_mail(number, answer)
-                            if answer is None:
-                                return self._carry_out(timeout, heal)
-                        journal = self.journal
-                        if journal.recording:
-                            journal.entries[journal.base + number * journal.stride :] = self._stretches[side]
-                        self.answers.seen = number
-                        if ends:
-                            self._note_ends(answer)
-                        self.last_answer = answer
-                        # Adjacent stores: no signal handler comes in between.
-                        self.number, self.state = number, self._after[ends]
-                        self.record.steps += 1
-                        if not number & SAMPLE:
-                            self._look_at_limits()
-                        return answer
-            elif state is BEGINNING_ANEW or state is BEGINNING_ANEW_HALF:
-                answer = self._collect_beginning()
-                if answer is not None:
-                    return answer
+        with self.lock:
+            answers: list[Any] = [MISSING]
+            if timeout is None and is_asked_plainly(self.state) and not take((self,), (0,), answers, self.state):
+                return answers[0]
             return self._carry_out(timeout, heal)
 
-    def _collect_beginning(self) -> Any:
-        """Take the plain answer to a reset that carries nothing; ``None``: it is not there, or not plain."""
-        number = self.number + 1
-        if self._words[REQUEST] != number or self.pending.message is not BEGINNING:
-            return None  # a reset with a seed; or an interruption came before it was published
-        side = number & 1
-        is_answered = self._words[REPLY] == number or self._is_answered(number)
-        if not is_answered or self._heads[side][0] != _PLAIN_RESET:
-            return None
-        told = self._read(number)
-        if self._words[REPLY_MAIL + side]:
-            told = self._read_mail(number, told)
-            if told is None:
-                return None
-        journal = self.journal
-        if journal.recording:
-            journal.entries[journal.base + number * journal.stride :] = self._stretches[side]
-        self.answers.seen = number
-        self.last_answer = answer = told[0], told[4]
-        # Adjacent stores: no signal handler comes in between.
-        self.number, self.state = number, RUNNING
-        self.record.reset((None,), BEGINNING.touches)
-        if not number & SAMPLE:
-            self._look_at_limits()
-        return answer
-
-    def _is_answered(self, number: int) -> bool:
-        """Wait for the reply; false if anything else comes first, which is looked at again."""
-        if self._words[REQUEST] != number:  # an interruption came before, and may be long ago
+    def is_answered(self, number: int) -> bool:
+        """Wait for the reply to a step or a plain reset; false if anything else is to be done, or comes, first."""
+        if self.segment.words[REQUEST] != number:  # an interruption came before, and may be long ago
+            if self.state.request is None or self.state.request.kind is not Kind.STEP:
+                return False
             self.pending.arm()
-        self._ring(number)
+        self.line.ring(number)
         try:
             return self._await(number, None)
         except Gone:
             return False
 
-    def _read_mail(self, number: int, answer: Any) -> Any:
-        """Return the answer with its infos; ``None`` if they cannot be read, which the slow path tells of."""
+    def with_infos(self, number: int, answer: Any) -> Any:
+        """Return the plain answer with its infos; ``None`` if they cannot be read, which the slow path tells of."""
         try:
-            return foreign(lambda: self.answers.plain(self.segment, number, answer), Illegible)
+            return self.answers.plain(self.segment, number, answer)
         except Illegible:
             return None
 
@@ -410,7 +322,7 @@ class Supervisor:
             self._maintain(resetting=False)
         number = self.number + 1
         if self.state.process is Process.READY:
-            self._encode(number, action)
+            self.line.encode(number, action)
             self.pending.begin_step(self._deadlines.step)
         else:  # there is no process to ask it
             assert self.codec is not None
@@ -430,14 +342,14 @@ class Supervisor:
             message: The request.
             whole: The caller collects the answer in the same call.
         """
-        with self._lock:
+        with self.lock:
             if self._closed.is_set() or self._is_foreign or self.state.request is not None or self.codec is None:
                 self.refuse(name)
             if message is BEGINNING and self._send_beginning(whole):
                 return
             is_reset = isinstance(message, Reset)
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
-                self._look_at_limits()
+                self.look_at_limits()
             if self.maintenance.is_due or (is_reset and self.maintenance.recycling_due):
                 self._maintain(resetting=isinstance(message, Reset) and message.mask is None)
             touched = None
@@ -487,7 +399,7 @@ class Supervisor:
         state, instruction = self.state, Instruction.NOTHING
         for event in events:
             state, instruction = decide(state, event, self.rules)
-        self.state = _interned(state)
+        self.state = interned(state)
         return instruction
 
     def _carry_out(self, timeout: float | None, heal: bool) -> Any:
@@ -623,7 +535,7 @@ class Supervisor:
         if number > self.number + 1:
             self.journal.skip(number)
         # Adjacent stores: no signal handler comes in between.
-        self.number, self.state = number, _interned(state)
+        self.number, self.state = number, interned(state)
 
     # --- an answer --------------------------------------------------------------------------------
 
@@ -687,10 +599,10 @@ class Supervisor:
             assert self.channel is not None
             for slot, error in getattr(self.answers, "truncated_errors", {}).items():
                 record.truncated_error(slot, error, self.channel.pid)
-            self._note_ends(self.last_answer)
+            self.note_ends(self.last_answer)
             record.steps += 1
             if self.answers.ended or not self.number & SAMPLE:
-                self._look_at_limits()
+                self.look_at_limits()
             return
         if isinstance(message, Reset) and not failed:
             record.reset(message.seeds, message.touches)
@@ -698,9 +610,9 @@ class Supervisor:
                 self.journal.anchor(generators, record.steps)
                 self.answers.generators = b""
         # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
-        self._look_at_limits()
+        self.look_at_limits()
 
-    def _note_ends(self, reply: Any) -> None:
+    def note_ends(self, reply: Any) -> None:
         """Note whose episodes the rows of a step end; again does no harm."""
         if isinstance(reply, RowsReply):
             ended = (reply.terminated | reply.truncated).nonzero()[0].tolist()
@@ -708,7 +620,7 @@ class Supervisor:
 
     def resume(self) -> Any:
         """Return the answer to the pending request, or, if none is pending, the last answer once more."""
-        with self._lock:
+        with self.lock:
             if self.state.request is not None:
                 return self.collect()
             if isinstance(self.last_answer, BaseException):
@@ -717,7 +629,7 @@ class Supervisor:
 
     def waiting(self) -> tuple[Channel, int] | None:
         """Return channel and number to wait for; ``None``: ``collect`` has something to do without waiting."""
-        with self._lock:
+        with self.lock:
             if instruction_of(self.state, self.rules) is Instruction.ASK and self.channel is not None:
                 return self.channel, self._next_number()
             return None
@@ -749,27 +661,25 @@ class Supervisor:
         """Make a process the worker's."""
         codec, segment, old = self.codec, channel.segment, self.channel
         assert codec is not None
-        encode, read = codec.encoder(segment), codec.reader(segment)
-        heads, stretches = [bank.head for bank in segment.banks], [bank.stretch for bank in segment.banks]
+        line = Line(channel, codec, self._deadlines.step)
         if self.segment is not None:
             self.answers.stand(segment, self.answers.standing(self.segment))
         self.pending.put(segment, self.number + 1)
         # Adjacent stores: no signal handler comes in between.
-        self.lifecycle.channel, self.segment, self._words, self._ring = channel, segment, segment.words, channel.ring
-        self._encode, self._read, self._heads, self._stretches = encode, read, heads, stretches
+        self.lifecycle.channel, self.segment, self.line = channel, segment, line
         self.ladder.handed_over()
         self.maintenance.begin(self.record)
-        channel.prefer(self.core, looks=self._looks)
+        channel.prefer(self.core, sharing=self._sharing)
         if old is not None and old is not channel:
             old.kill()
             old.release()
 
-    def prefer(self, core: int | None, *, looks: bool) -> None:
+    def prefer(self, core: int | None, *, sharing: int) -> None:
         """Have the worker, and each process after it, run on this core while steps are short."""
-        self.core, self._looks = core, looks
+        self.core, self._sharing = core, sharing
         channel = self.channel
         if channel is not None:
-            channel.prefer(core, looks=looks)
+            channel.prefer(core, sharing=sharing)
 
     def give_up(self) -> None:
         """End the process; the envs' episode is given up too."""
@@ -779,7 +689,7 @@ class Supervisor:
 
     def discard(self) -> None:
         """End the process, whatever state the envs are in: the next reset begins in a new one."""
-        with self._lock:
+        with self.lock:
             self._refuse_if_unusable("discard")
             if self.codec is None or self.state.request is not None:
                 self.refuse("discard")
@@ -787,7 +697,7 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def _look_at_limits(self) -> None:
+    def look_at_limits(self) -> None:
         """Trim the journal and see whether something is due before the next request."""
         channel = self.channel
         if channel is not None:
@@ -824,26 +734,26 @@ class Supervisor:
 
     def snapshot(self) -> Snapshot:
         """Keep the envs as they are now, to come back to with :meth:`restore`, any number of times."""
-        with self._lock:
+        with self.lock:
             self._refuse_if_unusable("snapshot")
             return self._checkpoints.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
         """Have the envs as they were when this snapshot of them was taken."""
-        with self._lock:
+        with self.lock:
             self._refuse_if_unusable("restore")
             self._checkpoints.restore(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it takes to go on from here in another trainer: plain data."""
-        with self._lock:
+        with self.lock:
             self._refuse_if_unusable("state_dict")
             return self._checkpoints.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called; a new process replays what it holds, and is verified."""
         self.initialize()
-        with self._lock:
+        with self.lock:
             self._refuse_if_unusable("load_state_dict")
             self._checkpoints.load_state_dict(state)
 
@@ -871,11 +781,15 @@ class Supervisor:
                 if instruction is not Instruction.ASK:
                     raise self.lifecycle.error(instruction, self.state) from None
                 state, _ = decide(self.state, Replied(), self.rules)
-                self.state = _interned(state)
+                self.state = interned(state)
+
+    def note_closed(self) -> None:
+        """Be closed from now on."""
+        self._happen(Closed())
 
     def stand(self, state: State) -> None:
         """Have a state that was left earlier."""
-        self.state = _interned(state)
+        self.state = interned(state)
 
     # --- wrong calls ------------------------------------------------------------------------------
 
@@ -939,25 +853,25 @@ class Supervisor:
         self._closed.set()
         self.ladder.close()
         limit = self._deadlines.close if patience is None else min(self._deadlines.close, max(0.0, patience))
-        mine = self._lock._is_owned()  # type: ignore[attr-defined]
-        if mine or not self._lock.acquire(blocking=False):
+        mine = self.lock._is_owned()  # type: ignore[attr-defined]
+        if mine or not self.lock.acquire(blocking=False):
             channel = self.channel
             if channel is not None:
                 channel.kill()
             # Held by a call that sees the end of its process at once, unless this is a signal handler above that call.
-            if mine or not self._lock.acquire(timeout=min(limit, _SOON)):
+            if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
                 self.record.told.append((self._let_go, None))  # when that call is done
                 return
         try:
             self._end(limit)  # again does nothing, unless it was interrupted
             self._release()
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _end(self, limit: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
         channel, state, number = self.channel, self.state, self._next_number()
-        self.state = State(Process.CLOSED)
+        self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
         until = time.monotonic() + limit
@@ -982,17 +896,15 @@ class Supervisor:
         self._release()
 
     def _let_go(self, event: None = None) -> None:
-        with self._lock:
+        with self.lock:
             self._release()
 
     def _release(self) -> None:
         """Let go of the process, of snapshots, and of what keeps memory mapped."""
-        self.state = State(Process.CLOSED)
+        self.note_closed()
         self._checkpoints.free_all()
         channel = self.channel
-        self.lifecycle.channel = self.last_answer = None
-        self._encode = self._read = self._ring = self.segment = self._words = None
-        self._heads = self._stretches = ()
+        self.lifecycle.channel = self.last_answer = self.segment = self.line = None
         with SystemErrors():
             if channel is not None:
                 channel.release()

@@ -1,4 +1,4 @@
-"""Are the replayed envs the lost ones? What came of a replay is held against the journal, slot by slot."""
+"""Compare a replay with the journal, slot by slot: are the replayed envs the lost ones?"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from multienv.wire.banks import STEPPED, BankLayout, Entry, are_digests, slot_di
 
 
 def differences(recorded: bytes, replayed: bytes, layout: BankLayout, *, exact: bool) -> dict[int, str]:
-    """Return for each slot that the replay shows otherwise what differs first; ``{}`` when all agree to the bit.
+    """Return the first difference for each slot that is replayed otherwise; ``{}`` when all agree to the bit.
 
     Args:
         recorded: Journal entries.
-        replayed: The entries that came of running them again.
+        replayed: The entries of the same requests, run again.
         layout: Of the banks they were copied from.
         exact: They are of the exact codec.
     """
@@ -85,7 +85,7 @@ def _of_evidence(one: bytes, other: bytes, slots: int, exact: bool) -> list[int]
 
 
 def alike(one: bytes, other: bytes) -> bool:
-    """Tell whether two pickles hold the same. Those that cannot be read here do if their bytes are the same."""
+    """Tell whether two pickles hold equal values. Pickles that cannot be read here are compared as bytes."""
     if one == other:
         return True
     try:

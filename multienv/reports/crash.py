@@ -46,7 +46,7 @@ REPLAY = ("entries", "state", "generators", "lasting")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is known of a worker when it is lost.
+    """The facts about a worker when it is lost.
 
     Attributes:
         replay: Returns the replay that reaches back furthest, or ``None``; called in the thread that writes.
@@ -88,15 +88,15 @@ class CrashReports:
         self._case: Case | None = None
 
     def open(self, loss: Loss, case: Case | None) -> None:
-        """Note a loss."""
+        """Open a report for a loss, if reports are wanted."""
         if self._directory is not None and case is not None:
-            # The env's own index where the loss has one: a worker with several envs names that which it was executing.
+            # The env's own index where the loss has one: with several envs, the env that the worker was executing.
             index = self._index if loss.env_index is None else loss.env_index
             self.path = str(store.new_path(self._directory, index))
             self._case = case
 
     def close(self, recovery: Recovery) -> None:
-        """Have the report written: at once if an error or a truncation tells of it, else soon, by another thread."""
+        """Have the report written: at once if an error or a truncation names it, else soon, by another thread."""
         self.last, case, self.path, self._case = self.path, self._case, "", None
         if case is None:
             return
@@ -163,7 +163,7 @@ def without_pickles(build: Build) -> Build:
 
 
 def _request(case: Case) -> dict[str, Any]:
-    """Return what was asked, readable."""
+    """Return the pending request as JSON values."""
     if not case.pending or case.layout is None or case.description is None:
         return {}
     (entry,) = split_entries(case.pending, case.layout.end)

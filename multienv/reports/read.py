@@ -55,7 +55,7 @@ def load(path: str | Path, *, trust: bool = False) -> Report:
         trust: What it holds pickled may be loaded: the author of the report can run any code here.
 
     Raises:
-        ReportError: It is not there, is damaged, or is something else.
+        ReportError: The file is not there, is damaged, or is no report.
     """
     path = Path(path).with_suffix(".json")
     beside = path.with_suffix(".npz")
@@ -67,12 +67,12 @@ def load(path: str | Path, *, trust: bool = False) -> Report:
         return _report(path, document, arrays, build, trust=trust)
     except FileNotFoundError as error:
         raise ReportError(f"{beside} is missing: it lies beside the .json and holds the journal.") from error
-    except Exception as error:  # damage has many faces; and unpickling what is trusted runs foreign code
+    except Exception as error:  # damage shows in many ways; and unpickling a trusted report runs foreign code
         raise ReportError(f"{path} or {beside.name} is damaged: {type(error).__name__}: {error}.") from error
 
 
 def _report(path: Path, document: dict[str, Any], arrays: dict[str, bytes], build: Any, *, trust: bool) -> Report:
-    """Put a report together; what is damaged raises."""
+    """Build a `Report` from its parts; raises an exception of any kind if one is damaged."""
     if type(build) is not Build:
         raise TypeError(f"it was built by {build!r:.100}")
     layout, journal, replay, pending = document["layout"], document["journal"], None, None

@@ -38,7 +38,7 @@ def _usage() -> Usage:
 
 @dataclass
 class Chaos:
-    """Tells what came of it.
+    """The outcome of :func:`run_chaos`.
 
     Attributes:
         steps: Env steps held against the undisturbed run.
@@ -62,7 +62,7 @@ class Chaos:
 
     @property
     def kills(self) -> int:
-        """Workers lost. A strike may come to one that is dead or stopped already."""
+        """Return how many workers were lost; a strike may hit one that is dead or stopped already."""
         return self.losses.total()
 
     def quantile(self, share: float) -> float:
@@ -71,7 +71,7 @@ class Chaos:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
     def note(self, event: Event) -> None:
-        """Count a loss or what became of it: a hook."""
+        """Count a loss or its outcome: a hook."""
         if isinstance(event, Loss):
             how = exit_text(event.exit_code).partition(" (")[0]
             self.losses[f"{event.cause}: {how}"] += 1
@@ -110,7 +110,7 @@ def run_chaos(
             second for a step and five for a reset unless they say otherwise.
     """
     chaos, until, dice = Chaos(), time.monotonic() + seconds, random.Random(seed)
-    # No reports: those of strikes on purpose would push out those of real losses.
+    # No reports: reports of strikes would push out the reports of real losses.
     options = {"deadlines": Deadlines(step=0.5, reset=5.0), "reports": "", **options}
     make = lambda: create_subprocess_envs([env_fn] * num_envs, hooks=[chaos.note], **options)  # noqa: E731
     goes_on: Callable[[], bool] = lambda: chaos.kills < kills and time.monotonic() < until  # noqa: E731

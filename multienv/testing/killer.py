@@ -88,7 +88,7 @@ class Killer:
 
     @property
     def delivered(self) -> int:
-        """How many signals were sent so far."""
+        """Return how many signals were sent so far."""
         return self.strikes.total()
 
     def strike(self) -> bool:
@@ -100,12 +100,12 @@ class Killer:
         return sent
 
     def __enter__(self) -> Killer:  # noqa: PYI034 - Self needs Python 3.11
-        """Begin to strike."""
+        """Start the thread that strikes."""
         self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Strike no more, and wait for the thread."""
+        """Stop the thread that strikes, and raise what it raised."""
         self._stop.set()
         self._thread.join()
         if self._error is not None and error is None:  # what the block raised says more

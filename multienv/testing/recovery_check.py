@@ -38,12 +38,12 @@ class RecoveryCheck:
 
     @property
     def is_honest(self) -> bool:
-        """Whether nothing wrong was passed off as right."""
+        """Tell whether nothing differed silently."""
         return not self.mismatches
 
     @property
     def is_exact(self) -> bool:
-        """Whether every kill asked for was delivered, and recovered from exactly."""
+        """Tell whether every kill asked for was delivered, and recovered from exactly."""
         return self.is_honest and self.exact == self.kills == self.asked
 
     def raise_if_inexact(self) -> None:
@@ -91,7 +91,7 @@ def check_env_recovers(
     """
     if not 0 <= kills <= steps:
         raise ValueError(f"there must be at least as many steps as kills, not {steps} steps and {kills} kills")
-    # No reports: those of kills on purpose would push out those of real losses.
+    # No reports: reports of kills on purpose would push out the reports of real losses.
     make = make_env or (lambda env_fn: SubprocessEnv(env_fn, **{"reports": "", **options}))
     doomed = frozenset(random.Random(seed).sample(range(steps), kills))
     check, step, attempt = RecoveryCheck(asked=kills), 0, seed

@@ -54,16 +54,16 @@ class SideBySide:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close both."""
+        """Close both batches."""
         self._stack.close()
 
     @property
     def agree(self) -> bool:
-        """Whether the two have not parted."""
+        """Tell whether the two batches have not parted."""
         return not self.mismatch and not self.reasons
 
     def step(self) -> None:
-        """Step both, if they have not parted."""
+        """Step both batches, if they have not parted."""
         if not self.agree:
             return
         actions = [self._actions.sample() for _ in self.struck.envs]

@@ -14,7 +14,6 @@ from gymnasium import logger
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from multienv.cores import Turns
 from multienv.envs.building import EnvFn, build_all, mode_of
 from multienv.envs.calls import advice_after, call_message, checked_seeds, is_interrupted, refuse_copy, settle
 from multienv.errors import (
@@ -28,7 +27,7 @@ from multienv.errors import (
 )
 from multienv.events import Statistics
 from multienv.fanout import FanOut, Round
-from multienv.recovery.supervisor import HealingDue, Supervisor
+from multienv.recovery.supervisor import Supervisor
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
     Rows,
@@ -94,7 +93,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if place is not None:
             place(self._workers)
         self._fanout = FanOut(self._workers)
-        self._turns = Turns({place: worker.core for place, worker in enumerate(self._workers)})
         self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
         self._begun = np.zeros(self.num_envs, np.bool_)  # the env has an episode
         self._all_begun = False
@@ -134,7 +132,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._split = action_splitter(action_space, self._slices)
 
     def __enter__(self) -> Self:
-        """Nothing more to do: the envs are built."""
+        """Return this object, whose envs are built."""
         return self
 
     def __exit__(self, *error: object) -> Literal[False]:
@@ -195,7 +193,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         def make() -> Any:
             self._note(current)
-            return self._error_of(current) or (self._rows.observations(current.answers), self._infos(current))
+            return self._error_of(current) or (self._rows.observations(current.answers, current), self._infos(current))
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
 
@@ -227,30 +225,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         parts = self._split(actions)
         if not self._all_begun:
             self._refuse_without_episodes()
-        return self._outcome(self._stepped(parts))
-
-    def _stepped(self, parts: list[Any]) -> Round:
-        """Do what ``FanOut.ask("step", parts)`` does; written by hand, for this is the hot path."""
-        workers, fanout, turn, is_left = self._workers, self._fanout, self._turns.now(), False
-        current = Round("step", parts, [worker.number for worker in workers], turn, whole=True)
-        answers = current.answers
-        fanout.unfinished = current
-        try:
-            for place in turn:
-                workers[place].send_step(parts[place])
-        except MultienvError:  # one refuses: it, and those after it, are asked there
-            return fanout.collect()
-        except BaseException:
-            current.requests = copying.deepcopy(parts)  # the caller may reuse its array before all is sent
-            raise
-        for place in reversed(turn):
-            try:
-                answers[place] = workers[place].collect(None, False)
-            except HealingDue:
-                is_left = True
-            except MultienvError as error:
-                current.failures[place], answers[place] = error.with_traceback(None), None
-        return fanout.collect() if is_left else current
+        return self._outcome(self._fanout.ask("step", parts))
 
     def step_async(self, actions: Any) -> None:
         """Send the steps; collect them with :meth:`step_wait`."""
@@ -272,7 +247,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             infos = self._plain_infos(current.answers)
         if infos is None:
             return self._handed_over(current, partial(self._special_outcome, current))  # type: ignore[no-any-return]
-        batch = (*self._rows.batch(current.answers), infos)
+        batch = (*self._rows.batch(current.answers, current), infos)
         # The answers, which are arrays over the banks, stay mapped while the traceback of an error holds the round.
         self._fanout.finish()
         del current.answers[:]  # no call
@@ -299,7 +274,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if current.resumed:
             for index in range(self.num_envs):
                 self._add_info(infos, {"multienv": {"resumed": True}}, index)
-        return (*self._rows.batch(current.answers), infos)
+        return (*self._rows.batch(current.answers, current), infos)
 
     def _refuse_without_episodes(self) -> NoReturn:
         missing = np.flatnonzero(~self._begun).tolist()

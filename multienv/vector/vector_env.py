@@ -106,15 +106,16 @@ class SubprocessVectorEnv(HostedVectorEnv):
             hooks=hooks,
             reports=reports,
         )
-        if restart.recycle_after_episodes is not None:
+        sizes = deal(len(self.env_fns), envs_per_worker, busy_cores(), max_concurrency)
+        if restart.recycle_after_episodes is not None and max(sizes) > 1:
             raise UsageError(
                 "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
-                "give recycle_after_steps, recycle_after or max_rss."
+                "give envs_per_worker=1, or recycle_after_steps, recycle_after or max_rss."
             )
         self._owner = os.getpid()
         super().__init__(
             self.env_fns,
-            deal(len(self.env_fns), envs_per_worker, busy_cores(), max_concurrency),
+            sizes,
             workers.make,
             place=spread if bind_cores else None,
             shared_memory=shared_memory,
@@ -124,7 +125,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         )
 
     def __del__(self) -> None:
-        """Let go of the processes, which end by themselves, if close() was not called."""
+        """Release the processes, which then end by themselves, if close() was not called."""
         if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
             for worker in self.__dict__.get("_workers", ()):
                 worker.abandon()
@@ -137,8 +138,8 @@ class SerialVectorEnv(HostedVectorEnv):
     stops here. Deadlines are not enforced, and a crash of an env is a crash of this process.
 
     Attributes:
-        envs: The envs themselves, as ``gymnasium.vector.SyncVectorEnv`` has them. To look at: what is done to them
-            here is not done through this class.
+        envs: The envs themselves, as ``gymnasium.vector.SyncVectorEnv`` has them. For reading
+            only: this class does not see what is done to them directly.
 
     Args:
         env_fns: Each builds one env.
@@ -173,7 +174,7 @@ class SerialVectorEnv(HostedVectorEnv):
         )
 
     def __del__(self) -> None:
-        """Leave the envs alone, where gymnasium before 1.2 closes."""
+        """Do nothing: gymnasium before 1.2 closes the envs here."""
 
 
 def _noted(env_fn: EnvFn, envs: list[Any], index: int) -> Any:

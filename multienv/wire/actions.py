@@ -35,8 +35,15 @@ ARRAY = 8  # + the index of its dtype in DTYPES
 DTYPES = tuple(np.dtype(name) for name in ("f4", "f8", "i8", "i4", "i2", "i1", "u1", "u2", "u4", "u8", "?", "f2"))
 _TAG_OF = {dtype: ARRAY + index for index, dtype in enumerate(DTYPES)}
 _ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
-_INTEGER_STEP = struct.Struct(HEAD.format + "q")
 _INTEGER = struct.Struct("<q")
+
+
+def _step_head(tag: int) -> int:
+    """Return the first 8 bytes of a bank with a step, as an integer."""
+    return STEP | tag << 8 | STEPPED << 16
+
+
+_INT_STEP, _INT64_STEP = _step_head(INT), _step_head(INT64)
 
 
 def action_bytes(space: spaces.Space[Any]) -> int:
@@ -59,15 +66,18 @@ def action_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
 
 
 def _integer_encoder(space: spaces.Discrete, segment: Segment) -> Encode:
-    pack, int64 = _INTEGER_STEP.pack_into, np.int64
-    views = [bank.view for bank in segment.banks]
+    int64 = np.int64
+    heads = [bank.head for bank in segment.banks]
+    places = [bank.view[HEAD.size : HEAD.size + 8].cast("q") for bank in segment.banks]
     first, last = int(space.start), int(space.start) + int(space.n) - 1
 
     def encode(number: int, action: Any) -> None:
         kind = type(action)
         if (kind is int or kind is int64) and first <= action <= last:
-            tag = INT if kind is int else INT64
-            pack(views[number & 1], 0, STEP, tag, STEPPED, 0, 0, number & U32, 0, action)
+            side = number & 1
+            head = heads[side]
+            head[0], head[1] = _INT_STEP if kind is int else _INT64_STEP, number & U32
+            places[side][0] = action
         else:
             _encode_any(space, segment, number, action)
 
@@ -75,26 +85,27 @@ def _integer_encoder(space: spaces.Discrete, segment: Segment) -> Encode:
 
 
 def _array_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
-    pack, shape, ndarray = HEAD.pack_into, space.shape, np.ndarray
-    views = [bank.view for bank in segment.banks]
+    shape, ndarray = space.shape, np.ndarray
+    heads, views = [bank.head for bank in segment.banks], [bank.view for bank in segment.banks]
     assert shape is not None
-    # For each dtype its tag, and the array over the actions in either bank.
+    # For each dtype the head of a step, and the array over the actions in either bank.
     places = {
-        dtype: (ARRAY + index, [ndarray(shape, dtype, view, HEAD.size) for view in views])
+        dtype: (_step_head(ARRAY + index), [ndarray(shape, dtype, view, HEAD.size) for view in views])
         for index, dtype in enumerate(DTYPES)
     }
     last = np.dtype(np.float32)
-    tag, arrays = places[last]
+    step, arrays = places[last]
 
     def encode(number: int, action: Any) -> None:
-        nonlocal last, tag, arrays
+        nonlocal last, step, arrays
         if type(action) is ndarray and action.shape == shape:
             # Looked up when it changes: to hash a dtype takes as long as to copy a few actions.
             if action.dtype is not last and action.dtype in places:
-                last, (tag, arrays) = action.dtype, places[action.dtype]
+                last, (step, arrays) = action.dtype, places[action.dtype]
             if action.dtype is last:
                 side = number & 1
-                pack(views[side], 0, STEP, tag, STEPPED, 0, 0, number & U32, 0)
+                head = heads[side]
+                head[0], head[1] = step, number & U32
                 arrays[side][...] = action
                 return
         _encode_any(space, segment, number, action)

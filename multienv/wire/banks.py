@@ -133,7 +133,7 @@ class Bank:
     Attributes:
         view: All of the bank.
         stretch: The part that is journalled.
-        head: The first 8 bytes as one integer: kind, action tag, reply kind, flags, reward tag.
+        head: The head as two integers: kind, action tag, reply kind, flags, reward tag; number, evidence.
         absent, rewards, terminated, truncated, failed: One value for each slot.
         digests: One integer for each slot, where observations are digested.
     """
@@ -155,7 +155,7 @@ class Bank:
         self.layout = layout
         view = self.view = memory[offset : offset + layout.size]
         self.stretch = view[: layout.end]
-        self.head = view[:8].cast("Q")
+        self.head = view[: HEAD.size].cast("Q")
         n = layout.slots
         array: Callable[[int, Any], Array] = lambda start, kind: np.frombuffer(view, kind, n, start)  # noqa: E731
         self.absent = array(layout.absent, np.uint8)

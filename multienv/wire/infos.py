@@ -77,6 +77,12 @@ class NumberInfos:
     def __init__(self, columns: Columns, rows: bytes) -> None:
         self.columns, self.rows = columns, rows
 
+    @classmethod
+    def of(cls, mail: bytes) -> NumberInfos:
+        """Return the infos in mail that begins with the code of numbers."""
+        begin = _HEAD.size + _HEAD.unpack_from(mail)[1]
+        return cls(_named(mail[_HEAD.size : begin]), mail[begin:])
+
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield slot and info."""
         for slot, values in enumerate(self.columns.row.iter_unpack(self.rows)):
@@ -179,9 +185,7 @@ def unpack_extras(mail: bytes, start: int = 0) -> tuple[Extras, dict[int, Except
     if len(mail) == start:
         return Extras(), {}
     if mail[start] == _NUMBERS:
-        _, length, _ = _HEAD.unpack_from(mail, start)
-        begin = start + _HEAD.size
-        return Extras(NumberInfos(_named(mail[begin : begin + length]), mail[begin + length :])), {}
+        return Extras(NumberInfos.of(mail[start:])), {}
     pickled, failures, generators = pickle.loads(memoryview(mail)[start:])
     infos: list[tuple[int, Any]] = []
     illegible: dict[int, Exception] = {}
@@ -193,13 +197,9 @@ def unpack_extras(mail: bytes, start: int = 0) -> tuple[Extras, dict[int, Except
     return Extras(infos, failures, None, generators), illegible
 
 
-def numbers_of_one(mail: bytes) -> dict[str, Any] | None:
-    """Return the info of a single env, if the mail holds nothing else and the info only numbers; else ``None``."""
-    if mail[0] != _NUMBERS:
-        return None
-    begin = _HEAD.size + _HEAD.unpack_from(mail)[1]
-    columns = _named(mail[_HEAD.size : begin])
-    return columns.info(columns.row.unpack_from(mail, begin))
+def numbers_in(mail: bytes) -> NumberInfos | None:
+    """Return the infos, if the mail holds nothing else and they hold only numbers; else ``None``."""
+    return NumberInfos.of(mail) if mail[0] == _NUMBERS else None
 
 
 class InfoMerger:

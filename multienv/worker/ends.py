@@ -1,4 +1,4 @@
-"""What a worker is handed at its birth, or when it is woken."""
+"""The descriptors that a worker is given when it starts, or when it is woken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MARK_VARIABLE = "MULTIENV_WORKER"
 
 
 def mark_of(monitor: int, worker: int) -> str:
-    """Return the value of the variable for this worker process of this monitor process."""
+    """Return the value of MARK_VARIABLE for a worker, given the pids of its monitor and of itself."""
     return f"{monitor}.{worker}"
 
 
@@ -33,11 +33,11 @@ class Ends:
 
     @classmethod
     def of(cls, line: int, memory: int, stack: int, announcements: int) -> Ends:
-        """Make it of plain numbers."""
+        """Build the object from descriptor numbers, which it then owns."""
         return cls(socket.socket(fileno=line), memory, stack, socket.socket(fileno=announcements))
 
     def close(self) -> None:
-        """Close all but the memory, which is the segment's to close."""
+        """Close all descriptors but ``memory``, which the segment closes."""
         self.line.close()
         self.announcements.close()
         os.close(self.stack)

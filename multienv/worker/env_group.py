@@ -28,7 +28,7 @@ class EnvGroup:
 
     Args:
         envs: The envs, built.
-        message: How they were asked for.
+        message: The request that the envs were built for.
         words: Control words, where the slot that is called is marked.
 
     Attributes:
@@ -55,7 +55,7 @@ class EnvGroup:
             seeding.give_generator(env, draw)
 
     def describe(self) -> Description:
-        """Return the spaces of all envs, and what else the first one tells of itself."""
+        """Return the spaces of all envs, with metadata, spec and render mode of the first."""
         first = self.envs[0]
         return Description(
             spaces=tuple((env.observation_space, env.action_space) for env in self.envs),
@@ -78,7 +78,7 @@ class EnvGroup:
         self.calls[:] = [self._call_after_end(slot) if ended else step for slot, (ended, step) in self._each_step()]
 
     def calls_are_current(self) -> bool:
-        """Tell whether each env's ``step`` is what it was; looked at after each request that is not a step."""
+        """Tell whether each env's ``step`` is unchanged; called after each request that is not a step."""
         with contextlib.suppress(Exception):  # foreign code
             return [env.step for env in self.envs] == self._steps
         return True
@@ -133,7 +133,7 @@ class EnvGroup:
         return self.each(name, slots, read)
 
     def each(self, name: str, slots: Sequence[int] | None, ask: Callable[[int, Any], Any]) -> bytes:
-        """Ask each env something; an exception of one keeps none of the others from being asked.
+        """Call ``ask`` for each env; an exception in one does not keep the others from being asked.
 
         Args:
             name: Of the method or attribute, for errors.

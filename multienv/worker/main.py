@@ -132,7 +132,9 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
     affinity, unseen = Affinity.of_this_process(words), 0
     try:
         while True:
-            if words[REQUEST] == last and (host.closing or not _await_request(line, words, last)):
+            if words[REQUEST] == last and (
+                host.closing or not _await_request(line, words, last, looks=not affinity.is_crowded)
+            ):
                 return
             number = words[REQUEST]
             if number & unseen:
@@ -162,9 +164,9 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
         affinity.end()
 
 
-def _await_request(line: socket.socket, words: Any, last: int) -> bool:
+def _await_request(line: socket.socket, words: Any, last: int, *, looks: bool) -> bool:
     """Look for another request than ``last``, then sleep until there is one; false when the line has ended."""
-    if words[LOOKS]:
+    if looks and words[LOOKS]:
         clock, give_way = time.perf_counter, _give_way
         until = clock() + LOOKING
         while words[REQUEST] == last:

@@ -50,7 +50,7 @@ def capture(envs: Sequence[Env]) -> bytes:
     found = []
     for env in envs:
         generators = {place: getattr(holder, name) for place, holder, name in _generators(env)}
-        # Without the seed beside its generator gymnasium would draw both anew as soon as it is asked for the seed.
+        # Without the seed beside the generator gymnasium would draw both anew when `np_random_seed` is read.
         found.append((getattr(env.unwrapped, _USUAL_SEED, None), generators))
     return pickle.dumps((process, found), protocol=5)
 
@@ -87,7 +87,7 @@ def _generators(env: Any) -> Iterator[tuple[Any, Any, str]]:
             yield (depth, (name,)), layer, name
         for name in _SPACES:
             space = None
-            with contextlib.suppress(Exception):  # it may be a property of theirs
+            with contextlib.suppress(Exception):  # the space may be a property of the env's, which raises
                 space = getattr(layer, name)
             if isinstance(getattr(space, _USUAL, None), np.random.Generator):
                 yield (depth, (name, _USUAL)), space, _USUAL

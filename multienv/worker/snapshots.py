@@ -32,20 +32,20 @@ from typing import NoReturn
 from multienv.wire.segment import OBSTACLE, SHARED_NAME, SNAPSHOTS, Segment
 from multienv.worker.ends import MARK_VARIABLE, Ends, mark_of
 
-# Process, number of the last request executed in it, and the token it is kept under; 0: it is for the worker's death.
+# Process, number of the last request executed in it, and the token it is kept under; 0: the newest, for recoveries.
 ANNOUNCEMENT = struct.Struct("<QQQ")
 WAKING = struct.Struct("<Q")  # the monitor
-# What comes with it: line, memory, stack, announcements, stderr.
+# What comes with WAKING: line, memory, stack, announcements, stderr.
 _WAKING_DESCRIPTORS = 5
 
 # Why there are none; control word OBSTACLE is an index.
 OBSTACLES = ("", "threads", "child processes", "sockets", "devices", "the fork failed", "shared memory")
 _THREADS, _CHILDREN, _SOCKETS, _DEVICES, _FAILED, _SHARED = range(1, 7)
-# Pygame starts it, and needs it for callbacks by the clock alone, which no env asks for that is to be deterministic.
+# Pygame starts this thread for callbacks by the clock, which no deterministic env asks for.
 _HARMLESS_THREADS = ("SDLTimer\n",)
 _DEVICE_PREFIXES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/infiniband")
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-# In the kernel's list of mappings: memory that a copy would go on sharing with its worker, unless it is ours.
+# In the kernel's list of mappings: memory that a copy would share with its worker, except multienv's segment.
 _SHARED_MAPPING = re.compile(rb" .w.s .*(?<!/memfd:%s \(deleted\))\n" % SHARED_NAME.encode())
 
 # Env time between two snapshots: as many times what a fork takes, so that they cost a third of a percent; the pages
@@ -69,7 +69,7 @@ class Woken(BaseException):
     """Raised in a snapshot that has been woken, out of what the worker was doing when it was taken.
 
     Attributes:
-        ends: What it has been handed.
+        ends: The descriptors that it has been handed.
         number: The last request executed in it.
     """
 
@@ -92,7 +92,7 @@ class Snapshots:
         self._segment = segment
         self._ends = ends
         self._fork = fork
-        self._number = 0  # of the last request executed in the newest one; in a woken copy: in itself
+        self._number = 0  # of the last request executed in the newest snapshot; in a woken copy: in the copy
         self._token = 0
         self._every = -1
         self._interval = _SHORTEST
@@ -101,51 +101,51 @@ class Snapshots:
 
     @property
     def watches_all(self) -> bool:
-        """Whether :meth:`consider` is to be called after each step."""
+        """Tell whether :meth:`consider` is to be called after each step."""
         return 0 < self._every <= _OFTEN
 
     def begin(self, every: int, *, at_once: bool = False) -> None:
-        """Take one every so many steps; 0: as often as is good; -1: never. ``at_once``: the first one without delay."""
+        """Plan a snapshot every so many steps; 0: at the best interval; -1: never. ``at_once``: the first at once."""
         self._every = every if sys.platform == "linux" else -1
         self._interval = 0.0 if at_once else _SHORTEST
 
     def consider(self, number: int, step_seconds: float) -> None:
-        """After the step with this number: take one if it is time. In the copy `Woken` is raised when it is woken."""
+        """Take a snapshot after the step with this number, if one is due. A copy that is woken raises `Woken` here."""
         if self._every < 0:
             return
         steps = number - self._number
         if steps >= self._every if self._every else self._is_due(number, steps, step_seconds):
             obstacle = self._take(number, 0)
             self._segment.words[OBSTACLE] = obstacle
-            if obstacle:  # it may go away: try again later
+            if obstacle:  # the obstacle may go away: try again later
                 self._interval = _OBSTACLE_FACTOR * max(_SHORTEST, self._interval)
 
     def _is_due(self, number: int, steps: int, step_seconds: float) -> bool:
-        """Take them at round numbers: workers that are stepped together then fork together, and are waited for once.
+        """Tell whether a snapshot is due: at round numbers, so that workers stepped together also fork together.
 
-        But no later than after four times as many steps as are enough: other requests may have all the round numbers.
+        At the latest after four times as many steps as are enough: other requests may have all the round numbers.
         """
         enough = self._interval / max(step_seconds, 1e-9)
         is_round = number % (1 << max(0, int(enough).bit_length() - 1)) == 0
         return steps >= enough and (is_round or steps >= 4 * enough)
 
     def keep(self, number: int, token: int) -> str:
-        """Take one during request ``number``, to be kept under ``token``; return what is in the way, or nothing."""
+        """Take a snapshot during request ``number``, kept under ``token``; return the obstacle in words, or ``""``."""
         if sys.platform != "linux":
             return "the operating system"
         return OBSTACLES[self._take(number, token)]
 
     def go_on(self, segment: Segment, ends: Ends) -> None:
-        """In a woken copy, with a segment and descriptors of its own: leave another copy in its place."""
+        """Take over segment and descriptors in a woken copy, and take another snapshot in its place."""
         self._segment, self._ends = segment, ends
         self._take(self._number, self._token)
         self._token = 0
-        self._interval = 0.0  # and a newer one soon: what was lost may well be lost again
+        self._interval = 0.0  # take a newer one soon: the worker may well be lost again
 
     # --- in the worker --------------------------------------------------------------------------
 
     def _take(self, number: int, token: int) -> int:
-        """Take one; return the obstacle, or 0."""
+        """Take a snapshot; return the obstacle, an index of OBSTACLES, or 0."""
         if not token:
             self._number = number
         self._reap()
@@ -157,10 +157,10 @@ class Snapshots:
             ours, theirs = socket.socketpair()
         except OSError:  # no descriptor is left
             return _FAILED
-        for stream in (sys.stdout, sys.stderr):  # or the copy would write it a second time
+        for stream in (sys.stdout, sys.stderr):  # or the copy would write the buffered text again
             with contextlib.suppress(Exception):
                 stream.flush()
-        drawn = random.getstate()  # Python seeds it anew in a forked child
+        drawn = random.getstate()  # Python seeds `random` anew in a forked child
         timers = [signal.getitimer(which) for which in _TIMERS]  # and a child has none
         try:
             pid = self._fork()
@@ -175,7 +175,7 @@ class Snapshots:
             self._freeze(theirs, timers)
         theirs.close()
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # both do it, because either may be first
+            os.setpgid(pid, pid)  # worker and copy both do this, because either may be first
         self._announce(ANNOUNCEMENT.pack(pid, number, token), ours)
         self._pids.add(pid)
         self._segment.words[SNAPSHOTS] += 1
@@ -185,7 +185,7 @@ class Snapshots:
         return 0
 
     def _announce(self, message: bytes, channel: socket.socket) -> None:
-        """Tell the monitor, which lets go of the one before. If it does not hear, the copy sees the socket end."""
+        """Announce a snapshot to the monitor, which ends the one before. If that fails, the copy's socket ends."""
         handed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [channel.fileno()]))
         with channel, contextlib.suppress(OSError):
             self._ends.announcements.sendmsg([message], [handed], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -199,7 +199,7 @@ class Snapshots:
                 self._pids.discard(pid)
 
     def _obstacle(self) -> int:
-        """Return what would not survive a fork, or 0."""
+        """Return the index in OBSTACLES of what would not survive a fork, or 0."""
         for task in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):
                 if int(task) != os.getpid():
@@ -220,7 +220,7 @@ class Snapshots:
     # --- in the copy ----------------------------------------------------------------------------
 
     def _freeze(self, channel: socket.socket, timers: list[tuple[float, float]]) -> NoReturn:
-        """Let go of what is the worker's, and wait."""
+        """Close what is the worker's, and wait; raise `Woken` when woken, exit when no longer needed."""
         try:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
@@ -230,7 +230,7 @@ class Snapshots:
             with channel:
                 message, descriptors, _, _ = socket.recv_fds(channel, WAKING.size, _WAKING_DESCRIPTORS)
             if len(message) < WAKING.size or len(descriptors) < _WAKING_DESCRIPTORS:
-                os._exit(0)  # it is no longer needed
+                os._exit(0)  # this copy is no longer needed
             ends = self._get_up(message, descriptors)
             for which, timer in zip(_TIMERS, timers, strict=True):
                 if timer[0]:
@@ -244,7 +244,7 @@ class Snapshots:
         (monitor,) = WAKING.unpack(message)
         line, memory, stack, announcements, stderr = descriptors
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-        # Asked again and again: nothing tells a process that it has another parent.
+        # Polled: nothing tells a process that its parent has changed.
         until = time.monotonic() + _ORPHANED_WITHIN
         while os.getppid() != monitor:
             if time.monotonic() > until:

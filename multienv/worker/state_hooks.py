@@ -28,7 +28,7 @@ _registered: dict[type, StateHook] = {}
 
 
 def register_state_hook(kind: type, get_state: Callable[[Any], Any], set_state: Callable[[Any, Any], object]) -> None:
-    """Say how the state of a type's objects is taken and put back: for what holds its state in C, say.
+    """Register how the state of a type's objects is taken and put back, for example of objects that keep it in C.
 
     multienv keeps the state of an env in a long episode, so that a new process can go on from it when the worker is
     lost (see ``RestartPolicy.state_anchors``). The attributes of the env and its wrappers are pickled. Objects of this

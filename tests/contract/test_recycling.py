@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 from kit import CounterEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
@@ -32,7 +34,8 @@ def test_without_a_trace(name: str, limits: dict[str, Any]) -> None:
     env_fn = partial(gymnasium.make, name)
     events: list[Event] = []
     with SubprocessEnv(env_fn, restart=RestartPolicy(**limits), hooks=[events.append]) as env:
-        record = rollout(env, num_steps=700, seed=3)
+        # in the middle the process becomes old enough on any machine
+        record = rollout(env, num_steps=700, seed=3, before_step=lambda step: time.sleep(0.2 * (step == 350)))
         statistics = env.statistics()
     assert_same_trajectory(record, undisturbed(env_fn, num_steps=700, seed=3))
     assert statistics.recycled >= 1
@@ -112,6 +115,24 @@ def test_of_several() -> None:
     recycled, some = run(RestartPolicy(recycle_after_steps=70))
     assert none == 0
     assert some >= 9
+    assert repr(plain) == repr(recycled)
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+def test_a_batch_with_one_env_in_each_process_is_recycled_by_episodes(mode: str) -> None:
+    def run(policy: RestartPolicy) -> tuple[list[Any], list[int]]:
+        env_fns = [partial(CounterEnv, horizon=horizon) for horizon in (7, 11)]
+        envs = SubprocessVectorEnv(env_fns, envs_per_worker=1, autoreset_mode=mode, restart=policy)
+        record: list[Any] = [envs.reset(seed=5)]
+        record += [envs.step(np.array([1, 0])) for _ in range(120)]
+        recycled = [one.recycled for one in envs.statistics()]
+        envs.close()
+        return record, recycled
+
+    plain, none = run(RestartPolicy())
+    recycled, some = run(RestartPolicy(recycle_after_episodes=3))
+    assert none == [0, 0]
+    assert 3 <= some[1] < some[0] <= 6
     assert repr(plain) == repr(recycled)
 
 

@@ -362,9 +362,9 @@ def test_a_reward_that_is_no_number(face):
     envs.close()
 
 
-def test_episodes_of_a_process_are_not_counted():
-    with pytest.raises(UsageError, match="recycle_after_steps"):
-        SubprocessVectorEnv([CounterEnv], restart=RestartPolicy(recycle_after_episodes=3))
+def test_recycling_by_episodes_is_refused_where_several_envs_share_a_process():
+    with pytest.raises(UsageError, match="envs_per_worker=1"):
+        SubprocessVectorEnv([CounterEnv] * 2, envs_per_worker=2, restart=RestartPolicy(recycle_after_episodes=3))
 
 
 # --- what gymnasium takes, or refuses by a type of its own --------------------------------------------

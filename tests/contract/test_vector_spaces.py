@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from functools import partial
 from typing import Any
 
@@ -253,3 +254,22 @@ def test_pictures_however_they_lie_in_memory(channels):
     for view in IMAGE_VIEWS:
         with beside_gymnasium(SerialVectorEnv, [partial(PictureEnv, view, channels)] * 2) as pair:
             run_side_by_side(*pair, 4)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_with_copy_false_no_step_allocates_observations(copy: bool) -> None:
+    env_fn = partial(SpaceEnv, observation_space=spaces.Box(0, 255, (84, 84, 4), np.uint8))
+    envs = SubprocessVectorEnv([env_fn] * 4, copy=copy)
+    envs.reset(seed=0)
+    for _ in range(4):
+        envs.step(np.zeros(4, np.int64))
+    size = 4 * 84 * 84 * 4
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            envs.step(np.zeros(4, np.int64))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        envs.close()
+    assert (peak > size) == copy, f"{peak} bytes"

@@ -55,20 +55,20 @@ def test_the_quota_of_a_container(tmp_path, groups, files, expected):
 
 class Worker:
     core: int | None = None
-    looks = False
+    sharing = -1
 
-    def prefer(self, core: int | None, *, looks: bool) -> None:
-        self.core, self.looks = core, looks
+    def prefer(self, core: int | None, *, sharing: int) -> None:
+        self.core, self.sharing = core, sharing
 
 
 @pytest.mark.parametrize(
     ("workers", "available", "busy", "expected"),
     [
-        (5, [2, 3], 2, [(2, True), (3, True), (2, True), (3, True), (2, True)]),
-        (2, [2, 3], 2, [(2, True), (3, True)]),
-        (2, [0, 1, 2], 3, [(None, True)] * 2),
-        (2, [0], 1, [(None, False)] * 2),
-        (4, [0, 1, 2, 3], 2, [(None, False)] * 4),
+        (5, [2, 3], 2, [(2, 3), (3, 3), (2, 3), (3, 3), (2, 3)]),
+        (2, [2, 3], 2, [(2, 1), (3, 1)]),
+        (2, [0, 1, 2], 3, [(None, 1)] * 2),
+        (2, [0], 1, [(None, 0)] * 2),
+        (4, [0, 1, 2, 3], 2, [(None, 0)] * 4),
         (0, [0, 1], 2, []),
     ],
     ids=["in turn", "one each", "fewer than cores", "a single core", "a quota of time", "none"],
@@ -78,7 +78,7 @@ def test_workers_are_dealt_to_the_cores(monkeypatch, workers, available, busy, e
     monkeypatch.setattr(cores, "busy_cores", lambda: busy)
     made = [Worker() for _ in range(workers)]
     cores.spread(made)
-    assert [(one.core, one.looks) for one in made] == expected
+    assert [(one.core, one.sharing) for one in made] == expected
 
 
 @pytest.mark.parametrize(

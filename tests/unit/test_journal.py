@@ -112,6 +112,7 @@ class Model(RuleBasedStateMachine):
         self.first = 0  # index of the first entry that is still held
         self.anchors: list[At] = []
         self.usable = True
+        self.steps_at_start = 0
 
     def repeat(self, call: Callable[[], Any], cuts: list[int | None]) -> None:
         """Make a call again and again; only the last time is sure to come to its end."""
@@ -193,18 +194,13 @@ class Model(RuleBasedStateMachine):
     def trim(self, limit: int, step_limit: int, cut: int | None) -> None:
         limit *= STRIDE
         steps = self.steps_before(len(self.kept))
-        if self.size_from(self.first) > limit or self.steps_from(self.first) > step_limit:
-            for one in self.anchors:
-                within = self.size_from(one.index) <= limit / 2 and self.steps_from(one.index) <= step_limit / 2
-                if one.index > self.first and within:
-                    self.first = one.index
-                    break
-            else:
-                room = int(min(limit / 2 // STRIDE, step_limit / 2)) * STRIDE
-                while self.size_from(self.first) > room:
-                    self.first += 1
-                self.anchors, self.usable = [], False
+        if self.size_from(self.first) > limit or steps - self.steps_at_start > step_limit:
+            room = int(min(limit / 2 // STRIDE, step_limit / 2)) * STRIDE
+            while self.size_from(self.first) > room:
+                self.first += 1
             self.anchors = [one for one in self.anchors if one.index >= self.first]
+            self.usable = bool(self.anchors)
+            self.steps_at_start = steps - (len(self.kept) - self.first)  # a reset counts as a step here
         # An interrupted one has forgotten what it was to forget, or nothing.
         self.repeat(lambda: self.journal.trim(limit, step_limit, steps), [] if cut is None else [cut])
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from multienv.wire.segment import CORE, Segment
+from multienv.wire.segment import CORE, LOOKS, Segment
 from multienv.worker import affinity
-from multienv.worker.affinity import ENOUGH, LONG, REST, SHORT, Affinity
+from multienv.worker.affinity import CROWDED, ENOUGH, LONG, REST, SHORT, Affinity
 
 BRIEF, SLOW = SHORT / 2, LONG * 2
 
@@ -26,7 +26,7 @@ class Kernel:
         monkeypatch.setattr(affinity.os, "pread", lambda *_: b"7 %d 3\n" % int(self.waited * 1e9))
         monkeypatch.setattr(affinity.time, "monotonic", lambda: self.now)
         self.words = Segment(-1).words
-        self.words[CORE] = 1 + 1
+        self.words[CORE], self.words[LOOKS] = 1 + 1, 1
         self.affinity = Affinity(self.words, os.open(tmp_path, os.O_RDONLY))
 
     def samples(self, count: int, seconds: float) -> None:
@@ -66,11 +66,12 @@ def test_nothing_is_bound_unless_the_trainer_names_a_core_that_there_is(kernel):
 def test_the_core_is_let_go_and_not_bound_again_for_a_while(kernel, why):
     kernel.samples(ENOUGH, BRIEF)
     if why == "waits for the core":
-        kernel.waited += 64 * SLOW
+        kernel.waited += 64 * (1.1 * CROWDED + 2 * BRIEF)
     if why == "the trainer's word":
         kernel.words[CORE] = 0
     kernel.samples(1, SLOW if why == "long steps" else BRIEF)
     assert not kernel.bound
+    assert kernel.affinity.is_crowded == (why == "waits for the core")
     kernel.words[CORE] = 2
     kernel.now += 0.99 * REST
     kernel.samples(100, BRIEF)
@@ -78,6 +79,48 @@ def test_the_core_is_let_go_and_not_bound_again_for_a_while(kernel, why):
     kernel.now += 0.02 * REST
     kernel.samples(1, BRIEF)
     assert kernel.bound
+    assert not kernel.affinity.is_crowded
+
+
+def test_one_that_is_not_bound_does_not_look_either_where_it_waits(kernel):
+    kernel.words[CORE] = 0
+    kernel.samples(2, BRIEF)
+    kernel.waited += 64 * 2 * (CROWDED + BRIEF)
+    kernel.samples(1, BRIEF)
+    assert kernel.affinity.is_crowded
+    kernel.now += 1.01 * REST
+    kernel.samples(1, BRIEF)
+    assert not kernel.affinity.is_crowded
+
+
+def test_a_wait_for_the_workers_that_share_the_core_is_borne(kernel):
+    kernel.words[LOOKS] = 4
+    kernel.samples(ENOUGH, BRIEF)
+    kernel.waited += 64 * 4 * 2 * BRIEF
+    kernel.samples(1, BRIEF)
+    assert kernel.bound
+
+
+def test_a_short_wait_for_the_core_is_the_trainers_and_is_borne(kernel):
+    kernel.samples(ENOUGH, BRIEF)
+    for _ in range(10):
+        kernel.waited += 64 * 0.9 * CROWDED
+        kernel.samples(1, BRIEF)
+    assert kernel.bound
+
+
+def test_each_rest_is_twice_as_long_as_the_one_before(kernel):
+    for times in (1, 2, 4):
+        kernel.samples(ENOUGH, BRIEF)
+        assert kernel.bound
+        kernel.waited += 64 * 2 * (CROWDED + BRIEF)
+        kernel.samples(1, BRIEF)
+        kernel.waited += 64 * 2 * (CROWDED + BRIEF)
+        kernel.samples(1, BRIEF)  # it waits in its rest, too: that does not make the rest longer
+        kernel.now += 0.99 * times * REST
+        kernel.samples(100, BRIEF)
+        assert not kernel.bound
+        kernel.now += 0.02 * times * REST
 
 
 def test_the_end_undoes_what_was_done_and_nothing_is_bound_afterwards(kernel):
