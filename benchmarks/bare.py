@@ -1,7 +1,7 @@
-"""The least that a batch in processes takes: nothing heals, infos are dropped, and what is amiss ends it.
+"""The least that a batch in processes takes: doorbells in shared memory, no recovery, no errors, infos dropped.
 
-A worker on each core, observations, rewards, flags and actions in shared memory, a byte each way. What the other
-contenders are slower than this by is what they do for it.
+A word each way says which request was asked and answered; who waits looks at it, giving the core away at each look, and
+sleeps on a pipe after a while. What the other contenders are slower than this by is what they do for it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import select
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,24 +19,34 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space
 
+LOOKING = 200e-6  # seconds that a worker looks before it sleeps
+LOOKS = 50  # of the trainer, before it sleeps
+FIRST_SLEEP = 2e-3  # seconds; a wake-up may be lost, for there is no fence between "I sleep" and the last look
+LINE = 8  # words in a cache line
+# Where a worker's words begin, each in a line of its own: request, reply, "I sleep" of the worker and of the trainer.
+REPLY, WORKER_SLEEPS, TRAINER_SLEEPS, WORDS = LINE, 2 * LINE, 3 * LINE, 4 * LINE
+
 Arrays = list[np.ndarray[Any, Any]]
 Shapes = list[tuple[tuple[int, ...], np.dtype[Any]]]
 
 
-class BarePipes:
-    """Steps envs; begins their next episodes by itself.
+class BareDoorbells:
+    """Steps envs; begins their next episodes by itself. Pins the trainer to its first core.
 
     Args:
         fns: Each builds one env; their observations are Boxes.
+        one_each: A worker for each env; else one for each core.
     """
 
-    def __init__(self, fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]]) -> None:
-        """Start a worker for each core."""
-        env = fns[0]()
+    def __init__(self, fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]], *, one_each: bool = False) -> None:
+        """Start the workers."""
+        env, count, flags = fns[0](), (len(fns),), np.dtype(np.bool_)
         actions: Any = batch_space(env.action_space, len(fns))
         observations: Any = env.observation_space
-        count, flags = (len(fns),), np.dtype(np.bool_)
+        cores = sorted(os.sched_getaffinity(0))
+        workers = len(fns) if one_each else min(len(fns), len(cores))
         shapes: Shapes = [
+            ((WORDS * workers,), np.dtype(np.int64)),
             (actions.shape, actions.dtype),
             ((*count, *observations.shape), observations.dtype),
             (count, np.dtype(np.float64)),
@@ -43,42 +55,56 @@ class BarePipes:
         ]
         context = multiprocessing.get_context("forkserver")
         memory = context.RawArray("b", sum(map(_size, shapes)))
-        self._actions, *self._results = _arrays(memory, shapes)
-        self._workers, self._pipes = [], []
-        cores = len(os.sched_getaffinity(0))
-        bounds = [len(fns) * place // cores for place in range(cores + 1)]
-        for first, stop in pairwise(bounds):
+        words, self._actions, *self._results = _arrays(memory, shapes)
+        self._words, self._number, self._processes, self._pipes = words.data, 0, [], []
+        self._cores = cores
+        bounds = [len(fns) * place // workers for place in range(workers + 1)]
+        for place, (first, stop) in enumerate(pairwise(bounds)):
             ours, theirs = context.Pipe()
-            rows = slice(first, stop)
-            worker = context.Process(target=_work, args=(fns[rows], theirs, memory, shapes, rows), daemon=True)
-            worker.start()
+            rows, core = slice(first, stop), cores[place % len(cores)]
+            arguments = fns[rows], theirs, memory, shapes, rows, WORDS * place, core
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
             theirs.close()
-            self._workers.append(worker)
+            self._processes.append(process)
             self._pipes.append(ours)
-        self.reset()
+        # The workers on other cores begin at once, those on the trainer's own core when it waits: asked last, heard
+        # first.
+        self._order = sorted(range(workers), key=lambda place: place % len(cores) == 0)
+        for pipe in self._pipes:
+            pipe.recv_bytes()  # its envs are built
 
     def reset(self) -> None:
-        """Wait until all have begun their first episodes, unless they have."""
-        for pipe in self._pipes:
-            os.write(pipe.fileno(), b"?")
-        for pipe in self._pipes:
-            os.read(pipe.fileno(), 1)
+        """Do nothing: each worker has begun the first episodes."""
 
     def step(self, actions: Any) -> Arrays:
-        """Observations, rewards, terminations, truncations."""
+        """Return observations, rewards, terminations, truncations."""
+        words, give_way = self._words, os.sched_yield
         self._actions[...] = actions
-        for pipe in self._pipes:
-            os.write(pipe.fileno(), b"s")
-        for pipe in self._pipes:
-            os.read(pipe.fileno(), 1)
+        self._number = number = self._number + 1
+        for place in self._order:
+            words[WORDS * place] = number
+            if words[WORDS * place + WORKER_SLEEPS]:
+                os.write(self._pipes[place].fileno(), b"s")
+        for place in reversed(self._order):
+            reply, looks = WORDS * place + REPLY, 0
+            while words[reply] != number:
+                give_way()
+                looks += 1
+                if looks > LOOKS:
+                    _sleep(words, reply, number - 1, WORDS * place + TRAINER_SLEEPS, self._pipes[place].fileno())
         return [array.copy() for array in self._results]
+
+    def pin(self, *, on: bool) -> None:
+        """Pin the trainer to the first core, or let go of it."""
+        os.sched_setaffinity(0, self._cores[:1] if on else self._cores)
 
     def close(self) -> None:
         """End the workers."""
-        for pipe in self._pipes:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
             pipe.close()
-        for worker in self._workers:
-            worker.join()
 
 
 def _size(shape: tuple[tuple[int, ...], np.dtype[Any]]) -> int:
@@ -93,21 +119,52 @@ def _arrays(memory: Any, shapes: Shapes) -> Arrays:
     return arrays
 
 
-def _work(fns: Any, pipe: Any, memory: Any, shapes: Shapes, rows: slice) -> None:
+def _sleep(words: Any, place: int, last: int, asleep: int, file: int) -> None:
+    """Sleep until the word at ``place`` is another than ``last``."""
+    patience: float | None = FIRST_SLEEP
+    words[asleep] = 1
+    while words[place] == last:
+        if select.select([file], [], [], patience)[0]:
+            os.read(file, 64)
+        patience = None
+    words[asleep] = 0
+
+
+def _await(words: Any, request: int, last: int, file: int) -> None:
+    """Wait for another request than the last."""
+    until = time.perf_counter() + LOOKING
+    while words[request] == last:
+        if time.perf_counter() > until:
+            _sleep(words, request, last, request + WORKER_SLEEPS, file)
+            return
+        os.sched_yield()
+
+
+def _work(fns: Any, pipe: Any, memory: Any, shapes: Shapes, rows: slice, request: int, core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # interrupts nobody
     envs = [fn() for fn in fns]
     for seed, env in enumerate(envs, rows.start):
         env.reset(seed=seed)
-    actions, observations, *others = [array[rows] for array in _arrays(memory, shapes)]
+    words = _arrays(memory, shapes)[0].data
+    actions, observations, *others = [array[rows] for array in _arrays(memory, shapes)[1:]]
     rewards, terminations, truncations = [array.data for array in others]
     steps, cells, file = [env.step for env in envs], list(observations), pipe.fileno()
     if observations.ndim == 2:
         cells = [cell.data for cell in cells]
-    while order := os.read(file, 1):
-        if order == b"s":
-            for slot, (step, action, cell) in enumerate(zip(steps, actions, cells, strict=True)):
-                observation, rewards[slot], terminated, truncated, _ = step(action)
-                terminations[slot], truncations[slot] = terminated, truncated
-                if terminated or truncated:
-                    observation, _ = envs[slot].reset()
-                cell[:] = observation
-        os.write(file, b".")
+    reply, asleep, last = request + REPLY, request + TRAINER_SLEEPS, 0
+    pipe.send_bytes(b"built")
+    while True:
+        if words[request] == last:
+            _await(words, request, last, file)
+        last = words[request]
+        batch = actions.tolist() if actions.ndim == 1 else actions
+        for slot, (step, action, cell) in enumerate(zip(steps, batch, cells, strict=True)):
+            observation, rewards[slot], terminated, truncated, _ = step(action)
+            terminations[slot], truncations[slot] = terminated, truncated
+            if terminated or truncated:
+                observation, _ = envs[slot].reset()
+            cell[:] = observation
+        words[reply] = last
+        if words[asleep]:
+            os.write(file, b".")

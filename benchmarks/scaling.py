@@ -78,12 +78,30 @@ def measure(num_envs: int, size: int, seconds: float, budget: float, repeats: in
     return statistics.median(costs)
 
 
+def plot(tables: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw a panel for each table."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(tables), figsize=(4 * len(tables), 3.2), layout="constrained")
+    for axes, (title, rows) in zip(panels, tables.items(), strict=True):
+        axes.plot(list(rows), [1e6 * cost for cost in rows.values()], marker="o")
+        axes.set_title(title)
+        axes.set_ylim(bottom=0)
+        axes.tick_params(axis="x", rotation=45)
+    panels[0].set_ylabel("µs of a core beside the env's own, a step")
+    figure.savefig(path, dpi=130)
+
+
 def main() -> None:
     """Print three tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.3, help="of each turn")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     tables: dict[str, dict[str, float]] = {}
 
@@ -102,6 +120,8 @@ def main() -> None:
     table("env step, 32 envs", {name: (32, 16, seconds) for name, seconds in lengths.items()})
     if arguments.json:
         arguments.json.write_text(json.dumps(tables, indent=1))
+    if arguments.plot:
+        plot(tables, arguments.plot)
 
 
 if __name__ == "__main__":

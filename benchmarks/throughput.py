@@ -1,20 +1,23 @@
-"""Steps a second against the peers and against the limit, interleaved in one run; ratios, because machines are noisy.
+"""Steps a second against the peers and against the limit, in turns in one run; ratios, because machines are noisy.
 
 The limit is what the cores can do: one process on each, stepping the env itself, autoreset included, all at the same
-time. "Bare pipes" is what a batch in processes takes at the least, see ``bare.py``. ``--json`` and ``--plot`` keep the
-figures. Run it with ``pip install -e ".[bench]"`` on an otherwise idle machine; Tianshou and TorchRL are left out where
-they are not installed. All contenders of a row live at the same time: with 128 envs, and one env in each of their
-processes, that takes some 16 GiB; ``--only`` picks some.
+time. "Bare doorbells" is what a batch in processes takes at the least, see ``bare.py``. All contenders of a row are
+built and warmed up first; then they take short turns, and the processes of all others are stopped meanwhile.
+``--json`` and ``--plot`` keep the figures. Run it with ``pip install -e ".[bench]"`` on an idle Linux machine;
+Tianshou and TorchRL are left out where they are not installed. With 128 envs, and one env in each process of most
+contenders, it takes some 16 GiB; ``--only`` picks some.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -26,14 +29,18 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from bare import BarePipes
+from bare import BareDoorbells
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from multienv import MultiEnv, RestartPolicy, SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 Bench = Callable[[float], float]  # seconds to spend → env steps a second
-OURS, BASE, LIMIT = "multienv.SubprocessVectorEnv", "gymnasium.AsyncVectorEnv", "limit"
+OURS, BASE, BARE, LIMIT = "multienv.SubprocessVectorEnv", "gymnasium.AsyncVectorEnv", "bare doorbells", "limit"
+# Ratios that are printed: to these.
+AGAINST = {BASE: "AsyncVectorEnv", BARE: BARE, LIMIT: LIMIT}
+# Helpers that several contenders share are not stopped.
+SHARED = (b"monitor", b"forkserver", b"resource_tracker")
 OFF = RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False, journal_limit=0)
 
 
@@ -107,8 +114,66 @@ def limit(env_fn: EnvFn) -> Iterator[Bench]:
         line.send(None)
 
 
-def contenders(env_fn: EnvFn, num_envs: int, only: Sequence[str], stack: contextlib.ExitStack) -> dict[str, Bench]:
-    """Name → what steps so many envs."""
+def descendants() -> set[int]:
+    """Return all processes that this one and its children have started, but for shared helpers."""
+    found: set[int] = set()
+    new = {os.getpid()}
+    while new:
+        lists = [path.read_text() for pid in new for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        new = {int(pid) for text in lists for pid in text.split()}
+        found |= new
+    return {pid for pid in found if not any(word in Path(f"/proc/{pid}/cmdline").read_bytes() for word in SHARED)}
+
+
+class Stopped:
+    """Steps in its turn, and has its processes stopped at any other time.
+
+    Args:
+        bench: Steps.
+        processes: What it has started; those that it has started since go on.
+    """
+
+    def __init__(self, bench: Bench, processes: set[int]) -> None:
+        """Stop at once."""
+        self._bench, self._processes = bench, processes
+        self._tell(signal.SIGSTOP)
+
+    def __call__(self, seconds: float) -> float:
+        """Step for so many seconds; return env steps a second."""
+        self._tell(signal.SIGCONT)
+        try:
+            self._bench(seconds / 5)  # caches are warm again
+            return self._bench(seconds)
+        finally:
+            self._tell(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Have the processes go on, for they are to end."""
+        self._tell(signal.SIGCONT)
+
+    def _tell(self, number: signal.Signals) -> None:
+        for pid in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def pinned(envs: BareDoorbells, bench: Bench) -> Bench:
+    """Return the bench with the trainer pinned meanwhile."""
+
+    def pinned_bench(seconds: float) -> float:
+        envs.pin(on=True)
+        try:
+            return bench(seconds)
+        finally:
+            envs.pin(on=False)
+
+    return pinned_bench
+
+
+def contenders(
+    env_fn: EnvFn, num_envs: int, warm_up: float, only: Sequence[str], stack: contextlib.ExitStack
+) -> dict[str, Bench]:
+    """Return name → what steps so many envs."""
     space = env_fn().action_space
     space.seed(0)
     lists = [[space.sample() for _ in range(num_envs)] for _ in range(8)]
@@ -116,8 +181,9 @@ def contenders(env_fn: EnvFn, num_envs: int, only: Sequence[str], stack: context
     benches: dict[str, Bench] = {}
 
     def add(name: str, make: Callable[[], Any], actions: list[Any] = batches) -> None:
-        if not any(part in name for part in [*only, BASE]):
+        if not any(part in name for part in [*only, *AGAINST]):
             return
+        before = descendants()
         try:
             envs = make()
         except ImportError as error:
@@ -125,7 +191,11 @@ def contenders(env_fn: EnvFn, num_envs: int, only: Sequence[str], stack: context
             return
         stack.callback(envs.close)
         envs.reset()
-        benches[name] = stepping(envs.step, actions, num_envs)
+        bench = stepping(envs.step, actions, num_envs)
+        bench(warm_up)
+        stopped = Stopped(pinned(envs, bench) if isinstance(envs, BareDoorbells) else bench, descendants() - before)
+        stack.callback(stopped.go_on)
+        benches[name] = stopped
 
     fns = [env_fn] * num_envs
     add(OURS, lambda: SubprocessVectorEnv(fns))
@@ -140,7 +210,8 @@ def contenders(env_fn: EnvFn, num_envs: int, only: Sequence[str], stack: context
     add("Tianshou.SubprocVectorEnv", lambda: Tianshou("SubprocVectorEnv", fns))
     add("Tianshou.ShmemVectorEnv", lambda: Tianshou("ShmemVectorEnv", fns))
     add("TorchRL.ParallelEnv", lambda: TorchRL(fns))
-    add("bare pipes", lambda: BarePipes(fns))
+    add(BARE, lambda: BareDoorbells(fns))
+    add(f"{BARE}, one env each", lambda: BareDoorbells(fns, one_each=True))
     benches[LIMIT] = stack.enter_context(limit(env_fn))
     return benches
 
@@ -212,10 +283,10 @@ def measure(
 ) -> dict[str, list[float]]:
     """Rates of all contenders, in turns, in an order drawn for each."""
     with contextlib.ExitStack() as stack:
-        benches = contenders(env_fn_of(env_id), num_envs, only, stack)
+        benches = contenders(env_fn_of(env_id), num_envs, warm_up, only, stack)
         rates: dict[str, list[float]] = {name: [] for name in benches}
-        for bench in benches.values():
-            bench(warm_up)
+        gc.collect()
+        gc.freeze()  # what one contender has made is no work for the collector in another's turn
         order, dice = list(benches), random.Random(0)
         for _ in range(repeats):
             # Anew each time: who comes after the limit, which leaves no core cold, pays for it on a virtual machine.
@@ -226,7 +297,7 @@ def measure(
 
 
 def ratio(rates: dict[str, list[float]], name: str, base: str) -> float:
-    """The median of the ratios, turn by turn."""
+    """Return the median of the ratios, turn by turn."""
     return statistics.median(one / other for one, other in zip(rates[name], rates[base], strict=True))
 
 
@@ -256,9 +327,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--env", nargs="+", default=["CartPole-v1", "HalfCheetah-v5", "ALE/Pong-v5"])
     parser.add_argument("--num-envs", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
+    parser.add_argument("--seconds", type=float, default=0.25, help="of each turn")
     parser.add_argument("--warm-up", type=float, default=2.0, help="seconds, of each before the first turn")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names of contenders")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -270,11 +341,8 @@ def main() -> None:
             rates = measure(env_id, num_envs, *settings)
             print(f"{num_envs} × {env_id}")
             for name, values in rates.items():
-                print(
-                    f"  {name:44} {statistics.median(values):10,.0f} steps/s  {ratio(rates, name, BASE):6.2f} × "
-                    f"AsyncVectorEnv  {ratio(rates, name, LIMIT):5.2f} of the limit",
-                    flush=True,
-                )
+                ratios = "".join(f"  {ratio(rates, name, base):6.2f} × {told}" for base, told in AGAINST.items())
+                print(f"  {name:44} {statistics.median(values):10,.0f} steps/s{ratios}", flush=True)
             share = {name: ratio(rates, name, LIMIT) for name in rates}
             rows.append({"env": env_id, "num_envs": num_envs, "rates": rates, "share": share})
     if arguments.json:
