@@ -112,8 +112,7 @@ class ExactAnswers:
 
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""
-        bank = segment.banks[self.seen & 1]
-        return {"seen": self.seen, "evidence": self._evidence_seen(), "bank": bytes(bank.view[bank.layout.rewards :])}
+        return {"seen": self.seen, "evidence": self._evidence_seen(), "bank": _rows_of(segment, self.seen)}
 
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
         """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
@@ -221,8 +220,7 @@ class RowsAnswers:
 
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""
-        bank = segment.banks[self.seen & 1]
-        return {"seen": self.seen, "loose": list(self._loose), "bank": bytes(bank.view[bank.layout.rewards :])}
+        return {"seen": self.seen, "loose": list(self._loose), "bank": _rows_of(segment, self.seen)}
 
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
         """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
@@ -327,3 +325,9 @@ def call_answer(
             except Illegible as error:
                 errors[slot] = unreadable(command, error)
     return values, errors
+
+
+def _rows_of(segment: Segment, seen: int) -> bytes:
+    """Return the reply part of the bank that was seen last; nothing if none was: a lost process may have written it."""
+    bank = segment.banks[seen & 1]
+    return bytes(bank.view[bank.layout.rewards :]) if seen else b""

@@ -86,7 +86,6 @@ class Ladder:
         build: The request that builds the envs.
         policy, deadlines: The limits.
         wait: Waits so many seconds; true if the worker was closed meanwhile.
-        clock: Tells seconds.
 
     Attributes:
         build: The request that builds the envs; its seeds are those of the present life.
@@ -102,7 +101,6 @@ class Ladder:
         policy: RestartPolicy,
         deadlines: Deadlines,
         wait: Callable[[float], bool],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.build = build
         self.description: Description | None = None
@@ -112,7 +110,6 @@ class Ladder:
         self._policy = policy
         self._deadlines = deadlines
         self._wait = wait
-        self._clock = clock
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being started; the worker does not own it yet
@@ -153,7 +150,7 @@ class Ladder:
             with contextlib.suppress(Gone):  # found by the next request
                 if channel.segment.words[REQUEST] == number:
                     channel.ring(number)  # the process may sleep, and not have been woken
-                    if not channel.wait(number, self._clock() + _ABANDONED):
+                    if not channel.wait(number, time.monotonic() + _ABANDONED):
                         channel.kill(cause="hung")
             self._asking = None
 
@@ -203,7 +200,7 @@ class Ladder:
 
     def start_deadline(self, effort: Effort | None = None) -> float | None:
         """Return when a process that is launched now must have built its envs."""
-        limits = [] if self._deadlines.start is None else [self._clock() + self._deadlines.start]
+        limits = [] if self._deadlines.start is None else [time.monotonic() + self._deadlines.start]
         if effort is not None and effort.until is not None:
             limits.append(effort.until)
         return min(limits, default=None)
@@ -233,18 +230,18 @@ class Ladder:
 
     def begin(self, *, planned: bool = False) -> Effort:
         """Return the effort of a recovery that begins now, with its deadline."""
-        now, limit = self._clock(), self._deadlines.recovery
+        now, limit = time.monotonic(), self._deadlines.recovery
         return Effort(now, None if limit is None else now + limit, planned)
 
     def admit(self, effort: Effort, progress: int) -> None:
         """Charge one recovery to the budget and wait for its turn. Raises :class:`BudgetSpentError`."""
         if effort.planned:
             return
-        delay = self._budget.admit(self._clock(), progress)
+        delay = self._budget.admit(time.monotonic(), progress)
         if delay is None:
             raise BudgetSpentError
         if effort.until is not None:
-            delay = min(delay, max(0.0, effort.until - self._clock()))
+            delay = min(delay, max(0.0, effort.until - time.monotonic()))
         if self._closed or (delay and self._wait(delay)):
             raise Unrecoverable("it was closed")
 
@@ -273,9 +270,9 @@ class Ladder:
     def _follow(self, channel: Channel, number: int, plan: Plan, effort: Effort) -> Found | None:
         assert self.codec is not None
         effort.attempts += 1
-        limit = self._clock() + _UP_WITHIN
+        limit = time.monotonic() + _UP_WITHIN
         if effort.until is not None:  # a copy that does not wake must leave time for the other rungs
-            limit = min(limit, (self._clock() + effort.until) / 2)
+            limit = min(limit, (time.monotonic() + effort.until) / 2)
         try:
             channel.segment.lay_out(self.codec.layout)
             if not channel.wait(number, limit):
@@ -403,7 +400,7 @@ class Ladder:
     def _check_time(self, effort: Effort) -> None:
         if self._closed:
             raise Unrecoverable("it was closed")
-        if effort.until is not None and self._clock() >= effort.until:
+        if effort.until is not None and time.monotonic() >= effort.until:
             raise Unrecoverable(f"recovery took longer than Deadlines.recovery ({self._deadlines.recovery:g} s)")
 
     def _let_go(self, channel: Channel) -> None:

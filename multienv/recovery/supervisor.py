@@ -376,18 +376,9 @@ class Supervisor:
     def _wants_anchor(self) -> bool:
         return self.journal.wants_anchor(self.record.steps, self._policy.journal_limit)
 
-    def _next_number(self) -> int:
-        """Return the number of the pending request.
-
-        Steps and resets alternate between the banks; any other request uses the bank of the last one, whose rows it
-        leaves alone. So the observations that the caller saw last stay whole until the next ones are there.
-        """
-        request = self.state.request
-        return self.number + (2 if request is not None and request.kind is Kind.CALL else 1)
-
     def _publish(self) -> None:
         assert self.channel is not None
-        self.pending.publish(self.channel, self._next_number(), self.state)
+        self.pending.publish(self.channel, self.number + 1, self.state)
 
     def _name(self) -> str:
         return "initialize" if self.state.request is None else self.state.request.name
@@ -430,7 +421,7 @@ class Supervisor:
 
     def _do_ask(self, until: float | None) -> Instruction:
         """Publish the request and wait for its answer."""
-        number = self._next_number()
+        number = self.number + 1
         try:
             self._publish()
             if not self._await(number, until):
@@ -558,6 +549,7 @@ class Supervisor:
             if failed or is_call:  # the reply itself is no pickle
                 raise channel.kill(cause="broken", detail=str(illegible)) from illegible
             answer = unreadable(request.name, illegible)
+        self.journal.cut(self.number)  # an interrupted call may have got beyond this line
         if not is_call or _is_recorded(message):
             self.journal.log(number, entry, message)
         absent = self.state.absent
@@ -571,7 +563,10 @@ class Supervisor:
             self.record.truncated_error(0, answer, channel.pid)
             answer = self.answers.truncation(segment, ((0, str(answer)),))
         generators = self.answers.generators
-        self._commit(number, Replied(ended=ended, failed=failed), answer)
+        # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
+        # that the caller saw last: its process may die while it writes there.
+        last = number if self.answers.seen == number else number + 1
+        self._commit(last, Replied(ended=ended, failed=failed), answer)
         self._count(request, message, failed, generators)
 
     def _answer(self, number: int, request: Request, message: Any, rest: bytes) -> Any:
@@ -631,7 +626,7 @@ class Supervisor:
         """Return channel and number to wait for; ``None``: ``collect`` has something to do without waiting."""
         with self.lock:
             if instruction_of(self.state, self.rules) is Instruction.ASK and self.channel is not None:
-                return self.channel, self._next_number()
+                return self.channel, self.number + 1
             return None
 
     # --- the present process ----------------------------------------------------------------------
@@ -773,7 +768,7 @@ class Supervisor:
                 # As the loss of a request that asks for nothing: the ladder brings the envs back.
                 self._happen(Asked(Request(Kind.CALL, "snapshot")))
                 self.pending.begin(message, b"", limit)
-                instruction = self._happen(self.lifecycle.lost(gone, self.state, self._next_number(), self.number))
+                instruction = self._happen(self.lifecycle.lost(gone, self.state, self.number + 1, self.number))
                 if instruction is Instruction.RECOVER:
                     instruction = self._do_recover(None)
                 else:
@@ -870,7 +865,7 @@ class Supervisor:
 
     def _end(self, limit: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
-        channel, state, number = self.channel, self.state, self._next_number()
+        channel, state, number = self.channel, self.state, self.number + 1
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return

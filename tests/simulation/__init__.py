@@ -1,0 +1,1 @@
+"""Thousands of runs a minute without processes: see ``simulation``."""

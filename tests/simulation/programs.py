@@ -1,0 +1,394 @@
+"""Programs that a trainer runs on simulated envs, and an oracle that knows every honest outcome.
+
+The oracle has a bare env beside each supervised one. What is returned must be what the bare env returns, to the bit. A
+truncation of multienv's own is allowed only where the schedule of faults has made an exact recovery impossible. After
+one the env's generator is not known until a seeded reset; until then the counts that the env shows must go on, so that
+a lost, doubled or spliced step shows all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv.errors import EnvsFailedError, NotRestoredError, WorkerLostError
+from simulation.simulation import CRASHED, Fault, SimulatedEnv, Simulation
+
+NUM_ENVS = 3
+STEP_LIMIT, RECOVERY_LIMIT = 1.0, 60.0
+DEADLINES = Deadlines(
+    start=20.0, reset=STEP_LIMIT, step=STEP_LIMIT, call=STEP_LIMIT, close=2.0, recovery=RECOVERY_LIMIT
+)
+POLICIES = {
+    "snapshot": RestartPolicy(snapshot_every=2, backoff=0.0),
+    "journal": RestartPolicy(snapshots=False, backoff=0.0),
+    "truncate": RestartPolicy(on_crash="truncate", on_timeout="truncate", backoff=0.0),
+    "raise": RestartPolicy(on_crash="raise", on_timeout="raise", backoff=0.0),
+}
+# Kind of face → its options, and the worker of each env.
+FACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "subprocess_env": ({}, (0,)),
+    "multi_env": ({}, (0, 1, 2)),
+    "DISABLED": ({"envs_per_worker": 3}, (0, 0, 0)),
+    "NEXT_STEP": ({"envs_per_worker": 2}, (0, 0, 1)),
+    "SAME_STEP": ({"envs_per_worker": 3}, (0, 0, 0)),
+}
+HORIZONS = (3, 5, 4)
+
+
+class Row(NamedTuple):
+    """What one env returned: ``final`` is the last observation of an episode that ended in this very step."""
+
+    observation: Any
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Any = None
+    final: Any = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: its repr is a literal that runs it again.
+
+    Args:
+        face: A key of :data:`FACES`.
+        policy: A key of :data:`POLICIES`.
+        ops: What the trainer calls: ``("reset", seed)``, ``("step", number)``, ``("call", amount)``,
+            ``("ask",)``, ``("set", value)``, ``("snapshot",)``, ``("restore",)``, ``("save",)``, ``("load",)``.
+        faults: What goes wrong.
+        eager: See :class:`Simulation`.
+        chance: The envs draw from what cannot be replayed.
+    """
+
+    face: str
+    policy: str
+    ops: tuple[tuple[Any, ...], ...]
+    faults: tuple[Fault, ...] = ()
+    eager: bool = False
+    chance: bool = False
+
+
+def actions_of(number: int) -> list[np.int64]:
+    return [np.int64((number * (env + 2) + env) % 4) for env in range(NUM_ENVS)]
+
+
+class World:
+    """What one env must show.
+
+    Attributes:
+        bare: The env without processes.
+        last: The last observation that was returned.
+        has_ended: Its episode is over, and nothing has begun the next one.
+        is_known: What it draws is that of the bare env.
+    """
+
+    def __init__(self, who: int, mode: str, chance: bool) -> None:
+        self.chance = chance
+        self.bare = SimulatedEnv(who, horizon=HORIZONS[who])
+        self.mode = mode
+        self.last: Any = None
+        self.has_ended = False
+        self.is_known = not chance
+
+    def reset(self, seed: int | None, row: Row, *, is_anew: bool = False) -> None:
+        """Check what a reset returned; ``is_anew``: of a new life, whose generator is another one."""
+        observation, info = self.bare.reset(seed=seed)
+        self.is_known = not self.chance and (seed is not None or (self.is_known and not is_anew))
+        if self.is_known:
+            assert_same(row, Row(observation, info=info))
+        else:
+            assert (row.observation[0], row.observation[3]) == (0, -1), f"no new episode: {row}"
+        self.last, self.has_ended = row.observation, False
+
+    def step(self, action: Any, row: Row) -> None:
+        """Check what a step returned."""
+        if self.has_ended and self.mode == "NEXT_STEP":
+            assert (row.reward, row.terminated, row.truncated) == (0.0, False, False)
+            self.reset(None, row)
+            return
+        if self.is_known:
+            observation, reward, terminated, truncated, info = self.bare.step(action)
+            expected = Row(observation, float(reward), terminated, truncated, info)
+            if (terminated or truncated) and self.mode == "SAME_STEP":
+                begun, info = self.bare.reset()
+                expected = Row(begun, float(reward), terminated, truncated, info, observation)
+            assert_same(row, expected)
+        else:
+            shown = row.observation if row.final is None else row.final
+            assert (shown[0], shown[3]) == (self.last[0] + 1, action), f"a step was lost, doubled or spliced: {row}"
+            assert row.terminated == (shown[0] >= self.bare.horizon)
+        self.last = row.observation
+        self.has_ended = (row.terminated or row.truncated) and self.mode != "SAME_STEP"
+
+    def truncate(self, row: Row) -> None:
+        """Check a truncation of multienv's own."""
+        assert (row.reward, row.terminated, row.truncated) == (0.0, False, True), row
+        shown = row.observation if row.final is None else row.final
+        assert np.array_equal(shown, self.last), f"not the last known observation: {row}"
+        if row.final is not None:
+            assert row.observation[0] == 0, row
+        self.last, self.is_known = row.observation, False
+        self.has_ended = self.mode != "SAME_STEP" or row.final is None
+
+
+def assert_same(row: Row, expected: Row) -> None:
+    for name, one, other in zip(Row._fields, row, expected, strict=True):
+        same = one.tobytes() == other.tobytes() if isinstance(other, np.ndarray) and one is not None else one == other
+        assert same, f"{name} is {one!r} in place of {other!r}"
+
+
+class Run:
+    """One run of a case.
+
+    Attributes:
+        simulation: Its world.
+        truncated: Truncations of multienv's own, and errors of lost workers.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.simulation = Simulation(case.faults, case.eager)
+        self.workers = FACES[case.face][1]
+        mode = case.face if case.face.isupper() else "DISABLED"
+        self.worlds = [World(env, mode, case.chance) for env in range(len(self.workers))]
+        self.truncated = 0
+        self.envs: Any = None
+        self._kept: dict[str, Any] = {}
+        self._interrupted = 0  # how often Ctrl-C came in the last call
+        self._failed: list[set[int]] = []  # envs that failed in each try of the last call; the others answered
+        self._struck = 0  # faults before the last op: the loss of a process may be noticed in the next one
+
+    def play(self) -> Simulation:
+        """Run the program and check all that it returns; return the world as it is then."""
+        with self.simulation.running():
+            try:
+                self._make()
+                for op in self.case.ops:
+                    self._do(op)
+            except Exception as error:
+                error.add_note(f"\nTo see this again, add it to regressions.py:\n    {self.case!r},\n")
+                raise
+            finally:
+                if self.envs is not None:
+                    self.envs.close()
+                    self._kept.clear()
+            assert not self.simulation.live, "a channel was not released"
+        return self.simulation
+
+    def _make(self) -> None:
+        case, (options, _) = self.case, FACES[self.case.face]
+        env_fns = [partial(SimulatedEnv, env, case.chance, HORIZONS[env]) for env in range(len(self.workers))]
+        settings = {"restart": POLICIES[case.policy], "deadlines": DEADLINES, "reports": "", **options}
+        if case.face == "subprocess_env":
+            self.envs = SubprocessEnv(env_fns[0], **settings)
+            make: Any = partial(self._initialized, self.envs)
+        elif case.face == "multi_env":
+            make = lambda: MultiEnv(create_subprocess_envs(env_fns, **settings), autoreset_mode="DISABLED")  # noqa: E731
+        else:
+            make = partial(SubprocessVectorEnv, env_fns, autoreset_mode=case.face, **settings)
+        try:
+            self.envs = self._again(make)
+        except (WorkerLostError, EnvsFailedError):
+            assert case.policy in ("truncate", "raise") or len(self.simulation.struck) >= 2
+            assert self.simulation.struck
+            self.envs = make()
+
+    @staticmethod
+    def _initialized(env: Any) -> Any:
+        env.initialize()
+        return env
+
+    def _again(self, call: Any) -> Any:
+        """Call until it returns, as a trainer does that handles Ctrl-C and errors which say that nothing is lost."""
+        self._interrupted, self._failed = 0, []
+        while True:
+            struck = len(self.simulation.struck)
+            try:
+                return call()
+            except KeyboardInterrupt:
+                self._interrupted += 1
+            except WorkerLostError:
+                raise
+            except OSError as error:  # no descriptor is left
+                failures = getattr(error, "failures", {0: error})
+                assert {one.errno for one in failures.values()} == {errno.EMFILE}
+                assert len(self.simulation.struck) > struck
+                self._interrupted += 1  # what was asked is completed later
+            except NotRestoredError:  # the env is as it was before
+                assert "hang" in {fault.point for fault in self.simulation.struck[struck:]}
+
+    def _do(self, op: tuple[Any, ...]) -> None:
+        ended = [world.has_ended for world in self.worlds]
+        if any(ended) and self.worlds[0].mode == "DISABLED" and op[0] in ("step", "call", "set"):
+            self._do_reset(None, ended)
+        began, struck = self.simulation.now, len(self.simulation.struck)
+        getattr(self, f"_do_{op[0]}")(*op[1:])
+        self._struck = struck
+        if len(self.simulation.struck) > struck:
+            assert self.simulation.now - began < STEP_LIMIT + RECOVERY_LIMIT + 1.0, (
+                f"{op} took {self.simulation.now - began:.0f} s, longer than its deadlines allow"
+            )
+
+    def _do_reset(self, seed: int | None, mask: Sequence[bool] | None = None) -> None:
+        face = self.case.face
+        if face == "subprocess_env":
+            call = partial(self.envs.reset, seed=seed)
+        elif face == "multi_env":
+            call = partial(self.envs.reset, seed=seed, mask=mask)
+        else:
+            call = partial(self.envs.reset, seed=seed, options=None if mask is None else {"reset_mask": np.array(mask)})
+        told = self._told(call)
+        if told is None:
+            return
+        rows = [Row(observation, info=info) for observation, info in self._split(*told)]
+        for env, (world, row) in enumerate(zip(self.worlds, rows, strict=True)):
+            if mask is None or mask[env]:
+                is_anew = self._is_forced(self.workers[env])  # lost for good, and begun in a new life
+                for _ in range(self._interrupted):  # completed before the next call did its own
+                    world.bare.reset(seed=None if seed is None else seed + env)
+                world.reset(None if seed is None else seed + env, row, is_anew=is_anew)
+
+    def _do_step(self, number: int) -> None:
+        actions = actions_of(number)
+        face = self.case.face
+        argument: Any = actions if face == "multi_env" else np.array(actions)
+        told = self._told(partial(self.envs.step, actions[0] if face == "subprocess_env" else argument))
+        if told is None:
+            return
+        for env, row in enumerate(self._rows(told)):
+            info = {key: value for key, value in (row.info or {}).items() if key != "multienv"}
+            ours = (row.info or {}).get("multienv", {})
+            row = row._replace(info=info, terminated=bool(row.terminated), truncated=bool(row.truncated))
+            if ours.get("recovery") == "truncated":
+                self._excuse(env)
+                self.worlds[env].truncate(row)
+            else:
+                self.worlds[env].step(actions[env], row)
+
+    def _do_call(self, amount: float) -> None:
+        call = partial(self.envs.call, "poke", amount)
+        told = self._told(call)
+        for failed in [set() for _ in range(self._interrupted)] + self._failed:  # called all the same
+            for env, world in enumerate(self.worlds):
+                if env not in failed:
+                    world.bare.poke(amount)
+        if told is not None:
+            assert list(np.atleast_1d(told)) == [world.bare.poke(amount) for world in self.worlds]
+
+    def _do_ask(self) -> None:
+        told = self._told(partial(self.envs.call, "ask"))
+        if told is not None:
+            assert list(np.atleast_1d(told)) == list(range(len(self.worlds)))
+
+    def _do_set(self, value: float) -> None:
+        one = self.case.face == "subprocess_env"
+        told = self._told(
+            partial(self.envs.set_attr, "offset", value if one else [value] * len(self.worlds)), done=True
+        )
+        for env, world in enumerate(self.worlds):
+            if told or env not in self._failed[-1]:
+                world.bare.offset = value
+
+    def _do_snapshot(self) -> None:
+        self._kept["snapshot"] = self._told(partial(self.envs.snapshot)), copy.deepcopy(self.worlds)
+
+    def _do_restore(self) -> None:
+        token, worlds = self._kept["snapshot"]
+        if token is None:
+            return
+        self._again(partial(self.envs.restore, token))
+        self.worlds = copy.deepcopy(worlds)
+
+    def _do_save(self) -> None:
+        self._kept["state"] = self._again(self.envs.state_dict), copy.deepcopy(self.worlds)
+
+    def _do_load(self) -> None:
+        state, worlds = self._kept["state"]
+        self._again(partial(self.envs.load_state_dict, state))
+        self.worlds = copy.deepcopy(worlds)
+
+    def _told(self, call: Any, done: Any = None) -> Any:
+        """Return what a call returns, or ``done``; ``None`` if it raised the loss of a worker, as the policy has it."""
+        struck = self._struck
+        try:
+            told = self._again(call)
+            return told if done is None else done
+        except (WorkerLostError, EnvsFailedError) as error:
+            assert len(self.simulation.struck) > struck
+            if self.case.policy != "raise":
+                if not any(map(self._is_forced, self.workers)):
+                    raise
+                name = call.func.__name__
+                assert name in ("call", "set_attr", "snapshot"), "only what cannot be truncated is raised"
+                self._failed.append(set(getattr(error, "failures", {0: error})))
+                return None
+        self.truncated += 1
+        for world in self.worlds:
+            world.bare.reset(seed=0)
+        self._do_reset(50 + self.truncated)
+        return None
+
+    def _excuse(self, env: int) -> None:
+        """Fail unless the schedule of faults forced a truncation of this env."""
+        self.truncated += 1
+        struck = [fault for fault in self.simulation.struck if fault.worker == self.workers[env]]
+        assert struck, "truncated, and nothing has happened to its worker"
+        assert self._is_forced(self.workers[env]), f"truncated without need: {struck}"
+
+    def _is_forced(self, worker: int) -> bool:
+        """Tell whether what has happened to a worker makes an exact recovery impossible."""
+        struck = [fault for fault in self.simulation.struck if fault.worker == worker]
+        if not struck or self.case.policy == "truncate" or self.case.chance:
+            return bool(struck)
+        if any(fault.point == "hang" and fault.event in ("ask", "build") for fault in struck):
+            return True  # a replay may take as long as Deadlines.recovery, and no other follows
+        # By SIGKILL from outside, as far as anybody knows; but six times in the same request is no chance.
+        deaths = Counter((fault.event, fault.nth) for fault in struck)
+        crashes = Counter(
+            (fault.event, fault.nth if fault.event == "request" else 0)
+            for fault in struck
+            if fault.point == "in the env" and fault.code == CRASHED
+        )
+        return max(deaths.values()) >= 6 or max(crashes.values(), default=0) >= 2
+
+    def _split(self, observations: Any, infos: Any) -> list[tuple[Any, Any]]:
+        if self.case.face == "subprocess_env":
+            return [(observations, infos)]
+        if self.case.face != "multi_env":
+            infos = [part_of(infos, env) for env in range(len(self.worlds))]
+        return list(zip(map(copy.copy, observations), infos, strict=True))
+
+    def _rows(self, told: Any) -> list[Row]:
+        if self.case.face == "subprocess_env":
+            return [Row(*told)]
+        *values, infos = told
+        if self.case.face == "multi_env":
+            return [Row(*row) for row in zip(*values, infos, strict=True)]
+        rows = []
+        for env in range(len(self.worlds)):
+            info = part_of(infos, env)
+            final, last = info.pop("final_obs", None), info.pop("final_info", {})
+            if "multienv" in last:
+                info["multienv"] = last["multienv"]
+            observation, reward, terminated, truncated = (value[env] for value in values)
+            rows.append(Row(observation.copy(), float(reward), terminated, truncated, info, final))
+        return rows
+
+
+def part_of(infos: dict[str, Any], env: int) -> dict[str, Any]:
+    """Return an env's part of merged infos."""
+    found = {}
+    for key, value in infos.items():
+        if key[0] != "_" and infos[f"_{key}"][env]:
+            one = part_of(value, env) if isinstance(value, dict) else value[env]
+            found[key] = one.item() if isinstance(one, np.generic) else one
+    return found

@@ -1,0 +1,19 @@
+"""What the simulator has found in multienv: each run failed once, and is run again by default.
+
+To add one, paste the literal that a failure prints, with a sentence that says what went wrong.
+"""
+
+from simulation.programs import Case
+from simulation.simulation import Fault
+
+REGRESSIONS: dict[str, Case] = {
+    # A worker had begun to write its first reply, and died. Its replacement got a copy of what lay there as "what the
+    # caller saw last", though nothing had been seen: flags that the reply does not write came into the journal, and
+    # no later replay could match it.
+    "rows_that_nobody_saw_are_not_handed_to_the_next_process": Case(
+        "subprocess_env",
+        "journal",
+        (("reset", 3), ("step", 0), ("save",), ("step", 2), ("load",), ("step", 3)),
+        (Fault(0, "request", 1, "torn"),),
+    ),
+}

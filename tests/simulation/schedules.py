@@ -1,0 +1,60 @@
+"""Schedules of faults: every single one that can happen in a program, and pairs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from simulation.programs import FACES, Case, Run
+from simulation.simulation import CRASHED, KILLED, POINTS, Fault
+
+# A program with all that a trainer calls: whole and partial resets, ends of episodes, calls, attributes.
+EPISODES = (
+    ("reset", 7),
+    *(("step", number) for number in range(4)),
+    ("call", 0.5),
+    *(("step", number) for number in range(4, 7)),
+    ("reset", None),
+    ("step", 8),
+    ("set", 0.25),
+    ("step", 9),
+)
+# The same for policies that replay nothing: what was called and set is not repeated in a new process.
+WITHOUT_REPLAY = tuple(("ask",) if op[0] == "call" else op for op in EPISODES if op[0] != "set")
+# One that comes back to earlier states.
+BRANCHES = (
+    ("reset", 3),
+    ("step", 0),
+    ("snapshot",),
+    ("step", 1),
+    ("restore",),
+    ("step", 1),
+    ("save",),
+    ("step", 2),
+    ("load",),
+    ("step", 3),
+)
+
+
+def singles(case: Case) -> Iterator[Case]:
+    """Yield the case with each fault that can happen in it, one at a time."""
+    for fault in possible(case):
+        yield replace(case, faults=(*case.faults, fault))
+
+
+def possible(case: Case) -> Iterator[Fault]:
+    """Yield each fault that can happen after those of the case, told by running it."""
+    simulation = Run(case).play()
+    events = simulation.events
+    workers = FACES[case.face][1]
+    for (worker, event), number in sorted(events.items()):
+        for nth, point in product(range(1, number + 1), POINTS[event]):
+            if point.startswith("interrupted") and (worker, nth) in simulation.in_threads:
+                continue
+            if point != "in the env":
+                yield Fault(worker, event, nth, point)
+                continue
+            for slot, code in product(range(workers.count(worker)), (KILLED, CRASHED)):
+                if (worker, event, nth, slot) in simulation.called:
+                    yield Fault(worker, event, nth, point, slot, code)

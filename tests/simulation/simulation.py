@@ -1,0 +1,484 @@
+"""A world without processes: real faces, supervisors, journals, codecs and hosts over simulated channels.
+
+A :class:`Simulation` takes the place of the monitor. Each of its processes is a real ``Host`` in this one, which
+executes a request when the trainer waits for it, and dies, hangs or answers nonsense where the schedule of faults says
+so. A forked snapshot is a second host that executes the same requests up to the fork. The clock is virtual: a hang
+takes the time of its deadline, and no more than a line of Python.
+
+Runs are deterministic: the same program with the same faults sees the same to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kit import CounterEnv
+from multienv import fanout
+from multienv.envs import building
+from multienv.events import LossCause
+from multienv.processes.channel import Channel, Fate, Gone
+from multienv.recovery import hot_path
+from multienv.wire.banks import STEP, STEPPED
+from multienv.wire.messages import Build
+from multienv.wire.segment import BUSY, PID, REPLAYING, REPLY, REPLY_MAIL, REQUEST, SLOT, WORKER_SLEEPS, Segment
+from multienv.worker.host import Host
+
+KILLED, CRASHED = -9, -11
+# What may happen at each kind of event.
+POINTS: dict[str, tuple[str, ...]] = {
+    "launch": ("no descriptors", "stillborn"),
+    "build": ("in the env", "hang", "garbage"),
+    "request": (
+        "before",
+        "in the env",
+        "executed",
+        "torn",
+        "replied",
+        "hang",
+        "late",
+        "interrupted before",
+        "interrupted after",
+    ),
+    "ask": ("before", "executed", "garbage", "hang"),
+    "replay": ("in the env",),
+    "wake": ("absent", "no descriptors", "dead", "mute"),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Args:
+        worker: Index of the worker.
+        event: A key of :data:`POINTS`. A *request* is the caller's, an *ask* is the trainer's own (a replay, a
+            snapshot to keep), a *replay* is one request inside a replay.
+        nth: Which of them, from 1. A request that is asked again in another process is the same one.
+        point: What happens, one of ``POINTS[event]``.
+        slot: Of the env in which it happens, for ``"in the env"``.
+        code: Exit code.
+        times: How many processes it strikes.
+    """
+
+    worker: int
+    event: str
+    nth: int
+    point: str
+    slot: int = 0
+    code: int = KILLED
+    times: int = 1
+
+
+class SimulatedDeath(BaseException):
+    """Ends a simulated process from inside an env."""
+
+
+_running = threading.local()
+
+
+class SimulatedEnv(CounterEnv):
+    """Counts, draws, and says in its infos who it is, so that another env's reply shows.
+
+    Args:
+        who: Its index.
+        chance: Draw from what no process has in common with another: it cannot be replayed.
+        horizon: Steps in an episode.
+    """
+
+    def __init__(self, who: int, chance: bool = False, horizon: int = 5) -> None:
+        super().__init__(horizon=horizon)
+        self.who = who
+        _strike()
+        process = getattr(_running, "process", None)
+        # No generator, which a replay would put back.
+        self._chance = process.nonce * 0.1234567 if chance and process is not None else 0.0
+
+    def step(self, action: Any) -> Any:
+        _strike()
+        return super().step(action)
+
+    def reset(self, **options: Any) -> Any:
+        _strike()
+        return super().reset(**options)
+
+    def poke(self, amount: float = 0.0) -> int:
+        _strike()
+        return super().poke(amount)
+
+    def ask(self) -> int:
+        """Return who this is: a call that changes nothing."""
+        _strike()
+        return self.who
+
+    def _next_draw(self) -> float:
+        return (super()._next_draw() + self._chance) % 1
+
+    def _info(self) -> dict[str, Any]:
+        info: dict[str, Any] = {"who": self.who, "nonce": self.episode_step + 100 * self.episode_number}
+        return info if self.episode_step != 2 else {**info, "words": f"env {self.who}"}
+
+
+def _strike() -> None:
+    process = getattr(_running, "process", None)
+    if process is not None:
+        process.call_env()
+
+
+@dataclass
+class Simulation:
+    """The processes, the clock and the schedule of a run.
+
+    Args:
+        faults: What goes wrong.
+        eager: A request is executed when it is rung for, not only when it is waited for.
+
+    Attributes:
+        struck: The faults that happened, in order, with repetitions.
+        events: How often each event came: (worker, event) → number.
+        in_threads: Requests that a thread of the trainer waits for, where no Ctrl-C can come: worker, which one.
+        called: Events in which an env was called: worker, event, which one, slot.
+        live: Channels that are not released.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    eager: bool = False
+    now: float = 1000.0
+    struck: list[Fault] = field(default_factory=list)
+    events: Counter[tuple[int, str]] = field(default_factory=Counter)
+    in_threads: set[tuple[int, int]] = field(default_factory=set)
+    called: set[tuple[int, str, int, int]] = field(default_factory=set)
+    live: set[SimulatedChannel] = field(default_factory=set)
+    kept: dict[int, tuple[SimulatedProcess, tuple[int, int]]] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+    workers: int = 0
+    processes: int = 0
+
+    def clock(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def launcher(self, method: str, native_threads: Any, title: str = "") -> SimulatedLauncher:
+        """Stand in for ``Launch``, of which there is one for each worker."""
+        self.workers += 1
+        return SimulatedLauncher(self, self.workers - 1)
+
+    def count(self, worker: int, event: str) -> Fault | None:
+        """Count an event; return the fault that strikes there."""
+        self.events[worker, event] += 1
+        return self.fault_at(worker, event)
+
+    def fault_at(self, worker: int, event: str, slot: int | None = None) -> Fault | None:
+        """Return the fault for the newest event of this kind, and note that it strikes."""
+        nth = self.events[worker, event]
+        for fault in self.faults:
+            if (fault.worker, fault.event, fault.nth) == (worker, event, nth) and slot in (None, fault.slot):
+                if (slot is None) == (fault.point == "in the env"):
+                    continue
+                if fault.point.startswith("interrupted") and threading.current_thread() is not threading.main_thread():
+                    continue
+                if self.struck.count(fault) < fault.times:
+                    self.struck.append(fault)
+                    return fault
+        return None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Have faces that are made meanwhile use this simulation, and its clock."""
+        kept = building.Launch, time.monotonic, random.getstate(), np.random.get_state()
+        building.Launch = self.launcher  # type: ignore[assignment, misc]
+        for module in (time, fanout, hot_path):
+            module.monotonic = self.clock  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            building.Launch, clock, generator, legacy = kept  # type: ignore[misc]
+            for module in (time, fanout, hot_path):
+                module.monotonic = clock  # type: ignore[attr-defined]
+            random.setstate(generator)
+            np.random.set_state(legacy)
+
+
+class SimulatedLauncher:
+    """Makes the processes of one worker."""
+
+    def __init__(self, simulation: Simulation, worker: int) -> None:
+        self.simulation, self.worker = simulation, worker
+        self.number = 0  # of the caller's newest request, in whatever process
+        self.is_answered = True
+
+    def start(self) -> Channel:
+        simulation = self.simulation
+        with simulation.lock:
+            fault = simulation.count(self.worker, "launch")
+            if fault is not None and fault.point == "no descriptors":
+                raise OSError(errno.EMFILE, "Too many open files")
+            process = SimulatedProcess(self)
+            if fault is not None:
+                process.end(fault.code)
+            return SimulatedChannel(process)
+
+    def wake_kept(self, token: int) -> Channel | None:
+        kept = self.simulation.kept.get(token)
+        with contextlib.suppress(OSError):
+            return None if kept is None else self.wake(*kept)
+        return None
+
+    def free(self, token: int) -> None:
+        self.simulation.kept.pop(token, None)
+
+    def wake(self, parent: SimulatedProcess, fork: tuple[int, int]) -> Channel | None:
+        """Return a process that has executed what its parent had when it forked."""
+        simulation = self.simulation
+        with simulation.lock:
+            fault = simulation.count(self.worker, "wake")
+            point = "" if fault is None else fault.point
+            if point == "absent":
+                return None
+            if point == "no descriptors":
+                raise OSError(errno.EMFILE, "Too many open files")
+            process = SimulatedProcess(self, parent, fork)
+            if point == "dead":
+                process.end(KILLED)
+            if point == "mute":
+                process.segment.words[REPLY] = 0
+                process.is_mute = True
+            return SimulatedChannel(process)
+
+
+class SimulatedProcess:
+    """A host, what it was asked, and how it ends.
+
+    Args:
+        launcher: Of its worker.
+        parent: The process that this one is a forked copy of.
+        fork: When the copy was made: the last request executed in it, and how many there were.
+    """
+
+    def __init__(
+        self, launcher: SimulatedLauncher, parent: SimulatedProcess | None = None, fork: tuple[int, int] = (0, 0)
+    ) -> None:
+        simulation = self.simulation = launcher.simulation
+        self.launcher = launcher
+        simulation.processes += 1
+        self.pid = 5_000_000 + simulation.processes
+        self.nonce = simulation.processes if parent is None else parent.nonce
+        self.segment = Segment(-1)
+        self.segment.words[PID] = self.pid
+        self.segment.words[WORKER_SLEEPS] = int(simulation.eager)
+        self.host = Host(self.segment, on_build=self._note_build, on_keep=self._keep)
+        self.past: list[tuple[int, bytes, bytes]] = []  # requests executed: number, bank, mail
+        self.begun: int | None = None
+        self.snapshot: tuple[int, int] | None = None
+        self.every = -1
+        self.code: int | None = None
+        self.is_mute = False
+        self.is_late = False  # mute, and writes its reply when it has been given up
+        self.is_copied = False
+        if parent is not None:
+            self.is_copied = True  # no fault strikes while the past is repeated
+            for past in parent.past[: fork[1]]:
+                self._repeat(*past)
+            self.is_copied = False
+            self.snapshot = fork  # a woken copy takes another snapshot in its place
+            self.segment.words[REPLY] = self.segment.words[REQUEST] = fork[0]
+
+    def end(self, code: int) -> None:
+        """Be dead from now on."""
+        if self.code is None:
+            self.code = code
+
+    def _note_build(self, build: Build) -> None:
+        self.every = build.snapshots
+
+    def _keep(self, number: int, token: int) -> str:
+        self.simulation.kept[token] = (self, (number, len(self.past) - 1))  # without the request to keep it
+        return ""
+
+    def _repeat(self, number: int, bank: bytes, mail: bytes) -> None:
+        side = self.segment.banks[number & 1]
+        side.view[: len(bank)] = bank
+        self.segment.write_request_mail(number, mail)
+        self._handle(number)
+        self.past.append((number, bank, mail))
+
+    def execute(self, number: int) -> None:
+        """Execute a request, or what the schedule has in its place. Raises KeyboardInterrupt where it says so."""
+        words, launcher = self.segment.words, self.launcher
+        if self.code is not None or self.is_mute or self.begun == number or words[REPLY] == number:
+            return
+        fault = self._fault_of(number)
+        point = "" if fault is None else fault.point
+        if point == "interrupted before":
+            raise KeyboardInterrupt
+        self.begun = number
+        if point in ("hang", "late"):
+            self.is_mute = True
+            self.is_late = point == "late"
+            return
+        if fault is not None and point == "before":
+            self.end(fault.code)
+            return
+        side = self.segment.banks[number & 1]
+        self.past.append((number, bytes(side.view), self.segment.read_request_mail(number)))
+        try:
+            self._handle(number)
+        except SimulatedDeath:
+            return
+        if fault is not None and point == "torn" and side.view[2] == STEPPED:
+            side.view[side.layout.rewards :] = bytes([0xA5]) * (len(side.view) - side.layout.rewards)
+        if fault is not None and point in ("executed", "torn"):
+            self.end(fault.code)
+            return
+        if fault is not None and point == "garbage":
+            side.view[2], words[REPLY_MAIL + (number & 1)] = 0x7F, 0
+            self.segment.write_reply_mail(number, b"\x80garbage")
+        words[REPLY] = number
+        if number > 0:
+            launcher.is_answered = launcher.is_answered or point != "garbage"
+            if 0 < self.every <= number - (self.snapshot or (0, 0))[0] and side.view[0] == STEP:
+                self.snapshot = number, len(self.past)
+        if fault is not None and point == "replied":
+            self.end(fault.code)
+        if point == "interrupted after":
+            raise KeyboardInterrupt
+
+    def run_late(self) -> None:
+        """Write the reply after the process has been given up."""
+        if self.is_late and self.begun is not None:
+            self.is_late = False
+            with contextlib.suppress(SimulatedDeath):
+                self._handle(self.begun)
+                self.segment.words[REPLY] = self.begun
+
+    def _fault_of(self, number: int) -> Fault | None:
+        launcher, simulation = self.launcher, self.simulation
+        worker = launcher.worker
+        if number < 0:
+            is_build = not any(one[0] < 0 for one in self.past)
+            return simulation.count(worker, "build" if is_build else "ask")
+        if number != launcher.number or launcher.is_answered:
+            launcher.number, launcher.is_answered = number, False
+            fault = simulation.count(worker, "request")
+            if threading.current_thread() is not threading.main_thread():
+                simulation.in_threads.add((worker, simulation.events[worker, "request"]))
+        else:
+            fault = simulation.fault_at(worker, "request")
+        if fault is None or fault.point in ("interrupted before", "interrupted after", "replied"):
+            launcher.is_answered = fault is None or fault.point != "interrupted before"
+        return fault
+
+    def call_env(self) -> None:
+        """Note that an env is being called; end here if the schedule says so."""
+        if self.is_copied:
+            return
+        words, worker, simulation = self.segment.words, self.launcher.worker, self.simulation
+        slot, fault = words[SLOT] - 1, None
+        event = "request" if words[BUSY] > 0 else "build" if self.host.handle == self.host._handle else "ask"
+        if words[REPLAYING]:
+            event = "replay"
+            if slot == 0:
+                simulation.events[worker, event] += 1
+        if "in the env" in POINTS[event]:
+            simulation.called.add((worker, event, simulation.events[worker, event], slot))
+            fault = simulation.fault_at(worker, event, slot)
+        if fault is not None:
+            if not words[REPLAYING]:
+                self.launcher.is_answered = False
+            self.end(fault.code)
+            raise SimulatedDeath
+
+    def _handle(self, number: int) -> None:
+        outer, _running.process = getattr(_running, "process", None), self
+        try:
+            self.host.handle(number)
+        finally:
+            _running.process = outer
+
+
+class SimulatedChannel(Channel):
+    """The trainer's end of a simulated process."""
+
+    looks = 1
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        self.process = process
+        self.segment = process.segment
+        self._gone: Callable[[], Gone] | None = None
+        process.simulation.live.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid
+
+    def ring(self, number: int) -> None:
+        self.segment.words[REQUEST] = number
+        if self.process.simulation.eager:
+            self._execute(number)
+
+    def _execute(self, number: int) -> None:
+        with self.process.simulation.lock:
+            self.process.execute(number)
+
+    def wait(self, number: int, until: float | None) -> bool:
+        if self._gone is None:
+            self._execute(number)
+        words, process = self.segment.words, self.process
+        if words[REPLY] == number:
+            return True
+        if self._gone is not None or process.code is not None:
+            raise self._lose("died", "")
+        assert process.is_mute, f"request {number} was waited for and not published: {words[REQUEST]}"
+        assert until is not None, "a wait without an end for a process that hangs"
+        process.simulation.now = max(process.simulation.now, until)
+        return False
+
+    def answered(self, number: int) -> bool:
+        return True
+
+    def descriptors(self) -> tuple[int, ...]:
+        return ()
+
+    def attend(self) -> bool:
+        return self._gone is not None or self.process.code is not None
+
+    def stack(self) -> str:
+        return "stack of a simulated process" if self.process.code is None else ""
+
+    def _lose(self, cause: LossCause, detail: str) -> Gone:
+        if self._gone is None:
+            words, process = self.segment.words, self.process
+            fate = Fate(process.code, snapshot=None if process.snapshot is None else process.snapshot[0])
+            known = words[BUSY], words[SLOT] - 1, words[REPLAYING] - 1
+            self._gone = lambda: Gone(
+                cause, fate, process.pid, number=known[0], slot=known[1], replaying=known[2], detail=detail
+            )
+        return self._gone()
+
+    def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
+        self.process.end(KILLED)
+        gone = self._lose(cause, detail)
+        with self.process.simulation.lock:
+            self.process.run_late()
+        return gone
+
+    def wake(self) -> Channel | None:
+        process = self.process
+        return None if process.snapshot is None else process.launcher.wake(process, process.snapshot)
+
+    def close(self, timeout: float) -> None:
+        self.kill()
+        self.release()
+
+    def release(self, *, keep_memory: bool = False) -> None:
+        self.process.end(KILLED)
+        self.process.simulation.live.discard(self)

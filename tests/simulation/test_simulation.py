@@ -1,0 +1,159 @@
+"""Every fault at every place, without processes; see ``simulation`` for the world and ``programs`` for the oracle.
+
+A failure ends with a literal that runs it again: see ``regressions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, product
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from simulation.programs import FACES, POLICIES, Case, Run
+from simulation.regressions import REGRESSIONS
+from simulation.schedules import BRANCHES, EPISODES, WITHOUT_REPLAY, possible, singles
+from simulation.simulation import CRASHED, KILLED, POINTS, Fault, Simulation
+
+REPLAYS = ("snapshot", "journal")
+BRANCHING = [face for face in FACES if face != "multi_env"]
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Keep thousands of warnings of lost workers out of the report."""
+    with caplog.at_level("CRITICAL", "multienv"):
+        yield
+
+
+def run(case: Case) -> Simulation:
+    """Run a case; fail unless all its faults have struck."""
+    simulation = Run(case).play()
+    assert set(simulation.struck) == set(case.faults), case
+    return simulation
+
+
+def bases() -> Iterator[Case]:
+    for face, policy, eager in product(FACES, POLICIES, (False, True)):
+        yield Case(face, policy, EPISODES if policy in REPLAYS else WITHOUT_REPLAY, eager=eager)
+    for face, policy, eager in product(BRANCHING, REPLAYS, (False, True)):
+        yield Case(face, policy, BRANCHES, eager=eager)
+
+
+def name_of(case: Case) -> str:
+    program = "branches" if case.ops is BRANCHES else "episodes"
+    return f"{case.face}-{case.policy}-{program}-{'eager' if case.eager else 'lazy'}"
+
+
+@pytest.mark.parametrize("base", list(bases()), ids=name_of)
+def test_each_single_fault_leaves_the_trajectory_whole(base: Case) -> None:
+    cases = list(singles(base))
+    assert len(cases) > 50
+    for case in cases:
+        run(case)
+
+
+def pairs(base: Case) -> Iterator[Case]:
+    for case in singles(base):
+        yield from singles(case)
+
+
+@pytest.mark.parametrize("base", [case for case in bases() if case.policy in REPLAYS], ids=name_of)
+def test_two_faults_leave_the_trajectory_whole(base: Case) -> None:
+    """The second fault may strike the recovery from the first: a snapshot, a replay, a process being built."""
+    tried = 0
+    for first in islice(singles(base), 0, None, 17):
+        for second in islice(possible(first), tried % 17, None, 37):
+            if second not in first.faults:
+                Run(replace(first, faults=(*first.faults, second))).play()
+                tried += 1
+    assert tried > 10
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("base", [case for case in bases() if case.policy in REPLAYS], ids=name_of)
+def test_all_pairs_of_faults_leave_the_trajectory_whole(base: Case) -> None:
+    for case in pairs(base):
+        Run(case).play()
+
+
+@pytest.mark.parametrize("face", list(FACES))
+@pytest.mark.parametrize(("code", "limit"), [(KILLED, 6), (CRASHED, 2)])
+def test_a_step_that_ends_every_process_is_truncated(face: str, code: int, limit: int) -> None:
+    """Up to the limit it is tried again; the others of its worker go on to the bit."""
+    ops = (("reset", 7), ("step", 0), ("step", 1), ("step", 2), ("reset", 9), ("step", 3))
+    fault = Fault(0, "request", 3, "in the env", code=code, times=limit)
+    play = Run(Case(face, "journal", ops, (fault,)))
+    simulation = play.play()
+    assert play.truncated == 1
+    assert len(simulation.struck) == limit
+
+
+@pytest.mark.parametrize("face", list(FACES))
+def test_an_env_that_cannot_be_replayed_is_truncated_and_never_passed_off_as_exact(face: str) -> None:
+    ops = (("reset", 7), ("step", 0), ("step", 1), ("reset", 9), ("step", 2))
+    for point in ("before", "executed", "replied", "late"):
+        play = Run(Case(face, "journal", ops, (Fault(0, "request", 2, point),), chance=True))
+        simulation = play.play()
+        assert simulation.struck
+        assert play.truncated == FACES[face][1].count(0), "one of each env in the worker that was lost"
+
+
+@pytest.mark.parametrize("name", list(REGRESSIONS))
+def test_regression(name: str) -> None:
+    run(REGRESSIONS[name])
+
+
+# --- programs that nobody has thought of --------------------------------------------------------------
+
+seeds = st.one_of(st.none(), st.integers(0, 5))
+plain_ops: st.SearchStrategy[Any] = st.one_of(
+    *[st.tuples(st.just("step"), st.integers(0, 9))] * 4,
+    st.tuples(st.just("reset"), seeds),
+    st.tuples(st.just("call"), st.sampled_from([0.0, 0.5])),
+    st.tuples(st.just("set"), st.sampled_from([0.25, 1.5])),
+    st.tuples(st.just("ask")),
+)
+branch_ops: st.SearchStrategy[Any] = st.sampled_from([("snapshot",), ("restore",), ("save",), ("load",)])
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    face = draw(st.sampled_from(list(FACES)))
+    ops = draw(st.lists(st.one_of(plain_ops, plain_ops, branch_ops) if face in BRANCHING else plain_ops, max_size=14))
+    kept: set[str] = set()
+    program: list[tuple[Any, ...]] = [("reset", draw(st.integers(0, 5)))]
+    for op in ops:
+        kept.add(op[0])
+        if {"restore": "snapshot", "load": "save"}.get(op[0], op[0]) in kept:
+            program.append(op)
+    base = Case(face, draw(st.sampled_from(REPLAYS)), tuple(program), eager=draw(st.booleans()))
+    workers = FACES[face][1]
+    for _ in range(draw(st.integers(0, 3))):
+        worker = draw(st.sampled_from(workers))
+        event = draw(st.sampled_from(list(POINTS)))
+        point = draw(st.sampled_from(POINTS[event]))
+        fault = Fault(
+            worker,
+            event,
+            draw(st.integers(1, 6)),
+            point,
+            draw(st.integers(0, workers.count(worker) - 1)) if point == "in the env" else 0,
+            draw(st.sampled_from([KILLED, CRASHED])),
+        )
+        if fault not in base.faults:
+            base = replace(base, faults=(*base.faults, fault))
+    return base
+
+
+def check_programs(case: Case) -> None:
+    Run(case).play()
+
+
+SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": False}
+test_random_programs = settings(max_examples=150, derandomize=True, **SETTINGS)(given(cases())(check_programs))
+test_many_random_programs = pytest.mark.soak(settings(max_examples=20_000, **SETTINGS)(given(cases())(check_programs)))
