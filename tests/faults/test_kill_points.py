@@ -1,0 +1,275 @@
+"""Killed or stopped at any system call, of a worker, a snapshot, the monitor or the trainer: nothing is lost or left.
+
+Each point is a run of its own: a short rollout beside an undisturbed twin, in which one process gets its signal before
+or after its n-th system call, see kit/kill_points.py. A sweep takes n from 1 to the last call that there is; by default
+only a few of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kill_point_trainers import STEPS, Play, digest, kill_worker, open_face, open_twin, statistics_of
+from trainer_process import Trainer, becomes_true
+
+from kit import CounterEnv, first_difference, is_alive, monitor_pid
+from kit.kill_points import KillPoint, why_not
+from multienv import Deadlines, SubprocessEnv
+from multienv.events import Recovery
+
+SOAK = [pytest.mark.soak, pytest.mark.timeout(7200)]
+METHODS = ("forkserver", "spawn")
+KILLS = ("before", "after")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ptrace() -> None:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def companion() -> Iterator[SubprocessEnv]:
+    """An env beside, which keeps the monitor up."""
+    with SubprocessEnv(CounterEnv) as env:
+        yield env
+
+
+def sweep(strike: Callable[[int, str], KillPoint], hows: tuple[str, ...], stride: int, first: int = 1) -> None:
+    """Strike at every ``stride``-th system call, in each of these ways in turn, until there are no more calls.
+
+    All failures are told together, each with its place.
+    """
+    struck, failures = 0, []
+    for nth, how in zip(itertools.count(first, stride), itertools.cycle(hows), strict=False):
+        try:
+            point = strike(nth, how)
+        except Exception as error:
+            failures.append(f"{how} {nth}: {type(error).__name__}: {error}")
+            continue
+        if not point.struck and point.calls < nth:
+            break
+        struck += point.struck  # not where the call is the process's last, and would be struck after it
+    assert not failures, "\n".join([f"{len(failures)} points:", *failures])
+    assert struck >= 4
+
+
+def rows(*quick: tuple[Any, ...], **options: tuple[Any, ...]) -> list[Any]:
+    """Return quick rows, and all combinations of the options as soak rows with stride 1."""
+    return [*quick, *(pytest.param(*values, 1, marks=SOAK) for values in itertools.product(*options.values()))]
+
+
+def deadlines(how: str, method: str) -> Deadlines:
+    """Return those that find a stopped process; none but the defaults where a process is killed."""
+    if how != "stop":
+        return Deadlines()
+    return Deadlines(start=1.0 if method == "forkserver" else 5.0, reset=0.3, step=0.3, call=0.3, close=0.3)
+
+
+def expect_same(play: Play, face: str, env_name: str) -> None:
+    twin = open_twin(face, env_name)
+    difference = first_difference(play.seen, Play(twin).go(play.steps).seen)
+    twin.close()
+    assert difference is None, difference
+
+
+def go_until_noticed(play: Play, point: KillPoint) -> bool:
+    """Take steps until one of them was begun after the strike, or there was none; whether there was one."""
+    while True:
+        is_due = point.is_due
+        if is_due:
+            point.await_strike()
+            assert becomes_true(lambda: state_of(point.pid) in ("", "T", "Z"))
+        play.go(1)
+        if is_due or not point.is_due:
+            return is_due
+
+
+def state_of(pid: int) -> str:
+    """Return the letter that /proc has for the state of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+# --- a worker ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("companion")
+@pytest.mark.parametrize(
+    ("face", "env_name", "method", "hows", "stride"),
+    rows(
+        ("env", "counter", "forkserver", KILLS, 31),
+        ("vector", "counter", "forkserver", KILLS, 37),
+        ("env", "cart_pole", "spawn", KILLS, 1601),
+        ("vector", "counter", "forkserver", ("stop",), 97),
+        face=("env", "vector"),
+        env_name=("counter", "cart_pole"),
+        method=METHODS,
+        hows=(("before",), ("after",), ("stop",)),
+    ),
+)
+def test_worker_killed_or_stopped_at_any_system_call_is_brought_back_exactly(
+    face: str, env_name: str, method: str, hows: tuple[str, ...], stride: int
+) -> None:
+    """From the first call after the fork that makes it."""
+
+    def strike(nth: int, how: str) -> KillPoint:
+        events: list[Any] = []
+        with KillPoint(monitor_pid(), nth, how, newborn=True) as point:
+            env = open_face(face, env_name, method, hooks=[events.append], deadlines=deadlines(how, method))
+            with contextlib.closing(env):
+                play = Play(env).go(STEPS)
+                is_noticed = go_until_noticed(play, point)
+                statistics = statistics_of(env)
+            point.await_end()
+        expect_same(play, face, env_name)
+        assert statistics.losses == statistics.exact_recoveries == is_noticed
+        assert [event.outcome for event in events if isinstance(event, Recovery)] == ["exact"] * is_noticed
+        return point
+
+    sweep(strike, hows, stride)
+
+
+# --- a snapshot -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("companion")
+@pytest.mark.parametrize(
+    ("face", "method", "hows", "stride"),
+    rows(
+        ("env", "forkserver", KILLS, 17),
+        ("vector", "forkserver", KILLS, 23),
+        ("env", "forkserver", ("stop",), 61),
+        face=("env", "vector"),
+        method=METHODS,
+        hows=(("before",), ("after",), ("stop",)),
+    ),
+)
+def test_snapshot_killed_or_stopped_at_any_system_call_leaves_an_exact_recovery(
+    face: str, method: str, hows: tuple[str, ...], stride: int
+) -> None:
+    """From the fork on: while it freezes, waits, wakes when the worker is killed, and is the worker."""
+
+    def strike(nth: int, how: str) -> KillPoint:
+        events: list[Any] = []
+        env = open_face(face, "counter", method, hooks=[events.append], deadlines=deadlines(how, method))
+        with contextlib.closing(env):
+            with KillPoint(statistics_of(env).pid, nth, how, newborn=True) as point:
+                play = Play(env).go(STEPS // 2)
+                point.await_newborn()
+                was_frozen = point.is_due
+                kill_worker(env)
+                play.go(STEPS // 2)
+                is_noticed = go_until_noticed(play, point)
+                statistics = statistics_of(env)
+                env.close()
+                point.await_end()
+        expect_same(play, face, "counter")
+        outcomes = [event.outcome for event in events if isinstance(event, Recovery)]
+        assert outcomes == ["exact"] * statistics.losses
+        # Struck while it woke it is a second process of the same recovery, struck later a second loss.
+        assert statistics.losses in ({1, 2} if is_noticed and not was_frozen else {1})
+        return point
+
+    sweep(strike, hows, stride)
+
+
+# --- the monitor ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("face", "method", "hows", "stride"),
+    rows(
+        ("env", "forkserver", KILLS, 37),
+        ("vector", "forkserver", ("stop",), 61),
+        face=("env", "vector"),
+        method=METHODS,
+        hows=(("before",), ("after",), ("stop",)),
+    ),
+)
+def test_monitor_killed_or_stopped_at_any_system_call_loses_no_step(
+    face: str, method: str, hows: tuple[str, ...], stride: int
+) -> None:
+    """While it launches a worker, hears of snapshots, reaps the worker, wakes a snapshot and ends it all."""
+
+    def strike(nth: int, how: str) -> KillPoint:
+        with contextlib.ExitStack() as stack:
+            other = stack.enter_context(contextlib.closing(open_face("env", "counter", method)))
+            others = Play(other).go(1)
+            point = stack.enter_context(KillPoint(monitor_pid(), nth, how))
+            env = stack.enter_context(contextlib.closing(open_face(face, "counter", method)))
+            play = Play(env).go(STEPS // 2)
+            kill_worker(env)
+            play.go(STEPS // 2)
+            is_noticed = go_until_noticed(others, point)
+            play.go(1)
+            statistics = statistics_of(env)
+            env.close()
+            losses = others.env.statistics().losses
+            other.close()
+            if point.is_due:
+                point.await_strike()
+        expect_same(play, face, "counter")
+        expect_same(others, "env", "counter")
+        assert statistics.truncated_recoveries == 0
+        if how == "stop" or not is_noticed:
+            assert (losses, statistics.losses) == (0, 1)
+        else:
+            assert not is_alive(point.pid)
+            assert losses == 1
+            assert statistics.losses in (1, 2)  # one if it had no worker at that moment
+        return point
+
+    sweep(strike, hows, stride)
+
+
+# --- the trainer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("face", "method", "hows", "stride"),
+    rows(
+        ("env", "forkserver", KILLS, 151),
+        ("vector", "spawn", ("stop",), 401),
+        face=("env", "vector"),
+        method=METHODS,
+        hows=(("before",), ("after",), ("stop",)),
+    ),
+)
+def test_nothing_is_left_of_a_trainer_killed_at_any_system_call_and_a_stopped_one_goes_on(
+    face: str, method: str, hows: tuple[str, ...], stride: int
+) -> None:
+    """From before its first env to its exit, in whichever of its threads."""
+    twin = open_twin(face, "counter")
+    expected = digest(Play(twin).go(STEPS))
+    twin.close()
+
+    def strike(nth: int, how: str) -> KillPoint:
+        with Trainer("kill_point_trainers", "train", face, method) as trainer:
+            trainer.expect("ready")
+            with KillPoint(trainer.pid, nth, how) as point:
+                trainer.signal(signal.SIGUSR1)
+                point.await_end()
+                if how == "stop" and point.struck:
+                    assert becomes_true(lambda: state_of(trainer.pid) == "T")
+                    time.sleep(0.05)  # its processes go on meanwhile
+                    os.kill(trainer.pid, signal.SIGCONT)
+                if how == "stop" or not point.struck:
+                    assert trainer.succeed()[-1] == f"seen {expected}"
+                else:
+                    assert trainer.wait() == -signal.SIGKILL
+                    trainer.assert_nothing_lives()
+        return point
+
+    sweep(strike, hows, stride)
