@@ -2,8 +2,8 @@
 
 A death is told twice: the *line* (a socketpair that carries wake bytes) ends, at once; and the monitor tells over the
 *fate* socket how it ended. The line alone would not do: a process that the env has forked may hold it open. The fate
-alone would not do: the monitor may have been stopped. Each wait for the monitor resumes it first. If the fate socket
-ends without a message the monitor is dead, and so is the process: the kernel kills it then.
+alone would not do: the monitor may have been stopped. Each wait for the monitor resumes it, at once and every second.
+If the fate socket ends without a message the monitor is dead, and so is the process: the kernel kills it then.
 """
 
 from __future__ import annotations
@@ -145,6 +145,8 @@ class ProcessChannel(Channel):
                 if words[REPLY] == number:
                     return True
                 left = patience if until is None else min(patience, until - time.monotonic())
+                if not words[PID]:  # the monitor may have been stopped before it launched the process
+                    self._resume()
                 _readable(self.descriptors(), left)
                 ended = self.attend()
                 if words[REPLY] == number:  # read after the end was seen: a reply given before it counts
@@ -205,16 +207,16 @@ class ProcessChannel(Channel):
             seconds: How long.
             stacks: Stop waiting, too, once more stacks than this number have been received.
         """
-        self._resume()
         until = time.monotonic() + seconds
         while True:
+            self._resume()
             self._hear()
             told, left = self._told, until - time.monotonic()
             if told.fate is not None or (stacks is not None and len(told.stacks) > stacks):
                 return told.fate
             if left <= 0 or self._is_released:
                 return None
-            _readable((self._fate.fileno(),), left)
+            _readable((self._fate.fileno(),), min(left, LONGEST_SLEEP))
 
     # --- the end --------------------------------------------------------------------------------
 
