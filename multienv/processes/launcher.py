@@ -241,7 +241,12 @@ def _command(control: int) -> list[str]:
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     where = f"import sys; sys.path[:] = {import_path()!r}; "
     spawn = [*interpreter, "-c", where + "from multienv.worker.main import spawned; spawned(*sys.argv[1:])"]
-    code = where + "import json; from multienv.processes.monitor import main; main(*json.loads(sys.argv[1]))"
+    # Until the monitor's loop looks for the trainer itself: its imports take seconds where the cores are busy.
+    watch = (
+        f"import os, signal; signal.signal(signal.SIGALRM, lambda *_: os.getppid() == {os.getpid()} or os._exit(0)); "
+        "signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5); "
+    )
+    code = where + watch + "import json; from multienv.processes.monitor import main; main(*json.loads(sys.argv[1]))"
     settings = [control, PRELOAD, spawn, unset_thread_variables()]
     return [*interpreter, "-c", code, json.dumps(settings)]
 

@@ -554,5 +554,6 @@ def main(control: int, preload: list[str], spawn_command: list[str], thread_vari
     worker_main.set_title("multienv monitor")
     gc.collect()
     gc.freeze()  # workers share these objects' pages; a collection would touch and so copy them
+    signal.setitimer(signal.ITIMER_REAL, 0.0)  # set by the launcher: from here on the loop looks for the trainer
     with socket.socket(fileno=control) as orders:
         Monitor(orders, spawn_command, thread_variables).run()
