@@ -52,7 +52,9 @@ class Play:
             if not self._is_vector and len(last) == 5 and (last[2] or last[3]):
                 self.seen.append(copy.deepcopy(self.env.reset()))
             action = np.int64(self.steps * 7 // 3 % 2)
-            self.seen.append(copy.deepcopy(self.env.step(np.array([action, 1 - action]) if self._is_vector else action)))
+            self.seen.append(
+                copy.deepcopy(self.env.step(np.array([action, 1 - action]) if self._is_vector else action))
+            )
             self.steps += 1
         return self
 
