@@ -55,7 +55,7 @@ def why_not() -> str:
             with KillPoint(process.pid, 1, "before"):
                 return ""
         except PermissionError as error:
-            return f"ptrace is not permitted here: {error}"
+            return f"ptrace is not permitted here ({error}): try as root, or with sysctl kernel.yama.ptrace_scope=0"
         finally:
             process.kill()
 
