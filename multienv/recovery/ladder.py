@@ -270,14 +270,15 @@ class Ladder:
     def _follow(self, channel: Channel, number: int, plan: Plan, effort: Effort) -> Found | None:
         assert self.codec is not None
         effort.attempts += 1
-        limit = time.monotonic() + _UP_WITHIN
-        if effort.until is not None:  # a copy that does not wake must leave time for the other rungs
-            limit = min(limit, (time.monotonic() + effort.until) / 2)
+        until, limit = effort.until, time.monotonic() + _UP_WITHIN
+        if until is not None:  # a copy that does not wake, or hangs in its replay, must leave time for the other rungs
+            until = (time.monotonic() + until) / 2
+            limit = min(limit, until)
         try:
             channel.segment.lay_out(self.codec.layout)
             if not channel.wait(number, limit):
                 raise channel.kill(cause="hung")
-            strays = self._replay(channel, plan, effort)
+            strays = self._replay(channel, plan, effort, until)
         except (Gone, RequestFailedError):
             self._let_go(channel)
             return None
@@ -312,7 +313,7 @@ class Ladder:
                         raise Unrecoverable(why) from failed.with_traceback(None)
                     continue
                 try:
-                    strays = self._replay(channel, plan, effort)
+                    strays = self._replay(channel, plan, effort, effort.until)
                 except Gone as gone:
                     self._let_go(channel)
                     reason = self._count_death(effort, gone.replaying, gone)
@@ -376,13 +377,13 @@ class Ladder:
                 raise
         return channel
 
-    def _replay(self, channel: Channel, plan: Plan, effort: Effort) -> dict[int, str]:
+    def _replay(self, channel: Channel, plan: Plan, effort: Effort, until: float | None) -> dict[int, str]:
         assert self.codec is not None
         if not (plan.entries or plan.state or plan.lasting):
             return {}
         self._check_time(effort)
         message = Replay(plan.entries, plan.state, plan.generators, plan.lasting)
-        replayed = self.ask(channel, message, effort.until)
+        replayed = self.ask(channel, message, until)
         layout = self.codec.layout
         effort.replayed += plan.requests
         return differences(plan.entries, replayed, layout, exact=self.codec.exact)

@@ -188,7 +188,7 @@ def test_worker_killed_or_stopped_at_any_system_call_is_brought_back_exactly(
     rows(
         ("env", "forkserver", KILLS, 37),
         ("vector", "forkserver", KILLS, 61),
-        ("env", "forkserver", "stop", 101),
+        ("env", "forkserver", "stop", 106),
         face=("env", "vector"),
         method=METHODS,
         hows=("before", "after", "stop"),

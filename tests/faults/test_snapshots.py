@@ -27,7 +27,7 @@ from kit import (
     is_alive,
     rollout,
 )
-from multienv import RestartPolicy, SubprocessEnv
+from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.events import Event, Recovery
 
 gymnasium.register_envs(ale_py)
@@ -114,6 +114,31 @@ def test_the_snapshot_dies(which: str) -> None:
         assert [int(one[0][0]) for one in seen] == list(range(1, 16))
     # The worker may have taken another one before it was killed, too.
     assert rungs.seen in {"snapshot": ([],), "both": (["journal"], ["snapshot"])}.get(which, (["snapshot"],))
+
+
+class HangsInACopy(CounterEnv):
+    """Steps only in the process that has built it."""
+
+    def __init__(self) -> None:
+        super().__init__(horizon=None)
+        self.builder = os.getpid()
+
+    def step(self, action: Any) -> Any:
+        if os.getpid() != self.builder:
+            threading.Event().wait()
+        return super().step(action)
+
+
+def test_a_snapshot_that_hangs_in_its_replay_leaves_time_for_the_journal() -> None:
+    rungs = Rungs()
+    with SubprocessEnv(HangsInACopy, restart=OFTEN, deadlines=Deadlines(recovery=4.0), hooks=[rungs]) as env:
+        env.reset(seed=0)
+        seen = steps(env, 3)  # after the first a snapshot is taken, and the next comes after the fourth
+        assert env.statistics().snapshots == 1
+        kill(pid_of(env))
+        seen += steps(env, 1)
+    assert [int(one[0][0]) for one in seen] == [1, 2, 3, 4]
+    assert rungs.seen == ["journal"]
 
 
 def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
