@@ -30,6 +30,8 @@ DEADLINES = Deadlines(
 POLICIES = {
     "snapshot": RestartPolicy(snapshot_every=2, backoff=0.0),
     "journal": RestartPolicy(snapshots=False, backoff=0.0),
+    # Forgets the beginning of its journal: what it has left may not lead to the envs as they are.
+    "short journal": RestartPolicy(snapshots=False, journal_limit=600, backoff=0.0),
     "truncate": RestartPolicy(on_crash="truncate", on_timeout="truncate", backoff=0.0),
     "raise": RestartPolicy(on_crash="raise", on_timeout="raise", backoff=0.0),
 }
@@ -347,7 +349,7 @@ class Run:
     def _is_forced(self, worker: int) -> bool:
         """Tell whether what has happened to a worker makes an exact recovery impossible."""
         struck = [fault for fault in self.simulation.struck if fault.worker == worker]
-        if not struck or self.case.policy == "truncate" or self.case.chance:
+        if not struck or self.case.policy in ("truncate", "short journal") or self.case.chance:
             return bool(struck)
         if any(fault.point == "hang" and fault.event in ("ask", "build") for fault in struck):
             return True  # a replay may take as long as Deadlines.recovery, and no other follows

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from simulation.programs import FACES, Case, Run
+from simulation.programs import FACES, POLICIES, Case, Run
 from simulation.simulation import CRASHED, KILLED, POINTS, Fault
 
+# Policies that bring an env back, and faces with snapshots to come back to.
+REPLAYS = ("snapshot", "journal")
+BRANCHING = [face for face in FACES if face != "multi_env"]
 # A program with all that a trainer calls: whole and partial resets, ends of episodes, calls, attributes.
 EPISODES = (
     ("reset", 7),
@@ -58,3 +61,25 @@ def possible(case: Case) -> Iterator[Fault]:
             for slot, code in product(range(workers.count(worker)), (KILLED, CRASHED)):
                 if (worker, event, nth, slot) in simulation.called:
                     yield Fault(worker, event, nth, point, slot, code)
+
+
+def bases() -> Iterator[Case]:
+    """Yield a program for each face, policy and timing."""
+    for face, policy, eager in product(FACES, POLICIES, (False, True)):
+        yield Case(face, policy, WITHOUT_REPLAY if policy in ("truncate", "raise") else EPISODES, eager=eager)
+    for face, policy, eager in product(BRANCHING, REPLAYS, (False, True)):
+        yield Case(face, policy, BRANCHES, eager=eager)
+
+
+def name_of(case: Case) -> str:
+    """Return the name of such a program in a list of tests."""
+    program = "branches" if case.ops is BRANCHES else "episodes"
+    return f"{case.face}-{case.policy}-{program}-{'eager' if case.eager else 'lazy'}"
+
+
+def check_each_single_fault(base: Case) -> None:
+    """Run a program with each fault that can happen in it; fail unless it strikes and the oracle agrees."""
+    cases = list(singles(base))
+    assert len(cases) > 50
+    for case in cases:
+        assert set(Run(case).play().struck) == set(case.faults), case

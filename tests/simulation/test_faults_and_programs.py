@@ -1,4 +1,4 @@
-"""Every fault at every place, without processes; see ``simulation`` for the world and ``programs`` for the oracle.
+"""Pairs of faults, faults that last, random programs; see ``simulation`` for the world, ``programs`` for the oracle.
 
 A failure ends with a literal that runs it again: see ``regressions``.
 """
@@ -7,27 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from simulation.programs import FACES, POLICIES, Case, Run
+from simulation.programs import FACES, Case, Run
 from simulation.regressions import REGRESSIONS
-from simulation.schedules import BRANCHES, EPISODES, WITHOUT_REPLAY, possible, singles
+from simulation.schedules import BRANCHING, REPLAYS, bases, name_of, possible, singles
 from simulation.simulation import CRASHED, KILLED, POINTS, Fault, Simulation
-
-REPLAYS = ("snapshot", "journal")
-BRANCHING = [face for face in FACES if face != "multi_env"]
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Keep thousands of warnings of lost workers out of the report."""
-    with caplog.at_level("CRITICAL", "multienv"):
-        yield
 
 
 def run(case: Case) -> Simulation:
@@ -35,26 +25,6 @@ def run(case: Case) -> Simulation:
     simulation = Run(case).play()
     assert set(simulation.struck) == set(case.faults), case
     return simulation
-
-
-def bases() -> Iterator[Case]:
-    for face, policy, eager in product(FACES, POLICIES, (False, True)):
-        yield Case(face, policy, EPISODES if policy in REPLAYS else WITHOUT_REPLAY, eager=eager)
-    for face, policy, eager in product(BRANCHING, REPLAYS, (False, True)):
-        yield Case(face, policy, BRANCHES, eager=eager)
-
-
-def name_of(case: Case) -> str:
-    program = "branches" if case.ops is BRANCHES else "episodes"
-    return f"{case.face}-{case.policy}-{program}-{'eager' if case.eager else 'lazy'}"
-
-
-@pytest.mark.parametrize("base", list(bases()), ids=name_of)
-def test_each_single_fault_leaves_the_trajectory_whole(base: Case) -> None:
-    cases = list(singles(base))
-    assert len(cases) > 50
-    for case in cases:
-        run(case)
 
 
 def pairs(base: Case) -> Iterator[Case]:

@@ -1,0 +1,14 @@
+"""Every single fault at every request of a program, in single envs and lists; see ``simulation`` and ``programs``."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulation.schedules import bases, check_each_single_fault, name_of
+
+LISTS = [base for base in bases() if not base.face.isupper()]
+
+
+@pytest.mark.parametrize("base", LISTS, ids=name_of)
+def test_single_fault_leaves_the_trajectory_of_a_list_whole(base):
+    check_each_single_fault(base)
