@@ -52,12 +52,17 @@ class Verdict(NamedTuple):
     Attributes:
         caught_by: The test that failed; empty: none.
         seconds: Until it did.
-        how: ``"failed"``, or ``"hung"`` for a test that was broken off.
+        how: ``"failed"``; ``"hangs"`` for a test that was broken off; or that it fails without the mutant, too.
     """
 
     caught_by: str
     seconds: float
     how: str = "failed"
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether a test fails because of the mutant."""
+        return bool(self.caught_by) and self.how in ("failed", "hangs")
 
 
 def applied(mutant: Mutant, text: str) -> str:
@@ -107,14 +112,28 @@ def run_pytest(tree: Path, tests: Sequence[str], *, limit: float) -> tuple[int |
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         code: int | None = None
+        until = time.monotonic() + limit
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(limit)
+            while code is None and time.monotonic() < until:
+                code = reap().get(process.pid)
+                time.sleep(0.02)
         finally:
             end_all()
-            process.wait()
+            process.returncode = code or 0  # reaped; or its finalizer would warn
         output.seek(0)
         return code, output.read().decode(errors="replace")
+
+
+def reap() -> dict[int, int]:
+    """Reap what has ended, as process 1 does where there is no subreaper: tests look for zombies. Return exit codes."""
+    codes: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    return codes
 
 
 def end_all() -> None:
@@ -123,9 +142,7 @@ def end_all() -> None:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in found:
-            with contextlib.suppress(ChildProcessError):  # a grandchild: it comes here when its parent is dead
-                os.waitpid(pid, os.WNOHANG)
+        reap()
         time.sleep(0.01)
 
 
@@ -133,10 +150,10 @@ def culprit(output: str) -> tuple[str, str]:
     """Return the test that failed, by the output of pytest, and how: see :class:`Verdict`."""
     found = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - (.*))?$", output, re.MULTILINE)
     if found:
-        return found[1].strip(), "hung" if "Timeout" in (found[2] or "") else "failed"
+        return found[1].strip(), "hangs" if "Timeout" in (found[2] or "") else "failed"
     # Nothing was reported: it hung so that faulthandler had to end pytest, or we had. The last one to begin.
     begun = re.findall(r"^(tests/\S+?::[^\[\n ]+(?:\[[^\n]*?\])?)", output, re.MULTILINE)
-    return (begun[-1] if begun else "collection"), "hung"
+    return (begun[-1] if begun else "collection"), "hangs"
 
 
 def expand(tests: Sequence[str], tree: Path) -> list[str]:
@@ -164,8 +181,9 @@ def try_out(mutant: Mutant, stages: Sequence[Sequence[str]]) -> Verdict:
             test, how = culprit(output)
             with tree_with(None) as sound:
                 code, without = run_pytest(sound, [test], limit=STAGE_LIMIT)
-            if code:
-                raise SystemExit(f"{mutant.name}\n{test} fails without the mutant, too:\n{without}")
+            if code != 0:
+                print(without, file=sys.stderr)
+                return Verdict(test, seconds, "fails without it, too")
             return Verdict(test, seconds, how)
         return Verdict("", time.monotonic() - began)
 
@@ -186,7 +204,7 @@ def check_copy() -> None:
 def row(mutant: Mutant, verdict: Verdict) -> str:
     """Return a line of the table."""
     test = verdict.caught_by.removeprefix("tests/").replace("|", "\\|")
-    caught = f"`{test}`" + (" (hangs)" if verdict.how == "hung" else "") if test else SURVIVED
+    caught = f"`{test}`" + ("" if verdict.how == "failed" else f" ({verdict.how})") if test else SURVIVED
     return f"| {mutant.name} | {mutant.invariant} | {caught} | {verdict.seconds:.0f} |"
 
 
@@ -226,7 +244,7 @@ def main() -> int:
         verdict = try_out(mutant, (options.tests,) if options.tests else STAGES)
         line = row(mutant, verdict)
         print(line, flush=True)
-        if not verdict.caught_by:
+        if not verdict.is_caught:
             survivors.append(mutant.name)
         if options.table:
             write_table(options.table, {mutant.name: line})

@@ -64,6 +64,7 @@ MUTANTS = [
         "worker/rows.py",
         'if self._group.autoreset != "SAME_STEP":',
         'if self._group.autoreset == "DISABLED":',
+        ("tests/contract/test_autoreset_modes.py",),
     ),
     Mutant(
         "With SAME_STEP autoreset a batch loses the final observation.",
@@ -71,6 +72,7 @@ MUTANTS = [
         "worker/rows.py",
         'return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}',
         'return observation, {"final_info": final_info, **(info or {})}',
+        ("tests/contract/test_autoreset_modes.py",),
     ),
     # --- 2: exact recovery ------------------------------------------------------------------------
     Mutant(
@@ -86,7 +88,7 @@ MUTANTS = [
         "recovery/hot_path.py",
         "journal.entries[journal.base + number * journal.stride :] = line.stretches[side]",
         "journal.entries += line.stretches[side]",
-        _of(8),
+        (*_of(8), "tests/faults/test_interrupts.py"),
     ),
     Mutant(
         "The step that was asked again after a loss is not recorded.",
@@ -115,7 +117,7 @@ MUTANTS = [
         "recovery/journal.py",
         "self.complete, self.usable, self._steps_at_start = False, bool(anchors), steps",
         "self.usable, self._steps_at_start = bool(anchors), steps",
-        _of(3),
+        (*_of(3), "tests/unit/test_journal.py"),
     ),
     Mutant(
         "A trimmed journal leaves its anchors where they were before.",
@@ -123,6 +125,7 @@ MUTANTS = [
         "recovery/journal.py",
         "anchors = [replace(one, place=one.place - place) for one in self.anchors if one.place >= place]",
         "anchors = [one for one in self.anchors if one.place >= place]",
+        (*_of(3), "tests/unit/test_journal.py"),
     ),
     Mutant(
         "A replay from the construction on leaves out the last request.",
@@ -137,6 +140,7 @@ MUTANTS = [
         "recovery/journal.py",
         'generators = next((one.generators for one in resets if not one.place), b"")',
         'generators = b""',
+        ("tests/contract/test_without_seeds.py",),
     ),
     Mutant(
         "A woken snapshot leaves out the first request that came after it was taken.",
@@ -152,6 +156,7 @@ MUTANTS = [
         "wire/codecs.py",
         "bank.layout.leaves[0]).copy\n",
         "bank.layout.leaves[0]).view\n",
+        ("tests/contract/test_env_identity.py",),
     ),
     Mutant(
         "With copy=True the batch of a single worker is a view of shared memory, which later steps overwrite.",
@@ -161,6 +166,7 @@ MUTANTS = [
         "return lambda replies, views, turn: (\n"
         "        replies[0].leaves[0] if len(replies) == 1 else np.ndarray(shape, dtype, bytearray().join(views[0]))\n"
         "    )",
+        ("tests/contract/test_vector_env.py", "tests/contract/test_vector_calls.py"),
     ),
     # --- 3: verified, or honest -------------------------------------------------------------------
     Mutant(
@@ -183,6 +189,7 @@ MUTANTS = [
         "recovery/verification.py",
         "    if one.evidence != other.evidence:\n",
         "    if len(one.evidence) != len(other.evidence):\n",
+        (*_of(3), "tests/unit/test_verification.py"),
     ),
     Mutant(
         "Envs of a batch whose replay differs are adopted as exact.",
@@ -270,6 +277,7 @@ MUTANTS = [
         "recovery/policy.py",
         "        self._restarts.append(now)\n",
         "",
+        ("tests/unit/test_policy.py",),
     ),
     Mutant(
         "SIGTERM is not followed by SIGKILL.",

@@ -39,10 +39,13 @@ def test_each_invariant_has_mutants_and_each_mutant_a_name_of_its_own() -> None:
     [
         ("FAILED tests/a.py::test_b[two words] - assert 1 == 2\n", ("tests/a.py::test_b[two words]", "failed")),
         ("ERROR tests/a.py::test_b - kit.leaks.LeakError: left\n", ("tests/a.py::test_b", "failed")),
-        ("FAILED tests/a.py::test_b - Failed: Timeout (>60.0s) from pytest-timeout.\n", ("tests/a.py::test_b", "hung")),
+        (
+            "FAILED tests/a.py::test_b - Failed: Timeout (>60.0s) from pytest-timeout.\n",
+            ("tests/a.py::test_b", "hangs"),
+        ),
         (
             "tests/a.py::test_b[x y] PASSED [ 1%]\ntests/a.py::test_c[x y] \nTimeout!\n",
-            ("tests/a.py::test_c[x y]", "hung"),
+            ("tests/a.py::test_c[x y]", "hangs"),
         ),
     ],
 )
