@@ -18,7 +18,7 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
-from faces import Face, assert_as_without_losses, counts
+from faces import KINDS, Face, assert_as_without_losses, counts
 
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, first_difference
 from multienv import Deadlines, Recovery, RestartPolicy
@@ -102,6 +102,22 @@ def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker:
         assert manner == "SIGSTOP" or Path(marker).exists()
         assert face.losses() == 1
         assert_as_without_losses(face, records, actions, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly(kind: str) -> None:
+    policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=4000)
+    with Face(kind, [partial(CounterEnv, horizon=None)] * 2, restart=policy) as face:
+        actions, lost = counts(6, 2), (20, 29)
+        for seed in range(30):
+            kill = face.signal if seed in lost else int
+            records = face.record(actions, seed, lambda step, kill=kill: kill() if step == 4 else None)  # type: ignore[misc]
+            assert_as_without_losses(face, records, actions, seed)
+        assert face.losses() == 2
+        (told, *_) = [one for one in face.statistics() if one.losses]
+        assert told.exact_recoveries == 2
+        # Of some 200 requests those of less than half have been replayed, in each of the two recoveries.
+        assert told.replayed_steps < 200
 
 
 class DiesAgain(CounterEnv):

@@ -117,7 +117,6 @@ MUTANTS = [
         "recovery/journal.py",
         "self.complete, self.usable, self._steps_at_start = False, bool(anchors), steps",
         "self.usable, self._steps_at_start = bool(anchors), steps",
-        (*_of(3), "tests/unit/test_journal.py"),
     ),
     Mutant(
         "A trimmed journal leaves its anchors where they were before.",
@@ -125,7 +124,6 @@ MUTANTS = [
         "recovery/journal.py",
         "anchors = [replace(one, place=one.place - place) for one in self.anchors if one.place >= place]",
         "anchors = [one for one in self.anchors if one.place >= place]",
-        (*_of(3), "tests/unit/test_journal.py"),
     ),
     Mutant(
         "A replay from the construction on leaves out the last request.",
