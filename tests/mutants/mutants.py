@@ -88,7 +88,7 @@ MUTANTS = [
         "recovery/hot_path.py",
         "journal.entries[journal.base + number * journal.stride :] = line.stretches[side]",
         "journal.entries += line.stretches[side]",
-        (*_of(8), "tests/faults/test_interrupts.py"),
+        ("tests/faults/test_after_an_interruption.py",),
     ),
     Mutant(
         "The step that was asked again after a loss is not recorded.",
