@@ -5,6 +5,7 @@ Observations, rewards, flags, infos, what calls return, and what the env draws f
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -118,6 +119,17 @@ def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly
         assert told.exact_recoveries == 2
         # Of some 200 requests those of less than half have been replayed, in each of the two recoveries.
         assert told.replayed_steps < 200
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_been_returned_stays_as_it_was(kind: str) -> None:
+    """Steps and resets write into the shared memory that the observations came from."""
+    with Face(kind, [CounterEnv] * 2) as face:
+        action = 1 if kind == "subprocess_env" else [1, 1]
+        returned = [face.envs.reset(seed=0)[:1], *(face.envs.step(action)[:4] for _ in range(3))]
+        kept = copy.deepcopy(returned)
+        face.record(counts(12, 2), 1)
+        assert first_difference(returned, kept) is None
 
 
 class DiesAgain(CounterEnv):

@@ -47,10 +47,14 @@ def unrepeatable(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     }[request.param]
 
 
+# The snapshot is taken after the second step, so that two more are run again in it before the journal is tried.
+@pytest.mark.parametrize("policy", [REPLAY, RestartPolicy(snapshot_every=4)], ids=["journal", "snapshot"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_env_that_does_otherwise_the_second_time_is_truncated(kind: str, unrepeatable: Any) -> None:
+def test_an_env_that_does_otherwise_the_second_time_is_truncated(
+    kind: str, policy: RestartPolicy, unrepeatable: Any
+) -> None:
     events: list[Any] = []
-    with Face(kind, [unrepeatable, CounterEnv], restart=REPLAY, hooks=[events.append]) as face:
+    with Face(kind, [unrepeatable, CounterEnv], restart=policy, hooks=[events.append]) as face:
         actions = counts(9, 2)
         records = face.record(actions, 3, lambda step: face.signal() if step == 4 else None)
         assert face.losses() == 1
@@ -107,6 +111,17 @@ def test_what_shows_only_after_the_journal_has_forgotten_it_is_found_out(kind: s
         (record,) = face.record(counts(125, 1), 3, lambda step: face.signal() if step == 124 else None)
         assert face.losses() == 1
         assert record[-2].observation[0] == 4
+        assert_honest_truncation(record[-1], record[-2], "SIGKILL")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_episode_too_short_to_prove_a_replay_is_truncated_when_the_journal_holds_nothing_else(kind: str) -> None:
+    """The env remembers its earlier episodes, and shows that later in this one than it was lost."""
+    policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=2000)
+    with Face(kind, [partial(StickyStateEnv, horizon=40, visible_after=30)], restart=policy) as face:
+        (record,) = face.record(counts(86, 1), 3, lambda step: face.signal() if step == 85 else None)
+        assert face.losses() == 1
+        assert record[-2].observation[0] == 5
         assert_honest_truncation(record[-1], record[-2], "SIGKILL")
 
 
