@@ -107,7 +107,8 @@ def test_a_step_that_kills_every_process_ends_the_episode_just_before_it(kind: s
 def test_what_shows_only_after_the_journal_has_forgotten_it_is_found_out(kind: str) -> None:
     """The env remembers its earlier episodes; the replay begins after them, and must not show another sum of them."""
     policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=4000)
-    with Face(kind, [partial(StickyStateEnv, horizon=6, visible_after=3)], restart=policy) as face:
+    env_fn = partial(StickyStateEnv, horizon=6, visible_after=3, count_episodes=False)
+    with Face(kind, [env_fn], restart=policy) as face:
         (record,) = face.record(counts(125, 1), 3, lambda step: face.signal() if step == 124 else None)
         assert face.losses() == 1
         assert record[-2].observation[0] == 4
@@ -118,7 +119,8 @@ def test_what_shows_only_after_the_journal_has_forgotten_it_is_found_out(kind: s
 def test_an_episode_too_short_to_prove_a_replay_is_truncated_when_the_journal_holds_nothing_else(kind: str) -> None:
     """The env remembers its earlier episodes, and shows that later in this one than it was lost."""
     policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=2000)
-    with Face(kind, [partial(StickyStateEnv, horizon=40, visible_after=30)], restart=policy) as face:
+    env_fn = partial(StickyStateEnv, horizon=40, visible_after=30, count_episodes=False)
+    with Face(kind, [env_fn], restart=policy) as face:
         (record,) = face.record(counts(86, 1), 3, lambda step: face.signal() if step == 85 else None)
         assert face.losses() == 1
         assert record[-2].observation[0] == 5

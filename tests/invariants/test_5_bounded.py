@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from faces import KINDS, RAISE, REPLAY, Face
 
-from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, monitor_pid
+from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
+from kit.trainer_process import becomes_true
 from multienv import Deadlines, SyncSubprocessEnvManager
 from multienv.errors import ClosedError, WaitTimeout, WorkerHungError
 
@@ -64,8 +65,10 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
         face.reset(0)
         for name in {"step", "call"} & {moment}:
             requests[name](face)
+        hung = face.pids()[0]
         with within(0.5, at_least=0.5), pytest.raises(WorkerHungError, match="deadline of 0.5 s"):
             requests[moment](face)
+        assert becomes_true(lambda: not is_alive(hung))
         assert face.losses() == 1
 
 

@@ -164,7 +164,6 @@ MUTANTS = [
         "return lambda replies, views, turn: (\n"
         "        replies[0].leaves[0] if len(replies) == 1 else np.ndarray(shape, dtype, bytearray().join(views[0]))\n"
         "    )",
-        ("tests/contract/test_vector_env.py", "tests/contract/test_vector_calls.py"),
     ),
     # --- 3: verified, or honest -------------------------------------------------------------------
     Mutant(
