@@ -290,13 +290,6 @@ MUTANTS = [
         'self._line.send(b"\\0", NO_SIGNAL | socket.MSG_DONTWAIT)',
         "pass",
     ),
-    Mutant(
-        "A trainer that sleeps is not woken by a reply, but looks for it once a second.",
-        5,
-        "worker/main.py",
-        'line.send(b"\\0", _NO_SIGNAL | socket.MSG_DONTWAIT)',
-        "pass",
-    ),
     # --- 6: one env's failure stays its own -------------------------------------------------------
     Mutant(
         "An exception of one env drops what its neighbours have returned.",
