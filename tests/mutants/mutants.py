@@ -18,7 +18,8 @@ class Mutant(NamedTuple):
         file: In the package.
         old: Text that stands there once.
         new: What stands in its place.
-        tests: Files that are likely to catch it, tried first.
+        tests: Files, beginnings of their paths, or tests that are likely to catch it, tried first; else the file of the
+            invariant is.
     """
 
     name: str
@@ -27,6 +28,9 @@ class Mutant(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...] = ()
+
+
+SEVEN = "tests/invariants/test_7_nothing_left_behind.py"
 
 
 def _of(number: int) -> tuple[str, ...]:
@@ -319,13 +323,15 @@ MUTANTS = [
         "processes/monitor.py",
         "if self._takes_orders and time.monotonic() >= self._ends_at:",
         "if False:",
+        (f"{SEVEN}::test_the_last_close_leaves_nothing",),
     ),
     Mutant(
-        "The monitor does not kill a hanging worker when the trainer is gone.",
+        "The monitor does not kill a hanging worker that the trainer has let go of.",
         7,
         "processes/monitor.py",
         "                self._forsake(worker)\n            else:\n                worker.end(after=ORPHAN_GRACE)\n",
         "                self._forsake(worker)\n",
+        (f"{SEVEN}::test_an_env_that_is_forgotten_while_it_hangs_leaves_nothing",),
     ),
     Mutant(
         "The monitor does not look whether the trainer is alive, but waits for the end of its sockets.",
@@ -333,7 +339,7 @@ MUTANTS = [
         "processes/monitor.py",
         "        if os.getppid() != self._trainer:\n            self._lose_trainer()\n",
         "",
-        ("tests/faults/test_monitor.py", "tests/faults/test_lifecycle.py"),
+        (f"{SEVEN}::test_no_worker_outlives_a_trainer_whose_descriptors_a_copy_of_it_holds",),
     ),
     Mutant(
         "A worker outlives a monitor that is killed.",
@@ -349,7 +355,7 @@ MUTANTS = [
         "processes/monitor.py",
         "        self._kill_adopted(adopted)\n",
         "",
-        ("tests/faults/test_offspring.py",),
+        (f"{SEVEN}::test_what_an_env_has_started_ends_with_its_process",),
     ),
     Mutant(
         "Nobody reaps the monitor.",
@@ -357,6 +363,7 @@ MUTANTS = [
         "processes/launcher.py",
         "        self.process.wait()\n",
         "        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)\n",
+        (f"{SEVEN}::test_the_last_close_leaves_nothing",),
     ),
     Mutant(
         "close() leaves a descriptor open.",
@@ -364,13 +371,7 @@ MUTANTS = [
         "processes/worker_process.py",
         "            self._line.close()\n            self._fate.close()\n            if keep_memory:\n",
         "            self._line.close()\n            if keep_memory:\n",
-    ),
-    Mutant(
-        "close() leaves the shared memory mapped.",
-        7,
-        "processes/worker_process.py",
-        "            if keep_memory:\n",
-        "            if True:\n",
+        (f"{SEVEN}::test_the_last_close_leaves_nothing",),
     ),
     Mutant(
         "close() does not free kept snapshots.",
@@ -378,6 +379,7 @@ MUTANTS = [
         "recovery/checkpoint.py",
         "        for snapshot in list(self._kept):\n            snapshot.free()\n",
         "",
+        (f"{SEVEN}::test_the_last_close_leaves_nothing",),
     ),
     # --- 8: Ctrl-C is the trainer's ---------------------------------------------------------------
     Mutant(
