@@ -36,7 +36,14 @@ class FileEnv(CounterEnv):
         return super()._next_draw() + (Path(self.path).stat().st_size if Path(self.path).exists() else 0)
 
 
-@pytest.fixture(params=["file", "chance", "chance in the reward"])
+class WideEnv(NondeterministicEnv):
+    """Observes float64 where its space says float32: of a single env that travels as mail."""
+
+    def _observe(self) -> Any:
+        return super()._observe().astype(np.float64)
+
+
+@pytest.fixture(params=["file", "chance", "chance in the reward", "chance in mail"])
 def unrepeatable(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """An env that cannot do again what it did."""
     chance = partial(NondeterministicEnv, horizon=None)
@@ -44,6 +51,7 @@ def unrepeatable(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         "file": partial(FileEnv, str(tmp_path / "file")),
         "chance": partial(chance, since=2),
         "chance in the reward": partial(chance, since=2, shown_in="reward"),
+        "chance in mail": partial(WideEnv, horizon=None, since=2),
     }[request.param]
 
 
