@@ -43,15 +43,15 @@ class WideEnv(NondeterministicEnv):
         return super()._observe().astype(np.float64)
 
 
-@pytest.fixture(params=["file", "chance", "chance in the reward", "chance in mail"])
+@pytest.fixture(params=["file", "chance in the observation", "chance in the reward", "chance in mail"])
 def unrepeatable(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """An env that cannot do again what it did."""
     chance = partial(NondeterministicEnv, horizon=None)
     return {
         "file": partial(FileEnv, str(tmp_path / "file")),
-        "chance": partial(chance, since=2),
+        "chance in the observation": partial(chance, since=2, shown_in="observation"),
         "chance in the reward": partial(chance, since=2, shown_in="reward"),
-        "chance in mail": partial(WideEnv, horizon=None, since=2),
+        "chance in mail": partial(WideEnv, horizon=None, since=2, shown_in="observation"),
     }[request.param]
 
 

@@ -158,7 +158,6 @@ MUTANTS = [
         "wire/codecs.py",
         "bank.layout.leaves[0]).copy\n",
         "bank.layout.leaves[0]).view\n",
-        ("tests/contract/test_env_identity.py",),
     ),
     Mutant(
         "With copy=True the batch of a single worker is a view of shared memory, which later steps overwrite.",
@@ -190,7 +189,6 @@ MUTANTS = [
         "recovery/verification.py",
         "    if one.evidence != other.evidence:\n",
         "    if len(one.evidence) != len(other.evidence):\n",
-        (*_of(3), "tests/unit/test_verification.py"),
     ),
     Mutant(
         "Envs of a batch whose replay differs are adopted as exact.",
