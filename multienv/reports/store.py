@@ -30,7 +30,7 @@ DELAY = 0.02
 PATIENCE = 5.0
 # Journals that wait to be written take no more memory than this.
 WAITING_BYTES = 64 * 2**20
-_NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|npz)")
+_NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|npz|part)")
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 Compose = Callable[[], tuple[Any, Arrays]]
@@ -74,16 +74,20 @@ def _private(path: str, flags: int) -> int:
 
 
 def write(path: Path, document: Any, arrays: Arrays) -> None:
-    """Write a report, readable by its owner alone: the arrays first, and nothing if not all can be written."""
+    """Write a report, readable by its owner alone: the arrays first, and nothing if not all can be written.
+
+    The document has its name from the moment when it is whole: other programs look for reports at any time.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = path.with_suffix(".npz")
+    beside, part = path.with_suffix(".npz"), path.with_suffix(".part")
     try:
         with open(beside, "xb", opener=_private) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        with open(path, "xb", opener=_private) as file:
+        with open(part, "xb", opener=_private) as file:
             file.write(json.dumps(document, indent=2).encode())
+        part.rename(path)
     except BaseException:
-        for half in (path, beside):
+        for half in (part, path, beside):
             half.unlink(missing_ok=True)
         raise
     prune(path.parent)

@@ -120,6 +120,26 @@ def test_a_recovery_is_exact_after_an_interruption_of_it(stride: int) -> None:
     assert fired > 5
 
 
+def test_a_step_that_is_taken_once_more_after_an_interruption_is_replayed_once() -> None:
+    """It ends the episode: the interruption may come when it is recorded already, and not yet handed over."""
+    fired = 0
+    with SubprocessEnv(partial(CounterEnv, horizon=2), restart=NO_SNAPSHOTS) as env:
+        for interruption in every_place():
+            env.reset(seed=0)
+            env.step(STEP)
+            with interruption:
+                env.step(STEP)
+            fired += interruption.fired
+            if interruption.fired:
+                assert env.step(STEP)[0][0] == 2, interruption.where
+            env.reset()
+            kill(env.statistics().pid)
+            observation, _, _, truncated, _ = env.step(STEP)
+            assert (int(observation[0]), truncated) == (1, False), interruption.where
+        assert env.statistics().exact_recoveries == fired + 1
+    assert fired > 5
+
+
 # --- snapshot() and restore() -------------------------------------------------------------------------
 
 

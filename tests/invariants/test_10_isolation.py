@@ -17,7 +17,15 @@ import pytest
 from faces import KINDS, Face, counts
 
 from kit import GlobalRandomEnv, Transition, assert_same_trajectory
-from multienv import AsyncSubprocessEnvManager, MultiEnv, RestartPolicy, SubprocessVectorEnv, create_subprocess_envs
+from kit.trainer_process import STUCK_AFTER, becomes_true
+from multienv import (
+    AsyncSubprocessEnvManager,
+    MultiEnv,
+    Recovery,
+    RestartPolicy,
+    SubprocessVectorEnv,
+    create_subprocess_envs,
+)
 
 ENV = partial(GlobalRandomEnv, horizon=7)
 
@@ -69,17 +77,22 @@ def test_the_generators_of_the_trainer_are_left_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [RestartPolicy(snapshots=False), RestartPolicy(snapshot_every=3)], ids=["replay", "snapshot"]
+    ("rung", "policy"),
+    [("journal", RestartPolicy(snapshots=False)), ("snapshot", RestartPolicy(snapshot_every=3))],
+    ids=["journal", "snapshot"],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_recovery_a_worker_draws_what_it_would_have_drawn(
-    kind: str, policy: RestartPolicy, reports: Path
+    kind: str, rung: str, policy: RestartPolicy, reports: Path
 ) -> None:
-    with Face(kind, [ENV] * 2, restart=policy) as face:
+    events: list[Any] = []
+    with Face(kind, [ENV] * 2, restart=policy, hooks=[events.append]) as face:
         records = face.record(counts(20, 2), 3, lambda step: face.signal() if step in (4, 16) else None)
         after = face.call("draws")
         assert face.losses() == 2
-        assert face.statistics()[0].exact_recoveries == 2
+        recoveries = [event for event in events if isinstance(event, Recovery)]
+        assert [(event.outcome, event.rung) for event in recoveries] == [("exact", rung)] * 2
+    assert becomes_true(lambda: len(list(reports.glob("*.json"))) == 2, STUCK_AFTER)  # they are written a moment later
     seeds = seeds_in(reports)
     assert len(seeds) == 1
     # The same in this process, under the seeds that the reports have.

@@ -5,6 +5,7 @@ Observations, rewards, flags, infos, what calls return, and what the env draws f
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
-from faces import Face, assert_as_without_losses, counts
+from faces import KINDS, Face, assert_as_without_losses, counts
 
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, first_difference
 from multienv import Deadlines, Recovery, RestartPolicy
@@ -102,6 +103,33 @@ def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker:
         assert manner == "SIGSTOP" or Path(marker).exists()
         assert face.losses() == 1
         assert_as_without_losses(face, records, actions, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly(kind: str) -> None:
+    policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=4000)
+    with Face(kind, [partial(CounterEnv, horizon=None)] * 2, restart=policy) as face:
+        actions, lost = counts(6, 2), (20, 29)
+        for seed in range(30):
+            kill = face.signal if seed in lost else int
+            records = face.record(actions, seed, lambda step, kill=kill: kill() if step == 4 else None)  # type: ignore[misc]
+            assert_as_without_losses(face, records, actions, seed)
+        assert face.losses() == 2
+        (told, *_) = [one for one in face.statistics() if one.losses]
+        assert told.exact_recoveries == 2
+        # Of some 200 requests those of less than half have been replayed, in each of the two recoveries.
+        assert told.replayed_steps < 200
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_been_returned_stays_as_it_was(kind: str) -> None:
+    """Steps and resets write into the shared memory that the observations came from."""
+    with Face(kind, [CounterEnv] * 2) as face:
+        action = 1 if kind == "subprocess_env" else [1, 1]
+        returned = [face.envs.reset(seed=0)[:1], *(face.envs.step(action)[:4] for _ in range(3))]
+        kept = copy.deepcopy(returned)
+        face.record(counts(12, 2), 1)
+        assert first_difference(returned, kept) is None
 
 
 class DiesAgain(CounterEnv):

@@ -36,21 +36,33 @@ class FileEnv(CounterEnv):
         return super()._next_draw() + (Path(self.path).stat().st_size if Path(self.path).exists() else 0)
 
 
-@pytest.fixture(params=["file", "chance", "chance in the reward"])
+class WideEnv(NondeterministicEnv):
+    """Observes float64 where its space says float32: of a single env that travels as mail."""
+
+    def _observe(self) -> Any:
+        return super()._observe().astype(np.float64)
+
+
+@pytest.fixture(params=["file", "chance in the observation", "chance in the reward", "chance in mail"])
 def unrepeatable(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """An env that cannot do again what it did."""
     chance = partial(NondeterministicEnv, horizon=None)
     return {
         "file": partial(FileEnv, str(tmp_path / "file")),
-        "chance": partial(chance, since=2),
+        "chance in the observation": partial(chance, since=2, shown_in="observation"),
         "chance in the reward": partial(chance, since=2, shown_in="reward"),
+        "chance in mail": partial(WideEnv, horizon=None, since=2, shown_in="observation"),
     }[request.param]
 
 
+# The snapshot is taken after the second step, so that two more are run again in it before the journal is tried.
+@pytest.mark.parametrize("policy", [REPLAY, RestartPolicy(snapshot_every=4)], ids=["journal", "snapshot"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_env_that_does_otherwise_the_second_time_is_truncated(kind: str, unrepeatable: Any) -> None:
+def test_an_env_that_does_otherwise_the_second_time_is_truncated(
+    kind: str, policy: RestartPolicy, unrepeatable: Any
+) -> None:
     events: list[Any] = []
-    with Face(kind, [unrepeatable, CounterEnv], restart=REPLAY, hooks=[events.append]) as face:
+    with Face(kind, [unrepeatable, CounterEnv], restart=policy, hooks=[events.append]) as face:
         actions = counts(9, 2)
         records = face.record(actions, 3, lambda step: face.signal() if step == 4 else None)
         assert face.losses() == 1
@@ -103,10 +115,23 @@ def test_a_step_that_kills_every_process_ends_the_episode_just_before_it(kind: s
 def test_what_shows_only_after_the_journal_has_forgotten_it_is_found_out(kind: str) -> None:
     """The env remembers its earlier episodes; the replay begins after them, and must not show another sum of them."""
     policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=4000)
-    with Face(kind, [partial(StickyStateEnv, horizon=6, visible_after=3)], restart=policy) as face:
+    env_fn = partial(StickyStateEnv, horizon=6, visible_after=3, count_episodes=False)
+    with Face(kind, [env_fn], restart=policy) as face:
         (record,) = face.record(counts(125, 1), 3, lambda step: face.signal() if step == 124 else None)
         assert face.losses() == 1
         assert record[-2].observation[0] == 4
+        assert_honest_truncation(record[-1], record[-2], "SIGKILL")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_episode_too_short_to_prove_a_replay_is_truncated_when_the_journal_holds_nothing_else(kind: str) -> None:
+    """The env remembers its earlier episodes, and shows that later in this one than it was lost."""
+    policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=2000)
+    env_fn = partial(StickyStateEnv, horizon=40, visible_after=30, count_episodes=False)
+    with Face(kind, [env_fn], restart=policy) as face:
+        (record,) = face.record(counts(86, 1), 3, lambda step: face.signal() if step == 85 else None)
+        assert face.losses() == 1
+        assert record[-2].observation[0] == 5
         assert_honest_truncation(record[-1], record[-2], "SIGKILL")
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from faces import KINDS, RAISE, REPLAY, Face
 
-from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, monitor_pid
+from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
+from kit.trainer_process import becomes_true
 from multienv import Deadlines, SyncSubprocessEnvManager
 from multienv.errors import ClosedError, WaitTimeout, WorkerHungError
 
@@ -64,8 +65,10 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
         face.reset(0)
         for name in {"step", "call"} & {moment}:
             requests[name](face)
+        hung = face.pids()[0]
         with within(0.5, at_least=0.5), pytest.raises(WorkerHungError, match="deadline of 0.5 s"):
             requests[moment](face)
+        assert becomes_true(lambda: not is_alive(hung))
         assert face.losses() == 1
 
 
@@ -85,6 +88,19 @@ def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind
         assert face.losses() == 2
         assert row.truncated
         assert "deadline of 0.5 s" in row.recovery["reason"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_that_is_asked_again_has_the_whole_deadline(kind: str) -> None:
+    """The lost one has used it up; half a second is what the step takes."""
+    env_fn = partial(SlowEnv, step_seconds=0.5)
+    with Face(kind, [env_fn], deadlines=Deadlines(step=1.5), restart=REPLAY) as face:
+        face.reset(0)
+        face.signal(signal.SIGSTOP)
+        with within(2 * 1.5, at_least=2.0):
+            (row,) = face.step([1])
+        assert (int(row.observation[0]), row.truncated) == (1, False)
+        assert face.losses() == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

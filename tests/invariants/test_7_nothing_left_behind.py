@@ -6,6 +6,7 @@ Trainers that end are programs of their own: functions of this module, see ``kit
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -14,12 +15,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from faces import KINDS, Face, counts
 
-from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, assert_nothing_left, snapshot_resources
+from kit import (
+    CounterEnv,
+    Fault,
+    FaultyEnv,
+    ForkingEnv,
+    assert_nothing_left,
+    descendants,
+    is_alive,
+    monitor_itself,
+    snapshot_resources,
+)
 from kit.trainer_process import GONE_WITHIN, STUCK_AFTER, Trainer, becomes_true
-from multienv import AsyncSubprocessEnvManager, RestartPolicy
+from multienv import AsyncSubprocessEnvManager, RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError
 
 
@@ -83,6 +95,39 @@ def test_nothing_outlives_a_trainer_that_is_killed_while_an_env_hangs(
         assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family)), "zombies"
 
 
+def hang_beside_a_copy(kind: str, context: str, marker: str) -> None:
+    """Be a trainer that C code has forked: the copy holds all descriptors, so that nobody sees their end."""
+    face = open_all_with_one_that_hangs(kind, context, marker)
+    libc = ctypes.PyDLL(None)  # keeps the GIL: the copy is not to run any Python
+    if libc.fork() == 0:
+        libc.pause()
+    print("ready", *face.pids(), flush=True)
+    while True:
+        face.step([1, 1, 1])
+
+
+def test_no_worker_outlives_a_trainer_whose_descriptors_a_copy_of_it_holds(marker: str) -> None:
+    with Trainer("test_7_nothing_left_behind", "hang_beside_a_copy", "multi_env", "forkserver", marker) as trainer:
+        workers = [int(word) for word in trainer.expect("ready").split()]
+        assert becomes_true(lambda: Path(marker).exists(), STUCK_AFTER)
+        assert all(map(is_alive, workers))
+        trainer.signal(signal.SIGKILL)
+        trainer.wait()
+        assert becomes_true(lambda: not any(map(is_alive, workers)))
+
+
+@pytest.mark.parametrize(("kind", "how"), [("subprocess_env", "exec"), ("multi_env", "exec"), ("vector_env", "fork")])
+def test_what_an_env_has_started_ends_with_its_process(kind: str, how: Any) -> None:
+    """In sessions of their own, ignoring SIGTERM, while other envs go on."""
+    forking = partial(ForkingEnv, how=how, stubborn=True)
+    with Face(kind, [forking, CounterEnv]) as face, Face("subprocess_env", [CounterEnv]) as other:
+        started = descendants(face.pids()[0])
+        assert started
+        face.signal()
+        assert becomes_true(lambda: not any(map(is_alive, started)))
+        assert other.reset(0)[0].observation[0] == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "how", "code"),
     [("subprocess_env", "exception", 1), ("vector_env", "sys.exit", 3), ("multi_env", "os._exit", 4)],
@@ -126,6 +171,17 @@ def test_envs_that_are_forgotten_leave_nothing(kind: str, without_collections: N
     face.record(counts(3, 2), 1)
     del face
     assert_nothing_left(before, timeout=GONE_WITHIN)
+
+
+def test_an_env_that_is_forgotten_while_it_hangs_leaves_nothing(marker: str, without_collections: None) -> None:
+    before = snapshot_resources(threads=True)
+    env: Any = SubprocessEnv(partial(FaultyEnv, fault=Fault("hang_c", "step", ignore_sigterm=True, once=marker)))
+    env.initialize()
+    env.reset(seed=0)
+    env.step_async(np.int64(1))
+    assert becomes_true(lambda: Path(marker).exists(), STUCK_AFTER)
+    del env
+    assert_nothing_left(before, timeout=GONE_WITHIN, ignore=monitor_itself)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,256 @@
+"""Applies each mutant to a copy of the package, and says which test catches it.
+
+For each mutant the tree is copied, the text replaced, and pytest run in the copy with ``-x``: first the files that the
+mutant hints at, then STAGES, until a test fails. Then that test is run without the mutant: one that fails there too has
+caught nothing. A test that hangs is broken off; that counts, and the table says so.
+
+All processes that the tests leave are killed: the mutants are about leaving some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kit.process_table import descendants
+from mutants.mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("multienv", "tests", "docs", "examples", "benchmarks", "README.md", "setup.cfg", "pyproject.toml")
+# What is run one after the other until a test fails: the quickest first.
+STAGES: tuple[tuple[str, ...], ...] = (
+    ("tests/invariants",),
+    ("tests/unit",),
+    ("tests/faults", "tests/contract", "tests/stateful"),
+    ("tests/cli",),
+)
+# They look at the text of the package, not at what it does.
+IGNORED = ("tests/unit/test_mutants.py", "tests/unit/test_architecture.py")
+# Seconds that a test may take, and a stage.
+TEST_LIMIT, STAGE_LIMIT = 60, 900
+_PR_SET_CHILD_SUBREAPER = 36
+SURVIVED = "**survived**"
+
+
+class Verdict(NamedTuple):
+    """What became of a mutant.
+
+    Attributes:
+        caught_by: The test that failed; empty: none.
+        seconds: Until it did.
+        how: ``"failed"``; ``"hangs"`` for a test that was broken off; or that it fails without the mutant, too.
+    """
+
+    caught_by: str
+    seconds: float
+    how: str = "failed"
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether a test fails because of the mutant."""
+        return bool(self.caught_by) and self.how in ("failed", "hangs")
+
+
+def applied(mutant: Mutant, text: str) -> str:
+    """Return the text of a mutant's file with the defect. Raises ValueError unless ``old`` stands there once."""
+    found = text.count(mutant.old)
+    if found != 1:
+        raise ValueError(f"{mutant.file}: stands there {found} times: {mutant.old!r} ({mutant.name})")
+    return text.replace(mutant.old, mutant.new)
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what tests need."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        else:
+            shutil.copy2(ROOT / name, target / name)
+
+
+@contextlib.contextmanager
+def tree_with(mutant: Mutant | None) -> Iterator[Path]:
+    """Make a copy of the tree, with this defect."""
+    with tempfile.TemporaryDirectory(prefix="mutant_", ignore_cleanup_errors=True) as directory:
+        tree = Path(directory)
+        copy_tree(tree)
+        if mutant is not None:
+            file = tree / "multienv" / mutant.file
+            file.write_text(applied(mutant, file.read_text()))
+        yield tree
+
+
+def run_pytest(tree: Path, tests: Sequence[str], *, limit: float) -> tuple[int | None, str]:
+    """Run tests in a tree; return the exit code (``None``: broken off after ``limit`` seconds) and the output."""
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "-n0", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+    command += [f"--timeout={TEST_LIMIT}", "-o", f"faulthandler_timeout={TEST_LIMIT + 15}"]
+    command += [f"--ignore={one}" for one in IGNORED]
+    with tempfile.TemporaryFile() as output:
+        # In a session of its own, and SIGINT as it is by default: a shell may have it ignored in the background.
+        process = subprocess.Popen(
+            [*command, *tests],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree), "COLUMNS": "500"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        code: int | None = None
+        until = time.monotonic() + limit
+        try:
+            while code is None and time.monotonic() < until:
+                code = reap().get(process.pid)
+                time.sleep(0.02)
+        finally:
+            end_all()
+            process.returncode = code or 0  # reaped; or its finalizer would warn
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
+
+
+def reap() -> dict[int, int]:
+    """Reap what has ended, as process 1 does where there is no subreaper: tests look for zombies. Return exit codes."""
+    codes: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    return codes
+
+
+def end_all() -> None:
+    """Kill and reap all descendants of this process; as a subreaper it has those whose parents have ended, too."""
+    while found := descendants(os.getpid()):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        time.sleep(0.01)
+
+
+def culprit(output: str) -> tuple[str, str]:
+    """Return the test that failed, by the output of pytest, and how: see :class:`Verdict`."""
+    found = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - (.*))?$", output, re.MULTILINE)
+    if found:
+        return found[1].strip(), "hangs" if "Timeout" in (found[2] or "") else "failed"
+    # Nothing was reported: it hung so that faulthandler had to end pytest, or we had. The last one to begin.
+    begun = re.findall(r"^(tests/\S+?::[^\[\n ]+(?:\[[^\n]*?\])?)", output, re.MULTILINE)
+    return (begun[-1] if begun else "collection"), "hangs"
+
+
+def expand(tests: Sequence[str], tree: Path) -> list[str]:
+    """Return paths that exist, given beginnings of paths: ``tests/invariants/test_1_``."""
+    found: list[str] = []
+    for one in tests:
+        path = tree / one.split("::")[0]
+        found += [one] if path.exists() else sorted(str(p.relative_to(tree)) for p in path.parent.glob(f"{path.name}*"))
+    return found
+
+
+def try_out(mutant: Mutant, stages: Sequence[Sequence[str]]) -> Verdict:
+    """Run the stages until a test catches the mutant."""
+    hint = mutant.tests or (f"tests/invariants/test_{mutant.invariant}_",)
+    with tree_with(mutant) as tree:
+        began = time.monotonic()
+        for tests in (hint, *stages):
+            paths = expand(tests, tree)
+            if not paths:
+                continue
+            code, output = run_pytest(tree, paths, limit=STAGE_LIMIT)
+            if code in (0, 5):  # all passed; none is there
+                continue
+            seconds = time.monotonic() - began
+            test, how = culprit(output)
+            with tree_with(None) as sound:
+                code, without = run_pytest(sound, [test], limit=STAGE_LIMIT)
+            if code != 0:
+                print(without, file=sys.stderr)
+                return Verdict(test, seconds, "fails without it, too")
+            return Verdict(test, seconds, how)
+        return Verdict("", time.monotonic() - began)
+
+
+def check_copy() -> None:
+    """Fail unless tests in a copy test the copy."""
+    with tree_with(None) as tree:
+        command = [sys.executable, "-c", "import multienv; print(multienv.__file__)"]
+        environment = os.environ | {"PYTHONPATH": str(tree)}
+        found = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True).stdout
+        if not found.startswith(str(tree)):
+            raise SystemExit(f"A copy in {tree} imports {found}")
+
+
+# --- the table --------------------------------------------------------------------------------
+
+
+def row(mutant: Mutant, verdict: Verdict) -> str:
+    """Return a line of the table."""
+    test = verdict.caught_by.removeprefix("tests/").replace("|", "\\|")
+    caught = f"`{test}`" + ("" if verdict.how == "failed" else f" ({verdict.how})") if test else SURVIVED
+    return f"| {mutant.name} | {mutant.invariant} | {caught} | {verdict.seconds:.0f} |"
+
+
+def write_table(path: Path, rows: dict[str, str]) -> None:
+    """Write rows over those of the same mutants in the table of a page; the text around it stays."""
+    text = path.read_text()
+    head = "| mutant | invariant | caught by | seconds |\n|---|---|---|---|\n"
+    before, _, old = text.partition(head)
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines() if line.startswith("| ")}
+    known |= rows
+    lines = [known[mutant.name] for mutant in MUTANTS if mutant.name in known]
+    after = "".join(line + "\n" for line in old.splitlines() if not line.startswith("|"))
+    path.write_text(before + head + "".join(line + "\n" for line in lines) + after)
+
+
+def main() -> int:
+    """Try out the mutants that are asked for; return 1 if one survives."""
+    parser = argparse.ArgumentParser(prog="python tests/mutants", description=__doc__)
+    parser.add_argument("--only", metavar="TEXT", action="append", help="mutants whose name or file has this in it")
+    parser.add_argument("--tests", metavar="PATH", nargs="+", help="run these in place of the stages")
+    parser.add_argument("--table", metavar="FILE", type=Path, help="write what comes of it into the table of this page")
+    parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
+    options = parser.parse_args()
+    chosen = [one for one in MUTANTS if not options.only or any(part in one.name + one.file for part in options.only)]
+    if options.list:
+        print(*(f"{one.invariant:2} {one.file}: {one.name}" for one in chosen), sep="\n")
+        return 0
+    for mutant in chosen:
+        applied(mutant, (ROOT / "multienv" / mutant.file).read_text())  # before anything is run
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # A killed program leaves nothing either.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    check_copy()
+    survivors = []
+    for mutant in chosen:
+        verdict = try_out(mutant, (options.tests,) if options.tests else STAGES)
+        line = row(mutant, verdict)
+        print(line, flush=True)
+        if not verdict.is_caught:
+            survivors.append(mutant.name)
+        if options.table:
+            write_table(options.table, {mutant.name: line})
+    print(f"{len(chosen)} mutants, {len(survivors)} survived", *survivors, sep="\n")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,469 @@
+"""The mutants: defects that a programmer could make, each as one replacement of text in one file of the package.
+
+``old`` stands exactly once in its file; ``tests/unit/test_mutants.py`` holds that true. Whoever rewrites such a line
+writes the defect anew, in the new words.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One defect.
+
+    Attributes:
+        name: What is broken, in a sentence.
+        invariant: The invariant of ``docs/guarantees.md`` that it breaks.
+        file: In the package.
+        old: Text that stands there once.
+        new: What stands in its place.
+        tests: Files, beginnings of their paths, or tests that are likely to catch it, tried first; else the file of the
+            invariant is.
+    """
+
+    name: str
+    invariant: int
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+
+
+SEVEN = "tests/invariants/test_7_nothing_left_behind.py"
+
+
+def _of(number: int) -> tuple[str, ...]:
+    """Return the file of an invariant."""
+    return (f"tests/invariants/test_{number}_",)
+
+
+MUTANTS = [
+    # --- 1: no splice -----------------------------------------------------------------------------
+    Mutant(
+        "After an error has ended the episode, step() goes on in a new process instead of asking for a reset.",
+        1,
+        "recovery/supervisor.py",
+        "        if state.episode not in (Episode.RUNNING, Episode.OWED):\n",
+        "        if state.episode is Episode.ENDED:\n",
+    ),
+    Mutant(
+        "A truncation that a call has left owed is forgotten: the next step goes on in a new process.",
+        1,
+        "recovery/state_machine.py",
+        "absent = state.owed if event.request.kind is Kind.STEP else ()",
+        "absent = ()",
+        _of(3),
+    ),
+    Mutant(
+        "The episode of a single env counts as running after a truncation.",
+        1,
+        "recovery/state_machine.py",
+        "ended = event.ended and not rules.resets_itself and rules.slots == 1",
+        "ended = False",
+    ),
+    Mutant(
+        "With NEXT_STEP autoreset a batch resets one step early.",
+        1,
+        "worker/rows.py",
+        'if self._group.autoreset != "SAME_STEP":',
+        'if self._group.autoreset == "DISABLED":',
+        ("tests/contract/test_autoreset_modes.py",),
+    ),
+    Mutant(
+        "With SAME_STEP autoreset a batch loses the final observation.",
+        1,
+        "worker/rows.py",
+        'return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}',
+        'return observation, {"final_info": final_info, **(info or {})}',
+        ("tests/contract/test_autoreset_modes.py",),
+    ),
+    # --- 2: exact recovery ------------------------------------------------------------------------
+    Mutant(
+        "Steps on the hot path are not recorded in the journal.",
+        2,
+        "recovery/hot_path.py",
+        "journal.entries[journal.base + number * journal.stride :] = line.stretches[side]",
+        "pass",
+    ),
+    Mutant(
+        "A step whose answer is taken twice, because Ctrl-C came in between, is recorded twice.",
+        2,
+        "recovery/hot_path.py",
+        "journal.entries[journal.base + number * journal.stride :] = line.stretches[side]",
+        "journal.entries += line.stretches[side]",
+        ("tests/faults/test_after_an_interruption.py",),
+    ),
+    Mutant(
+        "The step that was asked again after a loss is not recorded.",
+        2,
+        "recovery/supervisor.py",
+        "        if not is_call or _is_recorded(message):\n",
+        "        if not is_call and message is not None or _is_recorded(message):\n",
+    ),
+    Mutant(
+        "Calls that may change the env are not recorded.",
+        2,
+        "recovery/supervisor.py",
+        "(isinstance(message, Call) and message.recorded)",
+        "(isinstance(message, Call) and not message.recorded)",
+    ),
+    Mutant(
+        "A reset that becomes an anchor loses its seed.",
+        2,
+        "recovery/supervisor.py",
+        "return replace(message, anchor=True) if",
+        "return replace(message, anchor=True, seeds=(None,) * len(message.seeds)) if",
+    ),
+    Mutant(
+        "A trimmed journal still claims to reach back to the construction of the envs.",
+        2,
+        "recovery/journal.py",
+        "self.complete, self.usable, self._steps_at_start = False, bool(anchors), steps",
+        "self.usable, self._steps_at_start = bool(anchors), steps",
+    ),
+    Mutant(
+        "A trimmed journal leaves its anchors where they were before.",
+        2,
+        "recovery/journal.py",
+        "anchors = [replace(one, place=one.place - place) for one in self.anchors if one.place >= place]",
+        "anchors = [one for one in self.anchors if one.place >= place]",
+    ),
+    Mutant(
+        "A replay from the construction on leaves out the last request.",
+        2,
+        "recovery/journal.py",
+        "Plan(bytes(self.entries), generators=generators",
+        "Plan(bytes(self.entries[: -self.stride]), generators=generators",
+    ),
+    Mutant(
+        "A replay from the construction on does not put back generators that a constructor has made without a seed.",
+        2,
+        "recovery/journal.py",
+        'generators = next((one.generators for one in resets if not one.place), b"")',
+        'generators = b""',
+        ("tests/contract/test_without_seeds.py",),
+    ),
+    Mutant(
+        "A woken snapshot leaves out the first request that came after it was taken.",
+        2,
+        "recovery/ladder.py",
+        "plan = None if fate.snapshot is None else since(fate.snapshot)",
+        "plan = None if fate.snapshot is None else since(fate.snapshot + 1)",
+        _of(3),
+    ),
+    Mutant(
+        "A single env's observation is a view of shared memory, which later steps overwrite.",
+        2,
+        "wire/codecs.py",
+        "bank.layout.leaves[0]).copy\n",
+        "bank.layout.leaves[0]).view\n",
+    ),
+    Mutant(
+        "With copy=True the batch of a single worker is a view of shared memory, which later steps overwrite.",
+        2,
+        "vector/batching.py",
+        "return lambda replies, views, turn: np.ndarray(shape, dtype, bytearray().join(views[0]))",
+        "return lambda replies, views, turn: (\n"
+        "        replies[0].leaves[0] if len(replies) == 1 else np.ndarray(shape, dtype, bytearray().join(views[0]))\n"
+        "    )",
+    ),
+    # --- 3: verified, or honest -------------------------------------------------------------------
+    Mutant(
+        "A replay is not compared with what the caller saw.",
+        3,
+        "recovery/ladder.py",
+        "return differences(plan.entries, replayed, layout, exact=self.codec.exact)",
+        "return {}",
+    ),
+    Mutant(
+        "A replay is compared without the rewards.",
+        3,
+        "recovery/verification.py",
+        '        ("the reward differs", layout.rewards, 8),\n',
+        "",
+    ),
+    Mutant(
+        "A replay is compared without observations that travel as mail.",
+        3,
+        "recovery/verification.py",
+        "    if one.evidence != other.evidence:\n",
+        "    if len(one.evidence) != len(other.evidence):\n",
+    ),
+    Mutant(
+        "Envs of a batch whose replay differs are adopted as exact.",
+        3,
+        "recovery/lifecycle.py",
+        "for slot, what in self.found.strays.items()\n",
+        "for slot, what in ()\n",
+    ),
+    Mutant(
+        "A woken snapshot whose replay differs is adopted as exact.",
+        3,
+        "recovery/ladder.py",
+        "        if strays:\n            self._let_go(channel)\n            return None\n",
+        "",
+    ),
+    Mutant(
+        "A replay begins at a reset though the caller has seen too little since to prove it.",
+        3,
+        "recovery/journal.py",
+        "if not later and not begun and steps < PROOF_OF_RESET:",
+        "if False:",
+    ),
+    Mutant(
+        "The step of an env of a batch that is given up does not say that it is truncated.",
+        3,
+        "recovery/answers.py",
+        "reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True",
+        "reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, False",
+    ),
+    Mutant(
+        "A request that ends every process is not recognised as poison.",
+        3,
+        "recovery/state_machine.py",
+        "if count >= rules.poison_after}",
+        "if count < 0}",
+    ),
+    # --- 4: a reply belongs to its request --------------------------------------------------------
+    Mutant(
+        "The hot path takes whatever reply there is, whatever its number.",
+        4,
+        "recovery/hot_path.py",
+        "if not looks and not supervisor.is_answered(number):",
+        "if not looks and not words[REPLY]:",
+    ),
+    Mutant(
+        "A channel takes whatever reply there is after it has slept, whatever its number.",
+        4,
+        "processes/worker_process.py",
+        "                if words[REPLY] == number:  # read after",
+        "                if words[REPLY]:  # read after",
+    ),
+    Mutant(
+        "A worker that has missed its deadline is kept and waited for again.",
+        4,
+        "recovery/pending.py",
+        'raise channel.kill(cause="hung", stack=True)',
+        "return False",
+        _of(5),
+    ),
+    # --- 5: bounded -------------------------------------------------------------------------------
+    Mutant(
+        "The deadline of a step is not armed on the hot path.",
+        5,
+        "recovery/hot_path.py",
+        "pending.until = None if limit is None else monotonic() + limit",
+        "pending.until = None",
+    ),
+    Mutant(
+        "The process that is asked again after a loss has what the lost one has left of the deadline.",
+        5,
+        "recovery/pending.py",
+        "            self.arm()  # from now on",
+        "            pass  # from now on",
+    ),
+    Mutant(
+        "A recovery has no deadline.",
+        5,
+        "recovery/ladder.py",
+        "return Effort(now, None if limit is None else now + limit, planned)",
+        "return Effort(now, None, planned)",
+    ),
+    Mutant(
+        "Restarts are not charged to the budget.",
+        5,
+        "recovery/policy.py",
+        "        self._restarts.append(now)\n",
+        "",
+        ("tests/unit/test_policy.py",),
+    ),
+    Mutant(
+        "SIGTERM is not followed by SIGKILL.",
+        5,
+        "processes/monitor.py",
+        "(term + TERM_GRACE, signal.SIGKILL), last]",
+        "last]",
+    ),
+    Mutant(
+        "A worker that sleeps is not woken by a request.",
+        5,
+        "processes/worker_process.py",
+        'self._line.send(b"\\0", NO_SIGNAL | socket.MSG_DONTWAIT)',
+        "pass",
+    ),
+    # --- 6: one env's failure stays its own -------------------------------------------------------
+    Mutant(
+        "An exception of one env drops what its neighbours have returned.",
+        6,
+        "vector/hosted_vector_env.py",
+        'results[index] = (seen, reply.rewards[slot], *ended) if current.name == "step" else seen',
+        'results[index] = None if current.name == "step" else seen',
+    ),
+    Mutant(
+        "The neighbour of the env that ended the process is blamed.",
+        6,
+        "processes/worker_process.py",
+        "slot=words[SLOT] - 1,",
+        "slot=words[SLOT] - 2,",
+    ),
+    Mutant(
+        "In a batch the env that is stepped is not marked.",
+        6,
+        "worker/rows.py",
+        "                    words[SLOT] = mark\n",
+        "",
+    ),
+    # --- 7: nothing left behind -------------------------------------------------------------------
+    Mutant(
+        "The monitor does not end after its last worker.",
+        7,
+        "processes/monitor.py",
+        "if self._takes_orders and time.monotonic() >= self._ends_at:",
+        "if False:",
+        (f"{SEVEN}::test_the_last_close_leaves_nothing",),
+    ),
+    Mutant(
+        "The monitor does not kill a hanging worker that the trainer has let go of.",
+        7,
+        "processes/monitor.py",
+        "                self._forsake(worker)\n            else:\n                worker.end(after=ORPHAN_GRACE)\n",
+        "                self._forsake(worker)\n",
+        (f"{SEVEN}::test_an_env_that_is_forgotten_while_it_hangs_leaves_nothing",),
+    ),
+    Mutant(
+        "The monitor does not look whether the trainer is alive, but waits for the end of its sockets.",
+        7,
+        "processes/monitor.py",
+        "        if os.getppid() != self._trainer:\n            self._lose_trainer()\n",
+        "",
+        (f"{SEVEN}::test_no_worker_outlives_a_trainer_whose_descriptors_a_copy_of_it_holds",),
+    ),
+    Mutant(
+        "A worker outlives a monitor that is killed.",
+        7,
+        "processes/monitor.py",
+        "        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "        prctl(_PR_SET_PDEATHSIG, 0)",
+        ("tests/faults/test_monitor.py",),
+    ),
+    Mutant(
+        "Processes that a dead worker's env has started are not killed.",
+        7,
+        "processes/monitor.py",
+        "        self._kill_adopted(adopted)\n",
+        "",
+        (f"{SEVEN}::test_what_an_env_has_started_ends_with_its_process",),
+    ),
+    Mutant(
+        "Nobody reaps the monitor.",
+        7,
+        "processes/launcher.py",
+        "        self.process.wait()\n",
+        "        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)\n",
+        (f"{SEVEN}::test_the_last_close_leaves_nothing",),
+    ),
+    Mutant(
+        "close() leaves a descriptor open.",
+        7,
+        "processes/worker_process.py",
+        "            self._line.close()\n            self._fate.close()\n            if keep_memory:\n",
+        "            self._line.close()\n            if keep_memory:\n",
+        (f"{SEVEN}::test_the_last_close_leaves_nothing",),
+    ),
+    Mutant(
+        "close() does not free kept snapshots.",
+        7,
+        "recovery/checkpoint.py",
+        "        for snapshot in list(self._kept):\n            snapshot.free()\n",
+        "",
+        (f"{SEVEN}::test_the_last_close_leaves_nothing",),
+    ),
+    # --- 8: Ctrl-C is the trainer's ---------------------------------------------------------------
+    Mutant(
+        "Workers do not ignore SIGINT.",
+        8,
+        "worker/main.py",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",
+    ),
+    Mutant(
+        "What an interrupted step of a batch returned is dropped by the next step.",
+        8,
+        "vector/hosted_vector_env.py",
+        "                return self._outcome(self._fanout.resume())\n",
+        "                self._fanout.drop()\n",
+    ),
+    Mutant(
+        "A step that was answered before the interruption is asked again.",
+        8,
+        "fanout.py",
+        "if supervisor.number == self._mark(current, place):  # broken off",
+        "if supervisor.number >= self._mark(current, place):  # broken off",
+    ),
+    Mutant(
+        "An interrupted step that is completed by the next call does not say so.",
+        8,
+        "envs/calls.py",
+        'if current.resumed and current.name == "step":',
+        "if False:",
+    ),
+    # --- 9: errors tell ---------------------------------------------------------------------------
+    Mutant(
+        "An error does not show the last lines of stderr.",
+        9,
+        "processes/monitor.py",
+        "        worker.tail += data\n",
+        "",
+    ),
+    Mutant(
+        "An error does not tell the exit code.",
+        9,
+        "processes/monitor.py",
+        "self._finish(worker, os.waitstatus_to_exitcode(status))",
+        "self._finish(worker, None)",
+    ),
+    Mutant(
+        "The error of a loss does not tell the seed.",
+        9,
+        "recovery/record.py",
+        "seed=self.seed_of(slot, command),\n            pid=gone.pid,",
+        "seed=None,\n            pid=gone.pid,",
+    ),
+    Mutant(
+        "An exception of the env comes without its traceback.",
+        9,
+        "reports/texts.py",
+        "error.remote_traceback = failure.traceback",
+        'error.remote_traceback = ""',
+    ),
+    # --- 10: isolation ----------------------------------------------------------------------------
+    Mutant(
+        "All workers have the same seeds.",
+        10,
+        "wire/messages.py",
+        "return secrets.randbits(64), secrets.randbits(32)",
+        "return 0, 0",
+    ),
+    Mutant(
+        "A worker's generators are not seeded.",
+        10,
+        "worker/host.py",
+        "            seeding.seed_process(message.seeds)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "The process that replaces a lost one has other seeds.",
+        10,
+        "recovery/ladder.py",
+        "pack_message(replace(self.build, replacement=replacement))",
+        "pack_message(replace(self.build, replacement=replacement, seeds=self.build.seeds and drawn_seeds()))",
+    ),
+    Mutant(
+        "A woken snapshot draws other numbers from `random`.",
+        10,
+        "worker/snapshots.py",
+        "            random.setstate(drawn)\n",
+        "",
+    ),
+]
