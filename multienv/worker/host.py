@@ -38,6 +38,7 @@ from multienv.wire.messages import (
     CaptureState,
     Close,
     GetAttribute,
+    IsWrapped,
     KeepSnapshot,
     Message,
     Render,
@@ -177,6 +178,9 @@ class Host:
     def _get(self, number: int, message: GetAttribute) -> None:
         answer(self._segment, number, VALUE, self._envs().get(message.name, message.slots))
 
+    def _is_wrapped(self, number: int, message: IsWrapped) -> None:
+        answer(self._segment, number, VALUE, self._envs().is_wrapped(message.kind, message.slots))
+
     def _set(self, number: int, message: SetAttribute) -> None:
         name, values = message.name, message.values
         write: Callable[[int, Any], Any] = lambda place, env: env.set_wrapper_attr(name, values[place])  # noqa: E731
@@ -247,6 +251,7 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     Reset: Host._reset,
     Call: Host._call,
     GetAttribute: Host._get,
+    IsWrapped: Host._is_wrapped,
     SetAttribute: Host._set,
     Render: Host._render,
     KeepSnapshot: Host._keep_snapshot,
