@@ -116,8 +116,8 @@ class SubprocessVecEnv(VecEnv):
         """Send one action to each env; or none, if an interrupted step is to be completed."""
         with self._noting_interruptions():
             if self._has_nested_actions:
-                space: Any = self.action_space
-                actions = concatenate(space, actions, create_empty_array(space, self.num_envs))
+                empty: Any = create_empty_array(self.action_space, self.num_envs)
+                actions = concatenate(self.action_space, actions, empty)
             try:
                 self.vector_env.step_async(actions)
             except CallPendingError:
