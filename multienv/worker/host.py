@@ -152,7 +152,7 @@ class Host:
         for env_fn in env_fns:
             segment.words[SLOT] = len(envs) + 1
             try:
-                envs.append(built(env_fn, specs))
+                envs.append(built(env_fn, specs, envs))
             except Exception as error:
                 for env in envs:
                     with contextlib.suppress(Exception):  # the first error is the one to tell
