@@ -460,7 +460,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             wrapper_class: Of the wrapper, or a base of its class.
             indices: Of which envs, in this order; ``None``: all.
         """
-        kind = (wrapper_class.__module__, wrapper_class.__qualname__)
+        kind = (wrapper_class.__module__, wrapper_class.__name__)  # cloudpickle keeps no __qualname__
         return self._ask("is_wrapped", lambda slots: IsWrapped(kind, slots), indices)
 
     def _ask(

@@ -154,7 +154,7 @@ class IsWrapped:
     """Tell of each env whether one of its wrappers is of this class, or of one derived from it.
 
     Attributes:
-        kind: Module and qualified name of the class: to unpickle it would import its module into the worker.
+        kind: Module and name of the class: to unpickle it would import its module into the worker.
     """
 
     kind: tuple[str, str]
