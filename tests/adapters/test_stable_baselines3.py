@@ -42,6 +42,11 @@ from stable_baselines3.common.vec_env import (
 
 from multienv.adapters.stable_baselines3 import SubprocessVecEnv
 
+with contextlib.suppress(ImportError):  # moviepy's bars of progress: a lock for all processes, never released
+    from tqdm import tqdm
+
+    tqdm.get_lock()
+
 CARTPOLE = partial(gymnasium.make, "CartPole-v1", max_episode_steps=30)
 PENDULUM = partial(gymnasium.make, "Pendulum-v1", max_episode_steps=30)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -63,6 +64,14 @@ def test_the_vector_actor_critic_learns_what_the_other_does(tmp_path):
 )
 def test_an_example(tmp_path, name, arguments, expected):
     assert expected in example(tmp_path, name, *arguments).lower()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("stable_baselines3") is None, reason="Stable-Baselines3 is not installed")
+def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
+    told = example(tmp_path, "ppo_sb3.py", "--total-steps", "10000", "--chaos")
+    learnt = re.search(r"The return went from .* to .*; (\d+) workers died meanwhile\.", told)
+    assert learnt is not None, told
+    assert int(learnt[1]) > 0
 
 
 def blocks(page: Path) -> list[str]:
