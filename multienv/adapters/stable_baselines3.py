@@ -92,7 +92,7 @@ class SubprocessVecEnv(VecEnv):
             super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
             # A list of actions, one for each env, is no batch of these. A subclass has no other batches than lists.
             self._has_nested_actions = type(self.action_space) in (spaces.Dict, spaces.Tuple)
-            self.metadata = {**self.get_attr("metadata", 0)[0], **self.metadata}
+            self.metadata = self.get_attr("metadata", 0)[0]  # with the frames per second that a recorder wants
         except BaseException:
             self.close()
             raise
