@@ -90,8 +90,8 @@ class SubprocessVecEnv(VecEnv):
         try:
             envs = self.vector_env
             super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
-            # A list of actions, one for each env, is no batch of these. A subclass has no other batches than lists.
-            self._has_nested_actions = type(self.action_space) in (spaces.Dict, spaces.Tuple)
+            # A list of actions, one for each env, is no batch of these.
+            self._has_nested_actions = isinstance(self.action_space, spaces.Dict | spaces.Tuple)
             self.metadata = self.get_attr("metadata", 0)[0]  # with the frames per second that a recorder wants
         except BaseException:
             self.close()

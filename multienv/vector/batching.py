@@ -236,9 +236,9 @@ def _check_each(space: Space, whole: Any, count: int) -> None:
 
 def _by_leaf(space: Any, whole: Any, function: Callable[[Any, Any], Any]) -> Any:
     """Return a batch of the same structure, of what the function makes of each leaf of the space and its values."""
-    if type(space) is spaces.Dict:
+    if isinstance(space, spaces.Dict):  # also a subclass: the worker goes through the batch as gymnasium does
         return {key: _by_leaf(member, whole[key], function) for key, member in space.spaces.items()}
-    if type(space) is spaces.Tuple:
+    if isinstance(space, spaces.Tuple):
         return tuple(_by_leaf(member, item, function) for member, item in zip(space.spaces, whole, strict=True))
     return function(space, whole)
 

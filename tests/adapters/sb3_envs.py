@@ -53,6 +53,10 @@ class GoalEnv(gymnasium.Env[Any, Any]):
         return {"observation": self.place, "achieved_goal": self.place, "desired_goal": self.goal}
 
 
+class NamedDict(spaces.Dict):
+    """A space of somebody's own."""
+
+
 class ShapesEnv(gymnasium.Env[Any, Any]):
     """Observes and does whatever its spaces sample."""
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
-from sb3_envs import GoalEnv, MaskedEnv, ShapesEnv
+from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv
 
 from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, observations_equal
 from multienv import Loss, RestartPolicy
@@ -198,8 +198,9 @@ def test_spaces(space):
         assert compare(envs, twin, 20) > 0
 
 
-def test_actions_of_a_nested_space_come_as_a_list():
-    space = spaces.Dict({"go": spaces.Discrete(3), "turn": spaces.Box(-1, 1, (2,), np.float32)})
+@pytest.mark.parametrize("kind", [spaces.Dict, NamedDict])
+def test_actions_of_a_nested_space_come_as_a_list(kind):
+    space = kind({"go": spaces.Discrete(3), "turn": spaces.Box(-1, 1, (2,), np.float32)})
     with made([partial(ShapesEnv, spaces.Discrete(2), space)] * 3) as envs:  # it checks its actions
         envs.reset()
         _, rewards, _, _ = envs.step([space.sample() for _ in range(3)])

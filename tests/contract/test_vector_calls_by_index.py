@@ -120,6 +120,32 @@ def test_infos_that_are_not_merged_are_what_each_env_gave(face):
         assert infos[1:] == [{"number": 3, "pair": (1, 2)}, {}]
 
 
+class NamedDict(gymnasium.spaces.Dict):
+    """A space of somebody's own."""
+
+
+class Pressing(CounterEnv):
+    """Takes its actions in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = NamedDict({"press": self.action_space})
+
+    def step(self, action: Any) -> Any:
+        self.action_space, nested = self.action_space["press"], self.action_space
+        try:
+            return super().step(action["press"])
+        finally:
+            self.action_space = nested
+
+
+@pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])
+def test_actions_of_a_subclass_of_dict_are_batched_as_those_of_dict(face):
+    with face([Pressing] * 3) as envs:
+        envs.reset(seed=0)
+        assert envs.step({"press": np.array([1, 2, 3])})[0][:, 3].tolist() == [1, 2, 3]
+
+
 @pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])
 def test_an_env_that_two_functions_return_is_refused(face):
     env = CounterEnv()
