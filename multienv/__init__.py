@@ -11,6 +11,7 @@ Rooms: each imports only from rooms above it in this list (``tests/unit/test_arc
     recovery                 state machine, hot path, journal, ladder, verification: the supervisor of one worker
     fanout                   ask several workers, collect, recover in threads, go on after Ctrl-C
     envs, vector, managers   the faces
+    adapters                 the faces as other libraries want them
     testing, cli             faulty envs, a killer, checks; the command line
 """
 

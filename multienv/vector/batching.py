@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -236,9 +236,9 @@ def _check_each(space: Space, whole: Any, count: int) -> None:
 
 def _by_leaf(space: Any, whole: Any, function: Callable[[Any, Any], Any]) -> Any:
     """Return a batch of the same structure, of what the function makes of each leaf of the space and its values."""
-    if type(space) is spaces.Dict:
+    if isinstance(space, spaces.Dict):  # also a subclass: the worker goes through the batch as gymnasium does
         return {key: _by_leaf(member, whole[key], function) for key, member in space.spaces.items()}
-    if type(space) is spaces.Tuple:
+    if isinstance(space, spaces.Tuple):
         return tuple(_by_leaf(member, item, function) for member, item in zip(space.spaces, whole, strict=True))
     return function(space, whole)
 
@@ -280,6 +280,29 @@ def checked_indices(indices: Any, num_envs: int) -> list[int]:
     if len(set(found)) != len(found) or not all(index is not None and 0 <= index < num_envs for index in found):
         raise UsageError(f"indices is {indices!r:.100}; give different integers from 0 to {num_envs - 1}.")
     return [index for index in found if index is not None]
+
+
+def reset_options(options: Any, num_envs: int) -> tuple[list[Any], Array | None]:
+    """Return the options of each env, and the ``reset_mask`` in them, if any.
+
+    Args:
+        options: As given to ``reset``: ``None``, a mapping for all, or a sequence of one or ``None`` for each env.
+        num_envs: How many envs there are.
+    """
+    if options is None:
+        return [None] * num_envs, None
+    if isinstance(options, Mapping):
+        of_all = dict(options)
+        mask = check_mask(of_all.pop("reset_mask"), num_envs) if "reset_mask" in of_all else None
+        return [dict(of_all) for _ in range(num_envs)], mask
+    if not isinstance(options, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in options):
+        raise WrongTypeError(
+            f"reset(): options is {shown(options)}; give a dict, None, or a list of these for each env. Nothing was "
+            "sent."
+        )
+    if len(options) != num_envs:
+        raise UsageError(f"reset(): options has {len(options)} items for {num_envs} envs. Nothing was sent.")
+    return [None if one is None else dict(one) for one in options], None
 
 
 def check_mask(mask: Any, num_envs: int) -> Array:

@@ -31,27 +31,26 @@ from multienv.recovery.supervisor import Supervisor
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
     Rows,
-    WrongTypeError,
     action_splitter,
-    check_mask,
     check_observation_mode,
     check_sendable,
     check_shareable,
     check_spaces,
     checked_indices,
     observation_spaces,
+    reset_options,
 )
 from multienv.vector.rendering import Frame, tile_images
-from multienv.wire.actions import shown
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import InfoMerger
-from multienv.wire.messages import Message, Render, Reset, SetAttribute
+from multienv.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Array = np.ndarray[Any, Any]
-Batch = tuple[Any, Array, Array, Array, dict[str, Any]]
+Infos = dict[str, Any] | list[dict[str, Any]]  # merged as gymnasium does, or one for each env
+Batch = tuple[Any, Array, Array, Array, Any]
 
 
 class HostedVectorEnv(VectorEnv[Any, Any, Any]):
@@ -78,6 +77,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         copy: bool,
         observation_mode: Any,
         autoreset_mode: AutoresetMode | str,
+        merge_infos: bool,
     ) -> None:
         check_observation_mode(observation_mode)
         self.num_envs = len(env_fns)
@@ -93,6 +93,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if place is not None:
             place(self._workers)
         self._fanout = FanOut(self._workers)
+        self._merges = merge_infos
         self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
         self._begun = np.zeros(self.num_envs, np.bool_)  # the env has an episode
         self._all_begun = False
@@ -144,14 +145,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     # --- reset ------------------------------------------------------------------------------------
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, Any]:
         """Begin an episode in every env, or in those of ``options["reset_mask"]``.
 
         A step that was interrupted is completed and dropped first.
 
         Args:
             seed: ``None``, one integer (env ``i`` gets ``seed + i``), or one for each env.
-            options: The envs' own; and ``reset_mask``, a bool array: the others stay as they are.
+            options: The envs' own; and ``reset_mask``, a bool array: the others stay as they are. Or a list, a dict or
+                ``None`` for each env.
 
         Returns:
             The batch of observations, and infos as gymnasium merges them.
@@ -162,33 +164,27 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._begin_reset("reset", seed, options)
         return self._collect_reset(None)
 
-    def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None) -> None:
+    def reset_async(self, seed: Any = None, options: Any = None) -> None:
         """Send the resets; collect them with :meth:`reset_wait`."""
         self._begin_reset("reset_async", seed, options)
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, Any]:
         """Collect what the resets returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
         self._refuse_wait("reset")
         return self._collect_reset(timeout)
 
-    def _begin_reset(self, name: str, seed: Any, options: dict[str, Any] | None) -> None:
+    def _begin_reset(self, name: str, seed: Any, options: Any) -> None:
         self._settle(name)
         seeds = checked_seeds(seed, self.num_envs)
-        if not (options is None or isinstance(options, Mapping)):
-            raise WrongTypeError(f"reset(): options is {shown(options)}; give a dict, or None. Nothing was sent.")
-        options = None if options is None else dict(options)
-        mask = None
-        if options is not None and "reset_mask" in options:
-            mask = check_mask(options.pop("reset_mask"), self.num_envs)
+        each, mask = reset_options(options, self.num_envs)
         self._mask = mask
         requests = []
         for rows in self._slices:
             part = None if mask is None else tuple(mask[rows].tolist())
-            own = [None if options is None else dict(options) for _ in seeds[rows]]
-            requests.append(Reset(tuple(seeds[rows]), tuple(own), part))
+            requests.append(Reset(tuple(seeds[rows]), tuple(each[rows]), part))
         self._fanout.send("reset", requests, whole=name == "reset")
 
-    def _collect_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
+    def _collect_reset(self, timeout: float | None) -> tuple[Any, Any]:
         current = self._collected(timeout)
 
         def make() -> Any:
@@ -253,7 +249,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         del current.answers[:]  # no call
         return batch
 
-    def _plain_infos(self, replies: Sequence[RowsReply]) -> dict[str, Any] | None:
+    def _plain_infos(self, replies: Sequence[RowsReply]) -> Infos | None:
         """Return the infos if those of all envs are numbers of the same names, ``{}`` if there are none, else None."""
         parts: list[Any] = []
         for reply in replies:
@@ -261,6 +257,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 return None
             if reply.extras is not None:
                 parts.append(reply.extras.infos)
+        if not self._merges:
+            return self._listed_infos(replies)
         if not any(parts):
             return {}
         return self._merger.merged(parts) if len(parts) == len(replies) and self._merges_as_gymnasium else None
@@ -273,7 +271,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         infos = self._infos(current)
         if current.resumed:
             for index in range(self.num_envs):
-                self._add_info(infos, {"multienv": {"resumed": True}}, index)
+                if isinstance(infos, list):
+                    infos[index]["multienv"] = {**infos[index].get("multienv", {}), "resumed": True}
+                else:
+                    self._add_info(infos, {"multienv": {"resumed": True}}, index)
         return (*self._rows.batch(current.answers, current), infos)
 
     def _refuse_without_episodes(self) -> NoReturn:
@@ -346,8 +347,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     results[index] = (seen, reply.rewards[slot], *ended) if current.name == "step" else seen
         return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode))
 
-    def _infos(self, current: Round) -> dict[str, Any]:
-        """Return the infos as gymnasium merges them."""
+    def _infos(self, current: Round) -> Infos:
+        """Return the infos as gymnasium merges them, or one for each env."""
+        if not self._merges:
+            return self._listed_infos(current.answers)
         infos: dict[str, Any] = {}
         for rows, reply in zip(self._slices, current.answers, strict=True):
             for slot, info in reply.extras.infos if reply.extras is not None else ():
@@ -358,10 +361,18 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 self._add_info(infos, info, rows.start + slot)
         return infos
 
+    def _listed_infos(self, replies: Sequence[RowsReply]) -> list[dict[str, Any]]:
+        """Return a dict of its own for each env."""
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        for rows, reply in zip(self._slices, replies, strict=True):
+            for slot, info in reply.extras.infos if reply.extras is not None else ():
+                infos[rows.start + slot].update(info)
+        return infos
+
     # --- calls and attributes ---------------------------------------------------------------------
 
     def call(
-        self, name: str, *args: Any, indices: Sequence[int] | None = None, recorded: bool = True, **kwargs: Any
+        self, name: str, /, *args: Any, indices: Sequence[int] | None = None, recorded: bool = True, **kwargs: Any
     ) -> tuple[Any, ...]:
         """Call a method of each env, or of a wrapper of it; an attribute that is not callable is returned.
 
@@ -370,7 +381,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             *args: For the method.
             indices: Which envs, in this order; ``None``: all.
             recorded: The call may change the env: it is replayed when the env is brought back, so the method should be
-                as deterministic as the env.
+                as deterministic as the env. False for one that changes nothing: it takes no room in the journal, so
+                that it can be made at every step.
             **kwargs: For the method.
 
         Returns:
@@ -392,30 +404,64 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._refuse_wait("call")
         return self._values(timeout)
 
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of every env; a method is called, as gymnasium does."""
-        return self._ask("get_attr", lambda slots: call_message(name, (), {}, slots))
+    def get_attr(
+        self, name: str, indices: Sequence[int] | None = None, *, calls_methods: bool = True
+    ) -> tuple[Any, ...]:
+        """Return an attribute of every env, or of a wrapper of it.
 
-    def set_attr(self, name: str, values: Any) -> None:
+        Args:
+            name: The attribute.
+            indices: Of which envs, in this order; ``None``: all.
+            calls_methods: Return what a method returns, as gymnasium does; the call is recorded. Else return of a
+                method a function that calls it in its env; to look is not recorded then.
+        """
+        if calls_methods:
+            return self._ask("get_attr", lambda slots: call_message(name, (), {}, slots), indices)
+        values = self._ask("get_attr", lambda slots: GetAttribute(name, slots), indices)
+        asked = range(self.num_envs) if indices is None else indices
+        pairs = zip(asked, values, strict=True)
+        return tuple(partial(self._call_one, index, name) if isinstance(one, Method) else one for index, one in pairs)
+
+    def _call_one(self, index: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self._ask("call", lambda slots: call_message(name, args, kwargs, slots), [index])[0]
+
+    def set_attr(self, name: str, values: Any, indices: Sequence[int] | None = None) -> None:
         """Set an attribute on every env.
 
         Args:
             name: It is set where it is found among the env and its wrappers, else on the outermost.
-            values: A list or tuple has one value for each env; anything else is for all.
+            values: A list or tuple has one value for each env that is asked; anything else is for all.
+            indices: On which envs; ``None``: all.
         """
         self._settle("set_attr")
+        asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
         if not isinstance(values, list | tuple):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
+            values = [values] * len(asked)
+        if len(values) != len(asked):
             raise UsageError(
                 "set_attr(): Values must be a list or tuple with length equal to the number of environments. "
-                f"Got `{len(values)}` values for {self.num_envs} environments."
+                f"Got `{len(values)}` values for {len(asked)} environments."
             )
         if len(self._workers) > 1:
             check_sendable(tuple(values), "set_attr(): the values")
-        self._asked = range(self.num_envs)
-        self._fanout.send("set_attr", [SetAttribute(name, tuple(values[rows])) for rows in self._slices])
+        of_env = dict(zip(asked, values, strict=True))
+        requests: list[Message | None] = []
+        for rows, slots in zip(self._slices, self._slots_of(asked), strict=True):
+            of_worker = tuple(of_env[rows.start + slot] for slot in slots)
+            requests.append(SetAttribute(name, of_worker, None if indices is None else slots) if slots else None)
+        self._asked = asked
+        self._fanout.send("set_attr", requests)
         self._values(None)
+
+    def is_wrapped(self, wrapper_class: type[Any], indices: Sequence[int] | None = None) -> tuple[bool, ...]:
+        """Tell of every env whether it has a wrapper of this class, which is compared by its name.
+
+        Args:
+            wrapper_class: Of the wrapper, or a base of its class.
+            indices: Of which envs, in this order; ``None``: all.
+        """
+        kind = (wrapper_class.__module__, wrapper_class.__name__)  # cloudpickle keeps no __qualname__
+        return self._ask("is_wrapped", lambda slots: IsWrapped(kind, slots), indices)
 
     def _ask(
         self, name: str, message: Callable[[tuple[int, ...] | None], Message], indices: Sequence[int] | None = None
@@ -423,13 +469,18 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Ask the envs something; ``message`` is called with the slots of each worker, ``None``: all of them."""
         self._settle(name)
         asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
-        requests: list[Message | None] = []
-        for rows in self._slices:
-            slots = None if indices is None else tuple(i - rows.start for i in asked if rows.start <= i < rows.stop)
-            requests.append(None if slots == () else message(slots))
+        requests: list[Message | None] = [
+            message(None if indices is None else slots) if slots else None for slots in self._slots_of(asked)
+        ]
         self._asked = asked
         self._fanout.send(name, requests)
         return self._values(None)
+
+    def _slots_of(self, asked: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return for each worker the slots of those envs that it has."""
+        return [
+            tuple(index - rows.start for index in asked if rows.start <= index < rows.stop) for rows in self._slices
+        ]
 
     def _values(self, timeout: float | None) -> tuple[Any, ...]:
         current, asked = self._collected(timeout), self._asked

@@ -59,6 +59,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
         autoreset_mode: A mode of gymnasium's, or its name or value.
         max_concurrency: How many envs may step or reset at a time: at most so many processes share all envs.
         restart: What happens when a process is lost. ``on_crash`` and its likes concern the env that is to blame.
+        merge_infos: Merge the infos of all envs, as gymnasium does. If False, ``infos`` is a list with a dict for each
+            env, which has the values that the env gave.
         deadlines: When a process counts as hung; those of a step and a reset are for all its envs together.
         bind_cores: A process whose steps are short keeps to a core, and yields it to others; and each looks for its
             next request for 0.2 ms before it sleeps. Neither with a single core or under a quota of CPU time.
@@ -88,6 +90,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
         restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
         deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
         native_threads: int | None = 1,
+        merge_infos: bool = True,
         bind_cores: bool = True,
         hooks: Sequence[Hook] = (),
         reports: str | os.PathLike[str] | None = None,
@@ -122,6 +125,7 @@ class SubprocessVectorEnv(HostedVectorEnv):
             copy=copy,
             observation_mode=observation_mode,
             autoreset_mode=autoreset_mode,
+            merge_infos=merge_infos,
         )
 
     def __del__(self) -> None:
@@ -143,7 +147,7 @@ class SerialVectorEnv(HostedVectorEnv):
 
     Args:
         env_fns: Each builds one env.
-        shared_memory, copy, observation_mode, autoreset_mode, hooks: As for :class:`SubprocessVectorEnv`.
+        shared_memory, copy, observation_mode, autoreset_mode, merge_infos, hooks: As for :class:`SubprocessVectorEnv`.
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.
@@ -159,6 +163,7 @@ class SerialVectorEnv(HostedVectorEnv):
         copy: bool = True,
         observation_mode: Any = "same",
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        merge_infos: bool = True,
         hooks: Sequence[Hook] = (),
     ) -> None:
         self.env_fns = listed_env_fns(type(self).__name__, env_fns)
@@ -171,6 +176,7 @@ class SerialVectorEnv(HostedVectorEnv):
             copy=copy,
             observation_mode=observation_mode,
             autoreset_mode=autoreset_mode,
+            merge_infos=merge_infos,
         )
 
     def __del__(self) -> None:

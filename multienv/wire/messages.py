@@ -150,6 +150,18 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
+class IsWrapped:
+    """Tell of each env whether one of its wrappers is of this class, or of one derived from it.
+
+    Attributes:
+        kind: Module and name of the class: to unpickle it would import its module into the worker.
+    """
+
+    kind: tuple[str, str]
+    slots: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SetAttribute:
     """Write an attribute; ``values`` has one for each slot asked."""
 
@@ -205,7 +217,19 @@ class Close:
     """Close the envs and end the process."""
 
 
-Message = Build | Reset | Call | GetAttribute | SetAttribute | Render | KeepSnapshot | CaptureState | Replay | Close
+Message = (
+    Build
+    | Reset
+    | Call
+    | GetAttribute
+    | IsWrapped
+    | SetAttribute
+    | Render
+    | KeepSnapshot
+    | CaptureState
+    | Replay
+    | Close
+)
 # Those that may change an env for longer than an episode.
 LASTING = (SetAttribute, Call)
 

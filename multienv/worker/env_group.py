@@ -132,6 +132,15 @@ class EnvGroup:
 
         return self.each(name, slots, read)
 
+    def is_wrapped(self, kind: tuple[str, str], slots: Sequence[int] | None) -> bytes:
+        """Tell of each env whether it has a wrapper of a class, given by module and name; as :meth:`each`."""
+
+        def look(place: int, env: Any) -> bool:
+            wrappers = [type(layer) for layer in seeding.layers_of(env) if isinstance(layer, gymnasium.Wrapper)]
+            return any((base.__module__, base.__name__) == kind for one in wrappers for base in one.__mro__)
+
+        return self.each("is_wrapped", slots, look)
+
     def each(self, name: str, slots: Sequence[int] | None, ask: Callable[[int, Any], Any]) -> bytes:
         """Call ``ask`` for each env; an exception in one does not keep the others from being asked.
 

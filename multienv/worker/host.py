@@ -38,6 +38,7 @@ from multienv.wire.messages import (
     CaptureState,
     Close,
     GetAttribute,
+    IsWrapped,
     KeepSnapshot,
     Message,
     Render,
@@ -151,7 +152,7 @@ class Host:
         for env_fn in env_fns:
             segment.words[SLOT] = len(envs) + 1
             try:
-                envs.append(built(env_fn, specs))
+                envs.append(built(env_fn, specs, envs))
             except Exception as error:
                 for env in envs:
                     with contextlib.suppress(Exception):  # the first error is the one to tell
@@ -176,6 +177,9 @@ class Host:
 
     def _get(self, number: int, message: GetAttribute) -> None:
         answer(self._segment, number, VALUE, self._envs().get(message.name, message.slots))
+
+    def _is_wrapped(self, number: int, message: IsWrapped) -> None:
+        answer(self._segment, number, VALUE, self._envs().is_wrapped(message.kind, message.slots))
 
     def _set(self, number: int, message: SetAttribute) -> None:
         name, values = message.name, message.values
@@ -247,6 +251,7 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     Reset: Host._reset,
     Call: Host._call,
     GetAttribute: Host._get,
+    IsWrapped: Host._is_wrapped,
     SetAttribute: Host._set,
     Render: Host._render,
     KeepSnapshot: Host._keep_snapshot,

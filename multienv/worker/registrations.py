@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -36,11 +37,17 @@ def register(specs: bytes) -> None:
         gymnasium.registry.setdefault(spec.id, spec)
 
 
-def built(env_fn: Any, specs: bytes) -> gymnasium.Env[Any, Any]:
+def built(env_fn: Any, specs: bytes, others: Sequence[gymnasium.Env[Any, Any]] = ()) -> gymnasium.Env[Any, Any]:
     """Call ``env_fn``; if an id is unknown, register the trainer's specs and call it once more.
+
+    Args:
+        env_fn: Builds the env.
+        specs: Of the trainer, pickled.
+        others: The envs that were built before in this process.
 
     Raises:
         TypeError: What it returns is not an env.
+        ValueError: It is one of the others, which would be stepped in two slots.
         Exception: What it raises.
     """
     try:
@@ -52,6 +59,11 @@ def built(env_fn: Any, specs: bytes) -> gymnasium.Env[Any, Any]:
         env = env_fn()
     if not isinstance(env, gymnasium.Env):
         raise TypeError(f"env_fn returned {env!r:.200}, which is not a gymnasium.Env. Return an env, already built.")
+    if any(env.unwrapped is other.unwrapped for other in others):
+        raise ValueError(
+            f"env_fn returned {env!r:.200}, which an env_fn before it had returned already. Build a new env at each "
+            "call: lambda: gymnasium.make(...), not lambda: env."
+        )
     return env
 
 

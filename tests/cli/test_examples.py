@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import multienv
 
+HAS_SB3 = importlib.util.find_spec("stable_baselines3") is not None
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(multienv.__file__).parents[1])
 KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
@@ -65,6 +67,14 @@ def test_an_example(tmp_path, name, arguments, expected):
     assert expected in example(tmp_path, name, *arguments).lower()
 
 
+@pytest.mark.skipif(not HAS_SB3, reason="Stable-Baselines3 is not installed: .ci/run installs it")
+def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
+    told = example(tmp_path, "ppo_sb3.py", "--total-steps", "10000", "--chaos")
+    learnt = re.search(r"The return went from .* to .*; (\d+) workers died meanwhile\.", told)
+    assert learnt is not None, told
+    assert int(learnt[1]) > 0
+
+
 def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
@@ -72,6 +82,8 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_the_python_of_a_page(tmp_path, page):
     """One after the other, as somebody would type them."""
+    if page.stem == "stable_baselines3" and not HAS_SB3:
+        pytest.skip("Stable-Baselines3 is not installed: .ci/run installs it")
     script = tmp_path / "typed.py"
     body = "\n".join(blocks(page))
     script.write_text(f'if __name__ == "__main__":\n{re.sub("^(?=.)", "    ", body, flags=re.MULTILINE)}')

@@ -1,0 +1,71 @@
+"""Stable-Baselines3's PPO learns CartPole on environments whose workers may be killed at any moment.
+
+    python examples/ppo_sb3.py            # learn
+    python examples/ppo_sb3.py --chaos    # ... while workers are killed at random
+
+To use it in a script of your own, change one line: ``vec_env_cls=SubprocessVecEnv``. What is learnt does not depend on
+the kills: with the same ``--seed`` both lines above end with the same return.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+
+import gymnasium
+import numpy as np
+
+from multienv import Deadlines
+from multienv.testing import Killer
+
+try:
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.vec_env import VecMonitor
+
+    from multienv.adapters.stable_baselines3 import SubprocessVecEnv
+except ImportError as error:
+    sys.exit(f'{error} This example needs Stable-Baselines3; from a checkout, pip install -e ".[sb3]"')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--total-steps", type=int, default=40_000)
+    parser.add_argument("--num-envs", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--chaos", action="store_true", help="kill workers, about three a second")
+    options = parser.parse_args()
+
+    if options.chaos:
+        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss is a warning; here they are counted
+    torch.set_num_threads(1)  # small networks are quicker so, and the workers have the other cores
+    envs = SubprocessVecEnv(
+        [lambda: gymnasium.make("CartPole-v1")] * options.num_envs,
+        deadlines=Deadlines(step=10.0, reset=10.0),  # a hung worker is replaced, too
+        reports="" if options.chaos else None,  # none of deaths that are wanted
+    )
+    monitored = VecMonitor(envs)  # outside of the workers: it counts each step once, whatever dies
+    model = PPO("MlpPolicy", monitored, n_steps=128, batch_size=256, learning_rate=1e-3, seed=options.seed)
+    chaos = Killer(envs, interval=(0.1, 0.5), seed=options.seed) if options.chaos else contextlib.nullcontext()
+    returns: list[float] = []
+    with contextlib.closing(monitored), chaos:
+        while model.num_timesteps < options.total_steps:
+            model.learn(options.total_steps // 5, reset_num_timesteps=False)
+            returns.append(float(np.mean([episode["r"] for episode in model.ep_info_buffer])))
+            workers = envs.statistics()
+            deaths = sum(one.losses for one in workers)
+            exact = sum(one.exact_recoveries for one in workers)
+            print(
+                f"{model.num_timesteps:7} steps: mean return {returns[-1]:6.1f}; {deaths} workers died, {exact} "
+                "episodes went on exactly",
+                flush=True,
+            )
+    print(f"The return went from {returns[0]:.1f} to {returns[-1]:.1f}; {deaths} workers died meanwhile.")
+    if returns[-1] <= returns[0]:
+        sys.exit("It did not go up.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The vector env of multienv as a ``VecEnv`` of Stable-Baselines3."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+from multienv.errors import CallPendingError, EnvsFailedError, MultienvError, UsageError
+from multienv.events import Statistics
+from multienv.vector.vector_env import SubprocessVectorEnv
+
+try:
+    from stable_baselines3.common.vec_env import VecEnv
+except ImportError as missing:
+    # Not "multienv[sb3]" alone: on the package index that name belongs to another project.
+    raise ImportError(
+        f'multienv.adapters.stable_baselines3 needs {missing.name}: pip install -e ".[sb3]" in a checkout of multienv.',
+        name=missing.name,
+    ) from None
+
+Array = np.ndarray[Any, Any]
+
+# Calls that the libraries make all the time, and that change nothing: HER's of goals, sb3-contrib's of masks.
+UNRECORDED = ("action_masks", "compute_reward")
+# SB3 forks so that scripts need no ``if __name__ == "__main__"``. No start method of multienv's needs that.
+_CONTEXTS = {None: None, "forkserver": "forkserver", "spawn": "spawn", "fork": "forkserver"}
+
+
+class SubprocessVecEnv(VecEnv):
+    """Takes the place of Stable-Baselines3's ``SubprocVecEnv``; its processes may die at any moment.
+
+    ::
+
+        from multienv.adapters.stable_baselines3 import SubprocessVecEnv
+
+        envs = make_vec_env("CartPole-v1", n_envs=8, seed=0, vec_env_cls=SubprocessVecEnv)
+        model = PPO("MlpPolicy", envs).learn(100_000)
+
+    With the same seed a model learns the same weights, to the bit, as on a ``DummyVecEnv``, whether workers die or not.
+    An episode that could not be brought back ends: ``done``, reward 0, ``TimeLimit.truncated``, the last observation as
+    ``terminal_observation``, and the reason in ``info["multienv"]``. So a learner bootstraps from it, as from a time
+    limit.
+
+    A step interrupted by Ctrl-C is completed by the next one, whatever its actions; each ``info["multienv"]`` then says
+    ``resumed``. ``reset()`` drops a step that is pending.
+
+    Args:
+        env_fns: Each builds one env, in its process.
+        start_method: ``"forkserver"`` or ``"spawn"``; ``None``: the first, where it exists. ``"fork"`` is taken for
+            ``"forkserver"``.
+        unrecorded: Methods that change nothing in an env. A call of any other by :meth:`env_method` is kept, to be made
+            again when the env is brought back.
+        **options: For :class:`~multienv.SubprocessVectorEnv`: ``envs_per_worker``, ``restart``, ``deadlines``, ….
+
+    Attributes:
+        vector_env: The :class:`~multienv.SubprocessVectorEnv`: ``snapshot()``, ``state_dict()`` and the like are its.
+
+    Raises:
+        EnvsFailedError: Some envs could not be built; all have been closed.
+        UsageError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        start_method: str | None = None,
+        *,
+        unrecorded: Collection[str] = UNRECORDED,
+        **options: Any,
+    ) -> None:
+        if start_method not in _CONTEXTS:
+            raise UsageError(
+                f"start_method: cannot find context for {start_method!r}; choose 'forkserver', 'spawn', or None."
+            )
+        if start_method is not None:
+            options["context"] = _CONTEXTS[start_method]
+        self._unrecorded = frozenset(unrecorded)
+        self._is_interrupted = False  # the last call, which may have left a step to be completed
+        self.vector_env = SubprocessVectorEnv(
+            env_fns, autoreset_mode=AutoresetMode.SAME_STEP, merge_infos=False, **options
+        )
+        try:
+            envs = self.vector_env
+            super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+            # A list of actions, one for each env, is no batch of these.
+            self._has_nested_actions = isinstance(self.action_space, spaces.Dict | spaces.Tuple)
+            self.metadata = self.get_attr("metadata", 0)[0]  # with the frames per second that a recorder wants
+        except BaseException:
+            self.close()
+            raise
+
+    # --- episodes ---------------------------------------------------------------------------------
+
+    def reset(self) -> Any:
+        """Begin an episode in every env, with the seeds and options set before; return the observations."""
+        options = [one or None for one in self._options]
+        try:
+            observations, self.reset_infos = self.vector_env.reset(seed=self._seeds, options=options)
+        except CallPendingError:  # that step is dropped
+            with contextlib.suppress(EnvsFailedError):
+                self.vector_env.step_wait()
+            observations, self.reset_infos = self.vector_env.reset(seed=self._seeds, options=options)
+        self._is_interrupted = False
+        self._reset_seeds()
+        self._reset_options()
+        return observations
+
+    def step_async(self, actions: Any) -> None:
+        """Send one action to each env; or none, if an interrupted step is to be completed."""
+        with self._noting_interruptions():
+            if self._has_nested_actions:
+                empty: Any = create_empty_array(self.action_space, self.num_envs)
+                actions = concatenate(self.action_space, actions, empty)
+            try:
+                self.vector_env.step_async(actions)
+            except CallPendingError:
+                if not self._is_interrupted:
+                    raise
+
+    def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
+        """Collect observations, rewards (float32), dones and infos."""
+        with self._noting_interruptions():
+            observations, rewards, terminations, truncations, infos = self.vector_env.step_wait()
+        self._is_interrupted = False
+        dones = terminations | truncations
+        for info in infos:
+            info["TimeLimit.truncated"] = False
+        for index in np.flatnonzero(dones).tolist():
+            is_truncated = bool(truncations[index] and not terminations[index])
+            infos[index], self.reset_infos[index] = _ended(infos[index], is_truncated)
+        return observations, rewards.astype(np.float32), dones, infos
+
+    @contextlib.contextmanager
+    def _noting_interruptions(self) -> Iterator[None]:
+        """Note an exception that is not multienv's: Ctrl-C, or what a signal handler raised."""
+        try:
+            yield
+        except MultienvError:
+            raise
+        except BaseException:
+            self._is_interrupted = True
+            raise
+
+    def close(self) -> None:
+        """End the workers."""
+        self.vector_env.close()
+
+    # --- what is asked of the envs ----------------------------------------------------------------
+
+    def has_attr(self, attr_name: str) -> bool:
+        """Tell whether every env has the attribute, in itself or in a wrapper."""
+        return all(self.vector_env.call("has_wrapper_attr", attr_name, recorded=False))
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        """Return an attribute of each env, or of a wrapper of it; of a method, a function that calls it there."""
+        return list(self.vector_env.get_attr(attr_name, self._asked(indices), calls_methods=False))
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        """Set an attribute of each env where it is found among env and wrappers, else on the outermost."""
+        asked = self._asked(indices)
+        self.vector_env.set_attr(attr_name, [value] * (self.num_envs if asked is None else len(asked)), asked)
+
+    def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
+        """Call a method of each env, or of a wrapper of it."""
+        is_recorded = method_name not in self._unrecorded
+        asked = self._asked(indices)
+        return list(
+            self.vector_env.call(method_name, *method_args, indices=asked, recorded=is_recorded, **method_kwargs)
+        )
+
+    def env_is_wrapped(self, wrapper_class: type[Any], indices: Any = None) -> list[bool]:
+        """Tell of each env whether it has a wrapper of this class, which is compared by its name."""
+        return list(self.vector_env.is_wrapped(wrapper_class, self._asked(indices)))
+
+    def get_images(self) -> list[Array | None]:
+        """Return a frame of each env, if their ``render_mode`` is ``"rgb_array"``."""
+        if self.render_mode != "rgb_array":
+            warnings.warn(f"render_mode is {self.render_mode!r}: the envs draw no images.", stacklevel=2)
+            return [None] * self.num_envs
+        return list(self.vector_env.render())
+
+    def statistics(self) -> list[Statistics]:
+        """Return counters and state of each worker."""
+        return self.vector_env.statistics()
+
+    def _asked(self, indices: Any) -> list[int] | None:
+        """Return indices as a list, ``None`` for all; negative ones count from the end."""
+        if indices is None:
+            return None
+        if not hasattr(indices, "__iter__"):
+            indices = [indices]
+        of_all = range(self.num_envs)
+        return [of_all[operator.index(index)] for index in indices]
+
+
+def _ended(info: dict[str, Any], is_truncated: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the info of the step that ended an episode, and that of the reset after it.
+
+    Args:
+        info: Of both, as SAME_STEP has it.
+        is_truncated: The episode did not terminate.
+    """
+    begun = {key: value for key, value in info.items() if key not in ("final_obs", "final_info", "multienv")}
+    del begun["TimeLimit.truncated"]
+    of_end = dict(info["final_info"])
+    told = {**info.get("multienv", {}), **of_end.get("multienv", {})}
+    if told:
+        of_end["multienv"] = told
+    of_end["TimeLimit.truncated"] = is_truncated
+    of_end["terminal_observation"] = info["final_obs"]
+    return of_end, begun

@@ -1,0 +1,432 @@
+"""``SubprocessVecEnv`` beside Stable-Baselines3's own ``DummyVecEnv``: the same transitions, the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import itertools
+import os
+import signal
+import threading
+from functools import cache, partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
+from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv
+
+from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, observations_equal
+from multienv import Loss, RestartPolicy
+from multienv.errors import ActionError, CallPendingError, EnvsFailedError, UsageError
+from multienv.testing import Killer
+
+if importlib.util.find_spec("stable_baselines3") is None:
+    pytest.skip("Stable-Baselines3 is not installed: .ci/run installs it", allow_module_level=True)
+
+import torch
+from stable_baselines3 import A2C, DQN, PPO, SAC, TD3, HerReplayBuffer
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    VecEnv,
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+    VecVideoRecorder,
+)
+
+from multienv.adapters.stable_baselines3 import SubprocessVecEnv
+
+with contextlib.suppress(ImportError):  # moviepy's bars of progress: a lock for all processes, never released
+    from tqdm import tqdm
+
+    tqdm.get_lock()
+
+CARTPOLE = partial(gymnasium.make, "CartPole-v1", max_episode_steps=30)
+PENDULUM = partial(gymnasium.make, "Pendulum-v1", max_episode_steps=30)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    """Tiny nets learn faster so; and threads of torch's would disturb the workers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def made(env_fns: Any, **options: Any) -> Any:
+    envs = SubprocessVecEnv(env_fns, **options)
+    try:
+        yield envs
+    finally:
+        envs.close()
+
+
+@contextlib.contextmanager
+def pair(env_fns: Any, seed: int = 3, **options: Any) -> Any:
+    """Envs of both kinds, to be compared."""
+    twin = DummyVecEnv(env_fns)
+    with made(env_fns, **options) as envs:
+        envs.seed(seed)
+        twin.seed(seed)
+        yield envs, twin
+    twin.close()
+
+
+def compare(envs: Any, twin: Any, steps: int = 40) -> int:
+    """Step both, with the same actions; return how many episodes have ended."""
+    ended = 0
+    assert observations_equal(envs.reset(), twin.reset())
+    assert list(envs.reset_infos) == list(twin.reset_infos)
+    twin.action_space.seed(1)
+    for _ in range(steps):
+        actions = np.array([twin.action_space.sample() for _ in range(twin.num_envs)])
+        for ours, theirs in zip(envs.step(actions), twin.step(actions), strict=True):
+            assert observations_equal(ours, theirs), (ours, theirs)
+            if isinstance(ours, np.ndarray):
+                assert ours.dtype == theirs.dtype
+                ended += int(ours.sum()) if ours.dtype == np.bool_ else 0
+        assert list(envs.reset_infos) == list(twin.reset_infos)
+    return ended
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"policy_kwargs": {"net_arch": [16]}, "seed": 5, "device": "cpu"}
+REPLAY: dict[str, Any] = {"learning_starts": 40, "batch_size": 16, "buffer_size": 1000, **SMALL}
+LEARNERS: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
+    "PPO": (PPO, CARTPOLE, {"n_steps": 32, "batch_size": 32, "n_epochs": 2, **SMALL}, 256),
+    "A2C": (A2C, CARTPOLE, SMALL, 250),
+    "DQN": (DQN, CARTPOLE, {"target_update_interval": 50, "exploration_fraction": 0.5, **REPLAY}, 300),
+    "SAC": (SAC, PENDULUM, REPLAY, 160),
+    "TD3": (TD3, PENDULUM, REPLAY, 160),
+}
+
+
+def weights(name: str, envs: VecEnv, at_each_step: Any = None) -> dict[str, Any]:
+    learner, _, arguments, steps = LEARNERS[name]
+    model = learner("MlpPolicy", envs, **copy.deepcopy(arguments)).learn(steps, callback=at_each_step)
+    return model.policy.state_dict()
+
+
+@cache
+def wanted(name: str) -> dict[str, Any]:
+    envs = DummyVecEnv([LEARNERS[name][1]] * 2)
+    try:
+        return weights(name, envs)
+    finally:
+        envs.close()
+
+
+def assert_same_weights(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_a_learner_comes_to_the_same_weights_as_on_a_dummy_vec_env(name):
+    with made([LEARNERS[name][1]] * 2) as envs:
+        assert_same_weights(weights(name, envs), wanted(name))
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_a_learner_whose_workers_are_killed_comes_to_the_same_weights(name):
+    steps = itertools.count()
+    with made([LEARNERS[name][1]] * 2) as envs, Killer(envs, interval=(0.01, 0.05), kills=4, seed=1):
+        between = Killer(envs, seed=2)
+
+        def strike(*scope: Any) -> bool:
+            if next(steps) % 30 == 10:
+                between.strike()
+            return True
+
+        found = weights(name, envs, strike)
+        told = envs.statistics()
+    assert between.delivered > 0
+    assert sum(one.exact_recoveries for one in told) > 0
+    assert sum(one.truncated_recoveries for one in told) == 0
+    assert_same_weights(found, wanted(name))
+
+
+def her(envs: VecEnv) -> dict[str, Any]:
+    arguments = copy.deepcopy({**REPLAY, "learning_starts": 60})
+    return (
+        SAC("MultiInputPolicy", envs, replay_buffer_class=HerReplayBuffer, **arguments).learn(120).policy.state_dict()
+    )
+
+
+def test_hindsight_replay_asks_a_worker_for_rewards_and_fills_no_journal():
+    envs = DummyVecEnv([GoalEnv] * 2)
+    expected = her(envs)
+    envs.close()
+    with made([GoalEnv] * 2) as envs, Killer(envs, interval=(0.02, 0.05), kills=6, seed=2) as killer:
+        assert_same_weights(her(envs), expected)
+        assert killer.delivered > 0
+    with made([GoalEnv] * 2, restart=RestartPolicy(snapshots=False, state_anchors=False)) as envs:
+        envs.reset()
+        journals = [one.journal_bytes for one in envs.statistics()]
+        goals = np.zeros((1000, 1), np.float32)
+        assert envs.env_method("compute_reward", goals, goals, None, indices=[1])[0].shape == (1000,)
+        assert [one.journal_bytes for one in envs.statistics()] == journals
+
+
+# --- transitions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["terminated", "truncated", "both"])
+def test_transitions_and_infos_are_those_of_a_dummy_vec_env(ending):
+    fns = [partial(MaskedEnv, horizon=4 + index, ending=ending) for index in range(3)]
+    with pair(fns) as (envs, twin):
+        assert compare(envs, twin) > 20
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(7),
+        spaces.MultiDiscrete([3, 4]),
+        spaces.MultiBinary(5),
+        spaces.Box(0, 255, (8, 8, 3), np.uint8),
+        spaces.Dict({"b": spaces.Box(-1, 1, (2,), np.float32), "a": spaces.Discrete(3)}),
+        spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32))),
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_spaces(space):
+    with pair([partial(ShapesEnv, space, spaces.Box(-1, 1, (2,), np.float32))] * 2) as (envs, twin):
+        assert envs.observation_space == space
+        assert compare(envs, twin, 20) > 0
+
+
+@pytest.mark.parametrize("kind", [spaces.Dict, NamedDict])
+def test_actions_of_a_nested_space_come_as_a_list(kind):
+    space = kind({"go": spaces.Discrete(3), "turn": spaces.Box(-1, 1, (2,), np.float32)})
+    with made([partial(ShapesEnv, spaces.Discrete(2), space)] * 3) as envs:  # it checks its actions
+        envs.reset()
+        _, rewards, _, _ = envs.step([space.sample() for _ in range(3)])
+        assert rewards.tolist() == [1.0] * 3
+
+
+def test_wrappers_of_vec_envs():
+    def wrapped(envs: VecEnv) -> VecEnv:
+        return VecFrameStack(VecNormalize(envs), 3)
+
+    with pair([CARTPOLE] * 3) as (envs, twin):
+        assert compare(wrapped(envs), wrapped(twin), 100) > 3
+    with made([CARTPOLE] * 2) as envs:
+        monitored = VecMonitor(envs)
+        monitored.reset()
+        infos = [info for _ in range(60) for info in monitored.step(np.zeros(2, int))[3]]
+        assert min(info["episode"]["l"] for info in infos if "episode" in info) > 5
+
+
+def test_an_episode_that_cannot_be_brought_back_is_a_time_limit_with_a_reason(tmp_path):
+    told: list[Any] = []
+    poison = partial(FaultyEnv, fault=Fault("kill", "step", at=3, per="episode"), horizon=100)
+    with made([CounterEnv, poison, CounterEnv], envs_per_worker=3, hooks=[told.append], reports="") as envs:
+        envs.reset()
+        actions = np.zeros(3, int)
+        seen = [envs.step(actions)[0] for _ in range(2)][-1]
+        observations, rewards, dones, infos = envs.step(actions)
+        assert any(isinstance(one, Loss) for one in told)
+        assert dones.tolist() == [False, True, False]
+        assert rewards[1] == 0.0
+        assert infos[1]["TimeLimit.truncated"] is True
+        assert np.array_equal(infos[1]["terminal_observation"], seen[1])
+        assert infos[1]["multienv"]["reason"]
+        assert envs.reset_infos[1] == {}
+        assert observations[:, 0].tolist() == [3, 0, 3]
+        assert [info for index, info in enumerate(infos) if index != 1] == [{"TimeLimit.truncated": False}] * 2
+        observations, _, dones, _ = envs.step(actions)
+        assert observations[:, 0].tolist() == [4, 1, 4]
+        assert not dones.any()
+
+
+def test_seeds_and_options_are_used_once():
+    with made([MaskedEnv] * 3) as envs:
+        assert envs.seed(7) == [7, 8, 9]
+        envs.set_options({"start": 2})
+        first = envs.reset()
+        assert first[:, 0].tolist() == [2, 2, 2]
+        assert [info["episode_step"] for info in envs.reset_infos] == [2, 2, 2]
+        envs.set_options([{"start": 1}, {}, {"start": 4}])
+        assert envs.reset()[:, 0].tolist() == [1, 0, 4]
+        assert envs.reset()[:, 0].tolist() == [0, 0, 0]
+        envs.seed(7)
+        envs.set_options({"start": 2})
+        assert np.array_equal(envs.reset(), first)
+
+
+def test_what_an_env_raises_reaches_the_learner_and_the_episodes_go_on():
+    failing = partial(FaultyEnv, fault=Fault("raise", "step", at=2))
+    with made([CounterEnv, failing], reports="") as envs:
+        envs.reset()
+        envs.step(np.zeros(2, int))
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.step(np.zeros(2, int))
+        assert set(caught.value.failures) == {1}
+        observations, *_ = envs.step(np.zeros(2, int))
+        assert observations[:, 0].tolist() == [3, 0]
+        with pytest.raises(ActionError):
+            envs.step([9, 0])
+
+
+# --- pending and interrupted steps ----------------------------------------------------------------
+
+
+def test_reset_drops_a_pending_step():
+    with made([CounterEnv] * 2) as envs:
+        envs.reset()
+        envs.step_async(np.zeros(2, int))
+        with pytest.raises(CallPendingError):
+            envs.step_async(np.zeros(2, int))
+        assert envs.reset()[:, 0].tolist() == [0, 0]
+        assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [1, 1]
+
+
+def test_a_step_interrupted_by_ctrl_c_is_completed_by_the_next():
+    slow = partial(SlowEnv, step_seconds=0.5)
+    with made([slow] * 2) as envs:
+        normal = VecNormalize(envs, norm_obs=False, norm_reward=False)  # it calls step_async and step_wait
+        normal.reset()
+        timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            normal.step(np.zeros(2, int))
+        timer.join()
+        observations, _, _, infos = normal.step(np.ones(2, int))
+        assert observations[:, 0].tolist() == [1, 1]
+        assert observations[:, 3].tolist() == [0, 0]  # the actions of the interrupted step
+        assert [info["multienv"]["resumed"] for info in infos] == [True, True]
+        observations, _, _, infos = normal.step(np.ones(2, int))
+        assert observations[:, 0].tolist() == [2, 2]
+        assert "multienv" not in infos[0]
+
+
+# --- what is asked of the envs --------------------------------------------------------------------
+
+
+def test_attributes_and_methods_with_indices_through_wrappers():
+    with made([lambda: TimeLimit(MaskedEnv(), 50)] * 3, envs_per_worker=2) as envs:
+        envs.reset()
+        assert envs.has_attr("offset")
+        assert not envs.has_attr("nothing")
+        with pytest.raises(AttributeError, match="nothing"):
+            envs.get_attr("nothing")
+        envs.set_attr("offset", 2.5, indices=[0, -1])
+        assert envs.get_attr("offset") == [2.5, 0.0, 2.5]
+        assert envs.get_attr("offset", indices=np.int64(1)) == [0.0]
+        envs.set_attr("tags", [1, 2])  # one value, for each
+        assert envs.get_attr("tags", -1) == [[1, 2]]
+        assert envs.env_method("poke", amount=1.0, indices=range(1, 3)) == [1, 1]
+        assert envs.get_attr("poke", 2)[0](amount=1.0) == 2
+        assert envs.get_attr("pokes") == [0, 1, 2]
+        with pytest.raises(IndexError):
+            envs.get_attr("offset", indices=3)
+
+
+def test_what_is_set_and_called_survives_a_worker():
+    with made([MaskedEnv] * 2, envs_per_worker=2, restart=RestartPolicy(snapshots=False)) as envs:
+        envs.reset()
+        envs.set_attr("offset", 2.0, 0)
+        envs.env_method("poke", 1.0, indices=1)
+        assert Killer(envs).strike()
+        envs.step(np.zeros(2, int))
+        assert envs.statistics()[0].exact_recoveries == 1
+        assert envs.get_attr("offset") == [2.0, 1.0]
+
+
+def test_masks_at_every_step_fill_no_journal():
+    never = RestartPolicy(snapshots=False, state_anchors=False)
+    with made([MaskedEnv] * 2, envs_per_worker=2, restart=never) as envs:
+        envs.reset()
+        sizes = []
+        for step in range(4):
+            masks = np.stack(envs.env_method("action_masks"))
+            assert masks.sum(axis=1).tolist() == [step + 1] * 2
+            assert envs.has_attr("action_masks")
+            assert envs.get_attr("action_masks", 0)[0]().sum() == step + 1
+            before = envs.statistics()[0].journal_bytes
+            envs.env_method("action_masks")
+            assert envs.statistics()[0].journal_bytes == before
+            envs.step(np.zeros(2, int))
+            sizes.append(envs.statistics()[0].journal_bytes)
+        assert len(set(np.diff(sizes))) == 1
+        envs.env_method("poke")  # this one is kept
+        assert envs.statistics()[0].journal_bytes > sizes[-1]
+
+
+def test_wrappers_of_envs_are_told():
+    with made([CARTPOLE, lambda: RecordEpisodeStatistics(CARTPOLE())]) as envs:
+        assert envs.env_is_wrapped(RecordEpisodeStatistics) == [False, True]
+        assert envs.env_is_wrapped(TimeLimit, indices=-1) == [True]
+        assert envs.env_is_wrapped(Monitor) == [False, False]
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def test_frames_are_tiled():
+    fns = [partial(CounterEnv, render_mode="rgb_array", horizon=3)] * 3
+    with pair(fns) as (envs, twin):
+        compare(envs, twin, 4)
+        assert envs.render_mode == "rgb_array"
+        assert envs.metadata["render_fps"] == 30
+        assert np.array_equal(envs.render(), twin.render())
+        assert envs.render("rgb_array").shape == (16, 16, 3)
+        with pytest.warns(UserWarning, match="render mode"):
+            envs.render("ansi")
+    with made([CounterEnv]) as envs, pytest.warns(UserWarning, match="draw no images"):
+        assert envs.get_images() == [None]
+
+
+def test_a_video_is_recorded(tmp_path):
+    pytest.importorskip("moviepy", reason="of the extra test")
+    with made([partial(CounterEnv, render_mode="rgb_array")]) as envs:
+        recorder = VecVideoRecorder(envs, str(tmp_path), lambda step: step == 0, video_length=5)
+        recorder.reset()
+        for _ in range(6):
+            recorder.step([0])
+        recorder.close()
+    assert [path.stat().st_size > 0 for path in tmp_path.glob("*.mp4")] == [True]
+
+
+# --- as people make it ----------------------------------------------------------------------------
+
+
+def test_make_vec_env_and_evaluate_policy():
+    options = {"vec_env_kwargs": {"start_method": "fork", "envs_per_worker": 2}}
+    made_so = partial(make_vec_env, "CartPole-v1", 2, seed=1, env_kwargs={"max_episode_steps": 20})
+    envs, twin = made_so(vec_env_cls=SubprocessVecEnv, **options), made_so()
+    try:
+        assert isinstance(envs, VecEnv)
+        assert envs.env_is_wrapped(Monitor) == [True, True]
+        model = PPO("MlpPolicy", envs, n_steps=16, batch_size=32, n_epochs=1, **copy.deepcopy(SMALL)).learn(32)
+        model.set_env(twin)
+        returns = [
+            evaluate_policy(model, each, n_eval_episodes=4, return_episode_rewards=True)[0] for each in (envs, twin)
+        ]
+        assert len(returns[0]) == 4
+        envs.seed(2)
+        twin.seed(2)
+        again = [
+            evaluate_policy(model, each, n_eval_episodes=4, return_episode_rewards=True)[0] for each in (envs, twin)
+        ]
+        assert again[0] == again[1]
+    finally:
+        envs.close()
+        twin.close()
+
+
+def test_a_start_method_that_there_is_not():
+    with pytest.raises(UsageError, match="cannot find context for 'thread'"):
+        SubprocessVecEnv([CounterEnv], start_method="thread")

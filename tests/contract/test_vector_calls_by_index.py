@@ -1,0 +1,155 @@
+"""What is asked of some envs of a batch only, what is not recorded, options for each env, infos that are not merged."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
+
+from kit import CounterEnv
+from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
+from multienv.errors import EnvsFailedError, UsageError
+
+NUM_ENVS = 5  # three in one worker, two in the other
+
+
+@pytest.fixture(params=[SubprocessVectorEnv, SerialVectorEnv])
+def envs(request: pytest.FixtureRequest) -> Any:
+    options = {"envs_per_worker": 3} if request.param is SubprocessVectorEnv else {}
+    made = request.param([partial(CounterEnv, horizon=100)] * NUM_ENVS, merge_infos=False, **options)
+    yield made
+    made.close()
+
+
+def test_attributes_are_read_and_written_in_the_envs_that_are_named(envs):
+    envs.set_attr("offset", [1.0, 2.0], [4, 0])
+    assert envs.get_attr("offset") == (2.0, 0.0, 0.0, 0.0, 1.0)
+    assert envs.get_attr("offset", [4, 1]) == (1.0, 0.0)
+    envs.set_attr("offset", 3.0, [2])
+    assert envs.get_attr("offset", [2, 0], calls_methods=False) == (3.0, 2.0)
+    for wrong in ([0, 0], [5], [-1]):
+        with pytest.raises(UsageError, match="indices"):
+            envs.get_attr("offset", wrong)
+        with pytest.raises(UsageError, match="indices"):
+            envs.set_attr("offset", 1.0, wrong)
+    with pytest.raises(UsageError, match="`2` values for 3 environments"):
+        envs.set_attr("offset", [1.0, 2.0], [0, 1, 2])
+
+
+def test_a_method_that_is_read_is_called_in_its_env(envs):
+    poke, *_ = envs.get_attr("poke", [3], calls_methods=False)
+    assert envs.get_attr("pokes") == (0,) * NUM_ENVS
+    assert poke(0.5) == 1
+    assert poke(amount=0.5) == 2
+    assert envs.get_attr("pokes") == (0, 0, 0, 2, 0)
+    assert envs.get_attr("poke", [3]) == (3,)  # as gymnasium does
+
+
+def test_what_was_set_or_called_by_index_survives_the_workers_and_what_was_not_recorded_takes_no_room():
+    with SubprocessVectorEnv(
+        [partial(CounterEnv, horizon=100)] * NUM_ENVS, envs_per_worker=3, restart=RestartPolicy(snapshots=False)
+    ) as envs:
+        envs.reset(seed=0)
+        envs.set_attr("offset", [1.0, 2.0], [4, 0])
+        envs.call("poke", 0.25, indices=[1])
+        envs.step(np.ones(NUM_ENVS, int))
+        before = [one.journal_bytes for one in envs.statistics()]
+        for _ in range(50):
+            envs.call("get_wrapper_attr", "offset", recorded=False)
+            envs.get_attr("poke", calls_methods=False)
+            envs.is_wrapped(TimeLimit)
+        assert [one.journal_bytes for one in envs.statistics()] == before
+        for one in envs.statistics():
+            os.kill(one.pid, signal.SIGKILL)
+        envs.step(np.ones(NUM_ENVS, int))
+        assert [one.restarts for one in envs.statistics()] == [1, 1]
+        assert envs.get_attr("offset") == (2.0, 0.25, 0.0, 0.0, 1.0)
+        assert envs.get_attr("pokes") == (0, 1, 0, 0, 0)
+
+
+def test_wrappers_are_told_by_class_and_by_base():
+    class Derived(TimeLimit):
+        pass
+
+    fns = [CounterEnv, lambda: TimeLimit(CounterEnv(), 5), lambda: RecordEpisodeStatistics(Derived(CounterEnv(), 5))]
+    with SubprocessVectorEnv(fns, envs_per_worker=2) as envs:
+        assert envs.is_wrapped(TimeLimit) == (False, True, True)
+        assert envs.is_wrapped(TimeLimit, [2, 0]) == (True, False)
+        assert envs.is_wrapped(gymnasium.Wrapper) == (False, True, True)
+        assert envs.is_wrapped(CounterEnv) == (False, False, False)
+        assert envs.is_wrapped(Derived) == (False, False, True)
+
+
+def test_each_env_is_reset_with_options_of_its_own(envs):
+    observations, _ = envs.reset(seed=0, options=[{"start": 3}, None, {}, {"start": 5}, {"start": 7}])
+    assert observations[:, 0].tolist() == [3, 0, 0, 5, 7]
+    with pytest.raises(UsageError, match="4 items for 5 envs"):
+        envs.reset(options=[None] * 4)
+    with pytest.raises(TypeError, match="options is"):
+        envs.reset(options=[1] * 5)
+
+
+class Telling(CounterEnv):
+    """Tells what gymnasium's merging changes: numbers of other types, keys that only some steps have."""
+
+    def _info(self) -> dict[str, Any]:
+        return {"number": self.episode_step, "pair": (1, 2)} if self.episode_step % 2 else {}
+
+
+@pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])
+def test_infos_that_are_not_merged_are_what_each_env_gave(face):
+    fns = [partial(Telling, horizon=3), Telling, CounterEnv]
+    with face(fns, merge_infos=False, autoreset_mode="SameStep") as envs:
+        _, infos = envs.reset(seed=0)
+        assert infos == [{}, {}, {}]
+        odd = {"number": 1, "pair": (1, 2)}
+        infos = envs.step(np.zeros(3, int))[4]
+        assert infos == [odd, odd, {}]
+        assert type(infos[0]["number"]) is int
+        assert infos[0] is not infos[1]
+        assert envs.step(np.zeros(3, int))[4] == [{}, {}, {}]
+        infos = envs.step(np.zeros(3, int))[4]
+        assert infos[0]["final_info"] == {"number": 3, "pair": (1, 2)}
+        assert infos[0]["final_obs"][0] == 3
+        assert infos[1:] == [{"number": 3, "pair": (1, 2)}, {}]
+
+
+class NamedDict(gymnasium.spaces.Dict):
+    """A space of somebody's own."""
+
+
+class Pressing(CounterEnv):
+    """Takes its actions in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = NamedDict({"press": self.action_space})
+
+    def step(self, action: Any) -> Any:
+        self.action_space, nested = self.action_space["press"], self.action_space
+        try:
+            return super().step(action["press"])
+        finally:
+            self.action_space = nested
+
+
+@pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])
+def test_actions_of_a_subclass_of_dict_are_batched_as_those_of_dict(face):
+    with face([Pressing] * 3) as envs:
+        envs.reset(seed=0)
+        assert envs.step({"press": np.array([1, 2, 3])})[0][:, 3].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])
+def test_an_env_that_two_functions_return_is_refused(face):
+    env = CounterEnv()
+    options = {"envs_per_worker": 2} if face is SubprocessVectorEnv else {}
+    with pytest.raises(EnvsFailedError, match="returned already. Build a new env") as caught:
+        face([lambda: env] * 2, **options)
+    assert set(caught.value.failures) == {1}
