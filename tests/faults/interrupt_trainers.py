@@ -21,9 +21,9 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from interruption import HandlerError, Interrupted, Interruption, Ledger, every_place
 
 from kit import CounterEnv, descendants
+from kit.interruption import HandlerError, Interrupted, Interruption, Ledger, every_place
 from multienv import MultiEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import EnvsFailedError
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from interrupt_trainers import KINDS, explore
-from interruption import Interruption, Ledger
 
 import multienv
 from kit import CounterEnv
+from kit.interruption import Interruption, Ledger
 from multienv.errors import ActionError, UsageError
 
 sys.path.append(str(Path(__file__).parent.parent / "contract"))

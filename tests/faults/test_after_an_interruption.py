@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interruption import Ledger, every_place
 from trainer_process import becomes_true
 
 from kit import CounterEnv, NondeterministicEnv, descendants, is_alive, monitor_pid
+from kit.interruption import Ledger, every_place
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import (
     MultienvError,

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interruption import disarm, every_place
 
 from kit import CounterEnv, first_difference
+from kit.interruption import disarm, every_place
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import ActionError, ClosedError, EnvsFailedError
 

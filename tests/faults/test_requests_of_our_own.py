@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from interruption import Interrupted, every_place
 
 from kit import CounterEnv
+from kit.interruption import Interrupted, every_place
 from multienv import RestartPolicy, SubprocessEnv
 
 

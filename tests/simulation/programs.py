@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kit.interruption import Interruption
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import EnvsFailedError, NotRestoredError, WorkerLostError
-from simulation.simulation import CRASHED, Fault, SimulatedEnv, Simulation
+from simulation.simulation import CRASHED, Fault, SimulatedEnv, Simulation, is_in_process
 
 NUM_ENVS = 3
 STEP_LIMIT, RECOVERY_LIMIT = 1.0, 60.0
@@ -69,6 +71,7 @@ class Case:
         faults: What goes wrong.
         eager: See :class:`Simulation`.
         chance: The envs draw from what cannot be replayed.
+        interrupted: At which place of the trainer's own code Ctrl-C comes, counted over all calls; -1: at none.
     """
 
     face: str
@@ -77,6 +80,7 @@ class Case:
     faults: tuple[Fault, ...] = ()
     eager: bool = False
     chance: bool = False
+    interrupted: int = -1
 
 
 def actions_of(number: int) -> list[np.int64]:
@@ -163,6 +167,7 @@ class Run:
         mode = case.face if case.face.isupper() else "DISABLED"
         self.worlds = [World(env, mode, case.chance) for env in range(len(self.workers))]
         self.truncated = 0
+        self.interruption = Interruption(case.interrupted, skips=is_in_process)
         self.envs: Any = None
         self._kept: dict[str, Any] = {}
         self._interrupted = 0  # how often Ctrl-C came in the last call
@@ -183,7 +188,9 @@ class Run:
                 if self.envs is not None:
                     self.envs.close()
                     self._kept.clear()
-            assert not self.simulation.live, "a channel was not released"
+            if self.interruption.fired:
+                gc.collect()
+            assert not set(self.simulation.live), "a channel was not released"
         return self.simulation
 
     def _make(self) -> None:
@@ -215,7 +222,11 @@ class Run:
         while True:
             struck = len(self.simulation.struck)
             try:
-                return call()
+                if self.case.interrupted < 0 or self.envs is None or self.interruption.fired:
+                    return call()
+                with self.interruption:
+                    return call()
+                self._interrupted += 1  # it came in here
             except KeyboardInterrupt:
                 self._interrupted += 1
             except WorkerLostError:
@@ -256,8 +267,18 @@ class Run:
             if mask is None or mask[env]:
                 is_anew = self._is_forced(self.workers[env])  # lost for good, and begun in a new life
                 for _ in range(self._interrupted):  # completed before the next call did its own
-                    world.bare.reset(seed=None if seed is None else seed + env)
+                    if self._was_begun(
+                        lambda bare: row.observation.tobytes() != bare.reset(seed=seed)[0].tobytes(), env
+                    ):
+                        world.bare.reset(seed=None if seed is None else seed + env)
                 world.reset(None if seed is None else seed + env, row, is_anew=is_anew)
+
+    def _was_begun(self, differs: Any, env: int) -> bool:
+        """Tell whether an interrupted call counts as begun. It does, unless it was broken off in its very first lines.
+
+        Both are honest: an interruption adds a possible world, and what the next call returns says which it is.
+        """
+        return not self.interruption.fired or bool(differs(copy.deepcopy(self.worlds[env].bare)))
 
     def _do_step(self, number: int) -> None:
         actions = actions_of(number)
@@ -281,7 +302,10 @@ class Run:
         told = self._told(call)
         for failed in [set() for _ in range(self._interrupted)] + self._failed:  # called all the same
             for env, world in enumerate(self.worlds):
-                if env not in failed:
+                was_begun = told is None or self._was_begun(
+                    lambda bare, env=env: np.atleast_1d(told)[env] != bare.poke(amount), env
+                )
+                if env not in failed and was_begun:
                     world.bare.poke(amount)
         if told is not None:
             assert list(np.atleast_1d(told)) == [world.bare.poke(amount) for world in self.worlds]

@@ -15,6 +15,7 @@ import errno
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -128,6 +129,22 @@ class SimulatedEnv(CounterEnv):
         return info if self.episode_step != 2 else {**info, "words": f"env {self.who}"}
 
 
+def is_in_process() -> bool:
+    """Tell whether this thread does what a process of its own would do: no Ctrl-C can come in there."""
+    return bool(getattr(_running, "depth", 0))
+
+
+@contextlib.contextmanager
+def in_process(simulation: Simulation) -> Iterator[None]:
+    """Execute a block as a process would, one at a time."""
+    with simulation.lock:
+        _running.depth = getattr(_running, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            _running.depth -= 1
+
+
 def _strike() -> None:
     process = getattr(_running, "process", None)
     if process is not None:
@@ -147,7 +164,7 @@ class Simulation:
         events: How often each event came: (worker, event) → number.
         in_threads: Requests that a thread of the trainer waits for, where no Ctrl-C can come: worker, which one.
         called: Events in which an env was called: worker, event, which one, slot.
-        live: Channels that are not released.
+        live: Channels that are not released, and not forgotten, which releases them.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -157,7 +174,7 @@ class Simulation:
     events: Counter[tuple[int, str]] = field(default_factory=Counter)
     in_threads: set[tuple[int, int]] = field(default_factory=set)
     called: set[tuple[int, str, int, int]] = field(default_factory=set)
-    live: set[SimulatedChannel] = field(default_factory=set)
+    live: weakref.WeakSet[SimulatedChannel] = field(default_factory=weakref.WeakSet)
     kept: dict[int, tuple[SimulatedProcess, tuple[int, int]]] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
     workers: int = 0
@@ -218,7 +235,7 @@ class SimulatedLauncher:
 
     def start(self) -> Channel:
         simulation = self.simulation
-        with simulation.lock:
+        with in_process(simulation):
             fault = simulation.count(self.worker, "launch")
             if fault is not None and fault.point == "no descriptors":
                 raise OSError(errno.EMFILE, "Too many open files")
@@ -239,7 +256,7 @@ class SimulatedLauncher:
     def wake(self, parent: SimulatedProcess, fork: tuple[int, int]) -> Channel | None:
         """Return a process that has executed what its parent had when it forked."""
         simulation = self.simulation
-        with simulation.lock:
+        with in_process(simulation):
             fault = simulation.count(self.worker, "wake")
             point = "" if fault is None else fault.point
             if point == "absent":
@@ -426,7 +443,7 @@ class SimulatedChannel(Channel):
             self._execute(number)
 
     def _execute(self, number: int) -> None:
-        with self.process.simulation.lock:
+        with in_process(self.process.simulation):
             self.process.execute(number)
 
     def wait(self, number: int, until: float | None) -> bool:
@@ -467,7 +484,7 @@ class SimulatedChannel(Channel):
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
         self.process.end(KILLED)
         gone = self._lose(cause, detail)
-        with self.process.simulation.lock:
+        with in_process(self.process.simulation):
             self.process.run_late()
         return gone
 

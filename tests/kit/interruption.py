@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -65,15 +65,21 @@ class Interruption:
     """Raises ``kind`` at the ``place``-th place of the block where a signal handler could run.
 
     Only the calling thread is traced, as only the main thread runs signal handlers. `fired` tells whether there was such
-    a place, `where` which.
+    a place, `where` which. Places are not counted while ``skips()`` is true.
     """
 
-    def __init__(self, place: int, kind: type[BaseException] = Interrupted) -> None:
+    def __init__(
+        self,
+        place: int,
+        kind: type[BaseException] = Interrupted,
+        skips: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.place = place
         self.fired = False
         self.where = "nowhere"
         self._left = place
         self._kind = kind
+        self._skips = skips
         self._after_call: dict[FrameType, bool] = {}
 
     def __enter__(self) -> Interruption:
@@ -86,7 +92,7 @@ class Interruption:
         return self.fired and error[0] is self._kind
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if _is_ours(frame):
+        if _is_ours(frame) and not self._skips():
             parent = frame.f_back
             if parent in self._after_call:
                 self._after_call[parent] = False  # what it called was Python: no look at signals on return

@@ -1,0 +1,43 @@
+"""Ctrl-C at every place of the trainer's own code, with and without a worker that dies; see ``simulation``, ``programs``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simulation.programs import Case, Run
+from simulation.schedules import bases, name_of
+from simulation.simulation import Fault
+
+BASES = [base for base in bases() if base.policy == "snapshot" and not base.eager]
+FAULTS = {
+    "no loss": (),
+    "a loss": (Fault(0, "request", 4, "executed"),),
+    "a loss in a loss": (Fault(0, "request", 4, "executed"), Fault(0, "wake", 1, "dead")),
+}
+
+
+def check_each_place(base: Case, first: int, stride: int) -> None:
+    """Interrupt a program at each place in turn, until one finds no place any more."""
+    place = first
+    while True:
+        run = Run(replace(base, interrupted=place))
+        run.play()
+        if not run.interruption.fired:
+            break
+        place += stride
+    assert place > 1000, "nothing was interrupted"
+
+
+@pytest.mark.parametrize("losses", list(FAULTS))
+@pytest.mark.parametrize("base", BASES, ids=name_of)
+def test_interrupted_call_loses_no_transition(base: Case, losses: str) -> None:
+    check_each_place(replace(base, faults=FAULTS[losses]), first=BASES.index(base) * 7, stride=149)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("losses", list(FAULTS))
+@pytest.mark.parametrize("base", BASES, ids=name_of)
+def test_interrupted_call_at_each_place_loses_no_transition(base: Case, losses: str) -> None:
+    check_each_place(replace(base, faults=FAULTS[losses]), first=0, stride=1)
