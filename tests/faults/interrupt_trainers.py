@@ -220,31 +220,6 @@ def _library_frames(error: BaseException) -> str:
     return " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames) if "/multienv/" in frame.filename)
 
 
-def every_place_of_step(face: str, mode: str, kind: str, stride: str, kills: str) -> None:
-    """step() interrupted; the next one completes it for every env and says so, or takes its own actions.
-
-    With kills a worker is dead, so that the interruption falls on a recovery.
-    """
-
-    def trial(envs: Envs, interruption: Interruption, number: int) -> None:
-        envs.begin(10 * number)
-        if int(kills):
-            envs.kill()
-        batch = None
-        with interruption:
-            batch = envs.envs.step(envs.actions(1))
-        if batch is None:
-            batch = envs.envs.step(envs.actions(2))
-            taken = envs.step(batch, [1, 2])
-            told = "multienv" in envs.rows(batch)[0][4]
-            assert None in taken or (1 in taken) == told, f"infos say {batch[4]}, {taken} was taken"
-        else:
-            envs.step(batch, [1])
-        envs.go_on()
-
-    explore(partial(Envs, face, mode), kind, trial, kills=int(kills), stride=int(stride))
-
-
 def every_place_of_the_halves_of_step(face: str, kind: str, then: str, stride: str) -> None:
     """Either half is interrupted. Called again it has its effect once; step() does, too, or says what to do."""
 
@@ -264,57 +239,6 @@ def every_place_of_the_halves_of_step(face: str, kind: str, then: str, stride: s
         envs.go_on()
 
     explore(partial(Envs, face), kind, trial, stride=int(stride))
-
-
-def every_place_of_reset(face: str, mode: str, kind: str, then: str, stride: str, kills: str) -> None:
-    """reset() interrupted; afterwards reset(), step(), call() and close() work."""
-
-    def trial(envs: Envs, interruption: Interruption, number: int) -> None:
-        envs.begin(10 * number, anew=True)
-        envs.go_on()
-        if int(kills):
-            envs.kill()
-        seed = 1000 + 10 * number
-        with interruption:
-            envs.envs.reset(seed=seed)
-        if then == "reset":
-            envs.begin(5000 + 10 * number, anew=True)
-        elif then == "close":
-            envs.close()
-            envs.__init__(face, mode)  # type: ignore[misc]
-            return
-        else:
-            if then == "call":
-                envs.envs.call("poke", 0.0)
-            batch = envs.envs.step(envs.actions(2))
-            if envs.rows(batch)[0][0][0] == 1:  # the reset has taken place: the first step of the new episodes
-                begun = [CounterEnv().reset(seed=seed + index)[0] for index in range(envs.count)]
-                envs.reset(begun[0] if face == "one" else begun, seed)
-            envs.step(batch, [2])
-        envs.go_on()
-
-    explore(partial(Envs, face, mode), kind, trial, kills=int(kills), stride=int(stride))
-
-
-def every_place_of_call(face: str, kind: str, stride: str) -> None:
-    """call() interrupted: it has happened or it has not, once for each env, and a recovery knows which."""
-
-    def trial(envs: Envs, interruption: Interruption, number: int) -> None:
-        envs.begin(number)
-        before, done = np.ravel(envs.envs.get_attr("pokes")), None
-        with interruption:
-            done = envs.envs.call("poke", 1.0)
-        pokes = np.ravel(envs.envs.get_attr("pokes"))
-        assert len(set(pokes)) == 1, f"some were poked, some not: {pokes}"
-        assert pokes[0] - before[0] in ([0, 1] if done is None else [1]), f"{before} pokes, then {pokes}"
-        assert (np.ravel(envs.envs.get_attr("offset")) == pokes).all()
-        if not number % 8:
-            envs.kill()
-            assert (np.ravel(envs.envs.get_attr("pokes")) == pokes).all(), (
-                "a recovered env was poked more or less often"
-            )
-
-    explore(partial(Envs, face), kind, trial, kills=int(stride))
 
 
 class RaisingEnv(CounterEnv):

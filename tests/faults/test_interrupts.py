@@ -32,32 +32,6 @@ def modes_of(face: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("face", "mode", "kind", "stride"),
-    [
-        ("one", "DISABLED", "base", 1),
-        ("multi", "SAME_STEP", "error", 5),
-        ("vector", "NEXT_STEP", "base", 5),
-        *soak(*((face, mode, kind, 1) for face in FACES for mode in modes_of(face) for kind in KINDS)),
-    ],
-)
-def test_every_place_of_step(face: str, mode: str, kind: str, stride: int) -> None:
-    run(TRAINERS, "every_place_of_step", face, mode, kind, stride, 0, within=100)
-
-
-@pytest.mark.parametrize(
-    ("face", "mode", "stride"),
-    [
-        ("one", "DISABLED", 139),
-        ("multi", "NEXT_STEP", 89),
-        ("vector", "SAME_STEP", 89),
-        *soak(*((face, mode, 3) for face in FACES for mode in modes_of(face))),
-    ],
-)
-def test_every_place_of_a_step_that_recovers(face: str, mode: str, stride: int) -> None:
-    run(TRAINERS, "every_place_of_step", face, mode, "base", 1, stride, within=100)
-
-
-@pytest.mark.parametrize(
     ("face", "kind", "then", "stride"),
     [
         ("one", "base", "step", 2),
@@ -69,36 +43,6 @@ def test_every_place_of_a_step_that_recovers(face: str, mode: str, stride: int) 
 )
 def test_every_place_of_the_halves_of_step(face: str, kind: str, then: str, stride: int) -> None:
     run(TRAINERS, "every_place_of_the_halves_of_step", face, kind, then, stride, within=100)
-
-
-@pytest.mark.parametrize(
-    ("face", "mode", "kind", "then", "stride", "kills"),
-    [
-        ("one", "DISABLED", "error", "step", 2, 0),
-        ("multi", "NEXT_STEP", "base", "reset", 7, 0),
-        ("vector", "DISABLED", "base", "step", 7, 0),
-        ("vector", "NEXT_STEP", "base", "reset", 1, 97),
-        *soak(
-            *(
-                (face, modes_of(face)[0], kind, then, 1, kills)
-                for face in FACES
-                for kind in KINDS
-                for then in ("reset", "step", "call", "close")
-                for kills in (0, 3)
-            )
-        ),
-    ],
-)
-def test_every_place_of_reset(face: str, mode: str, kind: str, then: str, stride: int, kills: int) -> None:
-    run(TRAINERS, "every_place_of_reset", face, mode, kind, then, stride, kills, within=100)
-
-
-@pytest.mark.parametrize(
-    ("face", "kind", "stride"),
-    [("one", "base", 17), ("vector", "base", 67), *soak(*((face, kind, 3) for face in FACES for kind in KINDS))],
-)
-def test_every_place_of_call(face: str, kind: str, stride: int) -> None:
-    run(TRAINERS, "every_place_of_call", face, kind, stride, within=100)
 
 
 @pytest.mark.parametrize(("kind", "stride"), [("base", 7), *soak(("base", 1), ("error", 1))])

@@ -30,14 +30,12 @@ from batches import (
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SpaceEnv, first_difference
-from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SpaceEnv
+from multienv import RestartPolicy, SubprocessEnv
 from multienv.errors import (
     EnvsFailedError,
     PoisonError,
-    ResetNeededError,
     RestartBudgetExceeded,
-    WorkerDiedError,
     WorkerLostError,
 )
 from multienv.events import Recovery, Recycled
@@ -48,24 +46,6 @@ def faulty(manner: Any, **fault: Any) -> Callable[[], Any]:
 
 
 # --- brought back ---------------------------------------------------------------------------------------
-
-
-def test_all_workers_killed_in_the_same_step_are_brought_back() -> None:
-    """Each with its newest snapshot."""
-    with Pair(counters(), each=2, restart=RestartPolicy(snapshot_every=3)) as pair:
-        for step in range(25):
-            pair.step(strike=partial(pair.kill, 0, 1, 2, snapshot=True) if step % 7 == 5 else None)
-        assert pair.outcomes() == ["exact"] * 9
-
-
-@pytest.mark.parametrize("snapshots", [False, True])
-def test_envs_left_out_of_a_reset_in_which_their_process_is_killed_keep_their_episodes(snapshots: bool) -> None:
-    with Pair(counters(), restart=RestartPolicy(snapshots=snapshots, snapshot_every=2)) as pair:
-        for step in range(20):
-            if step % 6 == 3:
-                pair.reset([True, False, False, False, True, False], strike=partial(pair.kill, step % 2))
-            pair.step()
-        assert pair.outcomes() == ["exact"] * 3
 
 
 def test_recycling_in_the_middle_of_episodes_leaves_no_trace() -> None:
@@ -138,41 +118,6 @@ def test_an_env_that_ends_every_process_beside_one_that_cannot_be_replayed() -> 
         reasons = batch[4]["multienv"]["reason"]
         assert "ended 2 processes" in reasons[0]
         assert "does not match" in reasons[2]
-
-
-@pytest.mark.parametrize("manner", ["kill", pytest.param("hang_c", marks=pytest.mark.soak)])
-def test_policy_truncate_ends_the_episodes_of_the_lost_worker_alone(manner: str, marker: str) -> None:
-    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
-    fns = counters(env1=faulty(manner, at=4, once=marker))
-    with Pair(fns, counters(), restart=policy, deadlines=Deadlines(step=1.0)) as pair:
-        for step in range(4):
-            batch = pair.step(SECOND)
-            assert batch[3].tolist() == [step == 3] * 3 + [False] * 3
-        assert first_difference(pair.seen[:3], pair.last[:3]) is None
-        assert not batch[1][:3].any()
-        assert set(batch[4]["multienv"]["recovery"][:3]) == {"truncated"}
-        assert not pair.step(SECOND)[0][:3, 0].any()  # new episodes
-        assert pair.outcomes() == ["truncated"]
-
-
-def test_policy_raise_fails_all_envs_of_the_lost_worker_until_they_are_reset(marker: str) -> None:
-    fns = counters(env1=faulty("kill", at=4, once=marker))
-    with Pair(fns, counters(), restart=RestartPolicy(on_crash="raise")) as pair:
-        for _ in range(3):
-            pair.step()
-        for lost in (WorkerDiedError, ResetNeededError):
-            actions = pair.actions()
-            expected = pair.twin.step(actions)
-            with pytest.raises(EnvsFailedError) as caught:
-                pair.envs.step(actions)
-            assert list(caught.value.failures) == FIRST
-            assert isinstance(caught.value, lost)
-            for index in SECOND:
-                assert caught.value.results[index][0].tobytes() == expected[0][index].tobytes()
-        assert pair.culprits() == {CULPRIT}
-        assert pair.reset(np.arange(NUM_ENVS) < 3, SECOND)[0][:3, 0].tolist() == [0, 0, 0]
-        for _ in range(10):
-            pair.step(SECOND)
 
 
 def test_an_exception_ends_the_episode_of_its_env_if_the_policy_says_so() -> None:

@@ -7,7 +7,6 @@ every place gets its turn, and none is left to luck.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import signal
 import sys
@@ -43,22 +42,6 @@ def disarm() -> None:
     """
     signal.setitimer(signal.ITIMER_REAL, 0)
     time.sleep(0)
-
-
-@contextlib.contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """`Interrupted` comes in after so many seconds, by a timer."""
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Interruption:

@@ -272,6 +272,8 @@ class Run:
                     ):
                         world.bare.reset(seed=None if seed is None else seed + env)
                 world.reset(None if seed is None else seed + env, row, is_anew=is_anew)
+            elif face != "multi_env":
+                assert np.array_equal(row.observation, world.last), "an env that is left out shows what it showed"
 
     def _was_begun(self, differs: Any, env: int) -> bool:
         """Tell whether an interrupted call counts as begun. It does, unless it was broken off in its very first lines.
