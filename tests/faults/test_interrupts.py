@@ -1,7 +1,7 @@
 """Ctrl-C is the trainer's, and so is every exception of a signal handler of its own: DESIGN, invariant 8.
 
 Two ways to look for races. *Every place*: an exception is raised at each place within multienv where CPython looks for
-signals, one after the other (interruption.py). *At random*: real signals, some microseconds from now. In both the caller
+signals, one after the other (kit.interruption). *At random*: real signals, some microseconds from now. In both the caller
 goes on as the documentation says, and what it sees must be, to the bit, what a quiet `CounterEnv` shows: no transition
 lost, none doubled, and no worker either. The trainers are real processes, see interrupt_trainers.py.
 

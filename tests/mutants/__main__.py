@@ -33,9 +33,10 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("multienv", "tests", "docs", "examples", "benchmarks", "README.md", "setup.cfg", "pyproject.toml")
 # What is run one after the other until a test fails: the quickest first.
 STAGES: tuple[tuple[str, ...], ...] = (
+    ("tests/simulation",),
     ("tests/invariants",),
     ("tests/unit",),
-    ("tests/faults", "tests/contract", "tests/stateful"),
+    ("tests/faults", "tests/contract"),
     ("tests/cli",),
 )
 # They look at the text of the package, not at what it does.
