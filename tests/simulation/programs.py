@@ -40,7 +40,7 @@ POLICIES = {
 # Kind of face → its options, and the worker of each env.
 FACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "subprocess_env": ({}, (0,)),
-    "multi_env": ({}, (0, 1, 2)),
+    "multi_env": ({}, (0, 1)),
     "DISABLED": ({"envs_per_worker": 3}, (0, 0, 0)),
     "NEXT_STEP": ({"envs_per_worker": 2}, (0, 0, 1)),
     "SAME_STEP": ({"envs_per_worker": 3}, (0, 0, 0)),
@@ -283,7 +283,7 @@ class Run:
         return not self.interruption.fired or bool(differs(copy.deepcopy(self.worlds[env].bare)))
 
     def _do_step(self, number: int) -> None:
-        actions = actions_of(number)
+        actions = actions_of(number)[: len(self.worlds)]
         face = self.case.face
         argument: Any = actions if face == "multi_env" else np.array(actions)
         told = self._told(partial(self.envs.step, actions[0] if face == "subprocess_env" else argument))

@@ -1,0 +1,105 @@
+"""All that can happen to processes, at random moments, in all faces, beside a quiet run: a few seconds each by default.
+
+For hours: ``NEMESIS=3600 pytest -o timeout=0 -n0 tests/invariants/test_nemesis.py`` (seconds for each face).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import gymnasium
+import pytest
+from faces import KINDS, Face
+from test_2_exact_recovery import DrawingEnv, run_program
+
+from kit import descendants, first_difference, monitor_pid
+from multienv import Deadlines, Recovery, RestartPolicy
+
+SECONDS = float(os.environ.get("NEMESIS", "5"))
+DEADLINES = Deadlines(step=0.5, reset=0.5, call=0.5)
+
+
+class Nemesis:
+    """Strikes workers, snapshots and the monitor from a thread of its own.
+
+    Args:
+        face: Its victims.
+        seed: Of the order of strikes; what a victim is doing at that moment is chance.
+
+    Attributes:
+        strikes: How many there were, by kind.
+    """
+
+    def __init__(self, face: Face, seed: int) -> None:
+        self.strikes: Counter[str] = Counter()
+        self._face, self._dice = face, random.Random(seed)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Nemesis:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        kinds = {"kill": 6, "crash": 3, "kill the snapshot": 3, "stop": 2, "kill the monitor": 1}
+        while not self._stop.wait(self._dice.uniform(0.05, 0.3)):
+            (kind,) = self._dice.choices(list(kinds), list(kinds.values()))
+            workers = self._face.pids()
+            if workers:
+                self.strikes[kind] += self._strike(kind, self._dice.choice(workers))
+
+    def _strike(self, kind: str, worker: int) -> bool:
+        if kind == "kill the monitor":
+            return send(monitor_pid(), signal.SIGKILL)
+        if kind == "kill the snapshot":
+            return any(send(one, signal.SIGKILL) for one in sorted(descendants(worker))[-1:])
+        if kind == "stop":  # it goes on before its deadline, or after it is given up
+            sent = send(worker, signal.SIGSTOP)
+            self._stop.wait(self._dice.uniform(0.0, 0.8))
+            send(worker, signal.SIGCONT)
+            return sent
+        return send(worker, signal.SIGSEGV if kind == "crash" else signal.SIGKILL)
+
+
+def send(pid: int | None, number: signal.Signals) -> bool:
+    """Send a signal to a descendant of this process; tell whether there was one with this number."""
+    if pid not in descendants(os.getpid()):
+        return False
+    try:
+        os.kill(pid or 0, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(0 if SECONDS > 60 else 120)
+@pytest.mark.parametrize("rung", ["snapshot", "journal"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_to_processes_the_trajectory_is_the_quiet_one(kind: str, rung: str) -> None:
+    env_fns = [partial(DrawingEnv, horizon=9)] * 3
+    # A worker that is crashed twice in the same request by chance is not to count as poisoned.
+    policy = RestartPolicy(snapshots=rung == "snapshot", snapshot_every=4, backoff=0.0, poison_after=5)
+    events: list[Any] = []
+    with Face(kind, env_fns, restart=policy, deadlines=DEADLINES, hooks=[events.append], reports="") as face:
+        until = time.monotonic() + SECONDS / 2
+        with Nemesis(face, seed=len(kind) + len(rung)) as nemesis:
+            seen = run_program(face, 6, lambda done: time.monotonic() < until)
+        quiet = gymnasium.vector.SyncVectorEnv(env_fns[: face.num_envs], autoreset_mode="Disabled")
+        expected = run_program(Face.around("vector_env", quiet, face.num_envs), 6, lambda done: done < len(seen) - 1)
+        quiet.close()
+    recoveries = [event for event in events if isinstance(event, Recovery)]
+    assert nemesis.strikes.total() >= 3
+    assert recoveries
+    assert {event.outcome for event in recoveries} == {"exact"}
+    assert first_difference(seen, expected) is None
