@@ -43,7 +43,7 @@ def row(result: Result, name: str) -> str:
 
 
 def test_a_deterministic_env(reports: Path) -> None:
-    result = chaos("Counter-v0", "--kills", "24", "--num-envs", "3", "--snapshot-every", "5", "--pause", "0.03")
+    result = chaos("Counter-v0", "--kills", "12", "--num-envs", "3", "--snapshot-every", "5", "--pause", "0.03")
     assert result.exit_code == 0, result.output
     assert row(result, "mismatches") == "0"
     assert row(result, "episodes ended with a reason") == "0"

@@ -101,14 +101,6 @@ def test_a_segfault_comes_again(module: Any) -> None:
     assert "in string_at" in result.stderr
 
 
-@pytest.mark.parametrize(("manner", "code"), [("kill", -signal.SIGKILL), ("system_exit", 3)])
-def test_however_it_ended_it_ends_so_again(manner: Any, code: int) -> None:
-    report = lost_by(Fault(manner, "step"))
-    result = replay(report, "--trust")
-    assert result.returncode == code, result.stderr
-    assert "did not come again" not in result.stdout
-
-
 def test_what_hung_is_ended_with_its_stack() -> None:
     report = lost_by(Fault("hang_c", "step"), deadlines=Deadlines(step=0.2))
     result = replay(report, "--trust")

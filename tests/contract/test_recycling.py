@@ -55,7 +55,7 @@ class LeakyCartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def test_a_leaking_env_stays_small() -> None:
-    """2 GiB leak in all; no process ever holds more than a few episodes' worth."""
+    """1.2 GiB leak in all; no process ever holds more than a few episodes' worth."""
     env_fn = LeakyCartPole
     with SubprocessEnv(env_fn) as env:
         new = env.statistics().rss or 0
@@ -66,11 +66,11 @@ def test_a_leaking_env_stays_small() -> None:
 
     policy = RestartPolicy(max_rss=new + 150 * MiB)
     with SubprocessEnv(env_fn, restart=policy) as env:
-        record = rollout(env, num_steps=2000, seed=1, before_step=look)
+        record = rollout(env, num_steps=1200, seed=1, before_step=look)
         statistics = env.statistics()
-    assert_same_trajectory(record, undisturbed(partial(LeakyCartPole, 0), num_steps=2000, seed=1))
+    assert_same_trajectory(record, undisturbed(partial(LeakyCartPole, 0), num_steps=1200, seed=1))
     assert max(sizes) < new + 350 * MiB
-    assert statistics.recycled > 5
+    assert statistics.recycled > 3
 
 
 def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:

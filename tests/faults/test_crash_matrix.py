@@ -52,13 +52,17 @@ def play(env: gymnasium.Env[Any, Any], moment: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("moment", "method", "manner"),
     [
-        *((moment, "forkserver", manner) for moment in ("construct", "reset", "step", "call") for manner in QUICK),
+        *(
+            (moment, "forkserver", manner)
+            for moment in ("construct", "reset", "step", "call")
+            for manner in ("kill", "hang_c")
+        ),
         ("step", "spawn", "kill"),
         *(
             pytest.param(moment, method, manner, marks=SOAK)
             for moment in ("construct", "reset", "step", "render", "call")
             for method in ("forkserver", "spawn")
-            for manner in OTHERS
+            for manner in ["segv", "exit", *OTHERS]
         ),
     ],
 )

@@ -150,7 +150,7 @@ def test_tracer_strikes_before_or_after_the_call_that_is_asked_for(how: str, wri
         ("env", "counter", "forkserver", KILLS, 61),
         ("vector", "counter", "forkserver", KILLS, 89),
         ("env", "cart_pole", "spawn", KILLS, 2501),
-        ("vector", "counter", "forkserver", "stop", 149),
+        ("vector", "counter", "forkserver", "stop", 299),
         face=("env", "vector"),
         env_name=("counter", "cart_pole"),
         method=METHODS,
@@ -188,7 +188,7 @@ def test_worker_killed_or_stopped_at_any_system_call_is_brought_back_exactly(
     rows(
         ("env", "forkserver", KILLS, 37),
         ("vector", "forkserver", KILLS, 61),
-        ("env", "forkserver", "stop", 106),
+        ("env", "forkserver", "stop", 211),
         face=("env", "vector"),
         method=METHODS,
         hows=("before", "after", "stop"),

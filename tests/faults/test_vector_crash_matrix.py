@@ -36,15 +36,11 @@ MOMENTS: dict[str, tuple[Any, int]] = {
 }
 COMMANDS = {"construct": "initialize", "mask": "reset", "autoreset": "step", "pickle": "step"}
 MATRIX: list[Any] = [("forkserver", "kill", moment) for moment in MOMENTS]
-MATRIX += [
-    ("forkserver", manner, one)
-    for manner in ("segv", "hang_c", "exit")
-    for one in ("construct", "reset", "step", "call")
-]
+MATRIX += [("forkserver", manner, one) for manner in ("segv", "hang_c", "exit") for one in ("construct", "step")]
 MATRIX += [
     pytest.param(method, manner, moment, marks=SOAK)
     for method in ("forkserver", "spawn")
-    for manner in ("system_exit", "abort", "hang", "noise")
+    for manner in ("segv", "hang_c", "exit", "system_exit", "abort", "hang", "noise")
     for moment in MOMENTS
 ]
 
