@@ -69,7 +69,7 @@ def test_an_example(tmp_path, name, arguments, expected):
 
 @pytest.mark.skipif(not HAS_SB3, reason="Stable-Baselines3 is not installed: .ci/run installs it")
 def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
-    told = example(tmp_path, "ppo_sb3.py", "--total-steps", "10000", "--chaos")
+    told = example(tmp_path, "ppo_sb3.py", "--total-steps", "6000", "--chaos")
     learnt = re.search(r"The return went from .* to .*; (\d+) workers died meanwhile\.", told)
     assert learnt is not None, told
     assert int(learnt[1]) > 0

@@ -36,12 +36,12 @@ def pairs(base: Case) -> Iterator[Case]:
 def test_two_faults_leave_the_trajectory_whole(base: Case) -> None:
     """The second fault may strike the recovery from the first: a snapshot, a replay, a process being built."""
     tried = 0
-    for first in islice(singles(base), 0, None, 29):
+    for first in islice(singles(base), 0, None, 59):
         for second in islice(possible(first), tried % 17, None, 53):
             if second not in first.faults:
                 Run(replace(first, faults=(*first.faults, second))).play()
                 tried += 1
-    assert tried > 5
+    assert tried > 2
 
 
 @pytest.mark.soak
@@ -125,5 +125,5 @@ def check_programs(case: Case) -> None:
 
 
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": False}
-test_random_programs = settings(max_examples=80, derandomize=True, **SETTINGS)(given(cases())(check_programs))
+test_random_programs = settings(max_examples=60, derandomize=True, **SETTINGS)(given(cases())(check_programs))
 test_many_random_programs = pytest.mark.soak(settings(max_examples=20_000, **SETTINGS)(given(cases())(check_programs)))
