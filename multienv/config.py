@@ -67,7 +67,7 @@ def checked_seed(seed: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines(_Named):
-    """How long the env may take for one request, in seconds; ``None`` is for ever.
+    """Says how long the env may take for one request, in seconds; ``None`` is for ever.
 
     A process that has not answered when its deadline passes counts as hung: its Python stack is taken,
     it is killed, and ``RestartPolicy.on_timeout`` says what happens next.
@@ -98,7 +98,7 @@ class Deadlines(_Named):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy(_Named):
-    """What happens when a worker is lost, and how often.
+    """Says what happens when a worker is lost, and how often.
 
     ``"replay"`` brings the same episode back, verified, or truncates it where that cannot be shown to be
     exact; ``"truncate"`` ends the episode at the broken step; ``"raise"`` raises a

@@ -103,7 +103,7 @@ _here = _current_core()
 
 
 class Turns:
-    """The order in which to ask workers; they are best waited for in the reverse order.
+    """Gives the order in which to ask workers; they are best waited for in the reverse order.
 
     Args:
         cores: For each worker, by its place in the batch, the core that it prefers, or ``None``.

@@ -17,7 +17,7 @@ Rung = Literal["snapshot", "journal", "state", ""]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One worker lost; or, with the cause ``"error"``, an episode that an exception of the env ended.
+    """Tells of one worker lost; or, with the cause ``"error"``, an episode that an exception of the env ended.
 
     Attributes:
         env_index: The env's index in its batch, or ``None``.
@@ -47,7 +47,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What became of a loss.
+    """Tells what became of a loss.
 
     Attributes:
         loss: The loss.
@@ -99,7 +99,7 @@ class Recycled:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """One env's counters and state at one moment.
+    """Holds one env's counters and state at one moment.
 
     Attributes:
         state: ``"new"``, ``"starting"``, ``"ready"``, ``"running"``, ``"ended"``, ``"lost"`` or ``"closed"``.

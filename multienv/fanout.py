@@ -54,7 +54,7 @@ def resumed(transition: Any) -> Any:
 
 
 class Followup(Protocol):
-    """What a step means besides itself: autoreset. Without one a step is a step."""
+    """Says what a step means besides itself: autoreset. Without one a step is a step."""
 
     def first(self, place: int, supervisor: Supervisor) -> Any:
         """Return the reset to ask for in place of a step, while no episode runs; ``None``: step all the same."""
@@ -90,7 +90,7 @@ class Noted(NamedTuple):
 
 
 class Round:
-    """One request to several members, and what has come of it so far.
+    """Holds one request to several members, and what has come of it so far.
 
     Args:
         name: What the caller called: ``"step"``, ``"reset"``, …
@@ -183,7 +183,7 @@ class FanOut:
 
     @property
     def pool(self) -> Pool:
-        """The executor, made when it is first needed."""
+        """Return the executor, made when it is first needed."""
         if self._executor is None:
             self._executor = Pool(self._threads, self._name)
         return self._executor

@@ -48,7 +48,7 @@ _TRUST = (
 
 
 class EnvRaised(Exception):  # noqa: N818 - what it says is no error of the command
-    """The env raised, when it was built or in the fatal request; ``failure`` says what."""
+    """Raised when the env raised, as it was built or in the fatal request; ``failure`` says what."""
 
     def __init__(self, text: str, failure: Failure) -> None:
         super().__init__(text)

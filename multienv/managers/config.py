@@ -21,7 +21,7 @@ _NAMES_OF_THE_CLASS = ("cfg_type", "type")
 
 
 class EnvState(IntEnum):
-    """Where an env of a manager stands; DI-engine's names and numbers.
+    """Names where an env of a manager stands; DI-engine's names and numbers.
 
     ::
 
@@ -51,7 +51,7 @@ class _Fields(NamedTuple):
 
 
 class Timestep(_Fields):
-    """What one step of one env returned; unpacks into gymnasium's five values.
+    """Holds what one step of one env returned; unpacks into gymnasium's five values.
 
     Attributes:
         env_id: Which env.
@@ -95,7 +95,7 @@ class Timestep(_Fields):
 
 @dataclass(frozen=True, slots=True)
 class EnvReference:
-    """What the envs of a manager have in common, as the first one tells it: no env is built in the trainer.
+    """Holds what the envs of a manager have in common, as the first tells it: no env is built in the trainer.
 
     Attributes:
         observation_space: Of a single env, as the other spaces.
@@ -114,7 +114,7 @@ class EnvReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvManagerConfig:
-    """How a manager runs its envs. Times are in seconds.
+    """Says how a manager runs its envs. Times are in seconds.
 
     Args:
         episode_num: Whole episodes each env runs before it is done.

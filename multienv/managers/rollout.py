@@ -32,7 +32,7 @@ _OTHERS = "What others have returned is in `results`; what they have still to re
 
 
 class Record(NamedTuple):
-    """The state of one env, as its manager knows it.
+    """Holds the state of one env, as its manager knows it.
 
     Attributes:
         state: The state that the caller sees.

@@ -47,7 +47,7 @@ give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How a process ended.
+    """Tells how a process ended.
 
     Attributes:
         code: Exit code; negative: minus the number of the signal; ``None``: not known.
@@ -101,7 +101,7 @@ class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncatio
 
 
 class Channel(ABC):
-    """The trainer's end of the connection to one host.
+    """Connects the trainer to one host: the trainer's end.
 
     Attributes:
         segment: The memory that both sides share.

@@ -84,7 +84,7 @@ def method_of(context: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to launch the processes of one worker: the same for the first and every replacement.
+    """Says how to launch the processes of one worker: the same for the first and every replacement.
 
     Args:
         method: ``"forkserver"`` or ``"spawn"``.
@@ -121,7 +121,7 @@ class Launch:
 
 
 class MonitorClient:
-    """The trainer's end of its monitor. Making one launches the monitor; orders wait in its socket until it is up."""
+    """Connects the trainer to its monitor, which it launches; orders wait in its socket until the monitor is up."""
 
     def __init__(self) -> None:
         refuse_other_namespace()

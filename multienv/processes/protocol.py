@@ -34,7 +34,7 @@ _FORM = struct.Struct("<B?hxxxxQ64s")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the trainer wants of the monitor.
+    """Tells the monitor what the trainer wants.
 
     Attributes:
         operation: One of the above.
@@ -111,7 +111,7 @@ def tell_fate(fate: Fate) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the monitor has told of one worker so far."""
+    """Holds what the monitor has told of one worker so far."""
 
     stacks: tuple[str, ...] = ()
     fate: Fate | None = None

@@ -25,7 +25,7 @@ _tokens = count(1)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a worker stood between two requests: plain data.
+    """Tells where a worker stood between two requests: plain data.
 
     Attributes:
         journal: What ``Journal.dump()`` returned.

@@ -46,7 +46,7 @@ _GOES_ON, _ENDS, _BEGINS = 0, 1, 2
 
 
 class _Missing:
-    """The answer that is not there yet."""
+    """Stands for the answer that is not there yet."""
 
 
 MISSING = _Missing()

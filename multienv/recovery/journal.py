@@ -57,7 +57,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Where a replay can begin: before the entry at ``place``, which is a reset; or with a state of the envs."""
+    """Marks where a replay can begin: before the entry at ``place``, which is a reset; or with a state of the envs."""
 
     place: int
     steps: int

@@ -39,15 +39,15 @@ _BUILDING = -2
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
-    """The envs cannot be brought back exactly; the message says why."""
+    """Raised when the envs cannot be brought back exactly; the message says why."""
 
 
 class BudgetSpentError(Exception):
-    """The policy allows no further restart."""
+    """Raised when the policy allows no further restart."""
 
 
 class RequestFailedError(Exception):
-    """A request of our own (build, replay, …) raised in the worker; ``failure`` says what."""
+    """Raised when a request of our own (build, replay, …) raised in the worker; ``failure`` says what."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -55,7 +55,7 @@ class RequestFailedError(Exception):
 
 
 class Launcher(Protocol):
-    """Where processes come from."""
+    """Launches the processes of one worker."""
 
     def start(self) -> Channel:
         """Launch a process; does not wait for it."""

@@ -13,7 +13,7 @@ from multienv.events import Rung
 
 @dataclass(slots=True)
 class Effort:
-    """What a recovery took so far.
+    """Counts what a recovery took so far.
 
     Attributes:
         began: When the loss was noticed, seconds of the clock.

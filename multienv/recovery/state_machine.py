@@ -24,7 +24,7 @@ from multienv.events import LossCause
 
 
 class Process(Enum):
-    """Where the worker's process stands."""
+    """Names where the worker's process stands."""
 
     NONE = "none"  # there is no process: none was started yet, or the last one is gone and is not brought back
     BUILDING = "building"  # it is launched and asked to build its envs, which is waited for
@@ -34,7 +34,7 @@ class Process(Enum):
 
 
 class Episode(Enum):
-    """Where the episodes of the worker's envs stand, as far as the caller must care."""
+    """Names where the episodes of the worker's envs stand, as far as the caller must care."""
 
     NONE = "none"  # no reset has been answered since the envs were built: step() is refused
     RUNNING = "running"  # step() is possible; a worker with several envs begins ended episodes by itself
@@ -43,7 +43,7 @@ class Episode(Enum):
 
 
 class Kind(Enum):
-    """What a request asks for, as far as a loss is concerned."""
+    """Names what a request asks for, as far as a loss is concerned."""
 
     STEP = "step"
     RESET = "reset"
@@ -95,7 +95,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a policy says, and what kind of worker it is said of.
+    """Holds what a policy says, and what kind of worker it is said of.
 
     Attributes:
         slots: Number of envs.
@@ -120,31 +120,29 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A process was launched and asked to build the envs."""
+    """Says that a process was launched and asked to build the envs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The envs are built; ``fresh``: nothing of an earlier process was brought back."""
-
-    fresh: bool = True
+    """Says that the envs are built."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """``env_fn`` raised, or the process could not be had: the error goes to the caller."""
+    """Says that ``env_fn`` raised, or no process could be had: the error goes to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The caller asks for something."""
+    """Says that the caller asks for something."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Replied:
-    """The request is answered; ``ended``: the episode of a worker that does not reset by itself has ended."""
+    """Says that the request is answered; ``ended``: the episode of a worker that does not reset by itself is over."""
 
     ended: bool = False
     failed: bool = False  # the env raised
@@ -152,7 +150,7 @@ class Replied:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The process is gone.
+    """Says that the process is gone.
 
     Attributes:
         cause: It died, hung, or answered what cannot be read.
@@ -169,31 +167,31 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The envs stand where the caller saw them last, but for ``strays``: slot → what differs."""
+    """Says that the envs stand where the caller saw them last, but for ``strays``: slot → what differs."""
 
     strays: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
 class NotRecovered:
-    """Nothing brings the envs back; ``reason`` says why."""
+    """Says that nothing brings the envs back, and for which ``reason``."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetSpent:
-    """The policy allows no further restart."""
+    """Says that the policy allows no further restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """The caller gives the process up."""
+    """Says that the caller gives the process up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """close() was called."""
+    """Says that close() was called."""
 
 
 Event = (
