@@ -1,44 +1,34 @@
-"""Measure how fast a batch of an env steps in this process, and in workers with one, some or all of the envs each."""
+"""``multienv bench``: measures a batch of an env in several ways, and recommends one."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Annotated
 
-from gymnasium.vector import SyncVectorEnv
+import typer
+from rich.console import Console
+from rich.table import Table
 
-from multienv import SubprocessVectorEnv
-from multienv.cli.env_functions import EnvFn
-
-# Steps before the clock starts.
-_WARM_UP = 20
+from multienv.cli.measuring import measure
+from multienv.cli.options import EnvArgument, KwargsOption, env_function
 
 
-def measure(env_fn: EnvFn, num_envs: int, seconds: float) -> dict[str, float]:
-    """Step ``num_envs`` envs for so many seconds in each way; return the env steps a second of each way."""
-    env_fns = [env_fn] * num_envs
-    ways: dict[str, Callable[[], Any]] = {"SyncVectorEnv(env_fns)": partial(SyncVectorEnv, env_fns)}
-    for each in ("auto", *(few for few in (1, 2, 4, 8, 16, 32) if few < num_envs), num_envs):
-        shown = f'"{each}"' if each == "auto" else each
-        make = partial(SubprocessVectorEnv, env_fns, envs_per_worker=each, reports="")
-        ways[f"SubprocessVectorEnv(env_fns, envs_per_worker={shown})"] = make
-    return {way: _rate(make(), seconds) for way, make in ways.items()}
-
-
-def _rate(batch: Any, seconds: float) -> float:
-    try:
-        batch.reset(seed=0)
-        batch.action_space.seed(0)
-        # Drawn before: to sample takes longer than many a step.
-        actions = [batch.action_space.sample() for _ in range(64)]
-        for step in range(_WARM_UP):
-            batch.step(actions[step])
-        began, steps = time.perf_counter(), 0
-        while (taken := time.perf_counter() - began) < seconds:
-            batch.step(actions[steps % 64])
-            steps += 1
-        return float(steps * batch.num_envs / taken)
-    finally:
-        batch.close()
+def bench(
+    env: EnvArgument,
+    num_envs: Annotated[int, typer.Option(min=1, help="How many of it.")] = 8,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long each way is measured.")] = 2.0,
+    env_kwargs: KwargsOption = "{}",
+) -> None:
+    """Step a batch of an env in several ways, and recommend one: in this process, or so many envs a worker."""
+    env_fn = env_function(env, env_kwargs)
+    console = Console()
+    with console.status("measuring ..."):
+        rates = measure(env_fn, num_envs, seconds)
+    table = Table("how", title=f"{env} × {num_envs}, random actions")
+    table.add_column("env steps a second", justify="right")
+    for way, rate in rates.items():
+        table.add_row(way, f"{rate:,.0f}")
+    console.print(table)
+    best = max(rates, key=lambda way: rates[way])
+    console.print(f"Fastest here: {best}", highlight=False)
+    if best.startswith("Sync"):
+        console.print(f"{num_envs} envs of this kind gain nothing from processes but survival.")
