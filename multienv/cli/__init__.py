@@ -13,7 +13,7 @@ except ImportError as missing:
     sys.exit(f'The multienv command needs {missing.name}: pip install -e ".[cli]" in a checkout of multienv.')
 
 from multienv import __version__
-from multienv.cli import bench, chaos, replay
+from multienv.cli import bench, chaos, doctor, replay
 
 app = typer.Typer(name="multienv", add_completion=False, no_args_is_help=True)
 
@@ -33,6 +33,7 @@ def main(
     """Run gymnasium environments in processes that may die at any moment."""
 
 
+app.command()(doctor.doctor)
 app.command()(chaos.chaos)
 app.command()(bench.bench)
 app.command()(replay.replay)

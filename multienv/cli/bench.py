@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from multienv.cli.measuring import measure
-from multienv.cli.options import EnvArgument, KwargsOption, env_function
+from multienv.cli.options import EnvArgument, KwargsOption
+from multienv.cli.options import working_env_function as env_function
 
 
 def bench(

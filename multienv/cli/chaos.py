@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from multienv.cli.options import EnvArgument, KwargsOption, env_function
+from multienv.cli.options import EnvArgument, KwargsOption
+from multienv.cli.options import working_env_function as env_function
 from multienv.config import Deadlines, RestartPolicy
 from multienv.testing.chaos import Chaos, run_chaos
 

@@ -1,26 +1,86 @@
-"""Arguments and options that several commands have in common."""
+"""What several commands have in common: arguments and options, errors in one line, and plain output."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import logging
+import sys
+from functools import partial
+from typing import Annotated, Any, NoReturn
 
-import gymnasium
 import typer
+from rich.console import Console
 
-from multienv.cli.env_functions import EnvFn, named
+from multienv import SubprocessEnv
+from multienv.cli.env_functions import EnvFn, code_of, named
+from multienv.errors import MultienvError, UsageError
+from multienv.testing.probe import RAISE
 
 EnvArgument = Annotated[
-    str, typer.Argument(help="The env's id, 'module:id' where a module registers it, or 'module:function'.")
+    str,
+    typer.Argument(
+        help="The env: an id; module:id where a module registers it; module:function or module:Class; "
+        "file.py:function or file.py:Class. Modules of the current directory are found.",
+    ),
 ]
-KwargsOption = Annotated[str, typer.Option(help="Arguments of the env, as JSON.")]
+KwargsOption = Annotated[str, typer.Option(help="Arguments of the env, as JSON.", metavar="JSON")]
+NumEnvsOption = Annotated[int, typer.Option("--envs", "--num-envs", min=1, help="How many of it.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
+
+# What is said on the way goes to stderr, so that stdout is the result alone. What an env says is shown as it is.
+plain_console = partial(Console, markup=False, highlight=False)
+
+
+def refuse(text: str) -> NoReturn:
+    """Say in one line on stderr what is wrong with what was asked for, and end with exit code 2."""
+    print(text, file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its type."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def arguments_of(env_kwargs: str) -> dict[str, Any]:
+    """Return the arguments in ``--env-kwargs``; end the command if they are none."""
+    try:
+        arguments = json.loads(env_kwargs)
+    except ValueError as error:
+        refuse(f"--env-kwargs {env_kwargs}: this is not JSON: {error}.")
+    if not isinstance(arguments, dict):
+        refuse(f'--env-kwargs {env_kwargs}: give a JSON object, such as {{"size": 4}}.')
+    return arguments
 
 
 def env_function(env: str, env_kwargs: str) -> EnvFn:
-    """Return a function that builds the env; raise BadParameter if a first try fails."""
+    """Return a function that builds the env, by its name on the command line; end the command if there is none."""
+    quiet()
     try:
-        env_fn = named(env, **json.loads(env_kwargs))
-        env_fn().close()
-    except (ValueError, TypeError, gymnasium.error.Error, ImportError) as error:
-        raise typer.BadParameter(f"{env} cannot be made: {error}") from error
+        return named(env, **arguments_of(env_kwargs))
+    except UsageError as error:
+        refuse(first_line(error))
+
+
+def working_env_function(env: str, env_kwargs: str) -> EnvFn:
+    """Return the same; end the command if the env cannot be built in a process of its own."""
+    env_fn = env_function(env, env_kwargs)
+    worker = SubprocessEnv(env_fn, restart=RAISE, reports="")
+    try:
+        worker.initialize()
+    except MultienvError as error:
+        refuse(f"{env} cannot be made: {first_line(error)} `multienv doctor {env}` says more.")
+    finally:
+        worker.close()
     return env_fn
+
+
+def quiet() -> None:
+    """Keep warnings of losses from the terminal: those of these commands are meant, and counted."""
+    logging.getLogger("multienv").setLevel(logging.ERROR)
+
+
+def vector_env_code(env: str, env_kwargs: str, num_envs: int, options: str) -> str:
+    """Return the lines of Python that make a vector env of it, with these options of its constructor."""
+    first, env_fn = code_of(env, **arguments_of(env_kwargs))
+    return f"{first}\nenvs = SubprocessVectorEnv([{env_fn}] * {num_envs}{options and ', '}{options})"

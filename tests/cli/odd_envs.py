@@ -1,0 +1,67 @@
+"""Envs that a doctor has something to say of. No module of the tests imports this: the command finds it as a file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any
+
+from kit import CounterEnv, Fault, FaultyEnv
+
+
+class Good(CounterEnv):
+    """Nothing is wrong with it."""
+
+
+class FromLock(CounterEnv):
+    """Takes something that cannot be pickled."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__()
+
+
+class Chance(CounterEnv):
+    """Draws from the operating system."""
+
+    def _next_draw(self) -> float:
+        return int.from_bytes(os.urandom(3), "little") / 2**24
+
+
+class Threaded(CounterEnv):
+    """Has a thread from its construction on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+class ThreadedChance(Chance, Threaded):
+    """Both: there is no way back."""
+
+
+class Leaky(CounterEnv):
+    """Keeps a descriptor open for each episode."""
+
+    def reset(self, **options: Any) -> Any:
+        os.dup(2)
+        return super().reset(**options)
+
+
+class Forked(CounterEnv):
+    """Shows whether it has been copied by a fork."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.born = os.getpid()
+
+    def _next_draw(self) -> float:
+        return float(os.getpid() != self.born)
+
+
+unpicklable = functools.partial(FromLock, threading.Lock())
+hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
+segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
+raising = functools.partial(FaultyEnv, fault=Fault("raise", "reset"))
+exiting = functools.partial(FaultyEnv, fault=Fault("exit", "construct"))
+nothing = functools.partial(dict)
