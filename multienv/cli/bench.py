@@ -1,35 +1,144 @@
-"""``multienv bench``: measures a batch of an env in several ways, and recommends one."""
+"""``multienv bench``: measures a batch of an env in several layouts, and recommends one."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib.util
+import json
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from multienv.cli.measuring import measure
-from multienv.cli.options import EnvArgument, KwargsOption
-from multienv.cli.options import working_env_function as env_function
+from multienv.cli.measuring import PEERS, Bench, measure
+from multienv.cli.options import (
+    EnvArgument,
+    JsonOption,
+    KwargsOption,
+    NumEnvsOption,
+    plain_console,
+    refuse,
+    vector_env_code,
+    working_env_function,
+)
+from multienv.cores import cores
+from multienv.errors import UsageError
 
 
 def bench(
     env: EnvArgument,
-    num_envs: Annotated[int, typer.Option(min=1, help="How many of it.")] = 8,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long each way is measured.")] = 2.0,
+    num_envs: NumEnvsOption = 8,
+    against: Annotated[str, typer.Option(help="gymnasium, sb3, both with a comma, or none.")] = "gymnasium",
+    seconds: Annotated[float, typer.Option(min=0.01, help="How long each turn takes.")] = 0.25,
+    repeats: Annotated[int, typer.Option(min=1, help="How many turns each contender has.")] = 7,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result into this file.", metavar="FILE")] = None,
     env_kwargs: KwargsOption = "{}",
+    as_json: JsonOption = False,
 ) -> None:
-    """Step a batch of an env in several ways, and recommend one: in this process, or so many envs a worker."""
-    env_fn = env_function(env, env_kwargs)
-    console = Console()
-    with console.status("measuring ..."):
-        rates = measure(env_fn, num_envs, seconds)
-    table = Table("how", title=f"{env} × {num_envs}, random actions")
-    table.add_column("env steps a second", justify="right")
-    for way, rate in rates.items():
-        table.add_row(way, f"{rate:,.0f}")
+    """Measure how fast a batch of an env steps: which layout is best, and how near is it to what the cores can do?
+
+    All contenders are built first, then they step in turns, random actions and autoreset included; a ratio is the
+    median over the turns. The limit is what the cores can do: a process on each, that steps the env and does nothing
+    else. Run it on an idle machine.
+
+    For example:
+
+    multienv bench CartPole-v1 --envs 32
+
+    multienv bench my_envs.py:MyEnv --against gymnasium,sb3 --plot bench.png
+    """
+    peers = _peers(against)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        refuse('--plot needs matplotlib: pip install -e ".[plot]" in a checkout of multienv.')
+    env_fn = working_env_function(env, env_kwargs)
+    with plain_console(stderr=True).status("building ...") as status:
+        try:
+            result = measure(env_fn, num_envs, peers, seconds=seconds, repeats=repeats, told=status.update)
+        except UsageError as error:
+            refuse(f"{env} cannot be measured: {error}")
+    code = vector_env_code(env, env_kwargs, num_envs, result.recommended.options or "")
+    if as_json:
+        print(json.dumps({"env": env, "num_envs": num_envs, **_document(result), "code": code}, indent=1))
+    else:
+        _show(plain_console(), f"{env} × {num_envs} on {len(cores())} cores", result, code)
+    if plot is not None:
+        _draw(plot, f"{env} × {num_envs}", result)
+
+
+def _peers(against: str) -> list[str]:
+    peers = [one.strip() for one in against.split(",") if one.strip() not in ("", "none")]
+    for one in peers:
+        if one not in PEERS:
+            refuse(f"--against {against}: choose some of {', '.join(PEERS)}, with a comma between them, or none.")
+    if "sb3" in peers and importlib.util.find_spec("stable_baselines3") is None:
+        refuse('--against sb3 needs Stable-Baselines3: pip install -e ".[sb3]" in a checkout of multienv.')
+    return peers
+
+
+def _document(result: Bench) -> dict[str, Any]:
+    best = result.recommended
+    contenders = [
+        {
+            "name": one.name,
+            "steps_per_second": statistics.median(one.rates),
+            "share_of_limit": result.share(one),
+            "recommended_is_faster_by": result.ratio(best, one),
+            "rates": one.rates,
+        }
+        for one in result.contenders
+    ]
+    return {
+        "contenders": contenders,
+        "left_out": result.left_out,
+        "limit": {"steps_per_second": statistics.median(result.limit), "rates": result.limit, "cores": len(cores())},
+        "time": {"env_steps": result.share(best), "everything_else": 1 - result.share(best)},
+        "kill_to_next_step": {"seconds": result.kills, "exact": result.exact},
+        "recommended": best.name,
+    }
+
+
+def _show(console: Console, title: str, result: Bench, code: str) -> None:
+    best = result.recommended
+    table = Table(title, title_justify="left", box=None, pad_edge=False)
+    for header in ("steps/s", "of the limit", "recommended is faster by"):
+        table.add_column(header, justify="right")
+    for one in sorted(result.contenders, key=result.share, reverse=True):
+        ratio = "" if one is best else f"{result.ratio(best, one):.2f} ×"
+        row = (one.name, f"{statistics.median(one.rates):,.0f}", f"{result.share(one):.2f}", ratio)
+        table.add_row(*row, style="bold" if one is best else "")
+    table.add_row("limit: each core steps an env and nothing else", f"{statistics.median(result.limit):,.0f}", "1.00")
     console.print(table)
-    best = max(rates, key=lambda way: rates[way])
-    console.print(f"Fastest here: {best}", highlight=False)
-    if best.startswith("Sync"):
-        console.print(f"{num_envs} envs of this kind gain nothing from processes but survival.")
+    for name, why in result.left_out.items():
+        console.print(f"Left out: {name}: {why}", style="yellow")
+    console.print()
+    share = min(1.0, result.share(best))
+    console.print(f"Where the time goes: {share:.0%} into env steps, {1 - share:.0%} into everything else.")
+    killed = 1000 * statistics.median(result.kills)
+    how = "exactly" if result.exact == len(result.kills) else f"{result.exact} of {len(result.kills)} exactly"
+    console.print(f"From SIGKILL to the next step: {killed:.0f} ms, recovered {how}.")
+    local = [one for one in result.contenders if one.options is None and result.ratio(one, best) > 1]
+    if local:
+        console.print(f"{local[0].name} is faster: from processes this env gains nothing but survival.")
+    console.print("Recommended:")
+    for line in code.splitlines():
+        console.print(f"    {line}", soft_wrap=True)
+
+
+def _draw(path: Path, title: str, result: Bench) -> None:
+    """Draw the share of the limit of each contender as a bar."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ordered = sorted(result.contenders, key=result.share)
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.4 * len(ordered)), layout="constrained")
+    colours = ["tab:blue" if one.options is not None else "tab:gray" for one in ordered]
+    axes.barh([one.name for one in ordered], [result.share(one) for one in ordered], color=colours)
+    axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("share of the limit")
+    axes.set_title(title)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

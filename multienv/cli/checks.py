@@ -1,7 +1,7 @@
 """What ``multienv doctor`` tries with an env: each check is a function that returns what was found.
 
-The env runs in workers with deadlines only, so that no check takes the doctor with it. A check uses what those before it
-have learnt. One that finds the env broken ends the examination.
+The env runs only in workers with deadlines, so that no check takes the doctor with it. A check uses what those before
+it have learnt. One that finds the env broken ends the examination.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _FEWEST_EPISODES, _MOST_EPISODES, _EPISODES_SECONDS = 5, 50, 0.5
 _EPISODE_STEPS = 20
 # Bytes of resident memory that come and go in a process that leaks nothing.
 _NOISE = 256 * 2**10
+_USE_NP_RANDOM = "Draw from self.np_random only."
 # Seconds until nothing of a killed worker may be left.
 _GONE_WITHIN = 2.0
 
@@ -77,6 +78,7 @@ class Patient:
     """Holds an env, and what the checks have learnt of it.
 
     Attributes:
+        name: Of the env, on the command line.
         env_fn: Builds it.
         deadlines: Of all workers.
         first: The walk that all others are held against.
@@ -86,6 +88,7 @@ class Patient:
         leaks: What it leaks.
     """
 
+    name: str
     env_fn: EnvFn
     deadlines: Deadlines
     first: Walk = field(default_factory=Walk)
@@ -125,8 +128,9 @@ class Struck:
 
     @property
     def reason(self) -> str:
-        """Return why the episode was truncated."""
-        return next(iter(self.walk.reasons), "")
+        """Return why a recovery was not exact, without what is known: that the process was killed."""
+        reason = next((one.reason for one in self.recoveries if one.reason), "")
+        return reason.partition("It cannot be brought back: ")[2] or reason
 
 
 def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
@@ -137,7 +141,7 @@ def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
         try:
             row = Row(name, *check(patient))
         except Exception as error:  # the env's doing, through multienv
-            row = _failed(name, error)
+            row = _failed(name, patient, error)
         rows.append(row)
         told(row)
         if row.verdict == "broken":
@@ -145,15 +149,33 @@ def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
     return rows
 
 
-def _failed(name: str, error: Exception) -> Row:
-    lines = (str(error) or type(error).__name__).splitlines()
-    advice = "Run it without multienv, and mend that first."
-    if isinstance(error, WorkerLostError) and error.report:
-        advice = f"multienv replay {error.report} runs it again, with --pdb up to the step before."
-    detail = str(getattr(error, "remote_traceback", "")) or "\n".join(lines[1:])
+def _failed(name: str, patient: Patient, error: Exception) -> Row:
+    """Return the row of a check that raised: what happened, and where in the env."""
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    advice, detail = "Run it without multienv, and mend that first.", str(getattr(error, "remote_traceback", ""))
+    if isinstance(error, WorkerLostError | EnvFnError):
+        text = text.partition(". ")[0].rstrip(".")  # what follows is for the caller of multienv
     if isinstance(error, EnvFnError):
-        lines, advice = [lines[0].partition(". ")[0] + "."], "Build what it needs inside the function."
-    return Row(name, "broken", lines[0], advice, detail)
+        advice = "Build what it needs inside the function."
+    if isinstance(error, WorkerLostError):
+        detail = error.stack
+        if error.report:
+            env = f" --env {patient.name}" if ":" in patient.name else ""
+            advice = f"This runs it again: multienv replay {error.report}{env}"
+    return Row(name, "broken", text, advice, _of_the_env(detail))
+
+
+def _of_the_env(detail: str) -> str:
+    """Return the part of a stack (innermost first) or a traceback (innermost last) that is not multienv's own."""
+    lines = detail.strip().splitlines()
+    own = [place for place, line in enumerate(lines) if "/multienv/worker/" in line]
+    if not own:
+        return "\n".join(lines)
+    if not lines[0].startswith("Traceback"):
+        return "\n".join(lines[: own[0]])
+    rest = lines[own[-1] + 1 :]
+    begin = next((place for place, line in enumerate(rest) if line.startswith("  File ")), 0)
+    return "\n".join(rest[begin:])
 
 
 # --- does it run at all? --------------------------------------------------------------------------
@@ -168,11 +190,10 @@ def pickles(patient: Patient) -> Finding:
 def builds(patient: Patient) -> Finding:
     """Build it in a worker."""
     began = time.perf_counter()
-    with patient.worker(reports=None) as env:
-        seconds = time.perf_counter() - began
-        return Finding(
-            "ok", f"a worker is ready in {in_words(seconds)}; {size_in_words(resident_bytes(_pid(env)) or 0)}"
-        )
+    env = patient.worker(reports=None)
+    with env:
+        seconds, memory = time.perf_counter() - began, resident_bytes(_pid(env)) or 0
+    return Finding("ok", f"a worker is ready in {in_words(seconds)}, and takes {size_in_words(memory)}")
 
 
 def steps(patient: Patient) -> Finding:
@@ -194,7 +215,7 @@ def seeds(patient: Patient) -> Finding:
         return Finding(
             "note",
             f"reset(seed=0) twice is not the same twice: {place} differs",
-            "Draw from self.np_random, and forget everything in reset(seed=…): replays from a reset need it.",
+            "Forget everything in reset(seed=…), and draw from self.np_random only.",
         )
     if not one.differs_at(other):
         return Finding("ok", "reset(seed=0) begins the same again; seed 1 makes no difference")
@@ -211,7 +232,7 @@ def repeats(patient: Patient) -> Finding:
     return Finding(
         "note",
         f"two processes with the same seed part at {place}",
-        "Something draws from elsewhere than self.np_random: random, numpy.random, the clock, os.urandom?",
+        "Does it draw from elsewhere than self.np_random: random, numpy.random, the clock, os.urandom?",
     )
 
 
@@ -244,14 +265,11 @@ def forks(patient: Patient) -> Finding:
     if sys.platform != "linux":
         return Finding("note", "snapshots are taken on Linux only")
     if known.no_snapshots:
-        advice = {
-            "threads": "Start threads when they are needed, and join them before step() returns.",
-            "sockets": "Connect when it is needed, and close the connection before step() returns.",
-            "child processes": "A fork copies one process. If replays are exact, nothing is lost by it.",
-            "devices": "A GPU does not survive a fork. If replays are exact, nothing is lost by it.",
-        }.get(known.no_snapshots, "")
+        advice = "Not needed where replays are exact, see the next line."
         return Finding("note", f"no snapshot can be taken: {known.no_snapshots}", advice)
-    return Finding("note", f"the snapshot did not bring it back: {struck.reason or 'a replay was quicker to be had'}")
+    if struck.outcome == "exact":
+        return Finding("note", "a woken snapshot did not go on the same; a new process did", _USE_NP_RANDOM)
+    return Finding("note", f"a woken snapshot does not go on the same: {struck.reason}", _USE_NP_RANDOM)
 
 
 def replays(patient: Patient) -> Finding:
@@ -271,10 +289,10 @@ def replays(patient: Patient) -> Finding:
             f"after a replay {struck.walk.differs_at(patient.first)} differs silently",
             'RestartPolicy(on_crash="truncate", on_timeout="truncate"): what it knows lies outside of its process?',
         )
-    advice = "Draw from self.np_random; see `repeats` above."
+    meaning = f"a new process does not repeat it: {struck.reason}"
     if patient.ways.get("snapshot") == "exact":
-        return Finding("note", f"a replay is not the same: {struck.reason}", f"Snapshots bring it back. {advice}")
-    return Finding("truncates", f"nor does a replay: {struck.reason}", advice)
+        return Finding("note", meaning, f"It comes back from snapshots alone. {_USE_NP_RANDOM}")
+    return Finding("truncates", meaning, _USE_NP_RANDOM)
 
 
 def state(patient: Patient) -> Finding:
@@ -313,14 +331,13 @@ def leaks(patient: Patient) -> Finding:
         least = min(after[place] - before[place] for before, after in pairwise(counts))
         if least > noise:
             each = least / rounds
-            amount = size_in_words(int(each)) if name == "memory" else f"{each:.3g}"
-            found.append(f"{amount} {'of ' if name == 'memory' else ''}{name}")
+            found.append(f"{name} by {size_in_words(int(each)) if name == 'memory' else f'{each:.3g}'}")
     if not found:
         return Finding("ok", f"nothing in {3 * rounds} episodes")
     patient.leaks = True
     return Finding(
         "note",
-        f"an episode leaks {', '.join(found)}",
+        f"grow with each episode: {', '.join(found)}",
         "RestartPolicy(recycle_after_steps=100_000) replaces the process in time, without a trace.",
     )
 

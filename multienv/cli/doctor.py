@@ -28,8 +28,6 @@ _MARKS: dict[Verdict, tuple[str, str]] = {
     "broken": ("✗", "red"),
 }
 _NAME_WIDTH = 13
-# Lines of a traceback or a stack that are shown.
-_MOST_LINES = 20
 
 
 def doctor(
@@ -55,7 +53,7 @@ def doctor(
     deadlines = Deadlines(
         start=reset_deadline, reset=reset_deadline, step=step_deadline, call=reset_deadline, recovery=reset_deadline
     )
-    patient, console = Patient(env_fn, deadlines), plain_console()
+    patient, console = Patient(env, env_fn, deadlines), plain_console()
     with plain_console(stderr=True).status(f"examining {env} ..."):
         rows = examine(patient, lambda row: None if as_json else _show(console, row))
     is_broken = rows[-1].verdict == "broken"
@@ -86,8 +84,7 @@ def _show(console: Console, row: Row) -> None:
     if row.advice:
         grid.add_row("", "", Text(f"→ {row.advice}", "dim"))
     console.print(grid)
-    lines = row.detail.strip().splitlines()
-    for line in lines[-_MOST_LINES:]:
+    for line in row.detail.splitlines():
         console.print(Text(f"    {line}", "dim"), soft_wrap=True)
 
 

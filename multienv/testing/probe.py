@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,41 @@ class Probe(gymnasium.Env[Any, Any]):
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what the function returns."""
         return function(*arguments)
+
+
+class Stepper(gymnasium.Env[Any, Any]):
+    """Steps another env for as long as it is told to: the most that a core can do.
+
+    Args:
+        env_fn: Builds the other env.
+        core: To run on.
+    """
+
+    observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
+    action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
+
+    def __init__(self, env_fn: EnvFn, core: int) -> None:
+        self._core = core
+        self._env = env_fn()
+        self._env.reset(seed=0)
+        self._env.action_space.seed(0)
+        self._actions = [self._env.action_space.sample() for _ in range(64)]
+
+    def step_for(self, seconds: float) -> float:
+        """Step for so long, and begin the next episode where one ends; return the steps a second."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {self._core})
+        env, steps, began = self._env, 0, time.perf_counter()
+        while (spent := time.perf_counter() - began) < seconds:
+            _, _, terminated, truncated, _ = env.step(self._actions[steps % 64])
+            if terminated or truncated:
+                env.reset()
+            steps += 1
+        return steps / spent
+
+    def close(self) -> None:
+        """Close the other env."""
+        self._env.close()
 
 
 def in_worker(function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
