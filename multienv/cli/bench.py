@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import statistics
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +20,14 @@ from multienv.cli.options import (
     JsonOption,
     KwargsOption,
     NumEnvsOption,
+    first_line,
     plain_console,
     refuse,
     vector_env_code,
     working_env_function,
 )
 from multienv.cores import cores
-from multienv.errors import UsageError
+from multienv.errors import MultienvError
 
 
 def bench(
@@ -53,15 +56,18 @@ def bench(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         refuse('--plot needs matplotlib: pip install -e ".[plot]" in a checkout of multienv.')
     env_fn = working_env_function(env, env_kwargs)
+    load = os.getloadavg()[0]
     with plain_console(stderr=True).status("building ...") as status:
         try:
             result = measure(env_fn, num_envs, peers, seconds=seconds, repeats=repeats, told=status.update)
-        except UsageError as error:
-            refuse(f"{env} cannot be measured: {error}")
+        except MultienvError as error:
+            refuse(f"{env} cannot be measured: {first_line(error)} `multienv doctor {env}` says more.")
     code = vector_env_code(env, env_kwargs, num_envs, result.recommended.options or "")
     if as_json:
         print(json.dumps({"env": env, "num_envs": num_envs, **_document(result), "code": code}, indent=1))
     else:
+        if load > len(cores()):
+            print(f"This machine is busy (load {load:.0f}): do not trust these figures.", file=sys.stderr)
         _show(plain_console(), f"{env} × {num_envs} on {len(cores())} cores", result, code)
     if plot is not None:
         _draw(plot, f"{env} × {num_envs}", result)
@@ -81,6 +87,7 @@ def _document(result: Bench) -> dict[str, Any]:
     best = result.recommended
     contenders = [
         {
+            "package": one.package,
             "name": one.name,
             "steps_per_second": statistics.median(one.rates),
             "share_of_limit": result.share(one),
@@ -101,14 +108,14 @@ def _document(result: Bench) -> dict[str, Any]:
 
 def _show(console: Console, title: str, result: Bench, code: str) -> None:
     best = result.recommended
-    table = Table(title, title_justify="left", box=None, pad_edge=False)
+    table = Table("", title, box=None, pad_edge=False)
     for header in ("steps/s", "of the limit", "recommended is faster by"):
         table.add_column(header, justify="right")
     for one in sorted(result.contenders, key=result.share, reverse=True):
         ratio = "" if one is best else f"{result.ratio(best, one):.2f} ×"
-        row = (one.name, f"{statistics.median(one.rates):,.0f}", f"{result.share(one):.2f}", ratio)
+        row = (one.package, one.name, f"{statistics.median(one.rates):,.0f}", f"{result.share(one):.2f}", ratio)
         table.add_row(*row, style="bold" if one is best else "")
-    table.add_row("limit: each core steps an env and nothing else", f"{statistics.median(result.limit):,.0f}", "1.00")
+    table.add_row("limit", "each core steps an env and nothing else", f"{statistics.median(result.limit):,.0f}", "1.00")
     console.print(table)
     for name, why in result.left_out.items():
         console.print(f"Left out: {name}: {why}", style="yellow")
@@ -120,7 +127,9 @@ def _show(console: Console, title: str, result: Bench, code: str) -> None:
     console.print(f"From SIGKILL to the next step: {killed:.0f} ms, recovered {how}.")
     local = [one for one in result.contenders if one.options is None and result.ratio(one, best) > 1]
     if local:
-        console.print(f"{local[0].name} is faster: from processes this env gains nothing but survival.")
+        console.print(
+            f"{local[0].name}, in this process, is faster: from processes this env gains nothing but survival."
+        )
     console.print("Recommended:")
     for line in code.splitlines():
         console.print(f"    {line}", soft_wrap=True)
@@ -135,8 +144,8 @@ def _draw(path: Path, title: str, result: Bench) -> None:
 
     ordered = sorted(result.contenders, key=result.share)
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.4 * len(ordered)), layout="constrained")
-    colours = ["tab:blue" if one.options is not None else "tab:gray" for one in ordered]
-    axes.barh([one.name for one in ordered], [result.share(one) for one in ordered], color=colours)
+    colours = ["tab:blue" if one.package.startswith("multienv") else "tab:gray" for one in ordered]
+    axes.barh([f"{one.package}: {one.name}" for one in ordered], [result.share(one) for one in ordered], color=colours)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
     axes.set_xlabel("share of the limit")
     axes.set_title(title)

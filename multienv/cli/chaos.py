@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from multienv.cli.options import EnvArgument, KwargsOption
-from multienv.cli.options import working_env_function as env_function
+from multienv.cli.options import (
+    EnvArgument,
+    JsonOption,
+    KwargsOption,
+    NumEnvsOption,
+    first_line,
+    plain_console,
+    refuse,
+    working_env_function,
+)
 from multienv.config import Deadlines, RestartPolicy
+from multienv.errors import MultienvError
 from multienv.testing.chaos import Chaos, run_chaos
 
 
 def chaos(
     env: EnvArgument,
-    num_envs: Annotated[int, typer.Option(min=1, help="How many of it.")] = 4,
+    num_envs: NumEnvsOption = 4,
     kills: Annotated[int, typer.Option(min=1, help="End after so many workers lost.")] = 100,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="End after this time.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides actions, victims, manners and pauses.")] = 0,
@@ -26,35 +35,63 @@ def chaos(
     pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two strikes, in seconds.")] = 0.05,
     snapshot_every: Annotated[int | None, typer.Option(min=1, help="Steps between two snapshots.")] = None,
     snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or by replay alone.")] = True,
+    as_json: JsonOption = False,
 ) -> None:
     """Step an env while its workers are killed, and hold every transition against an undisturbed run.
 
-    Exit code 1 if any differs silently. An episode that could not be brought back exactly ends with a reason instead.
+    Workers are killed, crashed and stopped at random moments. An episode that could not be brought back exactly ends
+    with a reason.
+
+    Exit code 0: nothing differed silently. 1: something did. 2: the env itself is not deterministic, or cannot be made.
+
+    For example:
+
+    multienv chaos CartPole-v1 --kills 200
+
+    multienv chaos my_envs:make_my_env --kills 50 --no-snapshots
     """
     policy = RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000)
-    env_fn = env_function(env, env_kwargs)
-    console = Console()
-    with console.status("building ...") as status:
-        result = run_chaos(
-            env_fn,
-            num_envs=num_envs,
-            kills=kills,
-            seconds=float("inf") if minutes is None else 60 * minutes,
-            seed=seed,
-            interval=(0.0, pause),
-            progress=lambda so_far: status.update(
-                f"{so_far.kills} of {kills} workers lost, {so_far.steps:,} steps ..."
-            ),
-            restart=policy,
-            deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
+    env_fn = working_env_function(env, env_kwargs)
+    with plain_console(stderr=True).status("building ...") as status:
+        try:
+            result = run_chaos(
+                env_fn,
+                num_envs=num_envs,
+                kills=kills,
+                seconds=float("inf") if minutes is None else 60 * minutes,
+                seed=seed,
+                interval=(0.0, pause),
+                progress=lambda so_far: status.update(
+                    f"{so_far.kills} of {kills} workers lost, {so_far.steps:,} steps ..."
+                ),
+                restart=policy,
+                deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
+            )
+        except MultienvError as error:
+            refuse(f"{env} fails by itself: {first_line(error)} `multienv doctor {env}` says more.")
+    if as_json:
+        print(json.dumps(_document(env, result), indent=1))
+    if result.undisturbed:
+        refuse(
+            f"{env} is not deterministic: without any kill it differs in two processes {result.undisturbed}. "
+            f"So nothing can be told of recovery here; `multienv doctor {env}` says more."
         )
-    console.print(_chaos_table(env, result))
-    for mismatch in result.mismatches:
-        console.print(f"[red]{mismatch}")
+    if not as_json:
+        console = plain_console()
+        console.print(_table(env, result))
+        for mismatch in result.mismatches:
+            console.print(mismatch, style="red")
     raise typer.Exit(1 if result.mismatches else 0)
 
 
-def _chaos_table(env: str, result: Chaos) -> Table:
+def _document(env: str, result: Chaos) -> dict[str, Any]:
+    document = {name: value for name, value in vars(result).items() if name != "seconds"}
+    document["seconds"] = {"median": result.quantile(0.5), "p99": result.quantile(0.99)}
+    document["usage"] = [one._asdict() for one in result.usage]
+    return {"env": env, "kills": result.kills, **document}
+
+
+def _table(env: str, result: Chaos) -> Table:
     title = f"{env}: {result.steps:,} steps held against an undisturbed run"
     table = Table(title=title, show_header=False, min_width=len(title))
     table.add_column("")

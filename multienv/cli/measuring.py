@@ -8,6 +8,7 @@ import random
 import signal
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from multienv import SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
+from multienv import SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.cli.env_functions import EnvFn
+from multienv.config import Deadlines
 from multienv.cores import busy_cores, cores
 from multienv.errors import UsageError
 from multienv.testing.killer import worker_pids
 from multienv.testing.probe import RAISE, Stepper
+from multienv.threads import close_at_once
 from multienv.vector.batching import deal
 
 PEERS = ("gymnasium", "sb3")
@@ -37,15 +40,19 @@ class Contender:
     """One way to step a batch.
 
     Attributes:
+        package: Whose it is.
         name: What to write in a program.
         make: Builds the batch.
         options: Of SubprocessVectorEnv, as Python; ``None``: it is something else.
+        is_local: It steps in this very process.
         rates: Env steps a second of each turn.
     """
 
+    package: str
     name: str
     make: Callable[[], Any]
     options: str | None = None
+    is_local: bool = False
     rates: list[float] = field(default_factory=list)
 
 
@@ -103,10 +110,15 @@ def measure(
         told: Called with what is being done.
 
     Raises:
-        UsageError: No layout of SubprocessVectorEnv could be measured.
+        MultienvError: The env failed in a process of its own, or no layout of SubprocessVectorEnv could be measured.
     """
     bench, dice = Bench(), random.Random(0)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # what a library says of its failure is in left_out
+        # First: an env that ends its process shows it there, and not in this process.
+        limit = stack.enter_context(_limit(env_fn))
+        limit(_WARM_UP)
         steppers: dict[str, Callable[[float], float]] = {}
         batches: dict[str, Any] = {}
         for one in _contenders(env_fn, num_envs, against):
@@ -120,8 +132,6 @@ def measure(
                 bench.left_out[one.name] = _said(error)
             else:
                 bench.contenders.append(one)
-        limit = stack.enter_context(_limit(env_fn))
-        limit(_WARM_UP)
         turns: list[Contender | None] = [None, *bench.contenders]
         for number in range(repeats):
             told(f"turn {number + 1} of {repeats} ...")
@@ -151,11 +161,11 @@ def _contenders(env_fn: EnvFn, num_envs: int, against: list[str]) -> Iterator[Co
             seen.add(sizes)
             options = "" if each == "auto" else f"envs_per_worker={each}"
             make = partial(SubprocessVectorEnv, env_fns, envs_per_worker=each, reports="")
-            yield Contender(f"SubprocessVectorEnv(env_fns{options and ', '}{options})", make, options)
-    yield Contender("SerialVectorEnv(env_fns)", partial(SerialVectorEnv, env_fns))
+            yield Contender("multienv", f"SubprocessVectorEnv(env_fns{options and ', '}{options})", make, options)
+    yield Contender("multienv", "SerialVectorEnv(env_fns)", partial(SerialVectorEnv, env_fns), is_local=True)
     if "gymnasium" in against:
-        yield Contender("gymnasium: AsyncVectorEnv(env_fns)", partial(AsyncVectorEnv, env_fns, context="forkserver"))
-        yield Contender("gymnasium: SyncVectorEnv(env_fns)", partial(SyncVectorEnv, env_fns))
+        yield Contender("gymnasium", "AsyncVectorEnv(env_fns)", partial(AsyncVectorEnv, env_fns, context="forkserver"))
+        yield Contender("gymnasium", "SyncVectorEnv(env_fns)", partial(SyncVectorEnv, env_fns), is_local=True)
     if "sb3" in against:
         yield from _of_stable_baselines3(env_fns)
 
@@ -165,9 +175,9 @@ def _of_stable_baselines3(env_fns: list[EnvFn]) -> Iterator[Contender]:
 
     from multienv.adapters.stable_baselines3 import SubprocessVecEnv
 
-    yield Contender("for SB3: SubprocessVecEnv(env_fns)", partial(SubprocessVecEnv, env_fns, reports=""))
-    yield Contender("SB3: SubprocVecEnv(env_fns)", partial(SubprocVecEnv, env_fns, start_method="forkserver"))
-    yield Contender("SB3: DummyVecEnv(env_fns)", partial(DummyVecEnv, env_fns))
+    yield Contender("multienv for SB3", "SubprocessVecEnv(env_fns)", partial(SubprocessVecEnv, env_fns, reports=""))
+    yield Contender("SB3", "SubprocVecEnv(env_fns)", partial(SubprocVecEnv, env_fns, start_method="forkserver"))
+    yield Contender("SB3", "DummyVecEnv(env_fns)", partial(DummyVecEnv, env_fns), is_local=True)
 
 
 def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
@@ -194,9 +204,9 @@ def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
 def _limit(env_fn: EnvFn) -> Iterator[Callable[[float], float]]:
     """Yield what has each core step an env for some seconds, and returns the steps a second of all together."""
     with contextlib.ExitStack() as stack:
-        workers = [SubprocessEnv(partial(Stepper, env_fn, core), restart=RAISE, reports="").start() for core in cores()]
-        for worker in workers:
-            stack.enter_context(worker)
+        steppers = [partial(Stepper, env_fn, core) for core in cores()]
+        workers = create_subprocess_envs(steppers, restart=RAISE, deadlines=Deadlines(call=60.0), reports="")
+        stack.callback(close_at_once, [worker.close for worker in workers])
 
         def step_for(seconds: float) -> float:
             for worker in workers:

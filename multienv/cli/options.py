@@ -13,8 +13,9 @@ from rich.console import Console
 
 from multienv import SubprocessEnv
 from multienv.cli.env_functions import EnvFn, code_of, named
-from multienv.errors import MultienvError, UsageError
-from multienv.testing.probe import RAISE
+from multienv.config import Deadlines
+from multienv.errors import EnvsFailedError, MultienvError, UsageError
+from multienv.testing.probe import RAISE, walk
 
 EnvArgument = Annotated[
     str,
@@ -27,6 +28,9 @@ KwargsOption = Annotated[str, typer.Option(help="Arguments of the env, as JSON."
 NumEnvsOption = Annotated[int, typer.Option("--envs", "--num-envs", min=1, help="How many of it.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
 
+_TRIAL = Deadlines(reset=60.0, step=30.0)
+_TRIAL_STEPS = 20
+
 # What is said on the way goes to stderr, so that stdout is the result alone. What an env says is shown as it is.
 plain_console = partial(Console, markup=False, highlight=False)
 
@@ -38,7 +42,9 @@ def refuse(text: str) -> NoReturn:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its type."""
+    """Return the first line of what an error says, or its type; of several errors that of the first."""
+    if isinstance(error, EnvsFailedError):
+        return first_line(next(iter(error.failures.values())))
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -63,15 +69,13 @@ def env_function(env: str, env_kwargs: str) -> EnvFn:
 
 
 def working_env_function(env: str, env_kwargs: str) -> EnvFn:
-    """Return the same; end the command if the env cannot be built in a process of its own."""
+    """Return the same; end the command if the env cannot be built, reset and stepped in a process of its own."""
     env_fn = env_function(env, env_kwargs)
-    worker = SubprocessEnv(env_fn, restart=RAISE, reports="")
     try:
-        worker.initialize()
+        with SubprocessEnv(env_fn, restart=RAISE, deadlines=_TRIAL, reports="") as worker:
+            walk(worker, _TRIAL_STEPS, seconds=1.0)
     except MultienvError as error:
-        refuse(f"{env} cannot be made: {first_line(error)} `multienv doctor {env}` says more.")
-    finally:
-        worker.close()
+        refuse(f"{env} does not work: {first_line(error)} `multienv doctor {env}` says more.")
     return env_fn
 
 
