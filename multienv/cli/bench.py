@@ -20,6 +20,7 @@ from multienv.cli.options import (
     JsonOption,
     KwargsOption,
     NumEnvsOption,
+    at_work,
     first_line,
     plain_console,
     refuse,
@@ -55,9 +56,9 @@ def bench(
     peers = _peers(against)
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         refuse('--plot needs matplotlib: pip install -e ".[plot]" in a checkout of multienv.')
-    env_fn = working_env_function(env, env_kwargs)
     load = os.getloadavg()[0]
-    with plain_console(stderr=True).status("building ...") as status:
+    with at_work("building ...", as_json=as_json) as status:
+        env_fn = working_env_function(env, env_kwargs)
         try:
             result = measure(env_fn, num_envs, peers, seconds=seconds, repeats=repeats, told=status.update)
         except MultienvError as error:

@@ -13,6 +13,7 @@ from multienv.cli.options import (
     JsonOption,
     KwargsOption,
     NumEnvsOption,
+    at_work,
     first_line,
     plain_console,
     refuse,
@@ -51,8 +52,8 @@ def chaos(
     multienv chaos my_envs:make_my_env --kills 50 --no-snapshots
     """
     policy = RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000)
-    env_fn = working_env_function(env, env_kwargs)
-    with plain_console(stderr=True).status("building ...") as status:
+    with at_work("building ...", as_json=as_json) as status:
+        env_fn = working_env_function(env, env_kwargs)
         try:
             result = run_chaos(
                 env_fn,

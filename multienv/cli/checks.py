@@ -37,7 +37,7 @@ _STEPS, _SECONDS = 200, 1.0
 # Given to a snapshot to be announced before its worker is killed, seconds.
 _ANNOUNCED = 0.05
 # Least and most episodes before the count of what an env leaks begins, and the seconds spent on them.
-_FEWEST_EPISODES, _MOST_EPISODES, _EPISODES_SECONDS = 5, 50, 0.5
+_FEWEST_EPISODES, _MOST_EPISODES, _EPISODES_SECONDS = 3, 50, 0.5
 _EPISODE_STEPS = 20
 # Bytes of resident memory that come and go in a process that leaks nothing.
 _NOISE = 256 * 2**10
@@ -317,14 +317,15 @@ def leaks(patient: Patient) -> Finding:
     with patient.worker() as env:
         env.action_space.seed(0)
         env.reset(seed=0)
+        most = min(_EPISODE_STEPS, patient.first.steps)
         rounds, until = 0, time.monotonic() + _EPISODES_SECONDS
         while rounds < _FEWEST_EPISODES or (rounds < _MOST_EPISODES and time.monotonic() < until):
-            _episode(env)
+            _episode(env, most)
             rounds += 1
         counts = [_usage(_pid(env))]
         for _ in range(3):
             for _ in range(rounds):
-                _episode(env)
+                _episode(env, most)
             counts.append(_usage(_pid(env)))
     found = []
     for place, (name, noise) in enumerate(_COUNTED.items()):
@@ -465,9 +466,9 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _episode(env: SubprocessEnv) -> None:
+def _episode(env: SubprocessEnv, most: int) -> None:
     env.reset()
-    for _ in range(_EPISODE_STEPS):
+    for _ in range(most):
         _, _, terminated, truncated, _ = env.step(env.action_space.sample())
         if terminated or truncated:
             return

@@ -15,6 +15,7 @@ from multienv.cli.options import (
     EnvArgument,
     JsonOption,
     KwargsOption,
+    at_work,
     env_function,
     plain_console,
     vector_env_code,
@@ -49,12 +50,11 @@ def doctor(
 
     multienv doctor my_envs.py:MyEnv --env-kwargs '{"size": 4}'
     """
-    env_fn = env_function(env, env_kwargs)
     deadlines = Deadlines(
         start=reset_deadline, reset=reset_deadline, step=step_deadline, call=reset_deadline, recovery=reset_deadline
     )
-    patient, console = Patient(env, env_fn, deadlines), plain_console()
-    with plain_console(stderr=True).status(f"examining {env} ..."):
+    patient, console = Patient(env, env_function(env, env_kwargs), deadlines), plain_console()
+    with at_work(f"examining {env} ...", as_json=as_json):
         rows = examine(patient, lambda row: None if as_json else _show(console, row))
     is_broken = rows[-1].verdict == "broken"
     verdict = "broken" if is_broken else "recoverable" if patient.verdict == "ok" else "truncates"

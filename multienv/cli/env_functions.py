@@ -51,7 +51,8 @@ def named(name: str, **arguments: Any) -> EnvFn:
     if callable(function):
         return partial(function, **arguments) if arguments else function
     if rest in gymnasium.registry:
-        return partial(gymnasium.make, rest, **arguments)
+        full = rest if module is None else f"{module.__name__}:{rest}"  # imports the module in workers too
+        return partial(gymnasium.make, full, **arguments)
     known = list(gymnasium.registry) if module is None else [*vars(module), *gymnasium.registry]
     similar = difflib.get_close_matches(rest, known, 1)
     guess = f" Did you mean {where + ':' if where else ''}{similar[0]}?" if similar else f" Give {_FORMS}."

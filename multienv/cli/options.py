@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from multienv import SubprocessEnv
 from multienv.cli.env_functions import EnvFn, code_of, named
@@ -61,7 +65,6 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
 
 def env_function(env: str, env_kwargs: str) -> EnvFn:
     """Return a function that builds the env, by its name on the command line; end the command if there is none."""
-    quiet()
     try:
         return named(env, **arguments_of(env_kwargs))
     except UsageError as error:
@@ -79,9 +82,24 @@ def working_env_function(env: str, env_kwargs: str) -> EnvFn:
     return env_fn
 
 
-def quiet() -> None:
-    """Keep warnings of losses from the terminal: those of these commands are meant, and counted."""
-    logging.getLogger("multienv").setLevel(logging.ERROR)
+@contextlib.contextmanager
+def at_work(doing: str, *, as_json: bool) -> Iterator[Status]:
+    """Show on stderr what is being done, and keep from the terminal what would only disturb.
+
+    These are warnings of losses, which are meant here; and with ``as_json`` what envs print, which goes to stderr.
+    """
+    logger, saved = logging.getLogger("multienv"), os.dup(1)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    if as_json:
+        os.dup2(2, 1)
+    try:
+        with plain_console(stderr=True).status(doing) as status:
+            yield status
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        logger.setLevel(level)
 
 
 def vector_env_code(env: str, env_kwargs: str, num_envs: int, options: str) -> str:
