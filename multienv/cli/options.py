@@ -105,4 +105,10 @@ def at_work(doing: str, *, as_json: bool) -> Iterator[Status]:
 def vector_env_code(env: str, env_kwargs: str, num_envs: int, options: str) -> str:
     """Return the lines of Python that make a vector env of it, with these options of its constructor."""
     first, env_fn = code_of(env, **arguments_of(env_kwargs))
-    return f"{first}\nenvs = SubprocessVectorEnv([{env_fn}] * {num_envs}{options and ', '}{options})"
+    names = [name for name in ("Deadlines", "RestartPolicy") if f"{name}(" in options]
+    lines = [
+        first,
+        f"from multienv import {', '.join([*names, 'SubprocessVectorEnv'])}",
+        f"envs = SubprocessVectorEnv([{env_fn}] * {num_envs}{options and ', '}{options})",
+    ]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Envs that a doctor has something to say of. No module of the tests imports this: the command finds it as a file."""
+"""Envs that the commands have something to say of. No test imports this: the commands find it as a file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import threading
 from typing import Any
 
 from kit import CounterEnv, Fault, FaultyEnv
-
-
-class Good(CounterEnv):
-    """Nothing is wrong with it."""
 
 
 class FromLock(CounterEnv):
@@ -28,20 +24,12 @@ class Chance(CounterEnv):
         return int.from_bytes(os.urandom(3), "little") / 2**24
 
 
-class Threaded(CounterEnv):
-    """Has a thread from its construction on."""
+class LeakyWithThread(CounterEnv):
+    """Keeps a descriptor open for each episode, and has a thread from its construction on."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, horizon: int = 10) -> None:
+        super().__init__(horizon=horizon)
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-
-
-class ThreadedChance(Chance, Threaded):
-    """Both: there is no way back."""
-
-
-class Leaky(CounterEnv):
-    """Keeps a descriptor open for each episode."""
 
     def reset(self, **options: Any) -> Any:
         os.dup(2)
@@ -63,5 +51,4 @@ unpicklable = functools.partial(FromLock, threading.Lock())
 hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
 segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
 raising = functools.partial(FaultyEnv, fault=Fault("raise", "reset"))
-exiting = functools.partial(FaultyEnv, fault=Fault("exit", "construct"))
-nothing = functools.partial(dict)
+no_env = functools.partial(dict, a=1)
