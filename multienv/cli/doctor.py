@@ -53,9 +53,9 @@ def doctor(
     deadlines = Deadlines(
         start=reset_deadline, reset=reset_deadline, step=step_deadline, call=reset_deadline, recovery=reset_deadline
     )
-    patient, console = Patient(env, env_function(env, env_kwargs), deadlines), plain_console()
-    with at_work(f"examining {env} ...", as_json=as_json):
-        rows = examine(patient, lambda row: None if as_json else _show(console, row))
+    patient = Patient(env, env_function(env, env_kwargs), deadlines)
+    with at_work(f"examining {env} ...", as_json=as_json) as status:
+        rows = examine(patient, lambda row: None if as_json else _show(status.console, row))
     is_broken = rows[-1].verdict == "broken"
     verdict = "broken" if is_broken else "recoverable" if patient.verdict == "ok" else "truncates"
     code = "" if is_broken else vector_env_code(env, env_kwargs, 8, options_for(patient))
@@ -70,7 +70,7 @@ def doctor(
         }
         print(json.dumps(document, indent=1))
     else:
-        _conclude(console, verdict, code)
+        _conclude(plain_console(), verdict, code)
     raise typer.Exit({"recoverable": 0, "truncates": 1, "broken": 2}[verdict])
 
 

@@ -175,7 +175,7 @@ def _of_stable_baselines3(env_fns: list[EnvFn]) -> Iterator[Contender]:
 
     from multienv.adapters.stable_baselines3 import SubprocessVecEnv
 
-    yield Contender("multienv for SB3", "SubprocessVecEnv(env_fns)", partial(SubprocessVecEnv, env_fns, reports=""))
+    yield Contender("multienv", "SubprocessVecEnv(env_fns)", partial(SubprocessVecEnv, env_fns, reports=""))
     yield Contender("SB3", "SubprocVecEnv(env_fns)", partial(SubprocVecEnv, env_fns, start_method="forkserver"))
     yield Contender("SB3", "DummyVecEnv(env_fns)", partial(DummyVecEnv, env_fns), is_local=True)
 

@@ -35,7 +35,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 _TRIAL = Deadlines(reset=60.0, step=30.0)
 _TRIAL_STEPS = 20
 
-# What is said on the way goes to stderr, so that stdout is the result alone. What an env says is shown as it is.
+# What an env says is shown as it is.
 plain_console = partial(Console, markup=False, highlight=False)
 
 
@@ -84,9 +84,10 @@ def working_env_function(env: str, env_kwargs: str) -> EnvFn:
 
 @contextlib.contextmanager
 def at_work(doing: str, *, as_json: bool) -> Iterator[Status]:
-    """Show on stderr what is being done, and keep from the terminal what would only disturb.
+    """Show on a terminal what is being done, and keep from it what would only disturb.
 
-    These are warnings of losses, which are meant here; and with ``as_json`` what envs print, which goes to stderr.
+    These are warnings of losses, which are meant here; and with ``as_json`` what envs print, which goes to stderr. What
+    is printed meanwhile goes through the console of the status, which makes room for it.
     """
     logger, saved = logging.getLogger("multienv"), os.dup(1)
     level = logger.level
@@ -94,7 +95,7 @@ def at_work(doing: str, *, as_json: bool) -> Iterator[Status]:
     if as_json:
         os.dup2(2, 1)
     try:
-        with plain_console(stderr=True).status(doing) as status:
+        with plain_console(stderr=as_json).status(doing) as status:
             yield status
     finally:
         os.dup2(saved, 1)
