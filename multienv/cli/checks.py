@@ -262,7 +262,7 @@ def forks(patient: Patient) -> Finding:
     patient.ways["snapshot"] = struck.outcome if by_snapshot else "none"
     if by_snapshot and struck.outcome == "exact":
         return Finding("ok", f"a killed worker comes back from its snapshot, exact, in {in_words(struck.seconds[0])}")
-    if by_snapshot:
+    if struck.outcome == "differs" and by_snapshot:
         return Finding(
             "note",
             f"after a snapshot was woken {struck.walk.differs_at(patient.first)} differs silently",
@@ -307,7 +307,10 @@ def state(patient: Patient) -> Finding:
     """Take its state, and put it into a newly built one."""
     trip = in_worker(state_round_trip, patient.env_fn, min(100, patient.first.steps), seconds=4 * _longest(patient))
     if not trip.reason:
-        return Finding("ok", f"{size_in_words(trip.size)}; a new env that is given it goes on the same")
+        return Finding(
+            "ok",
+            f"a new env that is given it ({size_in_words(trip.size)}) goes on the same: replays may begin there",
+        )
     return Finding(
         "note",
         f"not from its state: {trip.reason}",
@@ -353,9 +356,10 @@ def leaks(patient: Patient) -> Finding:
 
 def orphans(patient: Patient) -> Finding:
     """Kill the worker with SIGKILL, and look for the processes that its env had started."""
+    others = descendants(os.getpid())
     with patient.worker() as env:
         walk(env, min(20, patient.first.steps))
-        started = descendants(_pid(env))
+        started = descendants(os.getpid()) - others - {_pid(env)}  # also those that are no longer its children
         send(_pid(env), "SIGKILL")
         until = time.monotonic() + _GONE_WITHIN
         while any(map(is_alive, started)) and time.monotonic() < until:
@@ -365,7 +369,7 @@ def orphans(patient: Patient) -> Finding:
         kill(left)
     if left:
         return Finding("note", f"outlive their worker: {', '.join(names)}", "Have them end when their parent is gone.")
-    return Finding("ok", "none" if not started else f"none: its {len(started)} processes ended with it")
+    return Finding("ok", f"none: all {len(started)} that it had started ended with it" if started else "none")
 
 
 # --- what a loss costs ----------------------------------------------------------------------------
