@@ -33,7 +33,7 @@ Verdict = Literal["ok", "note", "truncates", "broken"]
 Outcome = Literal["exact", "truncated", "differs", "none"]
 
 # Of the first walk; the later ones take as many steps as that took.
-_STEPS, _SECONDS = 200, 1.0
+_STEPS, _SECONDS = 200, 2.0
 # Given to a snapshot to be announced before its worker is killed, seconds.
 _ANNOUNCED = 0.05
 # Walks until a snapshot was there when its worker was killed.
@@ -445,10 +445,12 @@ def strike(patient: Patient, manner: KillManner, before: Sequence[int], **option
 def _cost(patient: Patient, struck: Struck, took: str) -> Finding:
     if struck.outcome == "exact":
         return Finding("ok", f"costs nothing; {took}")
-    if patient.verdict == "ok":  # a snapshot was not there yet, for one
-        return Finding("note", f"costs nothing where there is a snapshot, else the rest of its episode; {took}")
+    is_recoverable = patient.verdict == "ok"
     if struck.outcome == "differs":
-        return Finding("truncates", f"costs a silent difference; {took}", "See `replays` above.")
+        verdict: Verdict = "note" if is_recoverable else "truncates"
+        return Finding(verdict, f"costs a silent difference; {took}", "Use the options below.")
+    if is_recoverable:  # a snapshot was not there yet, for one
+        return Finding("note", f"costs nothing where there is a snapshot, else the rest of its episode; {took}")
     return Finding("truncates", f"costs the rest of its episode (truncated=True); {took}")
 
 

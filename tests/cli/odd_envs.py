@@ -47,6 +47,17 @@ class Forked(CounterEnv):
         return float(os.getpid() != self.born)
 
 
+class ForkedLate(Forked):
+    """Shows it too late for the replay that follows a fork."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.horizon = None
+
+    def _next_draw(self) -> float:
+        return super()._next_draw() if self.episode_step > 180 else 0.0
+
+
 unpicklable = functools.partial(FromLock, threading.Lock())
 hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
 segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))

@@ -56,6 +56,15 @@ def test_an_env_that_draws_from_elsewhere_truncates() -> None:
     ]  # fmt: skip
 
 
+def test_an_env_that_is_another_one_after_a_fork_is_run_without_snapshots() -> None:
+    result, told = run("doctor", f"{ODD_ENVS}:ForkedLate", "--json")
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in told["checks"]}
+    assert {name for name, row in rows.items() if row["verdict"] != "ok"} <= {"forks", "a dead worker", "a hung worker"}
+    assert rows["forks"]["meaning"] == "after a snapshot was woken step 181 differs silently"
+    assert "restart=RestartPolicy(snapshots=False)" in told["code"]
+
+
 @pytest.mark.parametrize(
     ("env", "check", "meaning", "detail"),
     [
