@@ -43,9 +43,10 @@ def bench(
 ) -> None:
     """Measure how fast a batch of an env steps: which layout is best, and how near is it to what the cores can do?
 
-    All contenders are built first, then they step in turns, random actions and autoreset included; a ratio is the
-    median over the turns. The limit is what the cores can do: a process on each, that steps the env and does nothing
-    else. Run it on an idle machine.
+    All contenders are built first, then they step in turns, with random actions.
+    Ratios and shares are medians over the turns. Run it on an idle machine.
+
+    The limit is what the cores can do: a process on each steps an env, and nothing else.
 
     For example:
 

@@ -40,10 +40,12 @@ def chaos(
 ) -> None:
     """Step an env while its workers are killed, and hold every transition against an undisturbed run.
 
-    Workers are killed, crashed and stopped at random moments. An episode that could not be brought back exactly ends
-    with a reason.
+    Workers are killed, crashed and stopped at random moments.
+    An episode that could not be brought back exactly ends with a reason.
 
-    Exit code 0: nothing differed silently. 1: something did. 2: the env itself is not deterministic, or cannot be made.
+    Exit code 0: nothing differed silently.
+    1: something did.
+    2: the env itself is not deterministic, does not work, or there is none.
 
     For example:
 

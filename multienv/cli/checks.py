@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -20,12 +21,12 @@ import cloudpickle
 
 from multienv import SubprocessEnv
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import EnvFnError, WorkerLostError
+from multienv.errors import EnvFnError, MultienvError, WorkerLostError
 from multienv.events import Recovery, Statistics
 from multienv.processes.leftovers import kill
 from multienv.recovery.record import resident_bytes
 from multienv.testing.killer import KillManner, send
-from multienv.testing.probe import RAISE, Times, Walk, in_worker, state_round_trip, times, walk
+from multienv.testing.probe import RAISE, RoundTrip, Times, Walk, in_worker, state_round_trip, times, walk
 from multienv.testing.processes import descendants, is_alive
 from multienv.testing.side_by_side import EnvFn
 
@@ -68,7 +69,7 @@ class Row(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Is a :class:`Row` without its name and detail."""
+    """Tells what a check says of its row: see :class:`Row`."""
 
     verdict: Verdict
     meaning: str
@@ -87,7 +88,7 @@ class Patient:
         again: Whether another process walks the same.
         times: How long what takes; ``None``: not known yet.
         ways: What recovery by a snapshot and by the journal came to.
-        leaks: What it leaks.
+        leaks: Whether it leaks.
     """
 
     name: str
@@ -155,6 +156,8 @@ def _failed(name: str, patient: Patient, error: Exception) -> Row:
     """Return the row of a check that raised: what happened, and where in the env."""
     text = (str(error) or type(error).__name__).splitlines()[0]
     advice, detail = "Run it without multienv, and mend that first.", str(getattr(error, "remote_traceback", ""))
+    if not isinstance(error, MultienvError):
+        detail = "".join(traceback.format_exception(error))
     if isinstance(error, WorkerLostError | EnvFnError):
         text = text.partition(". ")[0].rstrip(".")  # what follows is for the caller of multienv
     if isinstance(error, EnvFnError):
@@ -305,7 +308,11 @@ def replays(patient: Patient) -> Finding:
 
 def state(patient: Patient) -> Finding:
     """Take its state, and put it into a newly built one."""
-    trip = in_worker(state_round_trip, patient.env_fn, min(100, patient.first.steps), seconds=4 * _longest(patient))
+    few = min(100, patient.first.steps)
+    try:
+        trip = in_worker(state_round_trip, patient.env_fn, few, seconds=_longest(patient))
+    except MultienvError as error:  # of two envs in one process, for one
+        trip = RoundTrip(str(error).splitlines()[0], 0)
     if not trip.reason:
         return Finding(
             "ok",

@@ -40,9 +40,11 @@ def doctor(
 ) -> None:
     """Examine an env: does it survive the death of its process, and what does that cost?
 
-    The env runs in processes of their own, which are killed and stopped for real. Nothing it does harms this one.
+    The env runs in processes of their own, which are killed and stopped for real.
 
-    Exit code 0: a lost worker is recovered from exactly. 1: its episode is truncated. 2: multienv cannot run the env.
+    Exit code 0: a lost worker is recovered from exactly.
+    1: its episode is truncated.
+    2: multienv cannot run the env, or there is no such env.
 
     For example:
 
@@ -53,8 +55,8 @@ def doctor(
     deadlines = Deadlines(
         start=reset_deadline, reset=reset_deadline, step=step_deadline, call=reset_deadline, recovery=reset_deadline
     )
-    patient = Patient(env, env_function(env, env_kwargs), deadlines)
     with at_work(f"examining {env} ...", as_json=as_json) as status:
+        patient = Patient(env, env_function(env, env_kwargs), deadlines)
         rows = examine(patient, lambda row: None if as_json else _show(status.console, row))
     is_broken = rows[-1].verdict == "broken"
     verdict = "broken" if is_broken else "recoverable" if patient.verdict == "ok" else "truncates"

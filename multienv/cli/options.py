@@ -24,6 +24,7 @@ from multienv.testing.probe import RAISE, walk
 EnvArgument = Annotated[
     str,
     typer.Argument(
+        metavar="ENV",
         help="The env: an id; module:id where a module registers it; module:function or module:Class; "
         "file.py:function or file.py:Class. Modules of the current directory are found.",
     ),
