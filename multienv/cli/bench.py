@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from multienv.cli.measuring import PEERS, Bench, measure
+from multienv.cli.measuring import PEERS, WORTH_IT, Bench, measure
 from multienv.cli.options import (
     EnvArgument,
     JsonOption,
@@ -127,7 +127,7 @@ def _show(console: Console, title: str, result: Bench, code: str) -> None:
     killed = 1000 * statistics.median(result.kills)
     how = "exactly" if result.exact == len(result.kills) else f"{result.exact} of {len(result.kills)} exactly"
     console.print(f"From SIGKILL to the next step: {killed:.0f} ms, recovered {how}.")
-    if any(one.is_local and result.ratio(one, best) > 1 for one in result.contenders):
+    if any(one.is_local and result.ratio(one, best) > WORTH_IT for one in result.contenders):
         console.print("In this very process it is faster: from processes this env gains nothing but survival.")
     console.print("Recommended:")
     for line in code.splitlines():

@@ -31,7 +31,7 @@ PEERS = ("gymnasium", "sb3")
 # Of each contender before the first turn, seconds.
 _WARM_UP = 0.1
 # Another layout than "auto" must be faster by so much to be recommended.
-_WORTH_IT = 1.05
+WORTH_IT = 1.05
 _KILLS = 5
 
 
@@ -79,7 +79,7 @@ class Bench:
         """Return the fastest layout of SubprocessVectorEnv, or ``"auto"`` where it is as good."""
         auto, *others = (one for one in self.contenders if one.options is not None)
         best = max([auto, *others], key=lambda one: statistics.median(one.rates))
-        return best if self.ratio(best, auto) > _WORTH_IT else auto
+        return best if self.ratio(best, auto) > WORTH_IT else auto
 
     def ratio(self, one: Contender, other: Contender) -> float:
         """Return how many times as fast one is: the median over the turns."""
