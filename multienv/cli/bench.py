@@ -1,44 +1,152 @@
-"""Measure how fast a batch of an env steps in this process, and in workers with one, some or all of the envs each."""
+"""``multienv bench``: measures a batch of an env in several layouts, and recommends one."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 
-from gymnasium.vector import SyncVectorEnv
+import typer
+from rich.console import Console
+from rich.table import Table
 
-from multienv import SubprocessVectorEnv
-from multienv.cli.env_functions import EnvFn
+from multienv.cli.measuring import PEERS, WORTH_IT, Bench, measure
+from multienv.cli.options import (
+    EnvArgument,
+    JsonOption,
+    KwargsOption,
+    NumEnvsOption,
+    at_work,
+    first_line,
+    plain_console,
+    refuse,
+    vector_env_code,
+    working_env_function,
+)
+from multienv.cores import cores
+from multienv.errors import MultienvError
 
-# Steps before the clock starts.
-_WARM_UP = 20
+
+def bench(
+    env: EnvArgument,
+    num_envs: NumEnvsOption = 8,
+    against: Annotated[str, typer.Option(help="gymnasium, sb3, both with a comma, or none.")] = "gymnasium",
+    seconds: Annotated[float, typer.Option(min=0.01, help="How long each turn takes.")] = 0.25,
+    repeats: Annotated[int, typer.Option(min=1, help="How many turns each contender has.")] = 7,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result into this file.", metavar="FILE")] = None,
+    env_kwargs: KwargsOption = "{}",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how fast a batch of an env steps: which layout is best, and how near is it to what the cores can do?
+
+    All contenders are built first, then they step in turns, with random actions.
+    Ratios and shares are medians over the turns. Run it on an idle machine.
+
+    The limit is what the cores can do: a process on each steps an env, and nothing else.
+
+    For example:
+
+    multienv bench CartPole-v1 --envs 32
+
+    multienv bench my_envs.py:MyEnv --against gymnasium,sb3 --plot bench.png
+    """
+    peers = _peers(against)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        refuse('--plot needs matplotlib: pip install -e ".[plot]" in a checkout of multienv.')
+    load = os.getloadavg()[0]
+    with at_work("building ...", as_json=as_json) as status:
+        env_fn = working_env_function(env, env_kwargs)
+        try:
+            result = measure(env_fn, num_envs, peers, seconds=seconds, repeats=repeats, told=status.update)
+        except MultienvError as error:
+            refuse(f"{env} cannot be measured: {first_line(error)} `multienv doctor {env}` says more.")
+    code = vector_env_code(env, env_kwargs, num_envs, result.recommended.options or "")
+    if as_json:
+        print(json.dumps({"env": env, "num_envs": num_envs, **_document(result), "code": code}, indent=1))
+    else:
+        if load > len(cores()):
+            print(f"This machine is busy (load {load:.0f}): do not trust these figures.", file=sys.stderr)
+        _show(plain_console(), f"{env} × {num_envs} on {len(cores())} cores", result, code)
+    if plot is not None:
+        _draw(plot, f"{env} × {num_envs}", result)
 
 
-def measure(env_fn: EnvFn, num_envs: int, seconds: float) -> dict[str, float]:
-    """Step ``num_envs`` envs for so many seconds in each way; return the env steps a second of each way."""
-    env_fns = [env_fn] * num_envs
-    ways: dict[str, Callable[[], Any]] = {"SyncVectorEnv(env_fns)": partial(SyncVectorEnv, env_fns)}
-    for each in ("auto", *(few for few in (1, 2, 4, 8, 16, 32) if few < num_envs), num_envs):
-        shown = f'"{each}"' if each == "auto" else each
-        make = partial(SubprocessVectorEnv, env_fns, envs_per_worker=each, reports="")
-        ways[f"SubprocessVectorEnv(env_fns, envs_per_worker={shown})"] = make
-    return {way: _rate(make(), seconds) for way, make in ways.items()}
+def _peers(against: str) -> list[str]:
+    peers = [one.strip() for one in against.split(",") if one.strip() not in ("", "none")]
+    for one in peers:
+        if one not in PEERS:
+            refuse(f"--against {against}: choose some of {', '.join(PEERS)}, with a comma between them, or none.")
+    if "sb3" in peers and importlib.util.find_spec("stable_baselines3") is None:
+        refuse('--against sb3 needs Stable-Baselines3: pip install -e ".[sb3]" in a checkout of multienv.')
+    return peers
 
 
-def _rate(batch: Any, seconds: float) -> float:
-    try:
-        batch.reset(seed=0)
-        batch.action_space.seed(0)
-        # Drawn before: to sample takes longer than many a step.
-        actions = [batch.action_space.sample() for _ in range(64)]
-        for step in range(_WARM_UP):
-            batch.step(actions[step])
-        began, steps = time.perf_counter(), 0
-        while (taken := time.perf_counter() - began) < seconds:
-            batch.step(actions[steps % 64])
-            steps += 1
-        return float(steps * batch.num_envs / taken)
-    finally:
-        batch.close()
+def _document(result: Bench) -> dict[str, Any]:
+    best = result.recommended
+    contenders = [
+        {
+            "package": one.package,
+            "name": one.name,
+            "steps_per_second": statistics.median(one.rates),
+            "share_of_limit": result.share(one),
+            "recommended_is_faster_by": result.ratio(best, one),
+            "rates": one.rates,
+        }
+        for one in result.contenders
+    ]
+    return {
+        "contenders": contenders,
+        "left_out": result.left_out,
+        "limit": {"steps_per_second": statistics.median(result.limit), "rates": result.limit, "cores": len(cores())},
+        "time": {"env_steps": result.share(best), "everything_else": 1 - result.share(best)},
+        "kill_to_next_step": {"seconds": result.kills, "exact": result.exact},
+        "recommended": best.name,
+    }
+
+
+def _show(console: Console, title: str, result: Bench, code: str) -> None:
+    best = result.recommended
+    table = Table("", title, box=None, pad_edge=False)
+    for header in ("steps/s", "of the limit", "recommended is faster by"):
+        table.add_column(header, justify="right")
+    for one in sorted(result.contenders, key=result.share, reverse=True):
+        ratio = "" if one is best else f"{result.ratio(best, one):.2f} ×"
+        row = (one.package, one.name, f"{statistics.median(one.rates):,.0f}", f"{result.share(one):.2f}", ratio)
+        table.add_row(*row, style="bold" if one is best else "")
+    table.add_row("limit", "each core steps an env and nothing else", f"{statistics.median(result.limit):,.0f}", "1.00")
+    console.print(table)
+    for name, why in result.left_out.items():
+        console.print(f"Left out: {name}: {why}", style="yellow")
+    console.print()
+    share = min(1.0, result.share(best))
+    console.print(f"Where the time goes: {share:.0%} into env steps, {1 - share:.0%} into everything else.")
+    killed = 1000 * statistics.median(result.kills)
+    how = "exactly" if result.exact == len(result.kills) else f"{result.exact} of {len(result.kills)} exactly"
+    console.print(f"From SIGKILL to the next step: {killed:.0f} ms, recovered {how}.")
+    if any(one.is_local and result.ratio(one, best) > WORTH_IT for one in result.contenders):
+        console.print("In this very process it is faster: from processes this env gains nothing but survival.")
+    console.print("Recommended:")
+    for line in code.splitlines():
+        console.print(f"    {line}", soft_wrap=True)
+
+
+def _draw(path: Path, title: str, result: Bench) -> None:
+    """Draw the share of the limit of each contender as a bar."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ordered = sorted(result.contenders, key=result.share)
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.4 * len(ordered)), layout="constrained")
+    colours = ["tab:blue" if one.package.startswith("multienv") else "tab:gray" for one in ordered]
+    axes.barh([f"{one.package}: {one.name}" for one in ordered], [result.share(one) for one in ordered], color=colours)
+    axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("share of the limit")
+    axes.set_title(title)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

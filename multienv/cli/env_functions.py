@@ -1,14 +1,18 @@
-"""Find what builds an env: a registered id, a function of a module, or the ``env_fn`` pickled in a crash report."""
+"""Find what builds an env: an id, a function or class of a module or file, or the ``env_fn`` of a crash report."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -19,6 +23,7 @@ from multienv.errors import ReportError, UsageError
 from multienv.reports.read import Report
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
+_FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"
 _HOW_TO_BUILD = (
     "Give --env ID, --env module:ID or --env module:function with what builds it; or --trust, which runs the report's "
     "own env_fn, if you know who wrote the report."
@@ -26,25 +31,75 @@ _HOW_TO_BUILD = (
 
 
 def named(name: str, **arguments: Any) -> EnvFn:
-    """Return a function that builds the env of an id, ``module:id`` or ``module:function``, with these arguments.
+    """Return a function that builds an env.
+
+    It is pickled by its name: modules, and the directories of files, are on the import path of workers too.
+
+    Args:
+        name: An id, ``module:id``, ``module:function``, ``module:Class``, ``file.py:function`` or ``file.py:Class``.
+            Modules are looked for in the current directory too.
+        arguments: For the function or the env.
 
     Raises:
-        UsageError: There is no such module, function or id.
+        UsageError: There is no such module, file, function or id.
     """
-    module_name, _, rest = name.rpartition(":")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` has it
-    try:
-        module = importlib.import_module(module_name) if module_name else None
-    except ImportError as error:
-        raise UsageError(f"{name}: {module_name} cannot be imported: {error}.") from error
-    if rest in gymnasium.registry:
-        return partial(gymnasium.make, rest, **arguments)
+    where, _, rest = name.rpartition(":")
+    if rest.endswith(".py"):
+        raise UsageError(f"{name} is a file: say what builds the env in it: {name}:make_env or {name}:MyEnv.")
+    module = _module(where, name) if where else None
     function = getattr(module, rest, None)
-    if not callable(function):
-        where = f"{module_name} has no such function, nor" if module_name else "there is no ':' in it, nor"
-        raise UsageError(f"{name}: {where} is an env of that id registered. Give ID, module:ID or module:function.")
-    return partial(function, **arguments)
+    if callable(function):
+        return partial(function, **arguments) if arguments else function
+    if rest in gymnasium.registry:
+        full = rest if module is None else f"{module.__name__}:{rest}"  # imports the module in workers too
+        return partial(gymnasium.make, full, **arguments)
+    known = list(gymnasium.registry) if module is None else [*vars(module), *gymnasium.registry]
+    similar = difflib.get_close_matches(rest, known, 1)
+    guess = f" Did you mean {where + ':' if where else ''}{similar[0]}?" if similar else f" Give {_FORMS}."
+    nothing = "no" if module is None else f"{where} has no such function or class, and no"
+    raise UsageError(f"{name}: {nothing} env of that id is registered.{guess}")
+
+
+def code_of(name: str, **arguments: Any) -> tuple[str, str]:
+    """Return what to write in a program: the import, and the function that builds the env of :func:`named`."""
+    where, _, rest = name.rpartition(":")
+    told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    module = Path(where).stem if where.endswith(".py") else where
+    if where and callable(getattr(sys.modules.get(module), rest, None)):
+        return f"from {module} import {rest}", f"lambda: {rest}({told})" if arguments else rest
+    more = f", {told}" if told else ""
+    full = f"{module}:{rest}" if where else rest
+    return "import gymnasium", f'lambda: gymnasium.make("{full}"{more})'
+
+
+def _module(where: str, name: str) -> ModuleType:
+    """Import a module, or a file as a module by its name, as ``python file.py`` would find it.
+
+    Raises:
+        UsageError: It cannot be imported.
+    """
+    path = Path(where)
+    is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
+        raise UsageError(f"{name}: there is no file {where}.")
+    directory = str(path.resolve().parent) if is_file else os.getcwd()
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        module = importlib.import_module(path.stem if is_file else where)
+    except (Exception, SystemExit) as error:  # an import runs foreign code
+        place = next((f" ({frame.filename}, line {frame.lineno})" for frame in _frames(error)), "")
+        raise UsageError(f"{name}: {where} cannot be imported: {type(error).__name__}: {error}{place}.") from error
+    if is_file and not (module.__file__ and path.samefile(module.__file__)):
+        raise UsageError(f"{name}: another module has the name {path.stem}; rename the file.")
+    return module
+
+
+def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
+    """Yield the places that an import failed at, the innermost first, but for the machinery of imports."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    machinery = (__file__, importlib.__file__)
+    return (frame for frame in frames if not frame.filename.startswith("<") and frame.filename not in machinery)
 
 
 def env_functions(report: Report, env: str | None) -> tuple[EnvFn, ...]:

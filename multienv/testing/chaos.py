@@ -48,6 +48,8 @@ class Chaos:
         seconds: Those of each recovery, from the loss being noticed to the answer.
         inexact: Reasons given for episodes that were ended, or errors raised, because of a loss.
         mismatches: What differed silently from the undisturbed run; must be empty.
+        undisturbed: What differed without any strike, looked for where something differed: the env itself is not
+            deterministic, and nothing can be told of recovery. ``""``: nothing.
         usage: Before the first strike, and after the last.
     """
 
@@ -58,6 +60,7 @@ class Chaos:
     seconds: list[float] = field(default_factory=list)
     inexact: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
+    undisturbed: str = ""
     usage: list[Usage] = field(default_factory=list)
 
     @property
@@ -95,7 +98,8 @@ def run_chaos(
     """Step ``MultiEnv`` over some envs while workers are struck, beside the same envs in this process.
 
     Both get the same seed at the first reset, none later, and the same random actions. When an episode is ended by a
-    loss, or a difference is found, all envs are built anew and go on with another seed.
+    loss, or a difference is found, all envs are built anew and go on with another seed. After a difference the same
+    steps are taken without strikes: an env that differs then too ends the run.
 
     Args:
         env_fn: Builds the env, deterministic under its seed.
@@ -128,7 +132,8 @@ def run_chaos(
                 return []
         return [worker]
 
-    while goes_on() and len(chaos.mismatches) < ENOUGH_MISMATCHES:
+    while goes_on() and len(chaos.mismatches) < ENOUGH_MISMATCHES and not chaos.undisturbed:
+        before = chaos.steps
         with SideBySide(env_fn, make, num_envs, attempt) as pair:
             chaos.usage = chaos.usage or [_usage()]
             try:
@@ -142,9 +147,21 @@ def run_chaos(
             except EnvsFailedError as failed:
                 chaos.inexact += [str(error) for error in failed.failures.values()]
             chaos.inexact += pair.reasons
-            if pair.mismatch:
-                chaos.mismatches.append(f"after {chaos.steps} steps (seed {attempt}): {pair.mismatch}")
             chaos.usage[1:] = [_usage()]
+        if pair.mismatch:
+            chaos.undisturbed = _undisturbed(env_fn, make, num_envs, attempt, (chaos.steps - before) // num_envs + 1)
+            if not chaos.undisturbed:
+                chaos.mismatches.append(f"after {chaos.steps} steps (seed {attempt}): {pair.mismatch}")
         attempt += 1000
     progress(chaos)
     return chaos
+
+
+def _undisturbed(env_fn: EnvFn, make: Callable[[], Sequence[Any]], num_envs: int, seed: int, steps: int) -> str:
+    """Return where the env in processes differs from the env in this process without any strike; ``""``: nowhere."""
+    with SideBySide(env_fn, make, num_envs, seed) as pair:
+        taken = 0
+        while taken < steps and pair.agree:
+            pair.step()
+            taken += 1
+    return pair.mismatch and f"after {taken} steps (seed {seed}): {pair.mismatch}"

@@ -115,8 +115,10 @@ def _array_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
 
 def _encode_any(space: spaces.Space[Any], segment: Segment, number: int, action: Any) -> None:
     def refused(what: str) -> Callable[[Exception], Exception]:
-        text = f"The action {shown(action)} cannot be {what}"
-        return lambda error: ActionError(f"{text}: {shown(error)}. Nothing was sent.")
+        # Not before it is refused: the text of an array takes longer than many a step.
+        return lambda error: ActionError(
+            f"The action {shown(action)} cannot be {what}: {shown(error)}. Nothing was sent."
+        )
 
     problem = foreign(lambda: misfit(space, action), refused("looked at"))
     if problem:

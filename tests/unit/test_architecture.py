@@ -30,10 +30,11 @@ FLOORS = [
     ["adapters"],
     ["testing"],
     ["cli"],
+    ["__main__"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ORDERED = {"errors": 0, "config": 1, "events": 2}  # inside the first line
-ON_TOP = {"adapters", "testing", "cli"}
+ON_TOP = {"adapters", "testing", "cli", "__main__"}
 MOST_FLOORS = 12
 # What extras install; imported where it is used, with an error that names the extra.
 HEAVY = ["typer", "rich", "torch", "stable_baselines3", "ray", "matplotlib", "moviepy", "cv2", "mujoco", "ale_py"]

@@ -1,0 +1,116 @@
+"""``multienv chaos``: kills for a while, beside an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from multienv.cli.options import (
+    EnvArgument,
+    JsonOption,
+    KwargsOption,
+    NumEnvsOption,
+    at_work,
+    first_line,
+    plain_console,
+    refuse,
+    working_env_function,
+)
+from multienv.config import Deadlines, RestartPolicy
+from multienv.errors import MultienvError
+from multienv.testing.chaos import Chaos, run_chaos
+
+
+def chaos(
+    env: EnvArgument,
+    num_envs: NumEnvsOption = 4,
+    kills: Annotated[int, typer.Option(min=1, help="End after so many workers lost.")] = 100,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="End after this time.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides actions, victims, manners and pauses.")] = 0,
+    env_kwargs: KwargsOption = "{}",
+    step_deadline: Annotated[float, typer.Option(help="Seconds after which a stopped worker counts as hung.")] = 0.5,
+    reset_deadline: Annotated[float, typer.Option(help="The same for a reset.")] = 5.0,
+    pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two strikes, in seconds.")] = 0.05,
+    snapshot_every: Annotated[int | None, typer.Option(min=1, help="Steps between two snapshots.")] = None,
+    snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or by replay alone.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Step an env while its workers are killed, and hold every transition against an undisturbed run.
+
+    Workers are killed, crashed and stopped at random moments.
+    An episode that could not be brought back exactly ends with a reason.
+
+    Exit code 0: nothing differed silently.
+    1: something did.
+    2: the env itself is not deterministic, does not work, or there is none.
+
+    For example:
+
+    multienv chaos CartPole-v1 --kills 200
+
+    multienv chaos my_envs:make_my_env --kills 50 --no-snapshots
+    """
+    policy = RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000)
+    with at_work("building ...", as_json=as_json) as status:
+        env_fn = working_env_function(env, env_kwargs)
+        try:
+            result = run_chaos(
+                env_fn,
+                num_envs=num_envs,
+                kills=kills,
+                seconds=float("inf") if minutes is None else 60 * minutes,
+                seed=seed,
+                interval=(0.0, pause),
+                progress=lambda so_far: status.update(
+                    f"{so_far.kills} of {kills} workers lost, {so_far.steps:,} steps ..."
+                ),
+                restart=policy,
+                deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
+            )
+        except MultienvError as error:
+            refuse(f"{env} fails by itself: {first_line(error)} `multienv doctor {env}` says more.")
+    if as_json:
+        print(json.dumps(_document(env, result), indent=1))
+    if result.undisturbed:
+        refuse(
+            f"{env} is not deterministic: without any kill it differs in two processes {result.undisturbed}. "
+            f"So nothing can be told of recovery here; `multienv doctor {env}` says more."
+        )
+    if not as_json:
+        console = plain_console()
+        console.print(_table(env, result))
+        for mismatch in result.mismatches:
+            console.print(mismatch, style="red")
+    raise typer.Exit(1 if result.mismatches else 0)
+
+
+def _document(env: str, result: Chaos) -> dict[str, Any]:
+    document = {name: value for name, value in vars(result).items() if name != "seconds"}
+    document["seconds"] = {"median": result.quantile(0.5), "p99": result.quantile(0.99)}
+    document["usage"] = [one._asdict() for one in result.usage]
+    return {"env": env, "kills": result.kills, **document}
+
+
+def _table(env: str, result: Chaos) -> Table:
+    title = f"{env}: {result.steps:,} steps held against an undisturbed run"
+    table = Table(title=title, show_header=False, min_width=len(title))
+    table.add_column("")
+    table.add_column("", justify="right")
+    for title, counts in (("struck", result.strikes), ("lost", result.losses), ("brought back by", result.rungs)):
+        for name, number in sorted(counts.items()):
+            table.add_row(f"{title}: {name}", f"{number:,}")
+    table.add_section()
+    table.add_row("time to recover, median", f"{1000 * result.quantile(0.5):.1f} ms")
+    table.add_row("time to recover, 99 of 100", f"{1000 * result.quantile(0.99):.1f} ms")
+    if len(result.usage) == 2:
+        before, after = result.usage
+        table.add_row("memory of the trainer", f"{before.rss / 2**20:.1f} → {after.rss / 2**20:.1f} MiB")
+        table.add_row("its descriptors", f"{before.descriptors} → {after.descriptors}")
+        table.add_row("its processes", f"{before.processes} → {after.processes}")
+    table.add_section()
+    table.add_row("episodes ended with a reason", f"{len(result.inexact):,}")
+    table.add_row("mismatches", f"{len(result.mismatches):,}", style="red" if result.mismatches else "green")
+    return table

@@ -1,0 +1,103 @@
+"""``multienv doctor``: tells in a minute whether an env survives the death of its process, and why not."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from multienv.cli.checks import Patient, Row, Verdict, examine, options_for
+from multienv.cli.options import (
+    EnvArgument,
+    JsonOption,
+    KwargsOption,
+    at_work,
+    env_function,
+    plain_console,
+    vector_env_code,
+)
+from multienv.config import Deadlines
+
+_MARKS: dict[Verdict, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "note": ("!", "yellow"),
+    "truncates": ("✗", "yellow"),
+    "broken": ("✗", "red"),
+}
+_NAME_WIDTH = 13
+
+
+def doctor(
+    env: EnvArgument,
+    env_kwargs: KwargsOption = "{}",
+    step_deadline: Annotated[float, typer.Option(min=0.01, help="Seconds after which a step counts as hung.")] = 10.0,
+    reset_deadline: Annotated[float, typer.Option(min=0.01, help="The same for a reset, and for a build.")] = 60.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine an env: does it survive the death of its process, and what does that cost?
+
+    The env runs in processes of their own, which are killed and stopped for real.
+
+    Exit code 0: a lost worker is recovered from exactly.
+    1: its episode is truncated.
+    2: multienv cannot run the env, or there is no such env.
+
+    For example:
+
+    multienv doctor CartPole-v1
+
+    multienv doctor my_envs.py:MyEnv --env-kwargs '{"size": 4}'
+    """
+    deadlines = Deadlines(
+        start=reset_deadline, reset=reset_deadline, step=step_deadline, call=reset_deadline, recovery=reset_deadline
+    )
+    with at_work(f"examining {env} ...", as_json=as_json) as status:
+        patient = Patient(env, env_function(env, env_kwargs), deadlines)
+        rows = examine(patient, lambda row: None if as_json else _show(status.console, row))
+    is_broken = rows[-1].verdict == "broken"
+    verdict = "broken" if is_broken else "recoverable" if patient.verdict == "ok" else "truncates"
+    code = "" if is_broken else vector_env_code(env, env_kwargs, 8, options_for(patient))
+    if as_json:
+        times = patient.times
+        document = {
+            "env": env,
+            "verdict": verdict,
+            "checks": [row._asdict() for row in rows],
+            "seconds": None if times is None else times._asdict(),
+            "code": code,
+        }
+        print(json.dumps(document, indent=1))
+    else:
+        _conclude(plain_console(), verdict, code)
+    raise typer.Exit({"recoverable": 0, "truncates": 1, "broken": 2}[verdict])
+
+
+def _show(console: Console, row: Row) -> None:
+    mark, style = _MARKS[row.verdict]
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=1)
+    grid.add_column(width=_NAME_WIDTH)
+    grid.add_column()
+    grid.add_row(Text(mark, style), row.name, row.meaning)
+    if row.advice:
+        grid.add_row("", "", Text(f"→ {row.advice}", "dim"))
+    console.print(grid)
+    for line in row.detail.splitlines():
+        console.print(Text(f"    {line}", "dim"), soft_wrap=True)
+
+
+def _conclude(console: Console, verdict: str, code: str) -> None:
+    console.print()
+    if verdict == "broken":
+        console.print("Broken: multienv cannot run this env as it is.", style="red")
+        return
+    if verdict == "recoverable":
+        console.print("Recoverable: the training loop sees nothing of a lost worker. Use", style="green")
+    else:
+        console.print("Truncates: a lost worker ends its episode, with truncated=True and a reason.", style="yellow")
+    for line in code.splitlines():
+        console.print(f"    {line}", soft_wrap=True)

@@ -1,0 +1,218 @@
+"""Look at an env in a process that may die of it: walk at random, time it, copy its state."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import gymnasium
+
+from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from multienv.recovery.verification import same
+from multienv.testing.side_by_side import EnvFn
+from multienv.worker.states import NotCapturable, capture, restore, warm_up
+
+# Steps of an episode before its state is taken.
+_INTO_THE_EPISODE = 3
+
+RAISE = RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False)
+
+
+class Probe(gymnasium.Env[Any, Any]):
+    """Calls functions in the process that it is built in; it has no episodes worth the name."""
+
+    observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
+    action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what the function returns."""
+        return function(*arguments)
+
+
+class Stepper(gymnasium.Env[Any, Any]):
+    """Steps another env for as long as it is told to: the most that a core can do.
+
+    Args:
+        env_fn: Builds the other env.
+        core: To run on.
+    """
+
+    observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
+    action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
+
+    def __init__(self, env_fn: EnvFn, core: int) -> None:
+        self._core = core
+        self._env = env_fn()
+        self._env.reset(seed=0)
+        self._env.action_space.seed(0)
+        self._actions = [self._env.action_space.sample() for _ in range(64)]
+
+    def step_for(self, seconds: float) -> float:
+        """Step for so long, and begin the next episode where one ends; return the steps a second."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {self._core})
+        env, steps, began = self._env, 0, time.perf_counter()
+        while (spent := time.perf_counter() - began) < seconds:
+            _, _, terminated, truncated, _ = env.step(self._actions[steps % 64])
+            if terminated or truncated:
+                env.reset()
+            steps += 1
+        return steps / spent
+
+    def close(self) -> None:
+        """Close the other env."""
+        self._env.close()
+
+
+def in_worker(function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
+    """Call a function in a process of its own, which it may hang or kill.
+
+    Args:
+        function: It and its arguments are pickled, and so is what it returns.
+        arguments: For it.
+        seconds: It is killed after that.
+
+    Raises:
+        EnvRaisedError: It raised.
+        WorkerLostError: It ended its process, or hung.
+    """
+    with SubprocessEnv(Probe, restart=RAISE, deadlines=Deadlines(call=seconds), reports="") as worker:
+        return worker.call("run", function, *arguments)
+
+
+@dataclass
+class Walk:
+    """What was seen of an env on a random walk.
+
+    Attributes:
+        seen: What each reset and step returned, but for its info, by its name: ``"step 7"``.
+        steps: How many steps were taken.
+        reasons: Why episodes were truncated by multienv.
+    """
+
+    seen: list[tuple[str, Any]] = field(default_factory=list)
+    steps: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def differs_at(self, other: Walk) -> str:
+        """Return the name of the first reset or step that is another one there; ``""`` if there is none."""
+        pairs = zip(self.seen, other.seen, strict=False)
+        return next((name for (name, one), (_, its) in pairs if not same(one, its)), "")
+
+
+def walk(
+    env: Any,
+    steps: int,
+    *,
+    seed: int = 0,
+    seconds: float = float("inf"),
+    before_step: Callable[[int], object] = lambda step: None,
+) -> Walk:
+    """Reset an env with a seed and take random steps; reset it without a seed where an episode ends.
+
+    Args:
+        env: The env. Its ``action_space`` is seeded.
+        steps: How many, at the most.
+        seed: Of the reset and the actions.
+        seconds: Ends after this time, but not before the first step.
+        before_step: Called with the number of each step, from 0. The time it takes does not count.
+    """
+    found = Walk()
+    env.action_space.seed(seed)
+    found.seen.append(("reset 0", copy.deepcopy(env.reset(seed=seed)[0])))
+    until = time.monotonic() + seconds
+    while found.steps < steps and (found.steps == 0 or time.monotonic() < until):
+        before_step(found.steps)
+        *transition, info = env.step(env.action_space.sample())
+        found.steps += 1
+        found.seen.append((f"step {found.steps}", copy.deepcopy(transition)))
+        if "reason" in info.get("multienv", {}):
+            found.reasons.append(info["multienv"]["reason"])
+        if transition[2] or transition[3]:
+            found.seen.append((f"the reset after step {found.steps}", copy.deepcopy(env.reset()[0])))
+    return found
+
+
+class Times(NamedTuple):
+    """Tells how long an env takes, in seconds: the median of its resets and steps, and the slowest step."""
+
+    build: float
+    reset: float
+    step: float
+    slowest_step: float
+    close: float
+
+
+def times(env_fn: EnvFn, seconds: float) -> Times:
+    """Build an env in this process, step it for so long, and close it; return what took how long."""
+    clock = time.perf_counter
+    began = clock()
+    env = env_fn()
+    build = clock() - began
+    resets: list[float] = []
+    steps: list[float] = []
+    ended, seed = True, 0
+    env.action_space.seed(0)
+    until = clock() + seconds
+    while not steps or clock() < until:
+        if ended:
+            began = clock()
+            env.reset(seed=seed)
+            resets.append(clock() - began)
+            seed += 1
+        action = env.action_space.sample()
+        began = clock()
+        _, _, terminated, truncated, _ = env.step(action)
+        steps.append(clock() - began)
+        ended = bool(terminated or truncated)
+    began = clock()
+    env.close()
+    close = clock() - began
+    resets.sort()
+    steps.sort()
+    return Times(build, resets[len(resets) // 2], steps[len(steps) // 2], steps[-1], close)
+
+
+class RoundTrip(NamedTuple):
+    """Tells what became of a state that was put into a newly built env: why it does not hold, its size in bytes."""
+
+    reason: str
+    size: int
+
+
+def state_round_trip(env_fn: EnvFn, steps: int) -> RoundTrip:
+    """Take the state of an env in this process, put it into a new one, and step both the same way."""
+    env, twin = env_fn(), env_fn()
+    try:
+        walk(env, steps)
+        env.reset(seed=1)
+        for _ in range(_INTO_THE_EPISODE):
+            _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+            if terminated or truncated:
+                env.reset(seed=1)
+                break
+        try:
+            state = capture(env)
+        except NotCapturable as error:
+            return RoundTrip(f"it cannot be had: {error}", 0)
+        try:
+            warm_up(twin, (1, None))
+            restore(twin, state)
+        except Exception as error:  # foreign code
+            return RoundTrip(f"it cannot be put back: {type(error).__name__}: {error}", len(state))
+        for step in range(steps):
+            action = env.action_space.sample()
+            (*one, _), (*other, _) = env.step(copy.deepcopy(action)), twin.step(action)
+            if not same(one, other):
+                return RoundTrip(f"after it was put back, step {step + 1} differs", len(state))
+            if one[2] or one[3]:
+                env.reset()
+                twin.reset()
+        return RoundTrip("", len(state))
+    finally:
+        env.close()
+        twin.close()

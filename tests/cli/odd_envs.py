@@ -1,0 +1,65 @@
+"""Envs that the commands have something to say of. No test imports this: the commands find it as a file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any
+
+from kit import CounterEnv, Fault, FaultyEnv
+
+
+class FromLock(CounterEnv):
+    """Takes something that cannot be pickled."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__()
+
+
+class Chance(CounterEnv):
+    """Draws from the operating system."""
+
+    def _next_draw(self) -> float:
+        return int.from_bytes(os.urandom(3), "little") / 2**24
+
+
+class LeakyWithThread(CounterEnv):
+    """Keeps a descriptor open for each episode, and has a thread from its construction on."""
+
+    def __init__(self, horizon: int = 10) -> None:
+        super().__init__(horizon=horizon)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+    def reset(self, **options: Any) -> Any:
+        os.dup(2)
+        return super().reset(**options)
+
+
+class Forked(CounterEnv):
+    """Shows whether it has been copied by a fork."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.born = os.getpid()
+
+    def _next_draw(self) -> float:
+        return float(os.getpid() != self.born)
+
+
+class ForkedLate(Forked):
+    """Shows it too late for the replay that follows a fork."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.horizon = None
+
+    def _next_draw(self) -> float:
+        return super()._next_draw() if self.episode_step > 180 else 0.0
+
+
+unpicklable = functools.partial(FromLock, threading.Lock())
+hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
+segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
+raising = functools.partial(FaultyEnv, fault=Fault("raise", "reset"))
+no_env = functools.partial(dict, a=1)

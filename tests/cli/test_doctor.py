@@ -1,0 +1,112 @@
+"""``multienv doctor``: what it says of envs with one fault each, and of one with none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from cli_command import ODD_ENVS, run, run_process
+
+import multienv as package
+
+CHECKS = [
+    "pickles", "builds", "steps", "seeds", "repeats", "time it takes", "forks", "replays", "state", "leaks", "orphans",
+    "a dead worker", "a hung worker",
+]  # fmt: skip
+
+
+def test_a_sound_env_is_recoverable_and_the_line_of_code_works(tmp_path: Path) -> None:
+    done = run_process("doctor", "CartPole-v1", "--env-kwargs", '{"sutton_barto_reward": true}', cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line[2:15].strip() for line in done.stdout.splitlines() if line[:1] == "✓"] == CHECKS
+    assert re.search(r"✓ forks +a killed worker comes back from its snapshot, exact, in \d", done.stdout)
+    assert re.search(r"✓ replays +a new process repeats 1\d\d requests from the construction, exact", done.stdout)
+    assert re.search(r"✓ a dead worker +costs nothing; \d", done.stdout)
+    code = done.stdout.partition("Use\n")[2]
+    lines = "\n".join(line.strip() for line in code.splitlines())
+    assert "sutton_barto_reward=True" in lines
+    names: dict[str, package.SubprocessVectorEnv] = {}
+    exec(lines, names)
+    names["envs"].close()
+
+
+def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay() -> None:
+    result, told = run("doctor", f"{ODD_ENVS}:LeakyWithThread", "--json", "--env-kwargs", '{"horizon": 7}')
+    assert result.exit_code == 0, result.output
+    assert told["verdict"] == "recoverable"
+    rows = {row["name"]: row for row in told["checks"]}
+    assert list(rows) == CHECKS
+    assert {name for name, row in rows.items() if row["verdict"] != "ok"} == {"forks", "leaks"}
+    assert rows["forks"]["meaning"] == "no snapshot can be taken: threads"
+    assert rows["leaks"]["meaning"] == "grow with each episode: descriptors by 1"
+    assert "recycle_after_steps" in told["code"]
+    assert "from odd_envs import LeakyWithThread" in told["code"]
+    assert "lambda: LeakyWithThread(horizon=7)" in told["code"]
+    assert 0 < told["seconds"]["step"] <= told["seconds"]["slowest_step"]
+
+
+def test_an_env_that_draws_from_elsewhere_truncates() -> None:
+    result, told = run("doctor", f"{ODD_ENVS}:Chance", "--json")
+    assert result.exit_code == 1, result.output
+    verdicts = {row["name"]: row["verdict"] for row in told["checks"]}
+    assert [name for name, verdict in verdicts.items() if verdict == "note"] == ["seeds", "repeats", "forks", "state"]
+    assert [name for name, verdict in verdicts.items() if verdict == "truncates"] == [
+        "replays", "a dead worker", "a hung worker",
+    ]  # fmt: skip
+
+
+def test_an_env_that_is_another_one_after_a_fork_is_run_without_snapshots() -> None:
+    result, told = run("doctor", f"{ODD_ENVS}:ForkedLate", "--json")
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in told["checks"]}
+    assert {name for name, row in rows.items() if row["verdict"] != "ok"} <= {"forks", "a dead worker", "a hung worker"}
+    assert rows["forks"]["meaning"] == "after a snapshot was woken step 181 differs silently"
+    assert "restart=RestartPolicy(snapshots=False)" in told["code"]
+
+
+@pytest.mark.parametrize(
+    ("env", "check", "meaning", "detail"),
+    [
+        ("unpicklable", "pickles", "cannot pickle '_thread.lock' object", ""),
+        ("no_env", "builds", "which is not a gymnasium.Env", ""),
+        ("raising", "steps", "fault at reset 1", "misbehave"),
+        ("segfaulting", "steps", "was killed by SIGSEGV during step() after 2 steps", "Segmentation fault"),
+        ("hanging", "steps", "did not answer within its deadline of 0.5 s", "_hang_in_c"),
+    ],
+)
+def test_a_broken_env_is_named_broken_by_the_check_that_it_fails(
+    reports: Path, env: str, check: str, meaning: str, detail: str
+) -> None:
+    result, told = run("doctor", f"{ODD_ENVS}:{env}", "--json", "--step-deadline", "0.5")
+    assert result.exit_code == 2, result.output
+    assert told["verdict"] == "broken"
+    row = told["checks"][-1]
+    assert (row["name"], row["verdict"]) == (check, "broken")
+    assert meaning in row["meaning"]
+    assert detail in row["detail"]
+    assert "multienv/worker" not in row["detail"]
+    for report in reports.glob("*.json"):  # a crash of its own leaves one, and says how to run it again
+        assert f"multienv replay {report} --env {ODD_ENVS}:{env}" in row["advice"]
+    assert bool(list(reports.glob("*.json"))) == (env in ("segfaulting", "hanging"))
+
+
+def test_what_is_no_env_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text("import os\nnonsense\n")
+    (tmp_path / "json.py").write_text("def make(): pass\n")
+    for name, said in {
+        "Cartpole-v1": "Cartpole-v1: no env of that id is registered. Did you mean CartPole-v1?",
+        "no_such_module:make": "No module named 'no_such_module'",
+        f"{tmp_path}/none.py:make": f"there is no file {tmp_path}/none.py",
+        f"{tmp_path}/faulty.py:make": f"NameError: name 'nonsense' is not defined ({tmp_path}/faulty.py, line 2)",
+        f"{tmp_path}/json.py:make": "another module has the name json; rename the file",
+        f"{ODD_ENVS}": "say what builds the env in it",
+        f"{ODD_ENVS}:Chanse": f"Did you mean {ODD_ENVS}:Chance?",
+    }.items():
+        result, _ = run("doctor", name)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert said in result.stderr
+        assert result.stderr.count("\n") == 1
+    result, _ = run("doctor", "CartPole-v1", "--env-kwargs", "[1]")
+    assert (result.exit_code, result.stderr) == (2, '--env-kwargs [1]: give a JSON object, such as {"size": 4}.\n')
