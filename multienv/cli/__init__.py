@@ -13,7 +13,7 @@ except ImportError as missing:
     sys.exit(f'The multienv command needs {missing.name}: pip install -e ".[cli]" in a checkout of multienv.')
 
 from multienv import __version__
-from multienv.cli import bench, chaos, replay
+from multienv.cli import bench, chaos, replay, top
 
 app = typer.Typer(name="multienv", add_completion=False, no_args_is_help=True)
 
@@ -36,3 +36,4 @@ def main(
 app.command()(chaos.chaos)
 app.command()(bench.bench)
 app.command()(replay.replay)
+app.command()(top.top)

@@ -47,6 +47,36 @@ class Report:
     is_trusted: bool
 
 
+@dataclass(frozen=True)
+class Summary:
+    """Holds what a list says of a crash report.
+
+    Attributes:
+        path: Of its document.
+        when: When the recovery was over, ISO 8601, UTC.
+        env: Index of the env, or ``None``.
+        what: What happened, in a sentence.
+        outcome: What became of it: ``"exact"``, ``"truncated"``, ``"fresh"`` or ``"raised"``.
+    """
+
+    path: Path
+    when: str
+    env: int | None
+    what: str
+    outcome: str
+
+
+def summary_of(path: Path) -> Summary | None:
+    """Return the summary of a report; ``None`` if it is damaged, or has been removed."""
+    try:
+        document = _document(path)
+        loss, build = document["loss"], document["build"]
+        env = loss["env_index"] if loss["env_index"] is not None else build["first_env"]
+        return Summary(path, str(document["when"]), env, str(document["what"]), str(document["recovery"]["outcome"]))
+    except (ReportError, LookupError, TypeError):
+        return None
+
+
 def load(path: str | Path, *, trust: bool = False) -> Report:
     """Read a report.
 
