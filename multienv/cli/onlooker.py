@@ -57,7 +57,13 @@ _MONITOR = "multienv monitor"[:15]
 _TITLE = re.compile(r"multienv envs? (\d+)(?:-(\d+))?")
 # The class of a pickled message, the first thing in it: nothing is unpickled here.
 _MESSAGE = re.compile(rb"multienv\.wire\.messages\x94\x8c.(\w+)", re.DOTALL)
-_MESSAGE_NAMES = {"GetAttribute": "get_attr", "SetAttribute": "set_attr", "KeepSnapshot": "snapshot"}
+_MESSAGE_NAMES = {
+    "GetAttribute": "get_attr",
+    "SetAttribute": "set_attr",
+    "IsWrapped": "env_is_wrapped",
+    "KeepSnapshot": "snapshot",
+    "CaptureState": "state",
+}
 _CONDITIONS = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "X": "dead"}
 # Seconds given to faulthandler; without new output for so long, a stack counts as whole.
 _STACK_PATIENCE = 1.0
@@ -131,8 +137,8 @@ class Worker:
         # Where the trainer is in a PID namespace of its own, it knows the process by the last of these numbers.
         known_as = int(status_of(pid).get("NSpid", str(pid)).split()[-1])
         for path in _segments_of(pid):
-            with contextlib.suppress(OSError, ValueError):  # it has ended; or the file is still empty
-                segment = Segment(os.open(path, os.O_RDONLY | os.O_CLOEXEC), read_only=True)
+            segment = _opened(path)
+            if segment is not None:
                 if segment.words[PID] in (0, known_as):
                     return cls(pid, segment)
                 segment.unmap()
@@ -348,11 +354,25 @@ def _segments_of(pid: int) -> list[Path]:
     return found
 
 
+def _opened(path: Path) -> Segment | None:
+    """Return the segment at this path, to be read only; ``None``: its process has ended, or it has no size yet."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return Segment(descriptor, read_only=True)
+    except (OSError, ValueError):
+        os.close(descriptor)
+        return None
+
+
 def the_trainer() -> int:
     """Return the only trainer that this user may look at. Raises UsageError if there is none, or more than one."""
     monitors = [pid for pid in all_processes() if name_of(pid) == _MONITOR]
     found = {parent_of(monitor): monitor for monitor in monitors}
-    seen = [pid for pid in sorted(found) if pid and is_open_to_us(pid)]
+    # A worker has its monitor's name until it gives itself its own.
+    seen = [pid for pid in sorted(found) if pid and name_of(pid) != _MONITOR and is_open_to_us(pid)]
     if not seen:
         others = f", but {len(found)} of other users" if any(found) else ""
         raise UsageError(f"No trainer with workers of multienv runs here{others}.")

@@ -27,13 +27,18 @@ from multienv.reports.store import time_of
 # Seconds between two samples of a worker's words.
 SAMPLING = 0.02
 _LOSSES_SHOWN = 5
-# Lines of the screen that are neither workers nor losses: headline, rules, names of columns, keys.
-_OTHER_LINES = 9
-# Of a stack that is shown.
-_STACK_LINES = 30
+# Lines of the screen that are neither workers nor losses nor a stack: two at the top, names of columns, keys.
+_OTHER_LINES = 5
+# Workers that are shown at the least, beside a long stack.
+_LEAST_ROWS = 3
 _STYLES = {State.BUILDING: "cyan", State.STARTING: "cyan", State.REPLAYING: "yellow", State.BUSY: "green"}
 _UP, _DOWN = "\x1b[A", "\x1b[B"
 _KEYS = {"\x1bOA": _UP, "\x1bOB": _DOWN}
+_COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "steps/s", "ms/step", "in env", "RSS", "restarts")
+# Columns that are left out on a screen with fewer columns than the number.
+_OPTIONAL = ("busy", "steps/s", "in env")
+_WIDE = 105
+_UNLIMITED = 150  # where there is no terminal
 _HELP = "↑ ↓ select   s stack   k kill (the trainer brings it back)   q quit"
 
 
@@ -217,7 +222,9 @@ def top(
             if as_json:
                 typer.echo(json.dumps(watch.as_json(), indent=2))
             else:
-                Console().print(_screen(watch, Selection(), limit=None))
+                is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+                console = Console(width=None if is_sized else _UNLIMITED)
+                console.print(_screen(watch, Selection(), console.width, limit=None))
         else:
             Screen(watch, every).run()
     finally:
@@ -291,7 +298,7 @@ class Screen:
             due = time.monotonic() + self._every
             with contextlib.suppress(KeyboardInterrupt):
                 while watch.trainer.is_there():
-                    live.update(_screen(watch, selected, limit=console.height), refresh=True)
+                    live.update(_screen(watch, selected, console.width, console.height), refresh=True)
                     if not self._until(due):
                         return
                     if time.monotonic() >= due:
@@ -361,15 +368,15 @@ def _single_keys() -> Iterator[None]:
 # --- what is drawn --------------------------------------------------------------------------------
 
 
-def _screen(watch: Watch, selected: Selection, limit: int | None) -> Group:
+def _screen(watch: Watch, selected: Selection, width: int, limit: int | None) -> Group:
     """Draw everything, in so many lines if there is a limit; without one, nothing is selected and no keys are told."""
-    parts: list[Any] = [_headline(watch)]
-    text = "" if limit is None else "\n".join(selected.text.splitlines()[:_STACK_LINES])
-    losses = _losses(watch)
-    room = len(watch.rows)
+    losses, room, text = _losses(watch), len(watch.rows), ""
     if limit is not None:
-        room = max(3, limit - _OTHER_LINES - len(losses) - text.count("\n") - 2 * bool(text))
-    parts += [_table(watch, selected if limit is not None else None, room), *losses]
+        free = limit - _OTHER_LINES - len(losses)
+        lines = selected.text.splitlines()[: max(1, free - 1 - min(room, _LEAST_ROWS))]
+        text = "\n".join(lines)
+        room = max(_LEAST_ROWS, free - len(lines) - bool(lines))
+    parts: list[Any] = [_headline(watch), _table(watch, None if limit is None else selected, width, room), *losses]
     if text:
         parts += [Text(""), Text(text, no_wrap=True, overflow="ellipsis")]
     if limit is not None:
@@ -383,7 +390,9 @@ def _headline(watch: Watch) -> Text:
     line.append(f"trainer {trainer.pid}, for {duration(trainer.seconds)}: ", style="bold")
     line.append(trainer.command)
     line.append("\n")
-    if waited_for is None:
+    if waited_for is None and all(row.busy < 0.1 for row in watch.rows):
+        line.append("The workers wait for it.")
+    elif waited_for is None:
         line.append("It waits for no worker in particular.")
     else:
         at = f", at it for {_seconds(waited_for)}" if waited_for.seconds >= 1.0 else ""
@@ -391,32 +400,38 @@ def _headline(watch: Watch) -> Text:
     return line
 
 
-def _table(watch: Watch, selected: Selection | None, room: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("worker", "pid", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("for", "busy", "waited for", "steps/s", "ms/step", "in env", "RSS", "restarts"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _table(watch: Watch, selected: Selection | None, width: int, room: int) -> Table:
+    """Draw the workers: so many of them, around the selected one."""
+    left_out = _OPTIONAL if width < _WIDE else ()
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2 if width >= _WIDE else 1, 0, 0))
     rows = watch.rows
     place = -1 if selected is None else selected.place_in(rows)
     first = min(max(0, place - room // 2), max(0, len(rows) - room))
-    for number, row in enumerate(rows[first : first + room], first):
-        waited_for = Text(f"{row.awaited:.0%}", style="yellow" if row is watch.waited_for else "")
-        table.add_row(
-            row.name,
-            str(row.pid),
-            _doing(row),
-            _seconds(row),
-            f"{row.busy:.0%}",
-            waited_for,
-            f"{row.requests_per_second:,.0f}" if row.requests_per_second >= 10 else f"{row.requests_per_second:.1f}",
-            _milliseconds(row.step_ms),
-            _milliseconds(row.env_ms),
-            "" if row.rss is None else f"{row.rss / 2**20:,.0f} MiB",
-            str(row.restarts),
-            style="reverse" if number == place else "",
-        )
+    shown = [_cells(row, is_waited_for=row is watch.waited_for) for row in rows[first : first + room]]
+    for name in _COLUMNS:
+        if name not in left_out:
+            table.add_column(name, justify="left" if name in _COLUMNS[:3] else "right", no_wrap=True)
+    for number, cells in enumerate(shown, first):
+        wanted = [cell for name, cell in zip(_COLUMNS, cells, strict=True) if name not in left_out]
+        table.add_row(*wanted, style="reverse" if number == place else "")
     return table
+
+
+def _cells(row: Row, *, is_waited_for: bool) -> list[str | Text]:
+    rate = row.requests_per_second
+    return [
+        row.name,
+        str(row.pid),
+        _doing(row),
+        _seconds(row),
+        f"{row.busy:.0%}",
+        Text(f"{row.awaited:.0%}", style="yellow" if is_waited_for else ""),
+        f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}",
+        _milliseconds(row.step_ms),
+        _milliseconds(row.env_ms),
+        "" if row.rss is None else f"{row.rss / 2**20:,.0f}M",
+        str(row.restarts),
+    ]
 
 
 def _doing(row: Row) -> Text:
