@@ -118,15 +118,12 @@ class Worker:
 
     Attributes:
         pid: The process.
-        first, last: Indices of its envs in their batch; ``None``: one env without an index.
     """
 
     def __init__(self, pid: int, segment: Segment) -> None:
         self.pid = pid
         self._segment, self._started = segment, start_of(pid)
-        title = _TITLE.search(command_of(pid))
-        self.first = None if title is None else int(title[1])
-        self.last = self.first if title is None or title[2] is None else int(title[2])
+        self._title: re.Match[str] | None = None
 
     @classmethod
     def at(cls, pid: int) -> Worker | None:
@@ -143,6 +140,13 @@ class Worker:
                     return cls(pid, segment)
                 segment.unmap()
         return None
+
+    @property
+    def first(self) -> int | None:
+        """Index of its first env in the batch, by the title of the process; ``None``: one env without an index."""
+        if self._title is None:  # again: a new process has no title yet
+            self._title = _TITLE.search(command_of(self.pid))
+        return None if self._title is None else int(self._title[1])
 
     @property
     def restarts(self) -> int:
@@ -167,7 +171,8 @@ class Worker:
     @property
     def name(self) -> str:
         """The worker, named by its envs."""
-        return self.env(0) if self.first == self.last else f"envs {self.first}-{self.last}"
+        several = self.first is not None and self._title is not None and self._title[2]
+        return f"envs {self.first}-{several}" if several else self.env(0)
 
     def env(self, slot: int) -> str:
         """Return the name of a slot's env."""

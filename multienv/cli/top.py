@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import sys
 import time
@@ -32,8 +33,9 @@ _OTHER_LINES = 5
 # Workers that are shown at the least, beside a long stack.
 _LEAST_ROWS = 3
 _STYLES = {State.BUILDING: "cyan", State.STARTING: "cyan", State.REPLAYING: "yellow", State.BUSY: "green"}
+# What one key sends: arrows send three characters, of two kinds.
+_KEY = re.compile(r"\x1b[\[O].|.", re.DOTALL)
 _UP, _DOWN = "\x1b[A", "\x1b[B"
-_KEYS = {"\x1bOA": _UP, "\x1bOB": _DOWN}
 _COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "steps/s", "ms/step", "in env", "RSS", "restarts")
 # Columns that are left out on a screen with fewer columns than the number.
 _OPTIONAL = ("busy", "steps/s", "in env")
@@ -313,7 +315,8 @@ class Screen:
             self._watch.sample()
             if select.select([sys.stdin], [], [], SAMPLING)[0]:
                 typed = os.read(sys.stdin.fileno(), 64).decode(errors="replace")
-                return bool(typed) and self._press(_KEYS.get(typed, typed))
+                keys = [key.replace("\x1bO", "\x1b[") for key in _KEY.findall(typed)]
+                return bool(keys) and all(self._press(key) for key in keys)  # no keys: the terminal is gone
         return True
 
     def _press(self, key: str) -> bool:
