@@ -33,6 +33,7 @@ from multienv.wire.banks import (
     U32,
     Entry,
     are_digests,
+    slot_digests,
     split_entries,
 )
 from multienv.wire.codecs import Codec, ExactCodec, codec_of, mail_of
@@ -127,6 +128,8 @@ class Rerun:
         if self._exact:
             return made_anew(evidence)
         if are_digests(evidence):
+            if self._report.layout is None or len(slot_digests(evidence)) != self._report.layout.slots:
+                raise ValueError("there is not one digest for each env")
             return evidence
         return pickle.dumps([one and made_anew(one) for one in plain_value(evidence)], protocol=5)
 

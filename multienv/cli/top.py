@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from multienv.cli.onlooker import IDLE, Sample, State, Trainer, Worker
+from multienv.cli.texts import duration
 from multienv.errors import UsageError
 from multienv.reports.read import Summary
 from multienv.reports.store import time_of
@@ -190,10 +191,7 @@ class Watch:
             "waited_for": waited_for and waited_for.pid,
             "workers": [{name: _rounded(getattr(row, name)) for name in Row.__slots__} for row in self.rows],
             "reports": {"directory": self.directory and str(self.directory), "number": self.reports},
-            "losses": [
-                {"when": one.when, "env": one.env, "what": one.what, "outcome": one.outcome, "report": str(one.path)}
-                for one in self.losses
-            ],
+            "losses": [one.as_json() for one in self.losses],
         }
 
 
@@ -457,15 +455,6 @@ def _losses(watch: Watch) -> list[Text]:
         line = f"{ago:>6} ago  {one.outcome:9}  {one.what}"
         lines.append(Text(line, no_wrap=True, overflow="ellipsis"))
     return lines
-
-
-def duration(seconds: float) -> str:
-    """Return a time in its largest unit: ``"0.4 s"``, ``"12 s"``, ``"5 min"``, ``"3.2 h"``."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _seconds(row: Row) -> str:

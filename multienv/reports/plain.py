@@ -68,7 +68,7 @@ class _Kind:
         _, order, *structure = state[:5]
         if structure != [None, None, None] or any(state[8:]):
             raise pickle.UnpicklingError("a dtype with parts is not plain")
-        self.dtype = self.dtype.newbyteorder(str(order))
+        self.dtype = self.dtype.newbyteorder(order)
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError("a dtype is not plain")

@@ -26,7 +26,8 @@ class Report:
         what: What happened, in a sentence.
         loss: The loss, as the document has it.
         deadline: Seconds that the fatal request was allowed.
-        spec: Of the env as JSON; ``None``: it has none.
+        env: What is said of the env, by name; empty: it was never built.
+        script: What the trainer was: the first of its arguments.
         layout: Of the banks; ``None``: the envs were never built.
         replay: What came before the loss; ``None``: it is not known.
         pending: The entry of the request that the process was lost in; ``None``: none was asked, or the envs were
@@ -39,7 +40,8 @@ class Report:
     what: str
     loss: dict[str, Any]
     deadline: float | None
-    spec: dict[str, Any] | None
+    env: dict[str, Any]
+    script: str
     layout: BankLayout | None
     replay: Replay | None
     pending: Entry | None
@@ -64,6 +66,16 @@ class Summary:
     env: int | None
     what: str
     outcome: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {
+            "when": self.when,
+            "env": self.env,
+            "what": self.what,
+            "outcome": self.outcome,
+            "report": str(self.path),
+        }
 
 
 def summary_of(path: Path) -> Summary | None:
@@ -115,8 +127,9 @@ def _report(path: Path, document: dict[str, Any], arrays: dict[str, bytes], buil
             requests = sum(1 for _ in split_entries(replay.entries, layout.end))
             if requests != journal["requests"]:
                 raise ValueError(f"it holds {requests} requests, not {journal['requests']}")
-    loss, deadline, spec = dict(document["loss"]), document["request"]["deadline"], (document["env"] or {}).get("spec")
-    return Report(path, document["what"], loss, deadline, spec, layout, replay, pending, build, trust)
+    loss, deadline, env = dict(document["loss"]), document["request"]["deadline"], dict(document["env"] or {})
+    script = next(iter(document["build"]["arguments"] or ()), "")
+    return Report(path, document["what"], loss, deadline, env, script, layout, replay, pending, build, trust)
 
 
 def _document(path: Path) -> dict[str, Any]:
