@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -82,12 +81,6 @@ def _what_lacks(report: Report) -> str:
     )
 
 
-def _module_of(report: Report) -> str:
-    """Return the module that probably registers the report's env: that of its class."""
-    module = str(report.env.get("entry_point") or "").partition(":")[0]
-    return Path(report.script).stem if module == "__main__" else module
-
-
 def _trusted(report: Report) -> tuple[EnvFn, ...]:
     """Load the report's own functions, with the trainer's import path, arguments and working directory."""
     setting = report.build.setting
@@ -114,8 +107,9 @@ def _from_spec(report: Report, fields: dict[str, Any], arguments: dict[str, Any]
         raise ReportError(f"The env's spec is damaged: {type(error).__name__}: {error}. {_HOW_TO_BUILD}") from error
     registered = gymnasium.registry.get(spec.id)
     if registered is None:
-        module = _module_of(report)
-        hint = f" Try --env {module}:{spec.id}." if module else ""
+        # The module of the env's class is probably the one that registers it.
+        module = str(report.env.get("entry_point") or "__main__").partition(":")[0]
+        hint = "" if module == "__main__" else f" Try --env {module}:{spec.id}."
         raise ReportError(
             f"The env {spec.id!r} is not registered here; its module does that when it is imported.{hint} "
             f"{_HOW_TO_BUILD}"

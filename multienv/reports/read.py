@@ -27,7 +27,6 @@ class Report:
         loss: The loss, as the document has it.
         deadline: Seconds that the fatal request was allowed.
         env: What is said of the env, by name; empty: it was never built.
-        script: What the trainer was: the first of its arguments.
         layout: Of the banks; ``None``: the envs were never built.
         replay: What came before the loss; ``None``: it is not known.
         pending: The entry of the request that the process was lost in; ``None``: none was asked, or the envs were
@@ -41,7 +40,6 @@ class Report:
     loss: dict[str, Any]
     deadline: float | None
     env: dict[str, Any]
-    script: str
     layout: BankLayout | None
     replay: Replay | None
     pending: Entry | None
@@ -128,8 +126,7 @@ def _report(path: Path, document: dict[str, Any], arrays: dict[str, bytes], buil
             if requests != journal["requests"]:
                 raise ValueError(f"it holds {requests} requests, not {journal['requests']}")
     loss, deadline, env = dict(document["loss"]), document["request"]["deadline"], dict(document["env"] or {})
-    script = next(iter(document["build"]["arguments"] or ()), "")
-    return Report(path, document["what"], loss, deadline, env, script, layout, replay, pending, build, trust)
+    return Report(path, document["what"], loss, deadline, env, layout, replay, pending, build, trust)
 
 
 def _document(path: Path) -> dict[str, Any]:
