@@ -113,6 +113,14 @@ def killed(env_fn: Any, steps: int, reports: Path, *, seed: int = 3, **options: 
     return Path(recovery.report)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def monitor_stays() -> Iterator[None]:
+    """Keep a worker, and with it the monitor, which would end and be launched again between many of these tests."""
+    with SubprocessEnv(CounterEnv) as env:
+        env.initialize()
+        yield
+
+
 @pytest.fixture(scope="module")
 def cartpole_reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the report of a CartPole that was killed from outside after four steps."""
@@ -191,8 +199,11 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes(reports: Path, re
     assert refused.exit_code == 2
     assert "request 2" in refused.stderr
     assert "--trust" in refused.stderr
-    result = replay_apart(report, "--env", "mine:make", "--trust", path=where)
+    # The debugger stops one step before.
+    commands = "p 'counted', env.unwrapped.episode_step, action, observation.tolist()[0]\nenv.step(action)\n"
+    result = replay_apart(report, "--env", "mine:make", "--trust", "--pdb", stdin=commands, path=where)
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
+    assert "('counted', 3, 3, 3.0)" in result.stdout
     assert "All 30 answers are as they were recorded." in result.stdout
 
 
@@ -237,12 +248,12 @@ def test_the_world_as_the_trainer_saw_it_with_trust(tmp_path: Path, reports: Pat
     (tmp_path / "horizon").write_text("7")
     (tmp_path / "trainer.py").write_text(
         """if True:
-        import os, signal, sys
+        import os, pathlib, signal, sys
         import gymnasium, helper
         from multienv import SubprocessEnv
         gymnasium.register("Mine-v0", entry_point=lambda **kw: helper.Env(**kw))
         def make():
-            return gymnasium.make(sys.argv[1], horizon=int(open("horizon").read()))
+            return gymnasium.make(sys.argv[1], horizon=int(pathlib.Path("horizon").read_text()))
         with SubprocessEnv(make) as env:
             env.reset(seed=0)
             os.kill(env.statistics().pid, signal.SIGKILL)
@@ -268,18 +279,6 @@ def test_a_journal_that_begins_in_the_middle_needs_trust(reports: Path, replay: 
     result = replay(report, "--trust")
     assert result.exit_code == 0, result.output
     assert "answers are as they were recorded" in result.stdout
-
-
-# --- the debugger ---------------------------------------------------------------------------------
-
-
-def test_the_debugger_stops_one_step_before(module: Any) -> None:
-    report = lost_by(Fault("segv", "step", at=4), before=3, action=3)
-    where = module("def make(): return FaultyEnv(fault=Fault('segv', 'step', at=4))")
-    commands = "p 'counted', env.unwrapped.episode_step, action, observation.tolist()[0]\nenv.step(action)\n"
-    result = replay_apart(report, "--env", "mine:make", "--pdb", stdin=commands, path=where)
-    assert "('counted', 3, 3, 3.0)" in result.stdout
-    assert result.returncode == -signal.SIGSEGV
 
 
 # --- which report, which env ----------------------------------------------------------------------
