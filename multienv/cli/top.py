@@ -150,8 +150,9 @@ class Watch:
     def _row(self, worker: Worker) -> Row:
         now, watched = time.monotonic(), self._watched[worker.pid]
         sample, samples = watched.last, max(1, watched.samples)
-        asked, passed = sample.number - watched.number, max(1e-9, now - watched.looked)
-        rate = max(0, asked) / passed  # numbers of the trainer's own requests are negative
+        # Requests that are not the caller's, such as the one that builds the envs, have negative numbers.
+        asked = max(0, sample.number - watched.number) if watched.number > 0 else 0
+        rate = asked / max(1e-9, now - watched.looked)
         step_seconds = worker.step_seconds
         row = Row(
             name=worker.name,
