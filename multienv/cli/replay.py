@@ -73,7 +73,7 @@ def replay(
             return
         faulthandler.enable()
         found = load(_path(report, directory), trust=trust)
-        _replay(say, console, found, env, _arguments(env_kwargs), debug=debug)
+        _replay(say, found, env, _arguments(env_kwargs), debug=debug)
     except UsageError as error:
         plain(stderr=True).print(str(error))
         raise typer.Exit(2) from error
@@ -123,9 +123,7 @@ def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:
         console.print(f"{ago:>7} ago  {one.outcome:9}  {one.path.name}  {one.what}")
 
 
-def _replay(
-    say: Say, console: Console, report: Report, env: str | None, arguments: dict[str, Any] | None, *, debug: bool
-) -> None:
+def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any] | None, *, debug: bool) -> None:
     """Run the report again and tell of each step; the output is flushed before the fatal request runs."""
     say(report.what, report=str(report.path), what=report.what)
     run = Rerun(report, env_functions(report, env, arguments))
@@ -136,7 +134,7 @@ def _replay(
         say("The fault did not come again: the env was built.", came_again=False, returned="the env was built")
         return
     run.build()
-    with console.status(f"running {run.length} requests ..."):
+    with Console(stderr=True).status(f"running {run.length} requests ..."):
         differences = run.run()
     facts = {"requests": run.length, "differences": differences, "unknown": run.unknown}
     if differences:

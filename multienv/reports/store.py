@@ -79,14 +79,7 @@ def listed(directory: Path | None, pid: int | None = None) -> list[Path]:
             named = _NAME.fullmatch(name)
             if named is not None and name.endswith(".json") and pid in (None, int(named[1].split("-")[3])):
                 found.append(name)
-    return [Path(directory or "") / name for name in sorted(found, key=_place, reverse=True)]
-
-
-def _place(name: str) -> tuple[int, ...]:
-    """Return what reports are sorted by: the parts of the name; the number of a report may have any length."""
-    named = _NAME.fullmatch(name)
-    assert named is not None
-    return tuple(map(int, named[1].split("-")))
+    return [Path(directory or "") / name for name in sorted(found, reverse=True)]
 
 
 def time_of(path: Path) -> float:
