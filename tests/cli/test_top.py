@@ -26,6 +26,8 @@ from multienv.cli import app
 from multienv.cli.onlooker import Trainer as Onlooker
 from multienv.cli.onlooker import Worker
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what processes do is read from /proc")
+
 # Only ends a wait that would go on for ever.
 STUCK_AFTER = 30.0
 
