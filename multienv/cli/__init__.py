@@ -13,7 +13,7 @@ except ImportError as missing:
     sys.exit(f'The multienv command needs {missing.name}: pip install -e ".[cli]" in a checkout of multienv.')
 
 from multienv import __version__
-from multienv.cli import bench, chaos, doctor, replay
+from multienv.cli import bench, chaos, doctor, replay, top
 
 app = typer.Typer(name="multienv", add_completion=False, no_args_is_help=True)
 
@@ -37,3 +37,4 @@ app.command()(doctor.doctor)
 app.command()(chaos.chaos)
 app.command()(bench.bench)
 app.command()(replay.replay)
+app.command()(top.top)

@@ -102,25 +102,38 @@ def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
     return (frame for frame in frames if not frame.filename.startswith("<") and frame.filename not in machinery)
 
 
-def env_functions(report: Report, env: str | None) -> tuple[EnvFn, ...]:
+def env_functions(report: Report, env: str | None, arguments: dict[str, Any] | None = None) -> tuple[EnvFn, ...]:
     """Return the function that builds the env, for each slot.
 
     Args:
-        report: If it is trusted and ``env`` is not given, its own ``env_fn``.
+        report: If it is trusted and neither of the others is given, its own ``env_fn``.
         env: See :func:`named`. Of the report's own id its arguments and wrappers are taken.
+        arguments: Of the env; they come before those of the report.
 
     Raises:
         UsageError: There is no way to the env; the message says what to give.
     """
-    if env is None and report.is_trusted:
+    if env is None and arguments is None and report.is_trusted:
         return _trusted(report)
-    spec = report.spec
-    env_fn = None if env is None else named(env)
+    arguments, spec = arguments or {}, report.env.get("spec")
+    env_fn = None if env is None else named(env, **arguments)
     if env_fn is None or (spec is not None and env is not None and env.rpartition(":")[2] == spec.get("id")):
         if spec is None:
-            raise ReportError(f"{report.path} does not say how to build the env: it has no spec. {_HOW_TO_BUILD}")
-        env_fn = _from_spec(spec)
+            raise ReportError(
+                f"{report.path} does not say how to build the env: {_what_lacks(report)}. {_HOW_TO_BUILD}"
+            )
+        env_fn = _from_spec(report, spec, arguments)
     return (env_fn,) * (1 if report.layout is None else report.layout.slots)
+
+
+def _what_lacks(report: Report) -> str:
+    """Return why a report does not say how to build the env."""
+    if report.env.get("id") is None:
+        return "it has no spec"
+    return (
+        f"the spec of {report.env['id']} has arguments or wrappers without a plain form, {report.env.get('kwargs')}; "
+        "with an id, --env-kwargs JSON gives arguments"
+    )
 
 
 def _trusted(report: Report) -> tuple[EnvFn, ...]:
@@ -140,7 +153,7 @@ def _trusted(report: Report) -> tuple[EnvFn, ...]:
         ) from error
 
 
-def _from_spec(fields: dict[str, Any]) -> EnvFn:
+def _from_spec(report: Report, fields: dict[str, Any], arguments: dict[str, Any]) -> EnvFn:
     """Return a function that builds the env of a spec; it calls only registered functions and gymnasium's wrappers."""
     try:
         spec = EnvSpec.from_json(json.dumps(fields))
@@ -149,10 +162,15 @@ def _from_spec(fields: dict[str, Any]) -> EnvFn:
         raise ReportError(f"The env's spec is damaged: {type(error).__name__}: {error}. {_HOW_TO_BUILD}") from error
     registered = gymnasium.registry.get(spec.id)
     if registered is None:
+        # The module of the env's class is probably the one that registers it.
+        module = str(report.env.get("entry_point") or "__main__").partition(":")[0]
+        hint = "" if module == "__main__" else f" Try --env {module}:{spec.id}."
         raise ReportError(
-            f"The env {spec.id!r} is not registered here; its module does that when it is imported. {_HOW_TO_BUILD}"
+            f"The env {spec.id!r} is not registered here; its module does that when it is imported.{hint} "
+            f"{_HOW_TO_BUILD}"
         )
     spec.entry_point, spec.vector_entry_point = registered.entry_point, registered.vector_entry_point
+    spec.kwargs = {**spec.kwargs, **arguments}
     for wrapper, (module, _, name) in wrappers:
         if not module.startswith("gymnasium.wrappers.") or name not in gymnasium.wrappers.__all__:
             raise ReportError(

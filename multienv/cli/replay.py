@@ -1,83 +1,160 @@
-"""``multienv replay``: runs a lost episode again in this very process."""
+"""``multienv replay``: runs a lost episode again in this very process, or lists the reports of losses."""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import sys
+import time
 from bdb import BdbQuit
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from multienv.cli.env_functions import env_functions
 from multienv.cli.replaying import EnvRaised, Rerun
-from multienv.errors import UsageError
-from multienv.reports.read import Report, load
+from multienv.cli.texts import duration
+from multienv.errors import ReportError, UsageError
+from multienv.reports import store
+from multienv.reports.read import Report, load, summary_of
+
+_LATEST = "latest"
+# Says what has happened: in words for people, and by name for programs.
+Say = Callable[..., None]
 
 
 def replay(
-    report: Annotated[Path, typer.Argument(help="The .json that a loss has written; the log and the error name it.")],
+    report: Annotated[
+        str | None,
+        typer.Argument(help="The .json that a loss has written; the log and the error name it. 'latest': the newest."),
+    ] = None,
     env: Annotated[
         str | None, typer.Option(help="What builds the env: its id, 'module:id', or 'module:function'.")
+    ] = None,
+    env_kwargs: Annotated[
+        str | None, typer.Option(help="Arguments of the env, as JSON; they come before those of the report.")
     ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Load what is pickled in it: its author can run any code here.")
     ] = False,
     debug: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger before the fatal request.")] = False,
+    reports: Annotated[
+        Path | None, typer.Option(help="Where the reports lie; else $MULTIENV_REPORTS, else the user's cache.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Each thing that happens as a line of JSON; the list as one document.")
+    ] = False,
 ) -> None:
     """Run a lost episode again in this very process, up to the request its process was lost in.
 
+    Without an argument: list the reports of losses, the newest first.
+
     Each answer on the way is compared with the recorded one. If the fault happens again it ends this process as it
-    ended the worker. Exit code 0: the fault did not happen again; 1: the env raised; 2: the report cannot be replayed.
+    ended the worker. Modules are also found in the current directory. Numbers and arrays in a report are read as they
+    are; --trust is for what is pickled: calls, states, an env_fn.
+
+    Exit code 0: the fault did not happen again; 1: the env raised; 2: the report cannot be replayed.
     """
-    faulthandler.enable()
     # What a report says is shown as it is.
     plain = partial(Console, markup=False, highlight=False, soft_wrap=True)
     console = plain()
+
+    def say(text: str, **facts: Any) -> None:
+        console.print(json.dumps(facts) if as_json else text)
+
+    directory = reports or store.directory_for(None)
     try:
-        _replay(console, load(report, trust=trust), env, debug=debug)
+        if report is None:
+            _list(console, directory, as_json=as_json)
+            return
+        faulthandler.enable()
+        found = load(_path(report, directory), trust=trust)
+        _replay(say, found, env, _arguments(env_kwargs), debug=debug)
     except UsageError as error:
         plain(stderr=True).print(str(error))
         raise typer.Exit(2) from error
     except EnvRaised as raised:
-        console.print(raised.failure.traceback.rstrip())
-        console.print(f"The env raised: {str(raised).rstrip('.')}.")
+        text = f"{raised.failure.traceback.rstrip()}\nThe env raised: {str(raised).rstrip('.')}."
+        say(text, raised=str(raised), traceback=raised.failure.traceback)
         raise typer.Exit(1) from raised
     except BdbQuit:
         raise typer.Abort from None
 
 
-def _replay(console: Console, report: Report, env: str | None, *, debug: bool) -> None:
-    """Run the report again and print each step; the output is flushed before the fatal request runs."""
-    console.print(report.what)
-    run = Rerun(report, env_functions(report, env))
+def _path(report: str, directory: Path | None) -> Path:
+    """Return the path of a report: as given, the name of one in the directory, or the newest there."""
+    if report == _LATEST:
+        for path in store.listed(directory):
+            return path
+        raise ReportError(f"There are no reports in {directory}.")
+    path = Path(report)
+    is_name = path.name == report and not path.exists() and directory is not None
+    return directory / report if is_name and directory is not None and (directory / report).exists() else path
+
+
+def _arguments(env_kwargs: str | None) -> dict[str, Any] | None:
+    if env_kwargs is None:
+        return None
+    try:
+        arguments = json.loads(env_kwargs)
+    except ValueError as error:
+        raise UsageError(f"--env-kwargs is no JSON: {error}.") from error
+    if not isinstance(arguments, dict):
+        raise UsageError("--env-kwargs is no JSON object: give it as '{\"size\": 5}'.")
+    return arguments
+
+
+def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:
+    """Print the reports in the directory, one line each, the newest first."""
+    summaries = [summary for summary in map(summary_of, store.listed(directory)) if summary is not None]
+    if as_json:
+        console.print(json.dumps([summary.as_json() for summary in summaries], indent=2))
+        return
+    if not summaries:
+        console.print(f"There are no reports in {directory}.")
+        return
+    console.print(f"Reports in {directory}, the newest first; `multienv replay {_LATEST}`, or with the name of one:")
+    for one in summaries:
+        ago = duration(max(0.0, time.time() - store.time_of(one.path)))
+        console.print(f"{ago:>7} ago  {one.outcome:9}  {one.path.name}  {one.what}")
+
+
+def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any] | None, *, debug: bool) -> None:
+    """Run the report again and tell of each step; the output is flushed before the fatal request runs."""
+    say(report.what, report=str(report.path), what=report.what)
+    run = Rerun(report, env_functions(report, env, arguments))
     if run.was_building:
-        console.print("It was being built: building the env ...")
+        say("It was being built: building the env ...", fatal="initialize")
         sys.stdout.flush()
         run.build()
-        console.print("The fault did not come again: the env was built.")
+        say("The fault did not come again: the env was built.", came_again=False, returned="the env was built")
         return
     run.build()
-    with console.status(f"running {run.length} requests ..."):
+    with Console(stderr=True).status(f"running {run.length} requests ..."):
         differences = run.run()
+    facts = {"requests": run.length, "differences": differences, "unknown": run.unknown}
     if differences:
-        console.print(f"Not all {run.length} answers are as they were recorded: {'; '.join(differences)}.")
-        console.print("Is it the same env, and deterministic?")
+        text = f"Not all {run.length} answers are as they were recorded: {'; '.join(differences)}.\n"
+        say(f"{text}Is it the same env, and deterministic?", **facts)
     else:
-        console.print(f"All {run.length} answers are as they were recorded.")
+        say(f"All {run.length} answers are as they were recorded.", **facts)
     if run.unknown:
-        console.print(f"Of {run.unknown} only the flags could be compared: their observations are pickled (--trust).")
+        note = f"Of {run.unknown} only the flags could be compared: their observations are pickled (--trust)."
+        say(note, note=note)
     fatal = run.request()
     if fatal:
-        console.print(f"Now what was fatal: {fatal}")
+        say(f"Now what was fatal: {fatal}", fatal=fatal)
     sys.stdout.flush()
     if debug:
         run.stop()
     if fatal:
-        console.print(f"The fault did not come again: {run.run_fatal()}.")
+        returned = run.run_fatal()
+        say(f"The fault did not come again: {returned}.", came_again=False, returned=returned)
     else:
-        console.print("The process was lost between two requests: there is none that can be fatal.")
+        note = "The process was lost between two requests: there is none that can be fatal."
+        say(note, came_again=False, note=note)
     run.close()

@@ -18,7 +18,7 @@ from multienv.errors import ReportError
 from multienv.processes.environment import worker_environment
 from multienv.recovery.verification import differences
 from multienv.reports.crash import action_of
-from multienv.reports.plain import is_plain_reset
+from multienv.reports.plain import made_anew, plain_value, reset_made_anew
 from multienv.reports.read import Report
 from multienv.wire.actions import PICKLED
 from multienv.wire.banks import (
@@ -33,6 +33,7 @@ from multienv.wire.banks import (
     U32,
     Entry,
     are_digests,
+    slot_digests,
     split_entries,
 )
 from multienv.wire.codecs import Codec, ExactCodec, codec_of, mail_of
@@ -65,6 +66,7 @@ class Rerun:
     Attributes:
         was_building: The process was lost while the envs were built.
         length: How many requests come before the fatal one.
+        unknown: How many answers can be compared only in part, because their observations are not plain.
 
     Raises:
         ReportError: There is no journal, or it cannot be replayed without trust.
@@ -84,8 +86,13 @@ class Rerun:
             replay = Replay(b"")
         end = 0 if report.layout is None else report.layout.end
         before = list(split_entries(replay.entries, end))
+        self.unknown = 0
         if not report.is_trusted:
-            self._refuse_pickles(replay, [*before, *([] if self._fatal is None else [self._fatal])])
+            if replay.generators or replay.state or replay.lasting:
+                raise ReportError(f"{report.path}: where its journal begins {_TRUST}")
+            before = [self._plain(place, entry) for place, entry in enumerate(before, 1)]
+            self._fatal = self._fatal and self._plain(len(before) + 1, self._fatal)
+            replay = Replay(b"".join(entry.packed() for entry in before))
         self.length = len(before)
         self._replay = replay
         self._envs: list[Any] = []
@@ -95,15 +102,36 @@ class Rerun:
         self._description: Description
         self._host = Host(self._segment, env_fns=[partial(self._build_one, env_fn) for env_fn in env_fns])
 
-    def _refuse_pickles(self, replay: Replay, entries: list[Entry]) -> None:
-        """Raise ReportError if executing these requests would unpickle anything but plain resets."""
-        if replay.generators or replay.state or replay.lasting:
-            raise ReportError(f"{self._report.path}: where its journal begins {_TRUST}")
-        for place, entry in enumerate(entries):
-            kind, tag = entry.stretch[:2]
-            is_reset = kind == BEGIN or (kind == MESSAGE and is_plain_reset(entry.request_mail))
-            if not is_reset and not (kind == STEP and tag & ~ABSENT != PICKLED):
-                raise ReportError(f"{self._report.path}: request {place + 1} {_TRUST}")
+    def _plain(self, place: int, entry: Entry) -> Entry:
+        """Return an entry whose pickles this process has made itself; raise ReportError if a request is not plain."""
+        kind, tag = entry.stretch[:2]
+        mail, evidence = entry.request_mail, entry.evidence
+        try:
+            if kind == MESSAGE:
+                mail = reset_made_anew(mail)
+            elif kind == STEP and tag & ~ABSENT == PICKLED:
+                mail = made_anew(mail)
+            elif kind not in (BEGIN, STEP):
+                raise ValueError(f"there is no request of kind {kind}")
+        except Exception as error:  # any damage; or what is not plain
+            raise ReportError(f"{self._report.path}: request {place} {_TRUST}") from error
+        if evidence:
+            try:
+                evidence = self._plain_evidence(evidence)
+            except Exception:  # the same
+                evidence = b""
+                self.unknown += 1
+        return replace(entry, request_mail=mail, evidence=evidence)
+
+    def _plain_evidence(self, evidence: bytes) -> bytes:
+        """Return evidence whose pickles this process has made itself. Raises if it is not plain."""
+        if self._exact:
+            return made_anew(evidence)
+        if are_digests(evidence):
+            if self._report.layout is None or len(slot_digests(evidence)) != self._report.layout.slots:
+                raise ValueError("there is not one digest for each env")
+            return evidence
+        return pickle.dumps([one and made_anew(one) for one in plain_value(evidence)], protocol=5)
 
     def _build_one(self, env_fn: EnvFn) -> Any:
         env = env_fn()
@@ -138,15 +166,8 @@ class Rerun:
             raise ReportError(f"{self._report.path}: where its journal begins cannot be had: {answer.text}")
         layout, recorded = self._segment.layout, self._replay.entries
         self._came = list(split_entries(answer, layout.end))
-        if not self._report.is_trusted:  # evidence is pickled, and is unpickled to be compared
-            recorded, answer = _without_evidence(recorded, layout.end), _without_evidence(answer, layout.end)
         found = differences(recorded, answer, layout, exact=self._exact)
         return [f"env {slot}: {what}" for slot, what in found.items()]
-
-    @property
-    def unknown(self) -> int:
-        """Return how many answers could be compared only in part, because they are pickled."""
-        return 0 if self._report.is_trusted else sum(bool(entry.evidence) for entry in self._came)
 
     # --- the fatal request ------------------------------------------------------------------------
 
@@ -231,7 +252,3 @@ class Rerun:
     def close(self) -> None:
         """Close the envs."""
         self._host.close_envs()
-
-
-def _without_evidence(entries: bytes, end: int) -> bytes:
-    return b"".join([replace(entry, evidence=b"").packed() for entry in split_entries(entries, end)])

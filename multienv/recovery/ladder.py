@@ -26,7 +26,7 @@ from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32
 from multienv.wire.codecs import Codec, codec_of
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import Build, Description, Failure, Message, Replay, drawn_seeds, foreign, pack_message
-from multienv.wire.segment import REQUEST
+from multienv.wire.segment import REQUEST, RESTARTS
 
 # Processes that may die while envs are built, and at one place of a replay when killed from outside, before a rung
 # is given up. Such a death says nothing of the journal.
@@ -177,6 +177,7 @@ class Ladder:
             channel.kill()
             channel.release()
             raise Unrecoverable("it was closed")
+        channel.segment.words[RESTARTS] = self.restarts
         number = self.next_number()
         self.publish(channel, number, pack_message(replace(self.build, replacement=replacement)))
         return channel, number
@@ -275,6 +276,7 @@ class Ladder:
             until = (time.monotonic() + until) / 2
             limit = min(limit, until)
         try:
+            channel.segment.words[RESTARTS] = self.restarts
             channel.segment.lay_out(self.codec.layout)
             if not channel.wait(number, limit):
                 raise channel.kill(cause="hung")

@@ -189,17 +189,36 @@ def action_of(entry: Entry, layout: BankLayout, description: Description, *, exa
 def _env(description: Description | None) -> dict[str, Any] | None:
     if description is None:
         return None
-    spec: Any = None
-    with contextlib.suppress(Exception):  # foreign code; and not all there is to a spec has a plain form
-        spec = json.loads(description.spec.to_json())
+    spec = description.spec
     observation_space, action_space = description.spaces[0]
     return {
-        "id": getattr(description.spec, "id", None),
-        "spec": spec,
+        "id": getattr(spec, "id", None),
+        "entry_point": _named(getattr(spec, "entry_point", None)),
+        "kwargs": readable(getattr(spec, "kwargs", None)),
+        "spec": _plain_spec(spec),
         "observation_space": readable(observation_space),
         "action_space": readable(action_space),
         "render_mode": description.render_mode,
     }
+
+
+def _named(entry_point: Any) -> str | None:
+    """Return the name of an entry point, ``module:name``, which may be a class or a function itself."""
+    if entry_point is None or isinstance(entry_point, str):
+        return entry_point
+    return f"{getattr(entry_point, '__module__', '')}:{getattr(entry_point, '__qualname__', entry_point)}"
+
+
+def _plain_spec(spec: Any) -> Any:
+    """Return a spec as JSON values; ``None`` if not all of it has such a form: arguments that are objects, say.
+
+    Entry points that are no text are left out: a replay takes those that are registered where it runs.
+    """
+    with contextlib.suppress(Exception):  # foreign code
+        points = {name: getattr(spec, name) for name in ("entry_point", "vector_entry_point")}
+        texts = {name: point if isinstance(point, str) else None for name, point in points.items()}
+        return json.loads(replace(spec, **texts).to_json())
+    return None
 
 
 @cache

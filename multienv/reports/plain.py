@@ -6,6 +6,7 @@ import dataclasses
 import io
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,24 +40,81 @@ def readable(value: Any, depth: int = 0) -> Any:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles a ``Build`` or a ``Reset`` of Python's own plain values, and refuses everything else."""
+    """Unpickles plain values, and refuses everything else.
+
+    Plain are Python's own numbers, texts and containers, numpy's numbers and arrays without objects, and ``Build`` and
+    ``Reset`` of these. A pickle calls nothing but what :meth:`find_class` returns. It has numpy's arrays made by
+    functions of this module: numpy's own take a dtype at its word, whose fields may lie outside of the array.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return one of the two classes: a pickle calls nothing but what this returns."""
-        if module != messages.__name__ or name not in ("Build", "Reset"):
+        """Return one of the two classes, or what makes a plain value."""
+        if module == messages.__name__ and name in ("Build", "Reset"):
+            return getattr(messages, name)
+        found = _PLAIN.get((module.replace("numpy.core.", "numpy._core."), name))  # numpy 1 and 2
+        if found is None:
             raise pickle.UnpicklingError(f"{module}.{name} is not plain")
-        return getattr(messages, name)
+        return found
 
 
-def plain_message(data: bytes) -> Any:
-    """Return the plain message that was pickled. Raises an exception of any kind if it is something else."""
+class _Kind:
+    """Stands for a dtype while a pickle is read; it cannot be pickled itself."""
+
+    def __init__(self, name: str, align: bool = False, copy: bool = False) -> None:
+        self.dtype = _without_objects(np.dtype(str(name)))
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        # Version, byte order, subarray, names, fields, and what the name has said.
+        _, order, *structure = state[:5]
+        if structure != [None, None, None] or any(state[8:]):
+            raise pickle.UnpicklingError("a dtype with parts is not plain")
+        self.dtype = self.dtype.newbyteorder(order)
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("a dtype is not plain")
+
+
+def _without_objects(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if dtype.hasobject or dtype.fields or dtype.subdtype:
+        raise pickle.UnpicklingError(f"{dtype} is not plain")
+    return dtype
+
+
+def _scalar(kind: _Kind, data: bytes) -> Any:
+    (value,) = np.frombuffer(bytes(data), kind.dtype)
+    return value
+
+
+def _array(data: bytes, kind: _Kind, shape: tuple[int, ...], order: str) -> np.ndarray[Any, Any]:
+    # A bytearray: the array can be written to, as the one that was pickled.
+    flat = np.frombuffer(bytearray(data), kind.dtype)
+    return flat.reshape(tuple(map(int, shape)), order="F" if order == "F" else "C")
+
+
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("numpy", "dtype"): _Kind,
+    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("numpy._core.numeric", "_frombuffer"): _array,
+}
+
+
+def plain_value(data: bytes) -> Any:
+    """Return the plain value, or message, that was pickled. Raises an exception of any kind if it is something else."""
     return PlainUnpickler(io.BytesIO(data)).load()
 
 
-def is_plain_reset(data: bytes) -> bool:
-    """Tell whether this is a pickled ``Reset`` that can be executed without running foreign code."""
-    try:
-        message = plain_message(data)
-        return type(message) is messages.Reset and dataclasses.replace(message) == message  # all fields are there
-    except Exception:  # any damage
-        return False
+def made_anew(data: bytes) -> bytes:
+    """Return a pickle of the same plain value that this process has made: it can be unpickled like any of our own.
+
+    Raises an exception of any kind if the value is not plain.
+    """
+    return pickle.dumps(plain_value(data), protocol=5)
+
+
+def reset_made_anew(data: bytes) -> bytes:
+    """Do the same with a pickle that must be that of a ``Reset``."""
+    message = plain_value(data)
+    if type(message) is not messages.Reset:
+        raise TypeError(f"{type(message).__name__} is no Reset")
+    return pickle.dumps(dataclasses.replace(message), protocol=5)  # raises AttributeError unless all fields are there

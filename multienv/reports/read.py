@@ -12,7 +12,7 @@ import numpy as np
 
 from multienv.errors import ReportError
 from multienv.reports.crash import FORMAT, REPLAY, VERSION, without_pickles
-from multienv.reports.plain import plain_message
+from multienv.reports.plain import plain_value
 from multienv.wire.banks import BankLayout, Entry, split_entries
 from multienv.wire.messages import Build, Replay
 
@@ -26,7 +26,7 @@ class Report:
         what: What happened, in a sentence.
         loss: The loss, as the document has it.
         deadline: Seconds that the fatal request was allowed.
-        spec: Of the env as JSON; ``None``: it has none.
+        env: What is said of the env, by name; empty: it was never built.
         layout: Of the banks; ``None``: the envs were never built.
         replay: What came before the loss; ``None``: it is not known.
         pending: The entry of the request that the process was lost in; ``None``: none was asked, or the envs were
@@ -39,12 +39,52 @@ class Report:
     what: str
     loss: dict[str, Any]
     deadline: float | None
-    spec: dict[str, Any] | None
+    env: dict[str, Any]
     layout: BankLayout | None
     replay: Replay | None
     pending: Entry | None
     build: Build
     is_trusted: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Holds what a list says of a crash report.
+
+    Attributes:
+        path: Of its document.
+        when: When the recovery was over, ISO 8601, UTC.
+        env: Index of the env, or ``None``.
+        what: What happened, in a sentence.
+        outcome: What became of it: ``"exact"``, ``"truncated"``, ``"fresh"`` or ``"raised"``.
+    """
+
+    path: Path
+    when: str
+    env: int | None
+    what: str
+    outcome: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {
+            "when": self.when,
+            "env": self.env,
+            "what": self.what,
+            "outcome": self.outcome,
+            "report": str(self.path),
+        }
+
+
+def summary_of(path: Path) -> Summary | None:
+    """Return the summary of a report; ``None`` if it is damaged, or has been removed."""
+    try:
+        document = _document(path)
+        loss, build = document["loss"], document["build"]
+        env = loss["env_index"] if loss["env_index"] is not None else build["first_env"]
+        return Summary(path, str(document["when"]), env, str(document["what"]), str(document["recovery"]["outcome"]))
+    except (ReportError, LookupError, TypeError):
+        return None
 
 
 def load(path: str | Path, *, trust: bool = False) -> Report:
@@ -63,7 +103,7 @@ def load(path: str | Path, *, trust: bool = False) -> Report:
     try:
         with beside.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = {name: file[name].tobytes() for name in file.files}
-        build = pickle.loads(arrays["trusted"]) if trust else without_pickles(plain_message(arrays["build"]))
+        build = pickle.loads(arrays["trusted"]) if trust else without_pickles(plain_value(arrays["build"]))
         return _report(path, document, arrays, build, trust=trust)
     except FileNotFoundError as error:
         raise ReportError(f"{beside} is missing: it lies beside the .json and holds the journal.") from error
@@ -85,8 +125,8 @@ def _report(path: Path, document: dict[str, Any], arrays: dict[str, bytes], buil
             requests = sum(1 for _ in split_entries(replay.entries, layout.end))
             if requests != journal["requests"]:
                 raise ValueError(f"it holds {requests} requests, not {journal['requests']}")
-    loss, deadline, spec = dict(document["loss"]), document["request"]["deadline"], (document["env"] or {}).get("spec")
-    return Report(path, document["what"], loss, deadline, spec, layout, replay, pending, build, trust)
+    loss, deadline, env = dict(document["loss"]), document["request"]["deadline"], dict(document["env"] or {})
+    return Report(path, document["what"], loss, deadline, env, layout, replay, pending, build, trust)
 
 
 def _document(path: Path) -> dict[str, Any]:

@@ -39,19 +39,21 @@ _numbers = count(1)
 _complained: set[Path] = set()
 
 
-def directory_for(reports: Any) -> Path | None:
+def directory_for(reports: Any, variables: Mapping[str, str] = os.environ) -> Path | None:
     """Return the directory that an option names.
 
     Args:
         reports: A directory; ``""``: no reports; ``None``: as MULTIENV_REPORTS says, else in the user's cache.
+        variables: Environment variables, of another process for instance.
 
     Raises:
         UsageError: It is neither a path nor a string.
     """
     if reports is None:
-        reports = os.environ.get(VARIABLE)
+        reports = variables.get(VARIABLE)
     if reports is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - may have none
+        home = variables.get("HOME") or os.path.expanduser("~")  # noqa: PTH111 - there may be none
+        cache = Path(variables.get("XDG_CACHE_HOME") or f"{home}/.cache")
         return cache / "multienv" / "reports" if cache.is_absolute() else None
     try:
         named = os.fspath(reports)
@@ -67,6 +69,22 @@ def new_path(directory: Path, index: int | None) -> Path:
     now = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
     env = "" if index is None else f"-env{index}"
     return directory / f"{now}-{os.getpid()}-{next(_numbers)}{env}.json"
+
+
+def listed(directory: Path | None, pid: int | None = None) -> list[Path]:
+    """Return the reports in a directory, the newest first: all of them, or those that process ``pid`` has written."""
+    found = []
+    with contextlib.suppress(OSError):  # there is no such directory
+        for name in os.listdir(directory or os.devnull):
+            named = _NAME.fullmatch(name)
+            if named is not None and name.endswith(".json") and pid in (None, int(named[1].split("-")[3])):
+                found.append(name)
+    return [Path(directory or "") / name for name in sorted(found, reverse=True)]
+
+
+def time_of(path: Path) -> float:
+    """Return when a report was opened, as its name says: seconds since 1970."""
+    return datetime.strptime(f"{path.name[:22]}+0000", "%Y%m%d-%H%M%S-%f%z").timestamp()
 
 
 def _private(path: str, flags: int) -> int:

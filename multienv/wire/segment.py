@@ -42,6 +42,8 @@ REPLY_MAIL = 40  # and 41: bytes of mail with the reply of an even and of an odd
 REQUEST_MAIL = 48  # and 49: bytes of mail with an even and with an odd request (trainer)
 CORE = 50  # 1 + the core to run on while steps are short; 0: any (trainer)
 LOOKS = 51  # look for the next request before going to sleep: so many workers share a core; 0: do not (trainer)
+RESTARTS = 52  # processes that were started in place of lost ones, up to this one (trainer)
+BANK_SIZE = 53  # bytes of one bank; 0: not laid out yet (both, the same)
 PID = 56  # the process that serves this segment (worker)
 SNAPSHOTS = 57  # forked snapshots it has taken (worker)
 OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
@@ -59,6 +61,7 @@ class Segment:
 
     Args:
         descriptor: The file, which becomes the segment's to close; -1: memory of this process alone.
+        read_only: Look on from a third process: nothing is written, and the file may have been opened for reading.
 
     Attributes:
         descriptor: To be handed to the process.
@@ -70,11 +73,12 @@ class Segment:
 
     __slots__ = ("_control", "_letters", "_memory", "_short", "banks", "descriptor", "layout", "times", "words")
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, read_only: bool = False) -> None:
         self.descriptor = descriptor
-        if descriptor >= 0 and os.fstat(descriptor).st_size < CONTROL_SIZE:
+        if descriptor >= 0 and not read_only and os.fstat(descriptor).st_size < CONTROL_SIZE:
             os.ftruncate(descriptor, CONTROL_SIZE)
-        self._control: mmap.mmap | None = mmap.mmap(descriptor, CONTROL_SIZE)
+        access = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
+        self._control: mmap.mmap | None = mmap.mmap(descriptor, CONTROL_SIZE, prot=access)
         self._memory: mmap.mmap | None = None
         self._letters: dict[int, bytes] = {}  # mail, where there is no file
         view = memoryview(self._control)
@@ -105,7 +109,14 @@ class Segment:
         memory = mmap.mmap(self.descriptor, size)
         view = memoryview(memory)
         banks = tuple(Bank(layout, view, CONTROL_SIZE + side * layout.size) for side in (0, 1))
+        self.words[BANK_SIZE] = layout.size
         self._memory, self.layout, self.banks = memory, layout, banks
+
+    def kind_of(self, number: int) -> int:
+        """Return the kind of request ``number``, read by a process that does not know the layout; 0: not known."""
+        size, side = self.words[BANK_SIZE], number & 1
+        place = CONTROL_SIZE + side * size if size else _SMALL_BANKS + side * SMALL.size
+        return next(iter(os.pread(self.descriptor, 1, place)), 0)
 
     # --- mail -------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import PoisonError, WorkerDiedError, WorkerHungError
 from multienv.events import Recovery
 from multienv.reports import store
-from multienv.reports.plain import plain_message
+from multienv.reports.plain import plain_value
 from multienv.wire.banks import BankLayout, split_entries
 
 DEADLINES = Deadlines(start=20, reset=1.0, step=0.5, call=1.0, close=2.0, recovery=30)
@@ -86,7 +86,7 @@ def test_a_kill_that_is_healed(reports: Path) -> None:
     (pending,) = split_entries(journal["pending"].tobytes(), layout.end)
     assert pending.is_step
     assert pending.stretch[16] == 1
-    assert plain_message(entries[0].request_mail).seeds == (5,)
+    assert plain_value(entries[0].request_mail).seeds == (5,)
     assert set(report["made_with"]) == {"multienv", "python", "gymnasium", "numpy", "platform"}
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multienv.reports.plain import is_plain_reset, plain_message, readable
+from multienv.recovery.verification import same
+from multienv.reports.plain import made_anew, readable, reset_made_anew
 from multienv.wire.messages import Call, Replay, Reset, pack_message
 
 
@@ -57,8 +58,24 @@ def test_large_and_endless_values_are_cut_short():
 @pytest.mark.parametrize("options", [None, {"a": [1.5, (True, b"x")], 1: {"b": None}}])
 def test_a_reset_of_plain_values_is_unpickled(options):
     mail = pack_message(Reset((7, None), (options, None), (True, False), anchor=True))
-    assert is_plain_reset(mail)
-    assert pack_message(plain_message(mail)) == mail
+    assert reset_made_anew(mail) == mail
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [0.5, 1],
+        (np.float32(0.5), np.int64(-3), np.bool_(True), np.uint8(200), np.str_("ä")),
+        {"a": np.arange(6, dtype=">i2").reshape(2, 3), "b": np.zeros((), np.float64), "c": np.array(["x", "yz"])},
+        OrderedDict(image=np.asfortranarray(np.arange(4.0).reshape(2, 2)), empty=np.zeros((0, 3), np.float32)),
+        {1, 2},
+    ],
+)
+def test_numbers_and_arrays_are_made_anew_to_the_bit(value):
+    again = pickle.loads(made_anew(pickle.dumps(value, protocol=5)))
+    assert same(value, again)
+    for array in (one for one in (again.values() if isinstance(again, dict) else ()) if isinstance(one, np.ndarray)):
+        assert array.flags.writeable
 
 
 class Bomb:
@@ -66,21 +83,51 @@ class Bomb:
         return pytest.fail, ("unpickled",)
 
 
+class OfNumpy:
+    """Pickles as a call of one of numpy's functions."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+FROM_BUFFER = np.zeros(1).__reduce_ex__(5)[0]
+SCALAR = np.float64(0).__reduce__()[0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Bomb(),
+        [np.array([Bomb()], object)],
+        np.zeros(2, "i4,f8"),  # its dtype says where the fields lie
+        np.dtype("f8"),
+        OfNumpy(FROM_BUFFER, b"x" * 8, np.dtype("f8"), (2,), "C"),
+        OfNumpy(FROM_BUFFER, b"x" * 8, np.dtype(object), (1,), "C"),
+        OfNumpy(SCALAR, np.dtype("f8"), b"x" * 7),
+        OfNumpy(np.save, "struck", b"x"),
+        Call("poke", (0.5,)).__class__,
+    ],
+)
+def test_what_is_not_plain_is_refused(value):
+    data = pickle.dumps(value, protocol=5)
+    with pytest.raises(Exception):  # noqa: B017 - of any kind
+        made_anew(data)
+
+
 @pytest.mark.parametrize(
     "message",
-    [
-        Reset((None,), ({"a": Bomb()},)),
-        Reset((None,), ({"a": np.float64(1)},)),
-        Call("poke", (0.5,)),
-        Replay(b"", state=pickle.dumps(Bomb())),
-        Bomb(),
-    ],
+    [Reset((None,), ({"a": Bomb()},)), Call("poke", (0.5,)), Replay(b"", state=pickle.dumps(Bomb())), Bomb(), [1]],
 )
 def test_anything_else_is_no_plain_reset(message):
     mail = pickle.dumps(message)
-    assert not is_plain_reset(mail)
-    assert not is_plain_reset(mail[: len(mail) // 2])
+    for data in (mail, mail[: len(mail) // 2]):
+        with pytest.raises(Exception):  # noqa: B017 - of any kind
+            reset_made_anew(data)
 
 
 def test_a_damaged_reset_is_no_plain_reset():
-    assert not is_plain_reset(pickle.dumps(Reset).replace(b".", b")\x81."))  # an instance without its fields
+    with pytest.raises(AttributeError):
+        reset_made_anew(pickle.dumps(Reset, protocol=2)[:-1] + b")\x81.")  # an instance without its fields

@@ -1,0 +1,245 @@
+"""``multienv top``: what the workers of a trainer are doing, seen from another process that the trainer does not know."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kit import CounterEnv
+from kit.trainer_process import PATH, Trainer
+from multienv import SubprocessEnv
+from multienv.cli import app
+from multienv.cli.onlooker import Trainer as Onlooker
+from multienv.cli.onlooker import Worker
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what processes do is read from /proc")
+
+# Only ends a wait that would go on for ever.
+STUCK_AFTER = 30.0
+
+
+def top(*arguments: object) -> Result:
+    """In this process: it looks on from outside all the same."""
+    return CliRunner().invoke(app, ["top", *map(str, arguments)], env={"COLUMNS": "150"})
+
+
+def table(pid: int) -> Any:
+    result = top(pid, "--json", "--every", "0.2")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def table_where(pid: int, holds: Callable[[Any], bool]) -> Any:
+    """The first table of which this holds."""
+    deadline = time.monotonic() + STUCK_AFTER
+    while not holds(found := table(pid)):
+        assert time.monotonic() < deadline, f"never seen: {json.dumps(found, indent=1)}"
+    return found
+
+
+@contextlib.contextmanager
+def a_worker(pid: int, name: str) -> Iterator[Worker]:
+    onlooker = Onlooker(pid)
+    (worker,) = [worker for worker in onlooker.in_order() if worker.name == name]
+    try:
+        yield worker
+    finally:
+        onlooker.close()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, reports: Path) -> Iterator[Trainer]:
+    with Trainer("top_trainers", "step_for_ever", tmp_path) as process:
+        yield process
+
+
+def test_the_worker_that_hangs_in_a_step_is_named_with_its_env_and_shows_its_stack(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.expect("ready")
+    running = table_where(trainer.pid, lambda seen: all(row["env_ms"] for row in seen["workers"]))
+    assert [row["name"] for row in running["workers"]] == ["envs 0-1", "envs 2-3"]
+    assert all(row["requests_per_second"] > 0 and row["rss"] > 2**20 for row in running["workers"])
+    assert running["losses"] == []
+
+    (tmp_path / "step-3").touch()
+    hung = table_where(trainer.pid, lambda seen: seen["workers"][1]["at_least"] and seen["waited_for"])
+    first, second = hung["workers"]
+    assert hung["waited_for"] == second["pid"]
+    assert (second["state"], second["request"], second["env"]) == ("busy", "step", "env 3")
+    assert (second["requests_per_second"], second["step_ms"], second["busy"]) == (0.0, None, 1.0)
+    assert (first["state"], first["busy"], first["awaited"]) == ("sleeping", 0.0, 0.0)
+    text = top(trainer.pid, "--once", "--every", "0.2").output
+    assert "It waits for envs 2-3 (100% of the time)" in text
+    assert "busy: step of env 3" in text
+
+    with a_worker(trainer.pid, "envs 2-3") as worker:
+        for _ in range(2):  # the second is not the first once more, with the other behind it
+            stack = worker.stack()
+            assert stack.count("in halt_while_it_is_there") == 1, stack
+    os.kill(second["pid"], signal.SIGSTOP)
+    try:
+        stopped = table_where(trainer.pid, lambda seen: seen["workers"][1]["state"] == "stopped")
+        assert stopped["workers"][1]["env"] == "env 3"
+        with a_worker(trainer.pid, "envs 2-3") as worker:
+            assert "state: T (stopped)" in worker.stack()
+    finally:
+        os.kill(second["pid"], signal.SIGCONT)
+
+
+def test_a_killed_worker_comes_back_with_its_loss_in_the_table_and_no_stack_of_ours_in_the_report(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.expect("ready")
+    (before,) = {row["pid"] for row in table(trainer.pid)["workers"] if row["name"] == "envs 0-1"}
+    with a_worker(trainer.pid, "envs 0-1") as worker:
+        assert "Current thread" in worker.stack()
+        assert worker.kill()
+    after = table_where(trainer.pid, lambda seen: len(seen["losses"]) == 1 and len(seen["workers"]) == 2)
+    row = after["workers"][0]
+    assert row["name"] == "envs 0-1"
+    assert row["pid"] != before
+    assert row["restarts"] >= 1
+    assert after["workers"][1]["restarts"] == 0
+    (loss,) = after["losses"]
+    assert "was killed by SIGKILL" in loss["what"]
+    assert loss["outcome"] == "exact"
+    assert json.loads(Path(loss["report"]).read_text())["loss"]["stack"] == []
+    assert "exact" in top(trainer.pid, "--once", "--every", "0.1").output
+    again = table_where(trainer.pid, lambda seen: all(row["requests_per_second"] > 0 for row in seen["workers"]))
+    assert again["workers"][0]["pid"] == row["pid"]
+
+
+def test_envs_that_are_being_built(trainer: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "build").touch()  # the trainer imports for longer than this takes
+    deadline = time.monotonic() + STUCK_AFTER
+    while top(trainer.pid, "--json", "--every", "0.1").exit_code == 2:  # no workers yet
+        assert time.monotonic() < deadline
+    expected = [("building", "env 0"), ("building", "env 2")]  # not at once: they import before
+    table_where(trainer.pid, lambda seen: [(row["state"], row["env"]) for row in seen["workers"]] == expected)
+    (tmp_path / "build").unlink()
+    trainer.expect("ready")
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.before = termios.tcgetattr(theirs)
+        self._theirs = theirs
+        environment = {**os.environ, "PYTHONPATH": PATH, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "multienv", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+        )
+        self.shown = ""
+
+    def expect(self, text: str) -> None:
+        """Wait until the program has written this."""
+        deadline = time.monotonic() + STUCK_AFTER
+        while text not in self.shown:
+            assert time.monotonic() < deadline, f"never shown: {text!r} in {self.shown[-4000:]}"
+            if select.select([self._ours], [], [], 0.2)[0]:
+                self.shown += os.read(self._ours, 65_536).decode(errors="replace")
+        self.shown = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def settings(self) -> Any:
+        return termios.tcgetattr(self._theirs)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+def test_the_keys_in_a_terminal_select_show_a_stack_kill_and_quit(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.expect("ready")
+    (tmp_path / "step-2").touch()
+    with contextlib.closing(Terminal("top", str(trainer.pid), "--every", "0.2")) as terminal:
+        terminal.expect("busy: step of env 2")
+        terminal.type("\x1b[Bs")
+        terminal.expect("in halt_while_it_is_there")
+        terminal.type("k")
+        terminal.expect("Kill process")
+        terminal.type("n")
+        terminal.expect("envs 2-3")
+        (tmp_path / "step-2").unlink()
+        terminal.type("k")
+        terminal.expect("Kill process")
+        terminal.type("y")
+        terminal.expect("was killed")
+        terminal.expect("Losses: 1; the newest")
+        terminal.type("q")
+        assert terminal.process.wait(STUCK_AFTER) == 0
+        assert terminal.settings() == terminal.before
+
+
+def test_a_trainer_that_is_busy_itself() -> None:
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        seen = table_where(os.getpid(), lambda seen: [row["state"] for row in seen["workers"]] == ["sleeping"])
+        assert seen["waited_for"] is None
+        assert seen["workers"][0]["name"] == "env"
+        assert "The workers wait for it." in top(os.getpid(), "--once", "--every", "0.1").output
+
+
+def refusal(*arguments: object) -> str:
+    result = top(*arguments)
+    assert result.exit_code == 2, result.output
+    assert not result.stdout
+    return result.stderr.strip()
+
+
+def test_what_is_no_trainer_is_said_to_be_none_in_one_line() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        text = refusal(process.pid)
+        assert text.startswith(f"Process {process.pid} has no workers of multienv: ")
+        assert len(text.splitlines()) == 1
+    assert refusal(process.pid) == f"There is no process {process.pid}."
+
+
+def test_a_trainer_of_another_user_is_refused() -> None:
+    us = os.getpid()
+    assert refusal(2**22 + 1)  # all is imported now: the other user may not read where it lies
+    if os.geteuid():
+        assert "belongs to root: only that user, and root, may look." in refusal(1)
+        return
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setresuid(65534, 65534, 65534)
+            os.write(write, refusal(us).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        assert answer.read() == f"Process {us} belongs to root: only that user, and root, may look."
+    os.waitpid(child, 0)
+
+
+def test_where_several_trainers_run_they_are_listed(trainer: Trainer) -> None:
+    trainer.expect("ready")
+    with SubprocessEnv(CounterEnv) as env:
+        env.initialize()
+        first, *lines = refusal().splitlines()
+    assert first == "Several trainers run here; give the PID of one:"
+    assert {str(trainer.pid), str(os.getpid())} <= {line.split()[0] for line in lines}
