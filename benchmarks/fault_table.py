@@ -493,7 +493,8 @@ def cell(name: str, seen: Seen, calm: Seen, has_deadline: bool) -> str:
         return "has no deadline"
     if failures:
         first = seen.failed[failures[0]]
-        words = f"`{first['error']}`"
+        kind, _, inner = first["error"].partition("[")
+        words = f"`{kind}`, caught as `{inner.rstrip(']').rpartition('[')[2]}` too," if inner else f"`{kind}`"
         if name == "raise":
             words += " with the env's message" if first["told"] else ", the env's message is lost"
             words += ", the others' results are delivered" if first["delivered"] else ", the others' results are lost"
