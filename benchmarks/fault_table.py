@@ -2,17 +2,18 @@
 
     python benchmarks/fault_table.py                          # all that are installed
     python benchmarks/fault_table.py --only multienv,gymnasium --json faults.json
-    python benchmarks/fault_table.py --python ../venv-of-peers/bin/python   # look there too for what is not installed here
+    python benchmarks/fault_table.py --python ../venv-of-peers/bin/python   # and what is installed there
 
-Each cell is a program of its own: four envs, six steps, the fault in env 1 at step 3. What it prints is what is told. A
-call that has not returned after ``--limit`` seconds "waits for ever". All processes that such a program has started carry
-a mark in their environment; those that are alive five seconds after its end are orphans. ``docs/comparison.md`` has the
-output. Linux only.
+Each cell is a program of its own: four envs, six steps, the fault in env 1 at step 3, once. A call that has not returned
+after ``--limit`` seconds "waits for ever". All processes that a program has started carry a mark in their environment;
+those that are alive five seconds after its end are orphans. ``docs/comparison.md`` has the output. It takes a quarter of an
+hour, most of it waiting. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import uuid
@@ -30,15 +30,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import gymnasium
 import numpy as np
+from fault_peers import NUM_ENVS, PEERS, Multienv, Peer
 
 from multienv.testing import FaultyEnv
 
-NUM_ENVS, STEPS, FAULTY, AT = 4, 6, 1, 3
+STEPS, FAULTY, AT = 6, 1, 3
 DEADLINE = 2.0  # seconds that a step may take, where the peer can be told
 LATE = 5.0  # seconds that a late step takes
 MARK = "MULTIENV_FAULT_TABLE"
@@ -98,280 +98,53 @@ CASES = {
 }
 
 
-# --- the peers ------------------------------------------------------------------------------------
-
-
-class Multienv:
-    """multienv.SubprocessVectorEnv."""
-
-    name, package, deadline = "multienv", "multienv", "Deadlines(step=…)"
-
-    def __init__(self, env_fns: Sequence[Any], seconds: float | None) -> None:
-        from multienv import Deadlines, SubprocessVectorEnv
-
-        self.envs = SubprocessVectorEnv(env_fns, envs_per_worker=1, deadlines=Deadlines(step=seconds), reports="")
-
-    def reset(self) -> Any:
-        return self.envs.reset(seed=0)[0]
-
-    def step(self, action: int) -> Any:
-        observations, _, terminated, truncated, _ = self.envs.step(np.full(NUM_ENVS, action))
-        return observations, terminated | truncated
-
-    def close(self) -> None:
-        self.envs.close()
-
-
-class Gymnasium:
-    """gymnasium.vector.AsyncVectorEnv."""
-
-    name, package, deadline = "gymnasium AsyncVectorEnv", "gymnasium", "step_wait(timeout=…)"
-
-    def __init__(self, env_fns: Sequence[Any], seconds: float | None) -> None:
-        self.envs, self.seconds = gymnasium.vector.AsyncVectorEnv(env_fns), seconds
-
-    def reset(self) -> Any:
-        return self.envs.reset(seed=0)[0]
-
-    def step(self, action: int) -> Any:
-        self.envs.step_async(np.full(NUM_ENVS, action))
-        observations, _, terminated, truncated, _ = self.envs.step_wait(timeout=self.seconds)
-        return observations, terminated | truncated
-
-    def close(self) -> None:
-        self.envs.close()
-
-
-class StableBaselines3:
-    """stable_baselines3's SubprocVecEnv."""
-
-    name, package, deadline = "Stable-Baselines3 SubprocVecEnv", "stable_baselines3", None
-
-    def __init__(self, env_fns: Sequence[Any], seconds: float | None) -> None:
-        from stable_baselines3.common.vec_env import SubprocVecEnv
-
-        self.envs = SubprocVecEnv(list(env_fns))
-        self.envs.seed(0)
-
-    def reset(self) -> Any:
-        return self.envs.reset()
-
-    def step(self, action: int) -> Any:
-        observations, _, done, _ = self.envs.step(np.full(NUM_ENVS, action))
-        return observations, done
-
-    def close(self) -> None:
-        self.envs.close()
-
-
-class Tianshou:
-    """tianshou.env.SubprocVectorEnv; its ``timeout`` is for how long to wait for the first env, not for a hung one."""
-
-    name, package, deadline = "Tianshou SubprocVectorEnv", "tianshou", None
-
-    def __init__(self, env_fns: Sequence[Any], seconds: float | None) -> None:
-        from tianshou.env import SubprocVectorEnv
-
-        self.envs = SubprocVectorEnv(list(env_fns))
-        self.envs.seed(0)
-
-    def reset(self) -> Any:
-        return self.envs.reset()[0]
-
-    def step(self, action: int) -> Any:
-        observations, _, terminated, truncated, _ = self.envs.step(np.full(NUM_ENVS, action))
-        return observations, terminated | truncated
-
-    def close(self) -> None:
-        self.envs.close()
-
-
-class TorchRL:
-    """torchrl.envs.ParallelEnv."""
-
-    name, package, deadline = "TorchRL ParallelEnv", "torchrl", "BATCHED_PIPE_TIMEOUT=…"
-
-    def __init__(self, env_fns: Sequence[Any], seconds: float | None) -> None:
-        if seconds is not None:
-            os.environ["BATCHED_PIPE_TIMEOUT"] = str(seconds)
-        from torchrl.envs import ParallelEnv
-
-        self.envs = ParallelEnv(NUM_ENVS, [partial(_torchrl_env, env_fn) for env_fn in env_fns])
-        self.envs.set_seed(0)
-
-    def reset(self) -> Any:
-        self.latest = self.envs.reset()
-        return self.latest["observation"].numpy()
-
-    def step(self, action: int) -> Any:
-        import torch
-        from torchrl.envs.utils import step_mdp
-
-        self.latest["action"] = torch.full((NUM_ENVS,), action)
-        outcome = self.envs.step(self.latest)
-        self.latest = step_mdp(outcome)
-        return outcome["next", "observation"].numpy(), outcome["next", "done"].numpy().ravel()
-
-    def close(self) -> None:
-        self.envs.close()
-
-
-def _torchrl_env(env_fn: Callable[[], Any]) -> Any:
-    from torchrl.envs import GymWrapper
-
-    return GymWrapper(env_fn(), categorical_action_encoding=True)
-
-
-class PufferLib:
-    """pufferlib.vector with its Multiprocessing backend."""
-
-    name, package, deadline = "PufferLib Multiprocessing", "pufferlib", None
-
-    def __init__(self, env_fns: Sequence[Any], seconds: float | None) -> None:
-        import pufferlib.vector
-
-        self.envs = pufferlib.vector.make(
-            [partial(_puffer_env, env_fn) for env_fn in env_fns],
-            env_args=[[]] * NUM_ENVS,
-            env_kwargs=[{}] * NUM_ENVS,
-            backend=pufferlib.vector.Multiprocessing,
-            num_envs=NUM_ENVS,
-            num_workers=NUM_ENVS,
-            overwork=True,
-        )
-
-    def reset(self) -> Any:
-        return self.envs.reset(seed=0)[0]
-
-    def step(self, action: int) -> Any:
-        observations, _, terminated, truncated, _ = self.envs.step(np.full(NUM_ENVS, action))
-        return observations, terminated | truncated
-
-    def close(self) -> None:
-        self.envs.close()
-
-
-def _puffer_env(env_fn: Callable[[], Any], buf: Any = None, seed: int = 0) -> Any:
-    import pufferlib.emulation
-
-    return pufferlib.emulation.GymnasiumPufferEnv(env_creator=env_fn, buf=buf)
-
-
-class DIEngine:
-    """DI-engine's SyncSubprocessEnvManager."""
-
-    name, package, deadline = "DI-engine SyncSubprocessEnvManager", "DI-engine", "step_timeout"
-
-    def __init__(self, env_fns: Sequence[Any], seconds: float | None) -> None:
-        from ding.envs import SyncSubprocessEnvManager
-
-        config = SyncSubprocessEnvManager.default_config()
-        config.update({"shared_memory": False, "episode_num": float("inf"), "context": "fork"})
-        config["step_timeout"] = seconds
-        self.envs = SyncSubprocessEnvManager([partial(_ding_env, env_fn) for env_fn in env_fns], config)
-        self.envs.seed(0, dynamic_seed=False)
-
-    def reset(self) -> Any:
-        self.envs.launch()
-        ready = self.envs.ready_obs
-        return np.stack([ready[index] for index in range(NUM_ENVS)])
-
-    def step(self, action: int) -> Any:
-        steps = self.envs.step(dict.fromkeys(range(NUM_ENVS), np.int64(action)))
-        rows = [steps[index] for index in range(NUM_ENVS)]
-        return np.stack([row.obs for row in rows]), np.array([bool(row.done) for row in rows])
-
-    def close(self) -> None:
-        self.envs.close()
-
-
-def _ding_env(env_fn: Callable[[], Any]) -> Any:
-    from ding.envs import BaseEnv, BaseEnvTimestep
-
-    class Ding(BaseEnv):  # type: ignore[misc]
-        """The four values that DI-engine wants, of a gymnasium env."""
-
-        def __init__(self) -> None:
-            self.inner, self._seed = env_fn(), 0
-            self.observation_space, self.action_space = self.inner.observation_space, self.inner.action_space
-            self.reward_space = gymnasium.spaces.Box(0, 1, (1,))
-
-        def seed(self, seed: int, dynamic_seed: bool = True) -> None:
-            self._seed = seed
-
-        def reset(self) -> Any:
-            return self.inner.reset(seed=self._seed)[0]
-
-        def step(self, action: Any) -> Any:
-            observation, reward, terminated, truncated, info = self.inner.step(action)
-            return BaseEnvTimestep(observation, np.array([reward], np.float32), terminated or truncated, info)
-
-        def close(self) -> None:
-            self.inner.close()
-
-        def __repr__(self) -> str:
-            return "Ding"
-
-    return Ding()
-
-
-PEERS: list[Any] = [Multienv, Gymnasium, StableBaselines3, Tianshou, TorchRL, PufferLib, DIEngine]
-
-
 # --- the program in a process of its own ----------------------------------------------------------
 
 
-def tell(**what: Any) -> None:
-    """Write a line for the process that prints the table."""
-    os.write(OUT, (json.dumps(what) + "\n").encode())
+def attempt(told: Path, stage: str, call: Callable[[], Any]) -> Any:
+    """Call it; write that it begins, and what came of it, for the process that prints the table."""
 
+    def tell(**what: Any) -> None:
+        with told.open("a") as file:  # not a pipe: forked workers would hold it, and envs write to it
+            file.write(json.dumps(what) + "\n")
 
-OUT = 1
-
-
-def attempt(stage: str, call: Callable[[], Any], **more: Any) -> Any:
-    """Call it; tell that it begins, and what came of it."""
-    tell(begin=stage, **more)
+    tell(begin=stage)
     try:
         outcome = call()
     except (Exception, KeyboardInterrupt) as error:
-        text = "".join(traceback.format_exception(error))
-        results = getattr(error, "results", None)
-        delivered = results is not None and all(
-            result is not None for index, result in enumerate(results) if index != FAULTY
-        )
-        message = next(iter(str(error).splitlines()), "")[:120]
+        results = getattr(error, "results", None) or [None] * NUM_ENVS
         tell(
             failed=stage,
             error=type(error).__name__,
-            message=message,
-            told="told to raise" in text,
-            delivered=delivered,
+            has_message="told to raise" in "".join(traceback.format_exception(error)),
+            is_delivered=all(result is not None for index, result in enumerate(results) if index != FAULTY),
         )
         return None
-    tell(done=stage)
+    if stage.startswith("step"):
+        observations, ended = outcome
+        tell(done=stage, observations=np.asarray(observations, float).tolist(), ended=np.asarray(ended).tolist())
+    else:
+        tell(done=stage)
     return outcome
 
 
-def program(peer: Any, case: Case, folder: str) -> None:
-    """Reset, step six times, close; whatever happens, the next is tried."""
+def program(peer: type[Peer], case: Case, folder: Path) -> None:
+    """Reset, step six times, close; after a failure the next step and the close are tried."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for a job in the background
     env_fns: list[Any] = [partial(FaultyEnv, horizon=1000)] * NUM_ENVS
-    once = str(Path(folder, "struck"))
-    env_fns[FAULTY] = partial(case.env, fault=case.fault, at=AT, once=once, horizon=1000)
+    env_fns[FAULTY] = partial(case.env, fault=case.fault, at=AT, once=str(folder / "struck"), horizon=1000)
     envs = peer(env_fns, DEADLINE if case.deadline else None)
-    attempt("reset", envs.reset)
+    told = folder / "told"
+    attempt(told, "reset", envs.reset)
     failures = 0
     for step in range(1, STEPS + 1):
-        if failures == 2:
-            break
-        outcome = attempt(f"step {step}", partial(envs.step, step % 4), step=step)
-        if outcome is None:
+        if attempt(told, f"step {step}", partial(envs.step, step % 4)) is None:
             failures += 1
+            if failures == 2:
+                break
             if case.deadline:
                 time.sleep(LATE)  # what was late is there by now
-            continue
-        tell(seen=step, observations=np.asarray(outcome[0], float).tolist(), ended=np.asarray(outcome[1]).tolist())
-    attempt("close", envs.close)
+    attempt(told, "close", envs.close)
 
 
 # --- the process that looks on --------------------------------------------------------------------
@@ -384,81 +157,83 @@ class Seen:
     steps: dict[int, Any] = field(default_factory=dict)  # observations
     ended: dict[int, list[bool]] = field(default_factory=dict)
     failed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stage: str = "start"  # the call that it was last in; "exit" after the last one
     waits: str = ""  # the call that has not returned
     orphans: int = 0
     log: str = ""
 
+    def take(self, told: dict[str, Any]) -> None:
+        """Take in one line."""
+        self.stage = told.get("begin") or self.stage
+        if "failed" in told:
+            self.failed[told["failed"]] = told
+        if "observations" in told:
+            step = int(self.stage.split()[1])
+            self.steps[step], self.ended[step] = told["observations"], told["ended"]
+        if self.stage == "close" and "begin" not in told:
+            self.stage = "exit"
+
 
 def marked(mark: str) -> list[int]:
-    """Return the processes that carry this mark."""
+    """Return the processes that carry this mark and are no zombies."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes() and "Z" not in (entry / "stat").read_text().split(
-                    ")"
-                )[-1].split()[0]:
-                    found.append(int(entry.name))
-            except OSError:
-                continue
+        if not entry.name.isdigit():
+            continue
+        try:
+            is_zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if not is_zombie and mark.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
     return found
 
 
-def watch(python: str, peer: Any, name: str, limit: float) -> Seen:
-    """Run one program; kill it when a call takes too long, or where the case says so."""
-    case, mark, seen = CASES[name], uuid.uuid4().hex, Seen()
-    limit = case.limit or limit
+def watch(python: str, peer: type[Peer], name: str, limit: float) -> Seen:
+    """Run one program to its end, or until a call takes too long."""
+    mark, seen = uuid.uuid4().hex, Seen()
     with tempfile.TemporaryDirectory() as folder, Path(folder, "log").open("w+") as log:
         command = [python, __file__, "--program", peer.__name__, name, folder]
         here = {**os.environ, MARK: mark, "PYTHONWARNINGS": "ignore", "WANDB_MODE": "disabled"}
-        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=here, start_new_session=True)
-        lines: SimpleQueue[bytes] = SimpleQueue()
-        assert trainer.stdout is not None
-        pump = threading.Thread(target=_pump, args=(trainer.stdout, lines), daemon=True)
-        pump.start()
-        stage, due = "start", time.monotonic() + 120.0
-        while True:
-            try:
-                told = json.loads(lines.get(timeout=0.2))
-            except Empty:
-                if trainer.poll() is not None:  # the line may stay open: forked workers hold it too
-                    break
-                if time.monotonic() > due:
-                    seen.waits = stage
-                    break
-                continue
-            due = time.monotonic() + limit
-            stage = told.get("begin") or stage
-            if "failed" in told:
-                seen.failed[told["failed"]] = told
-            if "seen" in told:
-                seen.steps[told["seen"]], seen.ended[told["seen"]] = told["observations"], told["ended"]
-            if told.get("done") == "close" or told.get("failed") == "close":
-                stage = "exit"
-            if told.get("step") == AT and name in ("orphans", "ctrl_c"):
-                time.sleep(1.5)
-                if name == "orphans":
-                    trainer.kill()
-                else:
-                    os.killpg(trainer.pid, signal.SIGINT)
+        trainer = subprocess.Popen(command, stdout=log, stderr=log, env=here, start_new_session=True)
+        follow(trainer, Path(folder, "told"), seen, name, CASES[name].limit or limit)
         if not seen.waits:
             until = time.monotonic() + 5
             while marked(mark) and time.monotonic() < until:
                 time.sleep(0.1)
             seen.orphans = len(marked(mark))
-        trainer.kill()
         for pid in marked(mark):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         trainer.wait()
         log.seek(0)
         seen.log = log.read()
     return seen
 
 
-def _pump(stream: Any, lines: SimpleQueue[bytes]) -> None:
-    for line in stream:
-        if line.startswith(b"{"):  # what a library prints is not ours
-            lines.put(line)
+def follow(trainer: subprocess.Popen[bytes], told: Path, seen: Seen, name: str, limit: float) -> None:
+    """Read what the program tells until it has ended or is stuck; strike it where the case says so."""
+    read, struck, due = 0, False, time.monotonic() + 120.0
+    while True:
+        has_ended = trainer.poll() is not None  # asked first: what it told before is read below
+        lines = told.read_text().splitlines() if told.exists() else []
+        for line in lines[read:]:
+            seen.take(json.loads(line))
+        if len(lines) > read:
+            read, due = len(lines), time.monotonic() + limit
+        if has_ended:
+            return
+        if time.monotonic() > due:
+            seen.waits = seen.stage
+            return
+        if not struck and name in ("orphans", "ctrl_c") and seen.stage == f"step {AT}":
+            struck = True
+            time.sleep(1.5)
+            if name == "orphans":
+                trainer.kill()
+            else:
+                os.killpg(trainer.pid, signal.SIGINT)  # as a terminal does
+        time.sleep(0.05)
 
 
 def went_on(seen: Seen, calm: Seen, step: int) -> str:
@@ -483,40 +258,24 @@ def went_on(seen: Seen, calm: Seen, step: int) -> str:
 
 def cell(name: str, seen: Seen, calm: Seen, has_deadline: bool) -> str:
     """Put what was seen into a few words."""
-    case, parts = CASES[name], []
     if not set(range(1, AT)) <= set(seen.steps):
-        return f"not tried: {seen.log.strip().splitlines()[-1][:80] if seen.log.strip() else seen.waits}"
+        return f"not tried: {(seen.log.strip().splitlines() or [seen.waits])[-1].strip()[:80]}"
     if name == "orphans":
-        return "nothing is left" if not seen.orphans else f"orphans: {seen.orphans}"
-    failures = [stage for stage in seen.failed if stage.startswith("step")]
-    if case.deadline and not has_deadline and name == "late":
+        return f"orphans: {seen.orphans}" if seen.orphans else "nothing is left"
+    if name == "late" and not has_deadline:
         return "has no deadline"
-    if failures:
-        first = seen.failed[failures[0]]
-        kind, _, inner = first["error"].partition("[")
-        words = f"`{kind}`, caught as `{inner.rstrip(']').rpartition('[')[2]}` too," if inner else f"`{kind}`"
-        if name == "raise":
-            words += " with the env's message" if first["told"] else ", the env's message is lost"
-            words += ", the others' results are delivered" if first["delivered"] else ", the others' results are lost"
-        parts.append(words)
-        following = int(failures[0].split()[1]) + 1
-        if len(failures) > 1:
-            second = seen.failed[failures[1]]
-            parts.append(f"the next step: `{second['error']}`")
-        elif following in seen.steps:
-            if name == "ctrl_c":
-                parts = [went_on_shifted(seen, calm, following)]
-            else:
-                parts.append(f"the next step: {went_on(seen, calm, following)}")
-    elif not seen.waits.startswith("step"):
-        parts.append(went_on(seen, calm, AT))
-    if seen.waits.startswith("step"):
-        again = "the next step waits for ever" if failures else "waits for ever"
-        if name == "silent":
-            again = "waits; after 60 s its stack is in the log" if "Deadlines(step" in seen.log else "waits, in silence"
-        parts.append(again)
+    parts = first_failure(name, seen, calm) if f"step {AT}" in seen.failed else []
+    if not parts and not seen.waits.startswith("step"):
+        parts = [went_on(seen, calm, AT)]
+    if name == "silent" and seen.waits.startswith("step"):
+        parts.append(
+            "waits; after 60 s its stack is in the log" if "Deadlines(step" in seen.log else "waits, in silence"
+        )
     elif seen.waits:
-        parts.append(f"{'`close()`' if seen.waits == 'close' else 'the exit of the trainer'} waits for ever")
+        what = {"close": "`close()`", "exit": "the exit of the trainer"}.get(
+            seen.waits, "the next step" if parts else ""
+        )
+        parts.append(f"{what} waits for ever".strip())
     if "close" in seen.failed:
         parts.append(f"`close()`: `{seen.failed['close']['error']}`")
     if seen.orphans:
@@ -524,18 +283,27 @@ def cell(name: str, seen: Seen, calm: Seen, has_deadline: bool) -> str:
     return "; ".join(parts)
 
 
-def went_on_shifted(seen: Seen, calm: Seen, step: int) -> str:
-    """Say what came after Ctrl-C: the interrupted step's outcome is expected now, the next one's later."""
-    rows, honest = np.array(seen.steps[step]), np.array(calm.steps[step - 1])
-    if np.array_equal(rows, honest):
-        return "the next step returns what the interrupted one would have returned, verified"
-    return went_on(seen, calm, step)
+def first_failure(name: str, seen: Seen, calm: Seen) -> list[str]:
+    """Say what the step with the fault raised, and what the next one did."""
+    first, following = seen.failed[f"step {AT}"], AT + 1
+    kind, _, inner = first["error"].partition("[")
+    words = f"`{kind}`, caught as `{inner.rstrip(']').rpartition('[')[2]}` too" if inner else f"`{kind}`"
+    if name == "raise":
+        words += ", with the env's message" if first["has_message"] else ", the env's message is lost"
+        words += ", the others' results are delivered" if first["is_delivered"] else ", the others' results are lost"
+    if f"step {following}" in seen.failed:
+        return [words, f"the next step: `{seen.failed[f'step {following}']['error']}`"]
+    if following not in seen.steps:
+        return [words]
+    if name == "ctrl_c" and np.array_equal(seen.steps[following], calm.steps[AT]):
+        return ["the next step returns what the interrupted one would have returned, verified"]
+    return [words, f"the next step: {went_on(seen, calm, following)}"]
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
-def pythons_of(peers: Sequence[Any], pythons: Sequence[str]) -> dict[str, tuple[str, str]]:
+def pythons_of(peers: Sequence[type[Peer]], pythons: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return for each peer that is installed somewhere the interpreter and the version."""
     found = {}
     for peer in peers:
@@ -571,12 +339,8 @@ def main() -> None:
     parser.add_argument("--program", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.program:
-        global OUT  # noqa: PLW0603 - what a library prints must not come between
-        OUT = os.dup(1)
-        os.dup2(2, 1)
-        os.set_inheritable(OUT, False)
-        peer = next(peer for peer in PEERS if peer.__name__ == options.program[0])
-        program(peer, CASES[options.program[1]], options.program[2])
+        kind, case, folder = options.program
+        program(next(peer for peer in PEERS if peer.__name__ == kind), CASES[case], Path(folder))
         return
     only = [part.lower() for part in options.only.split(",") if part]
     peers = [peer for peer in PEERS if not only or any(peer.name.lower().startswith(part) for part in only)]
@@ -584,7 +348,7 @@ def main() -> None:
     installed = pythons_of(peers, [sys.executable, *options.python])
     peers = [peer for peer in peers if peer.__name__ in installed]
 
-    def run(peer: Any, name: str) -> Seen:
+    def run(peer: type[Peer], name: str) -> Seen:
         seen = watch(installed[peer.__name__][0], peer, name, options.limit)
         print(".", end="", file=sys.stderr, flush=True)
         return seen

@@ -76,14 +76,23 @@ def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
 
 
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    """The Python of a page, less what stands behind a comment ``<!-- not run: why -->``."""
+    found = re.findall(r"(^<!-- not run: .+ -->\n+)?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for opted_out, block in found if not opted_out]
+
+
+def missing(page: Path) -> list[str]:
+    """What the page needs, by a comment ``<!-- needs: module, module -->``, and is not installed."""
+    needed = re.findall(r"^<!-- needs: (.+) -->$", page.read_text(), re.MULTILINE)
+    names = [name.strip() for line in needed for name in line.split(",")]
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_the_python_of_a_page(tmp_path, page):
     """One after the other, as somebody would type them."""
-    if page.stem == "stable_baselines3" and not HAS_SB3:
-        pytest.skip("Stable-Baselines3 is not installed: .ci/run installs it")
+    if missing(page):
+        pytest.skip(f"not installed: {', '.join(missing(page))}")
     script = tmp_path / "typed.py"
     body = "\n".join(blocks(page))
     script.write_text(f'if __name__ == "__main__":\n{re.sub("^(?=.)", "    ", body, flags=re.MULTILINE)}')
