@@ -130,7 +130,7 @@ def _torchrl_env(env_fn: Callable[[], Any]) -> Any:
 
 
 class PufferLib(Peer):
-    """pufferlib.vector with its Multiprocessing backend."""
+    """pufferlib.vector with its Multiprocessing backend; any of the envs may be the one that the fault strikes."""
 
     name, package, deadline = "PufferLib Multiprocessing", "pufferlib", None
 
@@ -138,13 +138,10 @@ class PufferLib(Peer):
         import pufferlib.vector
 
         self.envs = pufferlib.vector.make(
-            [partial(_puffer_env, env_fn) for env_fn in env_fns],
-            env_args=[[]] * NUM_ENVS,
-            env_kwargs=[{}] * NUM_ENVS,
+            partial(_puffer_env, env_fns[1]),
             backend=pufferlib.vector.Multiprocessing,
             num_envs=NUM_ENVS,
             num_workers=NUM_ENVS,
-            overwork=True,
         )
 
 

@@ -4,10 +4,10 @@
     python benchmarks/fault_table.py --only multienv,gymnasium --json faults.json
     python benchmarks/fault_table.py --python ../venv-of-peers/bin/python   # and what is installed there
 
-Each cell is a program of its own: four envs, six steps, the fault in env 1 at step 3, once. A call that has not returned
-after ``--limit`` seconds "waits for ever". All processes that a program has started carry a mark in their environment;
-those that are alive five seconds after its end are orphans. ``docs/comparison.md`` has the output. It takes a quarter of an
-hour, most of it waiting. Linux only.
+Each cell is a program of its own: four envs, six steps, the fault in env 1 at step 3, once. A call that has not
+returned after ``--limit`` seconds "waits for ever". All processes that a program has started carry a mark in their
+environment; those that are alive five seconds after its end are orphans. ``docs/comparison.md`` has the output. It
+takes a quarter of an hour, most of it waiting. Linux only.
 """
 
 from __future__ import annotations
@@ -356,6 +356,8 @@ def main() -> None:
     rows: dict[str, dict[str, str]] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
         futures = {(peer, name): pool.submit(run, peer, name) for peer in peers for name in ["calm", *names]}
+        if not peers:
+            sys.exit("None of these is installed; with --python name an interpreter that has it.")
         for peer in peers:
             calm = futures[peer, "calm"].result()
             title = f"{peer.name} {installed[peer.__name__][1]}"

@@ -37,9 +37,9 @@ def text(x: float, y: float, line: str, size: int = 13, weight: str = "normal") 
 def drawing() -> str:
     """Return the SVG."""
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 810 370" width="810" height="370" '
-        'font-family="sans-serif" fill="#24292f">',
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 810 370" width="810" height="370"',
+        '  font-family="sans-serif" fill="#24292f">',
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">',
         '<path d="M0 0L8 4L0 8z" fill="#57606a"/></marker></defs>',
         '<rect width="810" height="370" rx="8" fill="#f6f8fa"/>',
     ]
@@ -48,14 +48,14 @@ def drawing() -> str:
         parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="#ffffff" stroke="#0969da"{dash}/>'
         )
+        middle = x + width / 2
         parts += [
-            text(x + width / 2, y + height / 2 - 6, name, 15, "bold"),
-            text(x + width / 2, y + height / 2 + 16, what, 12),
+            text(middle, y + height / 2 - 6, name, 15, "bold"),
+            text(middle, y + height / 2 + 16, what, 12),
         ]
     for (x1, y1), (x2, y2), line, (x, y) in ARROWS:
-        parts.append(
-            f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#57606a" stroke-width="1.5" marker-end="url(#tip)"/>'
-        )
+        ends = f'x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"'
+        parts.append(f'<line {ends} stroke="#57606a" stroke-width="1.5" marker-end="url(#tip)"/>')
         if line:
             parts.append(text(x, y, line, 12))
     return "\n".join([*parts, "</svg>", ""])

@@ -198,8 +198,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any) -> Batch:
         """Take one step in every env.
 
-        What happens to an env whose episode has ended, ``autoreset_mode`` says. A step interrupted by Ctrl-C is completed
-        by the next call, whatever its actions; ``infos["multienv"]`` then says ``resumed``.
+        ``autoreset_mode`` says what happens to an env whose episode has ended. A step that Ctrl-C interrupted is
+        completed by the next call, whatever its actions; ``infos["multienv"]`` then says ``resumed``.
 
         Args:
             actions: A batch of the action space.
