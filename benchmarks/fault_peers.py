@@ -145,10 +145,10 @@ class PufferLib(Peer):
         )
 
 
-def _puffer_env(env_fn: Callable[[], Any], buf: Any = None, seed: int = 0) -> Any:
+def _puffer_env(env_fn: Callable[[], Any], **given: Any) -> Any:
     import pufferlib.emulation
 
-    return pufferlib.emulation.GymnasiumPufferEnv(env_creator=env_fn, buf=buf)
+    return pufferlib.emulation.GymnasiumPufferEnv(env_creator=env_fn, **given)  # newer versions give it memory
 
 
 class DIEngine(Peer):
