@@ -1,4 +1,4 @@
-"""What happens when a worker dies, hangs or raises: multienv and its peers, as a table.
+"""What happens when a worker dies, hangs or raises: multienv and its peers, a table for each fault.
 
     python benchmarks/fault_table.py                          # all that are installed
     python benchmarks/fault_table.py --only multienv,gymnasium --json faults.json
@@ -319,12 +319,13 @@ def pythons_of(peers: Sequence[type[Peer]], pythons: Sequence[str]) -> dict[str,
 
 
 def markdown(rows: dict[str, dict[str, str]], names: Sequence[str]) -> str:
-    """Return the table, a fault in each row."""
-    lines = ["| " + " | ".join(["", *rows]) + " |", "|---" * (len(rows) + 1) + "|"]
+    """Return a small table for each fault: who, and what happens."""
+    lines = []
     for name in names:
-        cells = [each.get(name, "") for each in rows.values()]
-        lines.append("| " + " | ".join([CASES[name].title, *cells]) + " |")
-    return "\n".join(lines)
+        title = CASES[name].title
+        lines += ["", f"### {title[0].upper()}{title[1:]}", "", "| | |", "|---|---|"]
+        lines += [f"| {peer} | {cells[name]} |" for peer, cells in rows.items()]
+    return "\n".join(lines[1:])
 
 
 def main() -> None:
@@ -369,7 +370,8 @@ def main() -> None:
                 name: cell(name, futures[peer, name].result(), calm, peer.deadline is not None) for name in names
             }
     print("\n", file=sys.stderr)
-    print(f"gymnasium {version('gymnasium')}, Python {sys.version.split()[0]}, Linux {os.uname().release}\n")
+    release = ".".join(os.uname().release.split(".")[:2])
+    print(f"Python {sys.version.split()[0]}, gymnasium {version('gymnasium')}, Linux {release}.\n")
     print(markdown(rows, names))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
