@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -73,6 +74,16 @@ def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     learnt = re.search(r"The return went from .* to .*; (\d+) workers died meanwhile\.", told)
     assert learnt is not None, told
     assert int(learnt[1]) > 0
+
+
+@pytest.mark.soak
+def test_the_fault_table_beside_gymnasium(tmp_path):
+    script = str(ROOT / "benchmarks" / "fault_table.py")
+    run(tmp_path, script, "--only", "multienv,gymnasium", "--cases", "kill,orphans", "--json", "table.json")
+    ours, theirs = json.loads((tmp_path / "table.json").read_text()).values()
+    assert ours == {"kill": "the same episode goes on, verified", "orphans": "nothing is left"}
+    assert theirs["kill"].startswith("`EOFError`")
+    assert theirs["orphans"] == "orphans: 2"
 
 
 def blocks(page: Path) -> list[str]:
