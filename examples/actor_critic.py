@@ -288,7 +288,7 @@ def collect(envs: Envs, learner: ActorCritic, rollout: Rollout, run: Run) -> Non
 def train(options: argparse.Namespace, title: str, rate: float | None, progress: Progress) -> Run:
     """Learn until solved or out of steps.  Nothing but `options` decides what is learned."""
     run = Run()
-    began = time.monotonic()
+    began = last = time.monotonic()
     bar = progress.add_task(title, total=options.total_steps, told="starting the workers")
     with closing(build(options)) as envs:
         learner = ActorCritic(*spaces_of(envs), options.seed)
@@ -305,6 +305,9 @@ def train(options: argparse.Namespace, title: str, rate: float | None, progress:
                 told = f"return {run.mean_return:5.1f}  {run.steps / run.seconds:6.0f} steps/s"
                 told += f"  lost {run.count('losses')} healed {healed}"
                 progress.update(bar, completed=run.steps, told=told)
+                if not progress.console.is_terminal and time.monotonic() > last + 5:  # a pipe shows no bar
+                    last = time.monotonic()
+                    progress.console.print(f"{title}: {run.steps} steps  {told}", soft_wrap=True)
         if len(run.kills) > run.count("losses"):  # one died after the last step: another step heals it too
             envs.step(learner.act(rollout.observations[-1]).tolist())
             run.statistics = envs.statistics()
@@ -404,6 +407,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     died, exact, cut = map(run.count, ("losses", "exact_recoveries", "truncated_recoveries"))
     lost = f"{cut} episodes were cut short" if cut else "nothing was lost"
     print(f"{died} workers died; {exact} recoveries were exact, {cut} truncated; {lost}.")
+    if options.chaos is not None:
+        print('no crash reports were written (reports=""): these deaths were wanted')
+    for report in (each.last_recovery.report for each in run.statistics if each.last_recovery is not None):
+        if report:
+            print(f"crash report: {report}; multienv replay runs it again")
     return 1 if found else 0
 
 

@@ -81,8 +81,7 @@ def main() -> None:
                 begin = time.perf_counter()
                 _, steps = collect(manager, arguments.episodes, arguments.kills, lambda bar=bar: progress.advance(bar))
                 rates[name] = steps / (time.perf_counter() - begin)
-    for name, rate in rates.items():
-        print(f"{name:>14}: {rate:7,.0f} steps/s")
+            progress.console.print(f"{name:>14}: {rates[name]:7,.0f} steps/s", highlight=False)
     print(f"The asynchronous manager is {rates['not waiting'] / rates['waiting']:.1f} times as fast.")
     print("Mind that the first episodes to come in are those of the fast envs: use episode_num for as many of each.")
 

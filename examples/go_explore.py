@@ -85,9 +85,12 @@ def main() -> None:
         ram, _ = env.reset(seed=arguments.seed)
         archive = {cell_of(ram): Entry(env.snapshot(), 0.0)}
         task = bar.add_task("exploring", total=arguments.iterations)
-        for _ in range(arguments.iterations):
+        for iteration in range(1, arguments.iterations + 1):
             best = max(best, explore(env, archive, dice, arguments.steps, arguments.cells))
-            bar.update(task, advance=1, description=f"{len(archive)} cells, best score {best:g}")
+            told = f"{len(archive)} cells, best score {best:g}"
+            bar.update(task, advance=1, description=told)
+            if not bar.console.is_terminal and iteration % 100 == 0:  # a pipe shows no bar
+                print(f"{iteration} iterations: {told}", flush=True)
         rooms = len({room for room, _, _ in archive})
         print(
             f"{len(archive)} cells in {rooms} rooms, best score {best:g}; {env.statistics().steps:,} steps on this path"

@@ -85,6 +85,8 @@ def main() -> None:
         one.append(lockstep(with_all, policy, arguments.rounds))
         other.append(pipelined(halves, policy, arguments.rounds))
         gains.append(other[-1] / one[-1])
+        if not Console().is_terminal:  # a pipe shows no bar
+            print(f"double buffered: {gains[-1]:.2f} × the steps", flush=True)
     table = Table("", "env steps/s", title=f"{arguments.num_envs} × {arguments.env}")
     table.add_row("in lockstep", f"{statistics.median(one):,.0f}")
     table.add_row("double buffered", f"{statistics.median(other):,.0f}")

@@ -20,7 +20,7 @@ _ON_ERROR = ("raise", "truncate")
 
 
 class _Named:
-    """Refuses positional arguments."""
+    """Refuses positional arguments, and shows only what is not as it is by default."""
 
     __slots__ = ()
 
@@ -29,6 +29,12 @@ class _Named:
             first = next(iter(cls.__annotations__))
             raise UsageError(f"{cls.__name__}({positional[0]!r:.50}): say which it is: {cls.__name__}({first}=...).")
         return object.__new__(cls)
+
+    def __repr__(self) -> str:
+        """Return the call that makes the same; in a signature ``RestartPolicy()`` says more than 19 values."""
+        values = [(field, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+        chosen = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
+        return f"{type(self).__name__}({chosen})"
 
 
 def check_seconds(name: str, value: float | None, *, zero: bool = False) -> None:
@@ -65,7 +71,7 @@ def checked_seed(seed: Any) -> int | None:
     return number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Deadlines(_Named):
     """Says how long the env may take for one request, in seconds; ``None`` is for ever.
 
@@ -96,7 +102,7 @@ class Deadlines(_Named):
             raise UsageError("Deadlines.close is None; close() is always bounded: give a number of seconds.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RestartPolicy(_Named):
     """Says what happens when a worker is lost, and how often.
 

@@ -198,8 +198,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any) -> Batch:
         """Take one step in every env.
 
-        A step interrupted by Ctrl-C is completed by the next call, whatever its actions; ``infos["multienv"]`` then
-        says ``resumed``.
+        ``autoreset_mode`` says what happens to an env whose episode has ended. A step that Ctrl-C interrupted is
+        completed by the next call, whatever its actions; ``infos["multienv"]`` then says ``resumed``.
 
         Args:
             actions: A batch of the action space.
@@ -211,7 +211,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises:
             ActionError: The actions do not fit; nothing was sent.
-            EnvsFailedError: Some envs failed; ``results`` has what the others returned, and their episodes go on.
+            EnvsFailedError: Some envs failed; ``results`` has of each other env observation, reward, terminated and
+                truncated, and their episodes go on.
         """
         unfinished = self._fanout.unfinished
         if unfinished is not None or self.closed:

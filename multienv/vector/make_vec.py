@@ -18,7 +18,7 @@ from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
 
 _Env = gymnasium.Env[Any, Any]
 _FACES: dict[str, Callable[..., HostedVectorEnv]] = {"subprocess": SubprocessVectorEnv, "serial": SerialVectorEnv}
-_OF_GYMNASIUM = {"async": "subprocess", "sync": "serial"}
+_OF_GYMNASIUM = {"async": "subprocess", "sync": "serial"}  # in gymnasium's words
 # What a spec may hold that a call to make_vec() has left there.
 _OWN = ("num_envs", "vectorization", "vector_kwargs", "wrappers")
 
@@ -44,6 +44,7 @@ def make_vec(
             one env. The ``spec`` of what this returned makes the same again.
         num_envs: How many.
         vectorization: ``"subprocess"``, a :class:`SubprocessVectorEnv`; or ``"serial"``, a :class:`SerialVectorEnv`.
+            In gymnasium's words ``"async"`` and ``"sync"``; ``vectorization_mode=`` says the same.
         vector_kwargs: What else the constructor of that class takes.
         wrappers: Put around each env, the first innermost; each is called with the env alone.
         **make_kwargs: For ``gymnasium.make``, or the function, in every process: the env's own, ``render_mode`` and
@@ -57,21 +58,22 @@ def make_vec(
         EnvsFailedError: Some envs could not be built.
         gymnasium.error.Error: There is no such id.
     """
+    vectorization = _word(make_kwargs.pop("vectorization_mode", None) or vectorization)
     if callable(id):
         spec, kwargs, make = None, dict(make_kwargs), id
     elif isinstance(id, str | EnvSpec):
         spec = copy.deepcopy(_find_spec(id) if isinstance(id, str) else id)
         kwargs, spec.kwargs = spec.kwargs, {}
         num_envs = kwargs.pop("num_envs", num_envs)
-        mode = kwargs.pop("vectorization_mode", None)  # gymnasium's own make_vec has made the spec
-        vectorization = kwargs.pop("vectorization", _OF_GYMNASIUM.get(getattr(mode, "value", mode), vectorization))
+        mode = _word(kwargs.pop("vectorization_mode", None))  # gymnasium's own make_vec has made the spec
+        vectorization = kwargs.pop("vectorization", mode if mode in _FACES else vectorization)
         vector_kwargs = kwargs.pop("vector_kwargs", vector_kwargs)
         wrappers = kwargs.pop("wrappers", wrappers)
         kwargs |= make_kwargs
         make = partial(gymnasium.make, spec)
     else:
         raise UsageError(f"make_vec(): {id!r:.200} is no id, no EnvSpec and no function that builds an env.")
-    _check(num_envs, vectorization, kwargs)
+    _check(num_envs, vectorization)
     num_envs = int(num_envs)
     if callable(wrappers) or not isinstance(wrappers or (), Iterable):
         raise UsageError(f"make_vec(): wrappers is {wrappers!r:.100}; give a list of functions of an env.")
@@ -87,11 +89,16 @@ def make_vec(
     return envs
 
 
-def _check(num_envs: Any, vectorization: Any, kwargs: dict[str, Any]) -> None:
-    if "vectorization_mode" in kwargs:
-        raise UsageError("make_vec(): vectorization_mode is gymnasium's; give vectorization: 'subprocess' or 'serial'.")
+def _word(mode: Any) -> Any:
+    """Return our word for a vectorization mode of gymnasium's, a string or its Enum; anything else as it is."""
+    return _OF_GYMNASIUM.get(getattr(mode, "value", mode), mode)
+
+
+def _check(num_envs: Any, vectorization: Any) -> None:
     if vectorization not in _FACES:
-        raise UsageError(f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' or 'serial'.")
+        raise UsageError(
+            f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' ('async') or 'serial' ('sync')."
+        )
     if (integer(num_envs) or 0) < 1:
         raise UsageError(f"make_vec(): num_envs is {num_envs!r}; give an integer of at least 1.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -17,7 +18,8 @@ HAS_SB3 = importlib.util.find_spec("stable_baselines3") is not None
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(multienv.__file__).parents[1])
 KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+QUOTING = ("learners.md", "recipes.md")  # they quote code that tests/recipes runs
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in QUOTING)]
 
 
 def run(directory: Path, *arguments: str) -> str:
@@ -75,15 +77,34 @@ def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     assert int(learnt[1]) > 0
 
 
+@pytest.mark.soak
+def test_the_fault_table_beside_gymnasium(tmp_path):
+    script = str(ROOT / "benchmarks" / "fault_table.py")
+    run(tmp_path, script, "--only", "multienv,gymnasium", "--cases", "kill,orphans", "--json", "table.json")
+    ours, theirs = json.loads((tmp_path / "table.json").read_text()).values()
+    assert ours == {"kill": "the same episode goes on, verified", "orphans": "nothing is left"}
+    assert theirs["kill"].startswith("`EOFError`")
+    assert theirs["orphans"] == "orphans: 2"
+
+
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    """The Python of a page, less what stands behind a comment ``<!-- not run: why -->``."""
+    found = re.findall(r"(^<!-- not run: .+ -->\n+)?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for opted_out, block in found if not opted_out]
+
+
+def missing(page: Path) -> list[str]:
+    """What the page needs, by a comment ``<!-- needs: module, module -->``, and is not installed."""
+    needed = re.findall(r"^<!-- needs: (.+) -->$", page.read_text(), re.MULTILINE)
+    names = [name.strip() for line in needed for name in line.split(",")]
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_the_python_of_a_page(tmp_path, page):
     """One after the other, as somebody would type them."""
-    if page.stem == "stable_baselines3" and not HAS_SB3:
-        pytest.skip("Stable-Baselines3 is not installed: .ci/run installs it")
+    if missing(page):
+        pytest.skip(f"not installed: {', '.join(missing(page))}")
     script = tmp_path / "typed.py"
     body = "\n".join(blocks(page))
     script.write_text(f'if __name__ == "__main__":\n{re.sub("^(?=.)", "    ", body, flags=re.MULTILINE)}')

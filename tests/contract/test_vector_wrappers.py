@@ -197,6 +197,24 @@ def test_make_vec_of_a_function(vectorization):
     assert [bool(batch[3][0]) for batch in run(envs, 3)[1:]] == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "face"),
+    [
+        (("async",), {}, SubprocessVectorEnv),
+        (("sync",), {}, SerialVectorEnv),
+        ((), {"vectorization_mode": "async"}, SubprocessVectorEnv),
+        ((), {"vectorization_mode": gymnasium.VectorizeMode.SYNC}, SerialVectorEnv),
+        ((), {"vectorization_mode": None}, SubprocessVectorEnv),
+    ],
+)
+def test_make_vec_in_the_words_of_gymnasium(arguments, options, face):
+    envs = make_vec("CartPole-v1", 2, *arguments, **options)
+    assert type(envs) is face
+    again = make_vec(envs.spec)
+    assert type(again) is face
+    expect_same(run(again), run(envs))
+
+
 def test_make_vec_imports_the_module_that_registers(tmp_path, monkeypatch):
     (tmp_path / "registers_an_env.py").write_text(
         "import gymnasium\ngymnasium.register('Registered-v0', 'gymnasium.envs.classic_control.cartpole:CartPoleEnv')\n"
@@ -213,8 +231,8 @@ def test_make_vec_imports_the_module_that_registers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "match"),
     [
-        (("CartPole-v1", 2, "threads"), {}, UsageError, "choose 'subprocess' or 'serial'"),
-        (("CartPole-v1", 2), {"vectorization_mode": "sync"}, UsageError, "vectorization_mode is gymnasium's"),
+        (("CartPole-v1", 2, "threads"), {}, UsageError, r"choose 'subprocess' \('async'\) or 'serial'"),
+        (("CartPole-v1", 2), {"vectorization_mode": "vector_entry_point"}, UsageError, "'vector_entry_point'; choose"),
         (("CartPole-v1", 0), {}, UsageError, "num_envs is 0"),
         (("CartPole-v1", 2.0), {}, UsageError, "num_envs is 2.0"),
         ((17,), {}, UsageError, "17 is no id"),

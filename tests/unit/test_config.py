@@ -96,3 +96,9 @@ def test_an_env_fn_is_a_function(env_class, env_fn):
     with pytest.raises(UsageError, match="env_fn") as caught:
         env_class(env_fn)
     assert isinstance(caught.value, TypeError)
+
+
+def test_options_show_what_is_chosen_and_no_more():
+    assert repr(RestartPolicy()) == "RestartPolicy()"
+    assert repr(RestartPolicy(on_crash="raise", max_rss=5)) == "RestartPolicy(on_crash='raise', max_rss=5)"
+    assert repr(Deadlines(step=None, close=5.0, start=1)) == "Deadlines(start=1)"

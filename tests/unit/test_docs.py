@@ -1,0 +1,50 @@
+"""What the documentation must not forget; its Python is run by ``tests/cli/test_examples.py``."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import multienv
+import multienv.adapters
+import multienv.errors
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def test_the_reference_has_every_public_name():
+    reference = (DOCS / "api.md").read_text()
+    forgotten = [name for name in multienv.__all__ if name not in multienv.errors.__all__]
+    forgotten = [name for name in forgotten if f":: multienv.{name}\n" not in reference]
+    assert not forgotten
+    adapters = [f"multienv.adapters.{module.name}" for module in pkgutil.iter_modules(multienv.adapters.__path__)]
+    for module in ("multienv.errors", "multienv.testing", *adapters):
+        assert f".. automodule:: {module}\n" in reference, f"add it to docs/api.md: {module}"
+
+
+def test_the_index_lists_every_page():
+    listed = re.findall(r"^\w+$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert {page.stem for page in PAGES} - {"index"} <= set(listed)
+
+
+def test_the_picture_of_the_processes_is_what_its_script_draws():
+    assert (DOCS / "processes.svg").read_text() == runpy.run_path(str(DOCS / "processes.py"))["drawing"]()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+def test_a_link_leads_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if not target.startswith("http"):
+            file, _, anchor = target.partition("#")
+            linked = (page.parent / file) if file else page
+            assert linked.exists(), target
+            if anchor:
+                titles = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+                assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
