@@ -36,10 +36,10 @@ class AsyncEnv:
     While the env works the loop waits for descriptors of its process: no thread is blocked, and nothing is killed
     without a deadline. What blocks, such as bringing back a lost process, gets a thread for as long as it takes.
 
-    **Cancellation.** A cancelled call has been sent all the same, and the env goes on with it. A cancelled ``step()`` is
-    completed by the next ``step()``, whose own action is not taken; its info says ``{"multienv": {"resumed": True}}``.
-    ``reset()`` waits for it and drops its outcome; ``call()`` raises CallPendingError. Any other cancelled call is
-    completed by the next call, and its outcome is dropped. To give up the env's process itself, use a deadline.
+    **Cancellation.** A call that is cancelled has been sent all the same, and the env goes on with it. The next
+    ``step()`` completes a cancelled ``step()``: its own action is not taken, and ``info["multienv"]`` is
+    ``{"resumed": True}``. ``reset()`` waits for it and drops its outcome; ``call()`` raises CallPendingError. Any other
+    cancelled call is completed by the next call, and its outcome is dropped. Only a deadline gives up the process.
 
     An env is awaited by one task at a time; many envs share a loop. Hooks are called in the loop's thread.
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gate_env import GO, WAIT, GateEnv, gated_from_the_second_time
 
 from kit import CounterEnv, FailsNthTime, assert_nothing_left, is_alive, snapshot_resources
 from kit.trainer_process import STUCK_AFTER, becomes_true
@@ -35,28 +36,8 @@ from multienv.errors import (
     WorkerHungError,
 )
 
-GO, WAIT = 0, 3
 TRUNCATE = RestartPolicy(on_crash="truncate", on_timeout="truncate")
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
-
-
-class GateEnv(CounterEnv):
-    """Waits in each step with the action ``WAIT``, and in ``wait()``, until the gate is there; says that it does."""
-
-    def __init__(self, directory: Path, name: str = "") -> None:
-        super().__init__(horizon=None)
-        self.waits, self.gate = directory / f"waits{name}", directory / "gate"
-
-    def step(self, action: Any) -> Any:
-        if action == WAIT:
-            self.wait()
-        return super().step(action)
-
-    def wait(self) -> str:
-        self.waits.touch()
-        while not self.gate.exists():
-            time.sleep(0.02)
-        return "waited"
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -116,7 +97,7 @@ async def test_fifty_envs_step_at_the_same_time_and_no_thread_waits_for_them(tmp
         (tmp_path / "gate").touch()
         for number, (observation, *_) in enumerate(await asyncio.gather(*steps)):
             first = np.random.default_rng(number).random(2)  # each env's answer is its own
-            np.testing.assert_array_equal(observation, np.array([1, 0, first[1], WAIT], np.float32))
+            np.testing.assert_array_equal(observation, [1, first[1], WAIT])
     finally:
         await asyncio.gather(*(env.close() for env in envs))
 
@@ -212,7 +193,7 @@ async def test_a_worker_killed_while_its_step_is_awaited_is_brought_back_beside_
         (tmp_path / "gate").touch()
         observation, _, _, truncated, info = await step
         assert (observation[0], truncated, info) == (2, False, {})
-        assert observation[2] == np.float32(np.random.default_rng(3).random(3)[2])
+        assert observation[1] == np.random.default_rng(3).random(3)[2]
         (recovery,) = [event for event in events if isinstance(event, Recovery)]
         assert recovery.outcome == "exact"
         assert threads == {threading.get_ident()}
@@ -332,9 +313,9 @@ async def test_the_next_step_completes_a_cancelled_one(tmp_path: Path) -> None:
             await asyncio.wait_for(env.step(GO), 0.1)
         (tmp_path / "gate").touch()
         observation, *_, info = await env.step(GO)
-        assert (observation[0], observation[3], info) == (1, WAIT, {"multienv": {"resumed": True}})
+        assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
         observation, *_, info = await env.step(GO)
-        assert (observation[0], observation[3], info) == (2, GO, {})
+        assert (observation[0], observation[2], info) == (2, GO, {})
 
 
 @in_a_loop
@@ -380,18 +361,8 @@ async def test_a_worker_killed_after_its_step_was_cancelled_is_brought_back_by_t
         kill(env)
         (tmp_path / "gate").touch()
         observation, *_, info = await env.step(GO)
-        assert (observation[0], observation[3], info) == (1, WAIT, {"multienv": {"resumed": True}})
+        assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
         assert env.statistics().exact_recoveries == 1
-
-
-def gated_from_the_second_time(directory: Path) -> CounterEnv:
-    """Build an env: the first time at once, later when the gate is there."""
-    if (directory / "built").exists():
-        (directory / "waits").touch()
-        while not (directory / "gate").exists():
-            time.sleep(0.02)
-    (directory / "built").touch()
-    return CounterEnv(horizon=None)
 
 
 @in_a_loop
@@ -404,7 +375,7 @@ async def test_a_step_cancelled_while_its_worker_is_brought_back_is_completed_by
         assert len(helpers()) == 1  # the recovery goes on
         (tmp_path / "gate").touch()
         observation, *_, info = await env.step(GO)
-        assert (observation[0], observation[3], info) == (1, 2, {"multienv": {"resumed": True}})
+        assert (observation[0], observation[2], info) == (1, 2, {"multienv": {"resumed": True}})
 
 
 @in_a_loop
@@ -433,7 +404,7 @@ def test_ctrl_c_leaves_the_step_to_the_next_loop(tmp_path: Path) -> None:
         asyncio.run(interrupted())
     (tmp_path / "gate").touch()
     observation, *_, info = asyncio.run(env.step(GO))
-    assert (observation[0], observation[3], info) == (1, WAIT, {"multienv": {"resumed": True}})
+    assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
     asyncio.run(env.close())
 
 

@@ -43,6 +43,11 @@ class InLoop:
     def set_attr(self, name: str, value: Any) -> None:
         self.call("set_wrapper_attr", name, value)
 
+    def step_async(self, action: Any) -> None:
+        """Begin a step in a task that nobody awaits."""
+        self._task = self._loop.create_task(self._env.step(action))
+        self._loop.run_until_complete(asyncio.sleep(0))
+
     def close(self) -> None:
         if not self._loop.is_closed():
             self._loop.run_until_complete(self._env.close())

@@ -103,7 +103,9 @@ def test_a_program_with_kills_at_random_moments_is_the_program_without(kind: str
 def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker: str) -> None:
     env_fns: list[Any] = [CounterEnv, CounterEnv, CounterEnv]
     if manner != "SIGSTOP":
-        env_fns[kind not in ("subprocess_env", "async_env")] = partial(FaultyEnv, fault=Fault(manner, "step", at=14, once=marker))
+        env_fns[kind not in ("subprocess_env", "async_env")] = partial(
+            FaultyEnv, fault=Fault(manner, "step", at=14, once=marker)
+        )
     with Face(kind, env_fns, deadlines=Deadlines(step=0.6), restart=POLICIES["journal"]) as face:
         actions = counts(25)
         stop = partial(face.signal, signal.SIGSTOP)

@@ -51,7 +51,12 @@ def test_the_deadline_of_a_reset_does_not_end_a_slower_step(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "moment"),
-    [*((kind, "step") for kind in AND_ASYNC), ("subprocess_env", "reset"), ("vector_env", "reset"), ("vector_env", "call")],
+    [
+        *((kind, "step") for kind in AND_ASYNC),
+        ("subprocess_env", "reset"),
+        ("vector_env", "reset"),
+        ("vector_env", "call"),
+    ],
 )
 def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str) -> None:
     env_fns = [hanging(moment, at=2), CounterEnv]

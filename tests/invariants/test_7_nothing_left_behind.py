@@ -62,7 +62,7 @@ def end(kind: str, context: str, marker: str, how: str) -> None:
     face.step([1, 1, 1])
     face.step([1, 1, 1])
     if kind != "multi_env":
-        face.envs.step_async(1 if kind == "subprocess_env" else [1, 1, 1])
+        face.envs.step_async([1, 1, 1] if kind == "vector_env" else 1)
         assert becomes_true(lambda: Path(marker).exists(), STUCK_AFTER)
     print("ready", flush=True)
     if how == "exception":
@@ -79,8 +79,9 @@ def no_new_names() -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "context"),
-    [("subprocess_env", "forkserver"), ("multi_env", "forkserver"), ("vector_env", "spawn"), ("manager", "forkserver")],
-)
+    [("subprocess_env", "forkserver"), ("multi_env", "forkserver"), ("vector_env", "spawn"), ("manager", "forkserver"),
+     ("async_env", "forkserver")],
+)  # fmt: skip
 def test_nothing_outlives_a_trainer_that_is_killed_while_an_env_hangs(
     kind: str, context: str, marker: str, no_new_names: None
 ) -> None:
@@ -130,7 +131,12 @@ def test_what_an_env_has_started_ends_with_its_process(kind: str, how: Any) -> N
 
 @pytest.mark.parametrize(
     ("kind", "how", "code"),
-    [("subprocess_env", "exception", 1), ("vector_env", "sys.exit", 3), ("multi_env", "os._exit", 4)],
+    [
+        ("subprocess_env", "exception", 1),
+        ("vector_env", "sys.exit", 3),
+        ("multi_env", "os._exit", 4),
+        ("async_env", "exception", 1),
+    ],
 )
 def test_nothing_outlives_a_trainer_that_ends_without_close(
     kind: str, how: str, code: int, marker: str, no_new_names: None
