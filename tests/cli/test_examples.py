@@ -67,6 +67,14 @@ def test_an_example(tmp_path, name, arguments, expected):
     assert expected in example(tmp_path, name, *arguments).lower()
 
 
+def test_a_lost_episode_in_a_sandbox_is_masked_and_the_sandbox_released(tmp_path):
+    told = example(tmp_path, "sandbox_agents.py", "--episodes", "2", "--slowest", "0.05")
+    assert "16 agents took" in told
+    assert "Mean reward of 31 episodes: 1.00." in told
+    assert told.count("Masked: agent 15, episode 0; its sandbox was released: True.") == told.count("Masked") == 1
+    assert "Sandboxes left: 0." in told
+
+
 @pytest.mark.skipif(not HAS_SB3, reason="Stable-Baselines3 is not installed: .ci/run installs it")
 def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     told = example(tmp_path, "ppo_sb3.py", "--total-steps", "6000", "--chaos")
