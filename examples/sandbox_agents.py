@@ -2,8 +2,8 @@
 
     pip install -e . && python examples/sandbox_agents.py
 
-A sandbox here is a guessing game in a small server; read "a container", "a browser". It outlives the worker that uses it,
-so somebody has to release it when that worker is lost: the trainer does, in a hook. One worker is killed. What its
+A sandbox here is a guessing game in a small server; read "a container", "a browser". It outlives the worker that uses
+it, so somebody has to release it when that worker is lost: the trainer does, in a hook. One worker is killed. What its
 episode would have come to is not known: it is masked, and is never a reward.
 """
 
@@ -57,7 +57,7 @@ class Sandboxes:
 
 
 class GuessEnv(gymnasium.Env):
-    """Plays in the sandbox that ``reset(options={"sandbox": name})`` names; the observation: too low, right, too high."""
+    """Plays in the sandbox that ``reset(options={"sandbox": name})`` names; observes: too low, right, too high."""
 
     observation_space = gymnasium.spaces.Discrete(3)
     action_space = gymnasium.spaces.Discrete(NUMBERS)
