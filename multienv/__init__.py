@@ -23,7 +23,7 @@ from multienv.envs.multi_env import MultiEnv
 from multienv.envs.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import *  # noqa: F403 - the error tree, see there
 from multienv.errors import __all__ as _errors
-from multienv.events import Loss, Recovery, Recycled, Statistics
+from multienv.events import Loss, Recovery, Recycled, Statistics, flat_statistics
 from multienv.managers.config import EnvManagerConfig, Timestep
 from multienv.managers.env_manager import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.managers.stacked import StackedSubprocessEnvManager
@@ -58,6 +58,7 @@ __all__ = [
     "SyncSubprocessEnvManager",
     "Timestep",
     "create_subprocess_envs",
+    "flat_statistics",
     "make_vec",
     "register_state_hook",
     *_errors,

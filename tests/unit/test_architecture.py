@@ -211,7 +211,7 @@ def test_the_core_imports_nothing_but_its_dependencies():
 NAMES = {
     "AsyncEnv", "AsyncSubprocessEnvManager", "AutoResetWrapper", "Deadlines", "EnvManagerConfig", "Loss", "MultiEnv", "Recovery",
     "Recycled", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
-    "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "create_subprocess_envs", "make_vec",
+    "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "create_subprocess_envs", "flat_statistics", "make_vec",
     "register_state_hook",
 }  # fmt: skip
 
