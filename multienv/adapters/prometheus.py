@@ -32,9 +32,9 @@ class PrometheusExporter:
         exporter.watch(envs)
         prometheus_client.start_http_server(9000)
 
-    ``multienv_<name>``, with a label ``envs``, for each number of :func:`~multienv.flat_statistics`, read when it is asked
-    for; those that only grow end in ``_total``. From events ``multienv_losses_by_cause_total`` with a label ``cause``,
-    and the histogram ``multienv_recovery_duration_seconds`` with a label ``outcome``.
+    ``multienv_<name>``, with a label ``envs``, is a number of :func:`~multienv.flat_statistics`, read when it is asked
+    for; names of those that only grow end in ``_total``. Of events there are ``multienv_losses_by_cause_total``, with a
+    label ``cause``, and the histogram ``multienv_recovery_duration_seconds``, with a label ``outcome``.
 
     Args:
         registry: Of ``prometheus_client``; one exporter each.

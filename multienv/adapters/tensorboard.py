@@ -48,8 +48,8 @@ def _new_writer(directory: str) -> Any:
         from tensorboard.summary import Writer
     except ImportError as missing:
         raise ImportError(
-            f'TensorBoardExporter({directory!r}) needs {missing.name}: pip install -e ".[tensorboard]" in a checkout of '
-            "multienv; or give it a SummaryWriter.",
+            f"TensorBoardExporter({directory!r}) needs {missing.name}: give it a SummaryWriter, or "
+            'pip install -e ".[tensorboard]" in a checkout of multienv.',
             name=missing.name,
         ) from None
     return Writer(directory)

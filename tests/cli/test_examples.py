@@ -14,6 +14,8 @@ import pytest
 import multienv
 
 HAS_SB3 = importlib.util.find_spec("stable_baselines3") is not None
+# What the Python of a page needs beside the extra "test"; .ci/run installs it.
+NEEDED = {"stable_baselines3": ["stable_baselines3"], "monitoring": ["tensorboard", "prometheus_client"]}
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(multienv.__file__).parents[1])
 KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
@@ -90,8 +92,9 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_the_python_of_a_page(tmp_path, page):
     """One after the other, as somebody would type them."""
-    if page.stem == "stable_baselines3" and not HAS_SB3:
-        pytest.skip("Stable-Baselines3 is not installed: .ci/run installs it")
+    absent = [library for library in NEEDED.get(page.stem, []) if importlib.util.find_spec(library) is None]
+    if absent:
+        pytest.skip(f"not installed: {absent}; .ci/run installs them")
     script = tmp_path / "typed.py"
     body = "\n".join(blocks(page))
     script.write_text(f'if __name__ == "__main__":\n{re.sub("^(?=.)", "    ", body, flags=re.MULTILINE)}')
