@@ -373,8 +373,11 @@ async def test_a_step_cancelled_while_its_worker_is_brought_back_is_completed_by
         kill(env)
         await cancelled(await started(env, tmp_path, env.step(2)))
         assert len(helpers()) == 1  # the recovery goes on
+        step = asyncio.create_task(env.step(GO))
+        await asyncio.sleep(0.1)  # the loop is not blocked by it
+        assert not step.done()
         (tmp_path / "gate").touch()
-        observation, *_, info = await env.step(GO)
+        observation, *_, info = await step
         assert (observation[0], observation[2], info) == (1, 2, {"multienv": {"resumed": True}})
 
 
