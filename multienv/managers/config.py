@@ -123,7 +123,7 @@ class EnvManagerConfig:
         retry_waiting_time: Between two tries.
         auto_reset: An env whose episode has ended is reset in the background, until it is done.
         step_timeout: One step; past it the process counts as hung: it is killed and brought back. ``None``: for ever.
-        reset_timeout: The same for one reset; ``None``: as long as ``connect_timeout``.
+        reset_timeout: The same for one reset, call of a method or rendering; ``None``: as long as ``connect_timeout``.
         connect_timeout: From the launch of a process to the built env; ``None``: for ever.
         wait_num: Timesteps the asynchronous manager's ``step()`` waits for; at most as many as it was given actions.
         step_wait_timeout: How long it waits for more of them; ``None``: for all.
@@ -195,4 +195,4 @@ class EnvManagerConfig:
     def deadlines(self) -> Deadlines:
         """Return the timeouts as the deadlines of a single env."""
         reset = self.connect_timeout if self.reset_timeout is None else self.reset_timeout
-        return Deadlines(start=self.connect_timeout, reset=reset, step=self.step_timeout)
+        return Deadlines(start=self.connect_timeout, reset=reset, step=self.step_timeout, call=reset)

@@ -373,20 +373,7 @@ class Run:
         assert self._is_forced(self.workers[env]), f"truncated without need: {struck}"
 
     def _is_forced(self, worker: int) -> bool:
-        """Tell whether what has happened to a worker makes an exact recovery impossible."""
-        struck = [fault for fault in self.simulation.struck if fault.worker == worker]
-        if not struck or self.case.policy in ("truncate", "short journal") or self.case.chance:
-            return bool(struck)
-        if any(fault.point == "hang" and fault.event in ("ask", "build") for fault in struck):
-            return True  # a replay may take as long as Deadlines.recovery, and no other follows
-        # By SIGKILL from outside, as far as anybody knows; but six times in the same request is no chance.
-        deaths = Counter((fault.event, fault.nth) for fault in struck)
-        crashes = Counter(
-            (fault.event, fault.nth if fault.event == "request" else 0)
-            for fault in struck
-            if fault.point == "in the env" and fault.code == CRASHED
-        )
-        return max(deaths.values()) >= 6 or max(crashes.values(), default=0) >= 2
+        return is_forced(self.simulation.struck, worker, self.case.policy, chance=self.case.chance)
 
     def _split(self, observations: Any, infos: Any) -> list[tuple[Any, Any]]:
         if self.case.face == "subprocess_env":
@@ -410,6 +397,23 @@ class Run:
             observation, reward, terminated, truncated = (value[env] for value in values)
             rows.append(Row(observation.copy(), float(reward), terminated, truncated, info, final))
         return rows
+
+
+def is_forced(struck: Sequence[Fault], worker: int, policy: str, *, chance: bool = False) -> bool:
+    """Tell whether what has happened to a worker makes an exact recovery impossible."""
+    struck = [fault for fault in struck if fault.worker == worker]
+    if not struck or policy in ("truncate", "short journal") or chance:
+        return bool(struck)
+    if any(fault.point == "hang" and fault.event in ("ask", "build") for fault in struck):
+        return True  # a replay may take as long as Deadlines.recovery, and no other follows
+    # By SIGKILL from outside, as far as anybody knows; but six times in the same request is no chance.
+    deaths = Counter((fault.event, fault.nth) for fault in struck)
+    crashes = Counter(
+        (fault.event, fault.nth if fault.event == "request" else 0)
+        for fault in struck
+        if fault.point == "in the env" and fault.code == CRASHED
+    )
+    return max(deaths.values()) >= 6 or max(crashes.values(), default=0) >= 2
 
 
 def part_of(infos: dict[str, Any], env: int) -> dict[str, Any]:

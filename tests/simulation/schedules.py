@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 from simulation.programs import FACES, POLICIES, Case, Run
-from simulation.simulation import CRASHED, KILLED, POINTS, Fault
+from simulation.simulation import CRASHED, KILLED, POINTS, Fault, Simulation
 
 # Policies that bring an env back, and faces with snapshots to come back to.
 REPLAYS = ("snapshot", "journal")
@@ -48,10 +48,12 @@ def singles(case: Case) -> Iterator[Case]:
 
 def possible(case: Case) -> Iterator[Fault]:
     """Yield each fault that can happen after those of the case, told by running it."""
-    simulation = Run(case).play()
-    events = simulation.events
-    workers = FACES[case.face][1]
-    for (worker, event), number in sorted(events.items()):
+    return faults_of(Run(case).play(), FACES[case.face][1])
+
+
+def faults_of(simulation: Simulation, workers: Sequence[int]) -> Iterator[Fault]:
+    """Yield each fault that can happen in a run that was played; ``workers``: that of each env."""
+    for (worker, event), number in sorted(simulation.events.items()):
         for nth, point in product(range(1, number + 1), POINTS[event]):
             if point.startswith("interrupted") and (worker, nth) in simulation.in_threads:
                 continue

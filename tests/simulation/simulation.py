@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import random
+import select
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,7 @@ from multienv.envs import building
 from multienv.events import LossCause
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery import hot_path
+from multienv.threads import Bell
 from multienv.wire.banks import STEP, STEPPED
 from multienv.wire.messages import Build
 from multienv.wire.segment import BUSY, PID, REPLAYING, REPLY, REPLY_MAIL, REQUEST, SLOT, WORKER_SLEEPS, Segment
@@ -158,6 +161,7 @@ class Simulation:
     Args:
         faults: What goes wrong.
         eager: A request is executed when it is rung for, not only when it is waited for.
+        is_asynchronous: For faces that wait for whichever worker answers first: that is another one each time.
 
     Attributes:
         struck: The faults that happened, in order, with repetitions.
@@ -169,6 +173,7 @@ class Simulation:
 
     faults: tuple[Fault, ...] = ()
     eager: bool = False
+    is_asynchronous: bool = False
     now: float = 1000.0
     struck: list[Fault] = field(default_factory=list)
     events: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -179,6 +184,7 @@ class Simulation:
     lock: Any = field(default_factory=threading.RLock)
     workers: int = 0
     processes: int = 0
+    waits: int = 0
 
     def clock(self) -> float:
         self.now += 1e-6
@@ -208,17 +214,34 @@ class Simulation:
                     return fault
         return None
 
+    def wait_any(self, waiting: Sequence[tuple[SimulatedChannel, int]], until: float, bell: Bell) -> list[int]:
+        """Stand in for ``multienv.processes.channel.wait_any``: let one process answer, another one each time."""
+        self.waits += 1
+        for turn in range(len(waiting)):
+            index = (self.waits + turn) % len(waiting)
+            channel, number = waiting[index]
+            channel.execute(number)
+            if channel.answered(number):
+                return [index]
+        if until < math.inf:  # they hang
+            self.now = max(self.now, until)
+        elif not select.select([bell.descriptor], [], [], 60.0)[0]:  # a thread heals another env, in true time
+            raise AssertionError("nothing is under way, and nobody rings")
+        bell.silence()
+        return []
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Have faces that are made meanwhile use this simulation, and its clock."""
-        kept = building.Launch, time.monotonic, random.getstate(), np.random.get_state()
+        kept = building.Launch, fanout.wait_any, time.monotonic, random.getstate(), np.random.get_state()
         building.Launch = self.launcher  # type: ignore[assignment, misc]
+        fanout.wait_any = self.wait_any
         for module in (time, fanout, hot_path):
             module.monotonic = self.clock  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            building.Launch, clock, generator, legacy = kept  # type: ignore[misc]
+            building.Launch, fanout.wait_any, clock, generator, legacy = kept  # type: ignore[misc]
             for module in (time, fanout, hot_path):
                 module.monotonic = clock  # type: ignore[attr-defined]
             random.setstate(generator)
@@ -439,15 +462,16 @@ class SimulatedChannel(Channel):
     def ring(self, number: int) -> None:
         self.segment.words[REQUEST] = number
         if self.process.simulation.eager:
-            self._execute(number)
+            self.execute(number)
 
-    def _execute(self, number: int) -> None:
+    def execute(self, number: int) -> None:
+        """Have the process do what it was asked."""
         with in_process(self.process.simulation):
             self.process.execute(number)
 
     def wait(self, number: int, until: float | None) -> bool:
         if self._gone is None:
-            self._execute(number)
+            self.execute(number)
         words, process = self.segment.words, self.process
         if words[REPLY] == number:
             return True
@@ -459,7 +483,10 @@ class SimulatedChannel(Channel):
         return False
 
     def answered(self, number: int) -> bool:
-        return True
+        process = self.process
+        if not process.simulation.is_asynchronous:
+            return True  # wait() has it executed
+        return self.segment.words[REPLY] == number or process.code is not None or self._gone is not None
 
     def descriptors(self) -> tuple[int, ...]:
         return ()
