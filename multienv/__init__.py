@@ -15,13 +15,15 @@ Rooms: each imports only from rooms above it in this list (``tests/unit/test_arc
     testing, cli             faulty envs, a killer, checks; the command line
 """
 
+from typing import TYPE_CHECKING, Any
+
 from multienv.config import Deadlines, RestartPolicy
 from multienv.envs.autoreset import AutoResetWrapper
 from multienv.envs.multi_env import MultiEnv
 from multienv.envs.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import *  # noqa: F403 - the error tree, see there
 from multienv.errors import __all__ as _errors
-from multienv.events import Loss, Recovery, Recycled, Statistics
+from multienv.events import Loss, Recovery, Recycled, Statistics, flat_statistics
 from multienv.managers.config import EnvManagerConfig, Timestep
 from multienv.managers.env_manager import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.managers.stacked import StackedSubprocessEnvManager
@@ -30,9 +32,13 @@ from multienv.vector.make_vec import make_vec
 from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
 from multienv.worker.state_hooks import register_state_hook
 
+if TYPE_CHECKING:
+    from multienv.envs.async_env import AsyncEnv
+
 __version__ = "0.2.0"
 
 __all__ = [
+    "AsyncEnv",
     "AsyncSubprocessEnvManager",
     "AutoResetWrapper",
     "Deadlines",
@@ -52,7 +58,17 @@ __all__ = [
     "SyncSubprocessEnvManager",
     "Timestep",
     "create_subprocess_envs",
+    "flat_statistics",
     "make_vec",
     "register_state_hook",
     *_errors,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import AsyncEnv when it is first asked for: workers and most trainers need no asyncio."""
+    if name == "AsyncEnv":
+        from multienv.envs.async_env import AsyncEnv
+
+        return AsyncEnv
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

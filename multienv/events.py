@@ -148,6 +148,42 @@ class Statistics:
     last_recovery: Recovery | None
 
 
+# Of Statistics: added up over the workers by flat_statistics().
+COUNTERS = (
+    "steps", "episodes", "losses", "restarts", "recycled", "exact_recoveries", "truncated_recoveries", "replayed_steps",
+)  # fmt: skip
+
+
+def flat_statistics(statistics: Statistics | Iterable[Statistics | None]) -> dict[str, float]:
+    """Return what ``statistics()`` of any face returned as one flat dict of numbers, for a logger.
+
+    Args:
+        statistics: Of one worker, or of several; ``None`` for an env that keeps none is left out.
+
+    Returns:
+        ``workers``: those with a process. Added up: ``steps`` (requests for a step: one of a batch counts once a
+        worker), ``episodes``, ``losses``, ``restarts``, ``recycled``, ``exact_recoveries``, ``truncated_recoveries``,
+        ``replayed_steps``; ``journal_bytes`` and ``rss_bytes``. ``rss_bytes_max``: of the largest worker.
+        ``step_seconds_mean`` and ``step_seconds_max``: time that a step takes in the worker, over the workers.
+        ``recovery_seconds_mean`` and ``recovery_seconds_max``: over the last recoveries of each worker. What is not
+        known is 0.
+    """
+    every = [statistics] if isinstance(statistics, Statistics) else [one for one in statistics if one is not None]
+    found: dict[str, float] = {"workers": sum(one.pid is not None for one in every)}
+    found |= {name: sum(getattr(one, name) for one in every) for name in COUNTERS}
+    rss = [one.rss or 0 for one in every]
+    found |= {"journal_bytes": sum(one.journal_bytes for one in every)}
+    found |= {"rss_bytes": sum(rss), "rss_bytes_max": max(rss, default=0)}
+    times = {
+        "step_seconds": [one.step_seconds for one in every if one.step_seconds is not None],
+        "recovery_seconds": [seconds for one in every for seconds in one.recovery_seconds],
+    }
+    for name, values in times.items():
+        found[f"{name}_mean"] = sum(values) / len(values) if values else 0.0
+        found[f"{name}_max"] = max(values, default=0.0)
+    return found
+
+
 Event = Loss | Recovery | Recycled
 Hook = Callable[[Event], None]
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import cloudpickle
 
 from multienv import SubprocessEnv
+from multienv.cli.texts import duration, size_of
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvFnError, MultienvError, WorkerLostError
 from multienv.events import Recovery, Statistics
@@ -198,7 +199,7 @@ def builds(patient: Patient) -> Finding:
     env = patient.worker(reports=None)
     with env:
         seconds, memory = time.perf_counter() - began, resident_bytes(_pid(env)) or 0
-    return Finding("ok", f"a worker is ready in {in_words(seconds)}, and takes {size_in_words(memory)}")
+    return Finding("ok", f"a worker is ready in {duration(seconds)}, and takes {size_of(memory)}")
 
 
 def steps(patient: Patient) -> Finding:
@@ -245,8 +246,8 @@ def time_it_takes(patient: Patient) -> Finding:
     """Time its calls inside a process."""
     known = patient.times = in_worker(times, patient.env_fn, _SECONDS / 2, seconds=_longest(patient))
     parts = {"build": known.build, "reset": known.reset, "step": known.step, "close": known.close}
-    told = ", ".join(f"{name} {in_words(seconds)}" for name, seconds in parts.items())
-    return Finding("ok", f"{told}; slowest step {in_words(known.slowest_step)}")
+    told = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
+    return Finding("ok", f"{told}; slowest step {duration(known.slowest_step)}")
 
 
 # --- the ways back --------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ def forks(patient: Patient) -> Finding:
             break
     patient.ways["snapshot"] = struck.outcome if by_snapshot else "none"
     if by_snapshot and struck.outcome == "exact":
-        return Finding("ok", f"a killed worker comes back from its snapshot, exact, in {in_words(struck.seconds[0])}")
+        return Finding("ok", f"a killed worker comes back from its snapshot, exact, in {duration(struck.seconds[0])}")
     if struck.outcome == "differs" and by_snapshot:
         return Finding(
             "note",
@@ -288,7 +289,7 @@ def replays(patient: Patient) -> Finding:
     struck = strike(patient, "SIGKILL", [_late(patient)], restart=RestartPolicy(snapshots=False))
     patient.ways["journal"] = struck.outcome
     if struck.outcome == "exact":
-        took, most = in_words(struck.seconds[0]), _longest_journal(patient, struck.statistics)
+        took, most = duration(struck.seconds[0]), _longest_journal(patient, struck.statistics)
         return Finding(
             "ok",
             f"a new process repeats {struck.recoveries[0].replayed} requests from the construction, exact, in {took}; "
@@ -316,7 +317,7 @@ def state(patient: Patient) -> Finding:
     if not trip.reason:
         return Finding(
             "ok",
-            f"a new env that is given it ({size_in_words(trip.size)}) goes on the same: replays may begin there",
+            f"a new env that is given it ({size_of(trip.size)}) goes on the same: replays may begin there",
         )
     return Finding(
         "note",
@@ -350,7 +351,7 @@ def leaks(patient: Patient) -> Finding:
         least = min(after[place] - before[place] for before, after in pairwise(counts))
         if least > noise:
             each = least / rounds
-            found.append(f"{name} by {size_in_words(int(each)) if name == 'memory' else f'{each:.3g}'}")
+            found.append(f"{name} by {size_of(int(each)) if name == 'memory' else f'{each:.3g}'}")
     if not found:
         return Finding("ok", f"nothing in {3 * rounds} episodes")
     patient.leaks = True
@@ -386,7 +387,7 @@ def a_dead_worker(patient: Patient) -> Finding:
     """Kill the worker three times, with the options that users have who choose none."""
     last = patient.first.steps - 1
     struck = strike(patient, "SIGKILL", [last // 4, last // 2, last], restart=RestartPolicy())
-    return _cost(patient, struck, in_words(_median(struck.seconds)))
+    return _cost(patient, struck, duration(_median(struck.seconds)))
 
 
 def a_hung_worker(patient: Patient) -> Finding:
@@ -394,7 +395,7 @@ def a_hung_worker(patient: Patient) -> Finding:
     deadline = max(0.5, 5 * (patient.times.slowest_step if patient.times else 0.0))
     deadlines = replace(patient.deadlines, step=deadline)
     struck = strike(patient, "SIGSTOP", [_late(patient)], restart=RestartPolicy(), deadlines=deadlines)
-    return _cost(patient, struck, f"its deadline, and then {in_words(max(0.0, struck.seconds[0] - deadline))}")
+    return _cost(patient, struck, f"its deadline, and then {duration(max(0.0, struck.seconds[0] - deadline))}")
 
 
 CHECKS: tuple[Callable[[Patient], Finding], ...] = (
@@ -509,23 +510,6 @@ def _name(pid: int) -> str:
         return f"{Path('/proc', str(pid), 'comm').read_text().strip()} ({pid})"
     except OSError:
         return str(pid)
-
-
-def in_words(seconds: float) -> str:
-    """Return a time with two digits and its unit."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1 or unit == "µs":
-            value = seconds * factor
-            return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
-    raise AssertionError
-
-
-def size_in_words(size: int) -> str:
-    """Return a number of bytes with its unit."""
-    for factor, unit in ((2**20, "MiB"), (2**10, "KiB")):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} bytes"
 
 
 def round_up(seconds: float) -> float:

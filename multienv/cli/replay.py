@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from multienv.cli.env_functions import env_functions
+from multienv.cli.options import arguments_of
 from multienv.cli.replaying import EnvRaised, Rerun
 from multienv.cli.texts import duration
 from multienv.errors import ReportError, UsageError
@@ -73,7 +74,7 @@ def replay(
             return
         faulthandler.enable()
         found = load(_path(report, directory), trust=trust)
-        _replay(say, found, env, _arguments(env_kwargs), debug=debug)
+        _replay(say, found, env, None if env_kwargs is None else arguments_of(env_kwargs), debug=debug)
     except UsageError as error:
         plain(stderr=True).print(str(error))
         raise typer.Exit(2) from error
@@ -94,18 +95,6 @@ def _path(report: str, directory: Path | None) -> Path:
     path = Path(report)
     is_name = path.name == report and not path.exists() and directory is not None
     return directory / report if is_name and directory is not None and (directory / report).exists() else path
-
-
-def _arguments(env_kwargs: str | None) -> dict[str, Any] | None:
-    if env_kwargs is None:
-        return None
-    try:
-        arguments = json.loads(env_kwargs)
-    except ValueError as error:
-        raise UsageError(f"--env-kwargs is no JSON: {error}.") from error
-    if not isinstance(arguments, dict):
-        raise UsageError("--env-kwargs is no JSON object: give it as '{\"size\": 5}'.")
-    return arguments
 
 
 def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:

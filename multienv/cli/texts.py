@@ -4,9 +4,18 @@ from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """Return a time in its largest unit: ``"0.4 s"``, ``"12 s"``, ``"5 min"``, ``"3.2 h"``."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    """Return a time in its largest unit, with about two digits: ``"12 ms"``, ``"1.6 s"``, ``"5 min"``, ``"3.2 h"``."""
+    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        # Up to two hours in minutes, up to two minutes in seconds.
+        if seconds >= length * (2 if length > 1 else 1) or unit == "µs":
+            value = seconds / length
+            return f"{value:.0f} {unit}" if value >= 9.95 else f"{value:.1f} {unit}"
+    raise AssertionError
+
+
+def size_of(number: int) -> str:
+    """Return a number of bytes with its unit."""
+    for length, unit in ((2**20, "MiB"), (2**10, "KiB")):
+        if number >= length:
+            return f"{number / length:.1f} {unit}"
+    return f"{number} bytes"

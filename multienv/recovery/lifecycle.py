@@ -50,6 +50,7 @@ class Lifecycle:
 
     Attributes:
         channel: To the present process, or to the last one that was lost.
+        building: Number of the request that builds the envs for the first time.
         found: Envs that were brought back and are to be adopted.
         loss: The loss that is being healed.
     """
@@ -68,11 +69,11 @@ class Lifecycle:
     ) -> None:
         self.ladder = Ladder(launcher, build, policy, deadlines, wait)
         self.channel: Channel | None = None
+        self.building = 0
         self.found: Found | None = None
         self.loss: Loss | None = None
         self._policy, self._deadlines = policy, deadlines
         self._record, self._journal, self._pending = record, journal, pending
-        self._number = 0  # of the request that builds the envs
         self._deaths = 0  # processes lost while the envs are built for the first time
         self._fate: Fate | None = None  # not the Gone itself: its traceback would keep the segment mapped
         self._effort: Effort | None = None
@@ -82,7 +83,7 @@ class Lifecycle:
 
     def launch(self) -> None:
         """Launch the first process and ask it to build the envs."""
-        self.channel, self._number = self.ladder.launch()
+        self.channel, self.building = self.ladder.launch()
         self.ladder.handed_over()
         self._pending.limit = self._deadlines.start
         self._pending.arm()
@@ -98,9 +99,9 @@ class Lifecycle:
         channel = self.channel
         assert channel is not None
         try:
-            if not self._pending.await_reply(channel, self._number, until, "initialize"):
+            if not self._pending.await_reply(channel, self.building, until, "initialize"):
                 return None
-            self.ladder.await_build(channel, self._number, self._pending.until)
+            self.ladder.await_build(channel, self.building, self._pending.until)
         except RequestFailedError as failed:
             self.drop()
             return self._record.error_of(-1, failed.failure, "initialize")

@@ -130,7 +130,19 @@ class Pending:
                 raise channel.kill(cause="hung", stack=True)
             if nearest == until:
                 return False
-            self._told_of, silent = number, None
+            self.tell_of_silence(channel, number, name)
+            silent = None
+
+    def tell_of_silence(self, channel: Channel, number: int, name: str) -> None:
+        """Log, once for each request, that it has waited for ``SILENCE`` seconds, and where its process is.
+
+        Args:
+            channel: Of the process that was asked.
+            number: Of the request.
+            name: Names the call.
+        """
+        if self._told_of != number:
+            self._told_of = number
             option = name if name in ("step", "reset") else "start" if name == "initialize" else "call"
             logger.warning(
                 "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give "

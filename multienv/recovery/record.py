@@ -123,7 +123,7 @@ class Record:
                     self.episodes += 1
 
     def loss(self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None) -> Loss:
-        """Note that a process was lost, and log a warning.
+        """Note that a process was lost; the warning comes with the outcome.
 
         Args:
             gone: How it was lost.
@@ -148,12 +148,12 @@ class Record:
         self._losses += 1
         self.last_loss = loss
         self.reports.open(loss, case)
-        logger.warning("%s (pid %s)", what_happened(loss).rstrip("."), gone.pid)
+        logger.info("%s (pid %s)", what_happened(loss).rstrip("."), gone.pid)
         self._tell(loss)
         return loss
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
-        """Note the outcome of a loss, and log a warning."""
+        """Note the outcome of a loss, and log the one warning that tells of both."""
         recovery = Recovery(
             loss,
             outcome,
@@ -197,7 +197,7 @@ class Record:
         """Note that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - effort.began
         self._recycled += outcome != "put off"
-        logger.info("env %s recycled %s: %s. %s", self.index, why, outcome, reason)
+        logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
         self._tell(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
 
     def _tell(self, event: Event) -> None:

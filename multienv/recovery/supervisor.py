@@ -445,22 +445,25 @@ class Supervisor:
         try:
             channel = self.lifecycle.renew(self.number)
         except RequestFailedError as failed:
-            self._give_up_request()
             failed.with_traceback(None)  # its frames would keep the segment mapped
             error = self.record.error_of(-1, failed.failure, "initialize")
+            self._give_up_request(error)
             raise error from error.__cause__  # which is what env_fn raised
         except Unrecoverable as why:
             self._refuse_if_unusable("collect")
-            self._give_up_request()
             loss = self.lifecycle.loss or self.record.last_loss
             why.with_traceback(None)
             if loss is None:
-                raise UsageError(f"It could not be started: {why}.") from why
-            raise self.record.lost_error(loss, f"It could not be started again: {why}.") from why
+                unbuilt: Exception = UsageError(f"It could not be started: {why}.")
+            else:
+                unbuilt = self.record.lost_error(loss, f"It could not be started again: {why}.")
+            self._give_up_request(unbuilt)
+            raise unbuilt from why
         self.adopt(channel)
         return self._happen(Launched(), Built())
 
-    def _give_up_request(self) -> None:
+    def _give_up_request(self, error: Exception) -> None:
+        self.last_answer = error  # for a caller that was interrupted, or has left this to a thread
         self._happen(BuildFailed())
         self.journal.skip(self.number + 2)
         self.number += 2
@@ -625,9 +628,18 @@ class Supervisor:
     def waiting(self) -> tuple[Channel, int] | None:
         """Return channel and number to wait for; ``None``: ``collect`` has something to do without waiting."""
         with self.lock:
-            if instruction_of(self.state, self.rules) is Instruction.ASK and self.channel is not None:
-                return self.channel, self.number + 1
+            instruction, channel = instruction_of(self.state, self.rules), self.channel
+            if channel is not None and instruction is Instruction.ASK:
+                return channel, self.number + 1
+            if channel is not None and instruction is Instruction.AWAIT_BUILD:
+                return channel, self.lifecycle.building
             return None
+
+    def bound(self, seconds: float) -> None:
+        """Give the pending request a deadline: so many seconds from now, and in each process that it is asked of."""
+        with self.lock:
+            self.pending.limit = seconds
+            self.pending.arm()
 
     # --- the present process ----------------------------------------------------------------------
 

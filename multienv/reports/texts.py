@@ -37,6 +37,8 @@ _CLASSES: dict[LostKind, type[WorkerLostError]] = {
     "poison": PoisonError,
     "budget": RestartBudgetExceeded,
 }
+# What an outcome that is not exact costs the caller.
+_COSTS = {"truncated": "the episode has ended", "fresh": "in a new process", "raised": "an error is raised"}
 # Lines of a stack or of stderr that an error shows.
 _LINES = 60
 
@@ -86,8 +88,10 @@ def where(command: str, step: int | None, seed: int | None) -> str:
 def outcome_text(recovery: Recovery) -> str:
     """Return what the log says of a loss and of what became of it; no sentence stands in it twice."""
     happened = what_happened(recovery.loss)
-    how = f" from the {recovery.rung}, {recovery.replayed} requests replayed," if recovery.rung else ""
-    parts = [happened, f"Outcome: {recovery.outcome},{how} in {recovery.seconds:.3f} s."]
+    cost = f"from the {recovery.rung}, {recovery.replayed} requests replayed" if recovery.rung else ""
+    cost = cost or _COSTS.get(recovery.outcome, "")
+    outcome = ", ".join(filter(None, [recovery.outcome, cost, f"in {recovery.seconds:.3f} s"]))
+    parts = [f"{happened.rstrip('.')} (pid {recovery.loss.pid}).", f"Outcome: {outcome}."]
     # The reason often begins with what happened.
     parts += [recovery.reason.removeprefix(happened).strip(), replay_advice(recovery.report)]
     return " ".join(filter(None, parts))

@@ -23,3 +23,24 @@ except ImportError as error:
     assert told.count("\n") == 1
     assert 'pip install -e ".[sb3]"' in told
     assert "stable_baselines3" in told
+
+
+@pytest.mark.parametrize(
+    ("extra", "absent", "used"),
+    [
+        ("prometheus", "prometheus_client", "import multienv.adapters.prometheus"),
+        ("tensorboard", "tensorboard", "from multienv.adapters.tensorboard import *; TensorBoardExporter('runs')"),
+    ],
+)
+def test_without_the_library_of_an_exporter_the_extra_is_named(extra, absent, used):
+    code = f"""
+import sys
+sys.modules[{absent!r}] = None
+try:
+    {used}
+except ImportError as error:
+    print(error)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.count("\n") == 1
+    assert f'pip install -e ".[{extra}]"' in told

@@ -15,6 +15,7 @@ import pytest
 import multienv
 
 HAS_SB3 = importlib.util.find_spec("stable_baselines3") is not None
+# What the Python of a page needs beside the extra "test"; .ci/run installs it.
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(multienv.__file__).parents[1])
 KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
@@ -67,6 +68,14 @@ def test_the_vector_actor_critic_learns_what_the_other_does(tmp_path):
 )
 def test_an_example(tmp_path, name, arguments, expected):
     assert expected in example(tmp_path, name, *arguments).lower()
+
+
+def test_a_lost_episode_in_a_sandbox_is_masked_and_the_sandbox_released(tmp_path):
+    told = example(tmp_path, "sandbox_agents.py", "--episodes", "2", "--slowest", "0.05")
+    assert "16 agents took" in told
+    assert "Mean reward of 31 episodes: 1.00." in told
+    assert told.count("Masked: agent 15, episode 0; its sandbox was released: True.") == told.count("Masked") == 1
+    assert "Sandboxes left: 0." in told
 
 
 @pytest.mark.skipif(not HAS_SB3, reason="Stable-Baselines3 is not installed: .ci/run installs it")

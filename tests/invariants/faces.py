@@ -1,4 +1,4 @@
-"""The three kinds of faces behind one set of calls, so that an invariant is tested on each of them by one test.
+"""The kinds of faces behind one set of calls, so that an invariant is tested on each of them by one test.
 
 Nothing resets by itself here: ``record()`` resets the envs whose episodes have ended, as kit's ``rollout()`` does with
 the bare env that it is held against.
@@ -6,7 +6,9 @@ the bare env that it is held against.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import inspect
 import os
 import signal
 import time
@@ -16,29 +18,62 @@ from typing import Any
 import numpy as np
 
 from kit import Transition, assert_same_trajectory, is_alive, rollout
-from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import AsyncEnv, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.testing import worker_pids
 
 KINDS = ["subprocess_env", "multi_env", "vector_env"]
+AND_ASYNC = [*KINDS, "async_env"]
 REPLAY = RestartPolicy(snapshots=False)
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
+
+
+class InLoop:
+    """An AsyncEnv for code that is not asynchronous: each call runs the loop until it is done."""
+
+    def __init__(self, env_fn: Callable[[], Any], **options: Any) -> None:
+        self._env, self._loop = AsyncEnv(env_fn, **options), asyncio.new_event_loop()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._env, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+        run = asyncio.run if self._loop.is_closed() else self._loop.run_until_complete
+        return lambda *args, **kwargs: run(found(*args, **kwargs))
+
+    def set_attr(self, name: str, value: Any) -> None:
+        self.call("set_wrapper_attr", name, value)
+
+    def step_async(self, action: Any) -> None:
+        """Begin a step in a task that nobody awaits."""
+        self._task = self._loop.create_task(self._env.step(action))
+        self._loop.run_until_complete(asyncio.sleep(0))
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.run_until_complete(self._env.close())
+            self._loop.close()
+
+    def __del__(self) -> None:
+        self._loop.close()
 
 
 class Face:
     """Envs of one kind of face; every call takes and gives lists, one entry an env.
 
     Args:
-        kind: ``"subprocess_env"`` (a single env), ``"multi_env"`` or ``"vector_env"`` (all envs in one process).
-        env_fns: What builds the envs; a ``SubprocessEnv`` takes the first.
+        kind: ``"subprocess_env"`` (a single env), ``"multi_env"`` or ``"vector_env"`` (all envs in one process); or
+            ``"async_env"``, which is stepped as a ``SubprocessEnv``, and is of that kind from then on.
+        env_fns: What builds the envs; where there is one, it is built by the first.
         options: Of the face.
     """
 
     def __init__(self, kind: str, env_fns: Sequence[Callable[[], Any]], **options: Any) -> None:
-        self.kind = kind
-        self.num_envs = 1 if kind == "subprocess_env" else len(env_fns)
+        single = {"subprocess_env": SubprocessEnv, "async_env": InLoop}
+        self.kind = "subprocess_env" if kind in single else kind
+        self.num_envs = 1 if kind in single else len(env_fns)
         self.env_fns = list(env_fns)[: self.num_envs]
-        if kind == "subprocess_env":
-            self.envs: Any = SubprocessEnv(self.env_fns[0], env_index=0, **options)
+        if kind in single:
+            self.envs: Any = single[kind](self.env_fns[0], env_index=0, **options)
             try:
                 self.envs.initialize()
             except BaseException:

@@ -19,7 +19,7 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
-from faces import KINDS, Face, assert_as_without_losses, counts
+from faces import AND_ASYNC, Face, assert_as_without_losses, counts
 
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, first_difference
 from multienv import Deadlines, Recovery, RestartPolicy
@@ -63,7 +63,14 @@ def run_program(face: Face, seed: int, goes_on: Callable[[int], bool]) -> list[A
 
 @pytest.mark.parametrize(
     ("kind", "rung"),
-    [("subprocess_env", "journal"), ("multi_env", "snapshot"), ("vector_env", "journal"), ("vector_env", "snapshot")],
+    [
+        ("subprocess_env", "journal"),
+        ("multi_env", "snapshot"),
+        ("vector_env", "journal"),
+        ("vector_env", "snapshot"),
+        ("async_env", "journal"),
+        ("async_env", "snapshot"),
+    ],
 )
 def test_a_program_with_kills_at_random_moments_is_the_program_without(kind: str, rung: str) -> None:
     env_fns = [partial(DrawingEnv, horizon=9)] * 3
@@ -88,6 +95,7 @@ def test_a_program_with_kills_at_random_moments_is_the_program_without(kind: str
         ("multi_env", "exit"),
         ("vector_env", "segv"),
         ("subprocess_env", "SIGSTOP"),
+        ("async_env", "hang_c"),
         ("multi_env", "hang_c"),
         ("vector_env", "hang_c"),
     ],
@@ -95,7 +103,9 @@ def test_a_program_with_kills_at_random_moments_is_the_program_without(kind: str
 def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker: str) -> None:
     env_fns: list[Any] = [CounterEnv, CounterEnv, CounterEnv]
     if manner != "SIGSTOP":
-        env_fns[kind != "subprocess_env"] = partial(FaultyEnv, fault=Fault(manner, "step", at=14, once=marker))
+        env_fns[kind not in ("subprocess_env", "async_env")] = partial(
+            FaultyEnv, fault=Fault(manner, "step", at=14, once=marker)
+        )
     with Face(kind, env_fns, deadlines=Deadlines(step=0.6), restart=POLICIES["journal"]) as face:
         actions = counts(25)
         stop = partial(face.signal, signal.SIGSTOP)
@@ -105,7 +115,7 @@ def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker:
         assert_as_without_losses(face, records, actions, 8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly(kind: str) -> None:
     policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=4000)
     with Face(kind, [partial(CounterEnv, horizon=None)] * 2, restart=policy) as face:
@@ -121,11 +131,11 @@ def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly
         assert told.replayed_steps < 200
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_what_has_been_returned_stays_as_it_was(kind: str) -> None:
     """Steps and resets write into the shared memory that the observations came from."""
     with Face(kind, [CounterEnv] * 2) as face:
-        action = 1 if kind == "subprocess_env" else [1, 1]
+        action = 1 if face.kind == "subprocess_env" else [1, 1]
         returned = [face.envs.reset(seed=0)[:1], *(face.envs.step(action)[:4] for _ in range(3))]
         kept = copy.deepcopy(returned)
         face.record(counts(12, 2), 1)

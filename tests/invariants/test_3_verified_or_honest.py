@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faces import KINDS, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
+from faces import AND_ASYNC, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive
 from kit.trainer_process import becomes_true
@@ -57,7 +57,7 @@ def unrepeatable(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 # The snapshot is taken after the second step, so that two more are run again in it before the journal is tried.
 @pytest.mark.parametrize("policy", [REPLAY, RestartPolicy(snapshot_every=4)], ids=["journal", "snapshot"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_an_env_that_does_otherwise_the_second_time_is_truncated(
     kind: str, policy: RestartPolicy, unrepeatable: Any
 ) -> None:
@@ -78,7 +78,7 @@ def test_an_env_that_does_otherwise_the_second_time_is_truncated(
             assert_as_without_losses(face, records, actions, 3, envs=[1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_snapshot_brings_back_what_no_replay_could(kind: str) -> None:
     policy = RestartPolicy(snapshot_every=1)
     events: list[Any] = []
@@ -98,7 +98,7 @@ def test_a_snapshot_brings_back_what_no_replay_could(kind: str) -> None:
         assert not any(one.recovery for one in record)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_step_that_kills_every_process_ends_the_episode_just_before_it(kind: str) -> None:
     culprit = partial(FaultyEnv, fault=Fault("segv", "step", action=3), horizon=None)
     with Face(kind, [culprit, CounterEnv], restart=REPLAY) as face:
@@ -111,7 +111,7 @@ def test_a_step_that_kills_every_process_ends_the_episode_just_before_it(kind: s
             assert_as_without_losses(face, records, actions, 6, envs=[1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_what_shows_only_after_the_journal_has_forgotten_it_is_found_out(kind: str) -> None:
     """The env remembers its earlier episodes; the replay begins after them, and must not show another sum of them."""
     policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=4000)
@@ -123,7 +123,7 @@ def test_what_shows_only_after_the_journal_has_forgotten_it_is_found_out(kind: s
         assert_honest_truncation(record[-1], record[-2], "SIGKILL")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_an_episode_too_short_to_prove_a_replay_is_truncated_when_the_journal_holds_nothing_else(kind: str) -> None:
     """The env remembers its earlier episodes, and shows that later in this one than it was lost."""
     policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=2000)
@@ -135,7 +135,7 @@ def test_an_episode_too_short_to_prove_a_replay_is_truncated_when_the_journal_ho
         assert_honest_truncation(record[-1], record[-2], "SIGKILL")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_reset_of_an_env_that_is_lost_for_good_begins_a_clean_episode(kind: str, tmp_path: Path) -> None:
     events: list[Any] = []
     env_fn = partial(FileEnv, str(tmp_path / "file"))
@@ -149,7 +149,7 @@ def test_a_reset_of_an_env_that_is_lost_for_good_begins_a_clean_episode(kind: st
         assert (after.observation[0], after.truncated) == (1, False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_call_that_finds_the_episode_lost_raises_and_the_next_step_is_truncated(kind: str, tmp_path: Path) -> None:
     with Face(kind, [partial(FileEnv, str(tmp_path / "file"))], restart=REPLAY) as face:
         (record,) = face.record(counts(4, 1), 3)

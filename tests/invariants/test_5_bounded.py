@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faces import KINDS, RAISE, REPLAY, Face
+from faces import AND_ASYNC, RAISE, REPLAY, Face
 
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
 from kit.trainer_process import becomes_true
@@ -40,7 +40,7 @@ def hanging(moment: Any, **fault: Any) -> Any:
     return partial(FaultyEnv, fault=Fault("hang_c", moment, ignore_sigterm=True, **fault))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_the_deadline_of_a_reset_does_not_end_a_slower_step(kind: str) -> None:
     env_fns = [partial(SlowEnv, step_seconds=0.5)] * 2
     with Face(kind, env_fns, deadlines=Deadlines(reset=0.4), restart=RAISE) as face:
@@ -51,7 +51,12 @@ def test_the_deadline_of_a_reset_does_not_end_a_slower_step(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "moment"),
-    [*((kind, "step") for kind in KINDS), ("subprocess_env", "reset"), ("vector_env", "reset"), ("vector_env", "call")],
+    [
+        *((kind, "step") for kind in AND_ASYNC),
+        ("subprocess_env", "reset"),
+        ("vector_env", "reset"),
+        ("vector_env", "call"),
+    ],
 )
 def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str) -> None:
     env_fns = [hanging(moment, at=2), CounterEnv]
@@ -72,13 +77,13 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
         assert face.losses() == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_an_env_that_hangs_while_it_is_built_is_given_up(kind: str) -> None:
     with within(2 * 1.0), pytest.raises(WorkerHungError):  # two processes: the first may have been unlucky
         Face(kind, [hanging("construct"), hanging("construct")], deadlines=Deadlines(start=1.0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind: str) -> None:
     with Face(kind, [hanging("step", action=3), CounterEnv], deadlines=Deadlines(step=0.5), restart=REPLAY) as face:
         face.reset(0)
@@ -90,7 +95,7 @@ def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind
         assert "deadline of 0.5 s" in row.recovery["reason"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_process_that_is_asked_again_has_the_whole_deadline(kind: str) -> None:
     """The lost one has used it up; half a second is what the step takes."""
     env_fn = partial(SlowEnv, step_seconds=0.5)
@@ -103,7 +108,7 @@ def test_a_process_that_is_asked_again_has_the_whole_deadline(kind: str) -> None
         assert face.losses() == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_recovery_that_hangs_ends_in_a_truncation(kind: str, tmp_path: Path) -> None:
     """The second process is never built: only the deadline of the recovery ends that."""
     env_fn = FailsNthTime(env_fn=CounterEnv, counter=tmp_path / "built", nth=range(2, 9), manner="hang_c")
@@ -146,7 +151,7 @@ def test_a_wait_is_bounded_while_a_worker_is_brought_back(kind: str, then: str, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "monitor"), [*((kind, "alive") for kind in KINDS), ("multi_env", "stopped"), ("vector_env", "stopped")]
+    ("kind", "monitor"), [*((kind, "alive") for kind in AND_ASYNC), ("multi_env", "stopped"), ("vector_env", "stopped")]
 )
 def test_close_is_bounded_with_envs_that_hang(kind: str, monitor: str) -> None:
     """No deadline but that of close(). Three at once take as long as one."""
@@ -166,7 +171,7 @@ def test_close_is_bounded_with_envs_that_hang(kind: str, monitor: str) -> None:
         face.reset()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_deadline_holds_though_the_monitor_is_stopped(kind: str) -> None:
     with Face(kind, [hanging("step", action=3), CounterEnv], deadlines=Deadlines(step=0.5), restart=RAISE) as face:
         face.reset(0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import gymnasium
 import pytest
-from faces import KINDS, Face
+from faces import AND_ASYNC, Face
 from test_2_exact_recovery import DrawingEnv, run_program
 
 from kit import descendants, first_difference, monitor_pid
@@ -85,7 +85,7 @@ def send(pid: int | None, number: signal.Signals) -> bool:
 
 @pytest.mark.timeout(0 if SECONDS > 60 else 120)
 @pytest.mark.parametrize("rung", ["snapshot", "journal"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", AND_ASYNC)
 def test_whatever_happens_to_processes_the_trajectory_is_the_quiet_one(kind: str, rung: str) -> None:
     env_fns = [partial(DrawingEnv, horizon=9)] * 3
     # A worker that is crashed twice in the same request by chance is not to count as poisoned.

@@ -36,8 +36,11 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ORDERED = {"errors": 0, "config": 1, "events": 2}  # inside the first line
 ON_TOP = {"adapters", "testing", "cli", "__main__"}
 MOST_FLOORS = 12
-# What extras install; imported where it is used, with an error that names the extra.
-HEAVY = ["typer", "rich", "torch", "stable_baselines3", "ray", "matplotlib", "moviepy", "cv2", "mujoco", "ale_py"]
+# What extras install; imported where it is used, with an error that names the extra. And what only AsyncEnv needs.
+HEAVY = [
+    "typer", "rich", "torch", "stable_baselines3", "ray", "matplotlib", "moviepy", "cv2", "mujoco", "ale_py",
+    "tensorboard", "prometheus_client", "asyncio",
+]  # fmt: skip
 CORE = {"gymnasium", "numpy", "cloudpickle", "typing_extensions", "multienv"}
 
 
@@ -207,9 +210,9 @@ def test_the_core_imports_nothing_but_its_dependencies():
 # --- the public face ----------------------------------------------------------------------------
 
 NAMES = {
-    "AsyncSubprocessEnvManager", "AutoResetWrapper", "Deadlines", "EnvManagerConfig", "Loss", "MultiEnv", "Recovery",
+    "AsyncEnv", "AsyncSubprocessEnvManager", "AutoResetWrapper", "Deadlines", "EnvManagerConfig", "Loss", "MultiEnv", "Recovery",
     "Recycled", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
-    "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "create_subprocess_envs", "make_vec",
+    "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "create_subprocess_envs", "flat_statistics", "make_vec",
     "register_state_hook",
 }  # fmt: skip
 

@@ -154,12 +154,16 @@ def test_a_hang_names_its_deadline():
     assert "deadline of" not in what_happened(Loss(0, "hung", "step", 4, 1, 1234))
 
 
-@pytest.mark.parametrize("outcome", ["truncated", "raised"])
-def test_no_sentence_stands_twice_in_the_log(outcome):
+@pytest.mark.parametrize(
+    ("outcome", "cost"),
+    [("truncated", "the episode has ended"), ("raised", "an error is raised"), ("fresh", "in a new process")],
+)
+def test_no_sentence_stands_twice_in_the_log(outcome, cost):
     reason = what_happened(LOSS)
     text = outcome_text(Recovery(LOSS, outcome, reason, 0, 0, 0.5))
     assert text.count("was killed by SIGKILL") == 1
-    assert f"Outcome: {outcome}, in 0.500 s." in text
+    assert "(last seed 42) (pid 1234). " in text
+    assert text.endswith(f"Outcome: {outcome}, {cost}, in 0.500 s.")
     longer = outcome_text(Recovery(LOSS, outcome, f"{reason} It cannot be brought back.", 0, 0, 0.5))
     assert longer == f"{text} It cannot be brought back."
     other = outcome_text(Recovery(LOSS, outcome, "It is not deterministic.", 0, 0, 0.5, report="/a b/c.json"))

@@ -1,0 +1,55 @@
+"""What happens to the envs, as curves in TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from multienv.events import Event, Recovery, Statistics, flat_statistics
+
+
+class TensorBoardExporter:
+    """Writes statistics and recoveries to TensorBoard; a hook.
+
+    ::
+
+        exporter = TensorBoardExporter(writer)  # the SummaryWriter that the trainer has anyway; or a directory
+        envs = SubprocessVectorEnv(env_fns, hooks=[exporter])
+        ...
+        exporter.log(envs.statistics(), global_step)
+
+    The tags are ``multienv/`` and a name that :func:`~multienv.flat_statistics` has; and, for each recovery,
+    ``multienv/recovery_seconds/`` and its outcome, at the step that was logged last.
+
+    Args:
+        writer: Has ``add_scalar(tag, value, step)``, as the ``SummaryWriter`` of torch; or the directory for a new one,
+            which needs the extra ``tensorboard``.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = _new_writer(os.fspath(writer)) if isinstance(writer, str | os.PathLike) else writer
+        self._step = 0
+
+    def log(self, statistics: Statistics | Iterable[Statistics | None], step: int) -> None:
+        """Write what ``statistics()`` of a face returned, at this step of the trainer."""
+        self._step = step
+        for name, value in flat_statistics(statistics).items():
+            self.writer.add_scalar(f"multienv/{name}", value, step)
+
+    def __call__(self, event: Event) -> None:
+        """Write how long a recovery took."""
+        if isinstance(event, Recovery):
+            self.writer.add_scalar(f"multienv/recovery_seconds/{event.outcome}", event.seconds, self._step)
+
+
+def _new_writer(directory: str) -> Any:
+    try:
+        from tensorboard.summary import Writer
+    except ImportError as missing:
+        raise ImportError(
+            f"TensorBoardExporter({directory!r}) needs {missing.name}: give it a SummaryWriter, or "
+            'pip install -e ".[tensorboard]" in a checkout of multienv.',
+            name=missing.name,
+        ) from None
+    return Writer(directory)

@@ -1,0 +1,477 @@
+"""AsyncEnv: many slow envs in one event loop, cancellation, deadlines, losses while a step is awaited.
+
+Invariants 2, 3, 5 and 7 are shown for it in ``tests/invariants``. Envs wait at a gate, which the test opens; a gate
+that stays closed is a step that takes for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gate_env import GO, WAIT, GateEnv, gated_from_the_second_time
+
+from kit import CounterEnv, FailsNthTime, assert_nothing_left, is_alive, snapshot_resources
+from kit.trainer_process import STUCK_AFTER, becomes_true
+from multienv import AsyncEnv, Deadlines, Recovery, RestartPolicy, SubprocessEnv
+from multienv.envs import async_env
+from multienv.errors import (
+    ActionError,
+    CallPendingError,
+    ClosedError,
+    EnvRaisedError,
+    ResetNeededError,
+    WorkerDiedError,
+    WorkerHungError,
+)
+
+TRUNCATE = RestartPolicy(on_crash="truncate", on_timeout="truncate")
+RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine, after which no thread of ours is left."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def body() -> None:
+            await test(*args, **kwargs)
+            assert becomes_true(lambda: not helpers())
+
+        asyncio.run(body())
+
+    return run
+
+
+def helpers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("multienv-async")]
+
+
+async def exists(*paths: Path) -> None:
+    until = time.monotonic() + STUCK_AFTER
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < until, f"none of {[path for path in paths if not path.exists()]}"
+        await asyncio.sleep(0.005)
+
+
+async def started(env: AsyncEnv, directory: Path, call: Coroutine[Any, Any, Any] | None = None) -> asyncio.Task[Any]:
+    """Return a task that awaits a step (or the call) which waits at the gate."""
+    task = asyncio.create_task(env.step(WAIT) if call is None else call)
+    await exists(directory / "waits")
+    return task
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def kill(env: AsyncEnv, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(env.statistics().pid or 0, number)
+
+
+# --- in one loop --------------------------------------------------------------------------------------
+
+
+@in_a_loop
+async def test_fifty_envs_step_at_the_same_time_and_no_thread_waits_for_them(tmp_path: Path) -> None:
+    envs = [AsyncEnv(partial(GateEnv, tmp_path, str(number)), env_index=number) for number in range(50)]
+    try:
+        await asyncio.gather(*(env.reset(seed=number) for number, env in enumerate(envs)))
+        steps = [asyncio.create_task(env.step(WAIT)) for env in envs]
+        await exists(*(tmp_path / f"waits{number}" for number in range(50)))
+        assert becomes_true(lambda: not helpers())
+        assert not any(step.done() for step in steps)
+        (tmp_path / "gate").touch()
+        for number, (observation, *_) in enumerate(await asyncio.gather(*steps)):
+            first = np.random.default_rng(number).random(2)  # each env's answer is its own
+            np.testing.assert_array_equal(observation, [1, first[1], WAIT])
+    finally:
+        await asyncio.gather(*(env.close() for env in envs))
+
+
+@in_a_loop
+async def test_an_episode_is_that_of_a_subprocess_env() -> None:
+    async with AsyncEnv(CounterEnv) as env:
+        with SubprocessEnv(CounterEnv) as other:
+            assert (env.observation_space, env.action_space) == (other.observation_space, other.action_space)
+            found = [await env.reset(seed=4, options={"start": 3})]
+            expected: list[Any] = [other.reset(seed=4, options={"start": 3})]
+            for action in [1, 2, 3, 0, 1, 2, 3]:
+                found.append(await env.step(action))
+                expected.append(other.step(action))
+            assert await env.call("poke", 0.5) == other.call("poke", 0.5) == 1
+            assert await env.call("episode_step") == 10
+        assert found[-1][2]
+        np.testing.assert_equal(found, expected)
+
+
+@in_a_loop
+async def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
+    async with AsyncEnv(CounterEnv) as env:
+        with pytest.raises(ResetNeededError):
+            await env.step(1)
+        await env.reset(seed=0)
+        with pytest.raises(ActionError):
+            await env.step(99)
+        with pytest.raises(ValueError, match="deadline"):
+            await env.step(1, deadline=-1.0)
+        with pytest.raises(ValueError, match="use `step` directly"):
+            await env.call("step", 1)
+        assert (await env.step(1))[0][0] == 1
+
+
+@in_a_loop
+async def test_what_the_env_raises_is_raised_where_it_is_awaited() -> None:
+    async with AsyncEnv(CounterEnv) as env:
+        await env.reset(seed=0)
+        with pytest.raises(AttributeError) as caught:
+            await env.call("nothing_of_the_kind")
+        assert isinstance(caught.value, EnvRaisedError)
+        assert (await env.step(1))[0][0] == 1
+
+
+@in_a_loop
+async def test_an_env_that_cannot_be_built_raises_and_leaves_nothing() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        async with AsyncEnv(lambda: 1 / 0):  # type: ignore[arg-type, return-value]
+            pass
+    assert isinstance(caught.value, EnvRaisedError)
+
+
+@in_a_loop
+async def test_a_second_task_is_refused_and_the_first_one_goes_on(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
+        await env.reset(seed=0)
+        step = await started(env, tmp_path)
+        for call in (env.step(GO), env.reset(), env.call("poke"), env.initialize()):
+            with pytest.raises(CallPendingError, match=r"another task awaits step\(\)"):
+                await call
+        (tmp_path / "gate").touch()
+        assert (await step)[0][0] == 1
+
+
+# --- losses -------------------------------------------------------------------------------------------
+
+
+@in_a_loop
+async def test_a_worker_killed_while_its_step_is_awaited_is_brought_back_beside_the_others(tmp_path: Path) -> None:
+    threads: set[int] = set()
+    events: list[Any] = []
+
+    def hook(event: Any) -> None:
+        events.append(event)
+        threads.add(threading.get_ident())
+        asyncio.get_running_loop()  # a hook may start tasks
+
+    async with (
+        AsyncEnv(partial(GateEnv, tmp_path), hooks=[hook], restart=RestartPolicy(snapshots=False)) as env,
+        AsyncEnv(CounterEnv) as other,
+    ):
+        await env.reset(seed=3)
+        await env.step(2)
+        await other.reset(seed=0)
+        step = await started(env, tmp_path)
+        (tmp_path / "waits").unlink()
+        kill(env)
+        await exists(tmp_path / "waits")  # the step is asked of another process, in which it waits too
+        while helpers():
+            await asyncio.sleep(0.005)
+        assert (await other.step(1))[0][0] == 1
+        (tmp_path / "gate").touch()
+        observation, _, _, truncated, info = await step
+        assert (observation[0], truncated, info) == (2, False, {})
+        assert observation[1] == np.random.default_rng(3).random(3)[2]
+        (recovery,) = [event for event in events if isinstance(event, Recovery)]
+        assert recovery.outcome == "exact"
+        assert threads == {threading.get_ident()}
+
+
+@in_a_loop
+async def test_a_worker_killed_while_its_step_is_awaited_is_truncated_where_the_policy_says_so(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path), restart=TRUNCATE) as env:
+        await env.reset(seed=3)
+        before, *_ = await env.step(GO)
+        step = await started(env, tmp_path)
+        kill(env)
+        observation, reward, terminated, truncated, info = await step
+        assert (reward, terminated, truncated) == (0.0, False, True)
+        np.testing.assert_array_equal(observation, before)
+        assert "SIGKILL" in info["multienv"]["reason"]
+        with pytest.raises(ResetNeededError):
+            await env.step(GO)
+        assert (await env.reset())[0][0] == 0
+        assert (await env.step(GO))[0][0] == 1
+
+
+@in_a_loop
+async def test_a_loss_and_a_new_env_that_cannot_be_built_are_raised_and_the_next_reset_tries_again(
+    tmp_path: Path,
+) -> None:
+    env_fn = FailsNthTime(env_fn=CounterEnv, counter=tmp_path / "built", nth=2, manner="raise")
+    async with AsyncEnv(env_fn, restart=RAISE) as env:
+        await env.reset(seed=0)
+        kill(env)
+        with pytest.raises(WorkerDiedError, match="SIGKILL"):
+            await env.step(1)
+        with pytest.raises(EnvRaisedError):
+            await env.reset()
+        assert (await env.reset())[0][0] == 0
+
+
+@in_a_loop
+async def test_envs_are_replaced_by_plan_between_two_steps() -> None:
+    async with AsyncEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(recycle_after_steps=64)) as env:
+        await env.reset(seed=0)
+        for number in range(1, 151):
+            assert (await env.step(1))[0][0] == number
+        assert env.statistics().recycled >= 1
+        await env.reset()
+
+
+# --- deadlines ----------------------------------------------------------------------------------------
+
+
+@in_a_loop
+async def test_the_deadline_of_one_step_is_for_that_step_alone(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path), restart=RAISE, deadlines=Deadlines(step=1e6)) as env:
+        await env.reset(seed=0)
+        await env.step(GO, deadline=60.0)
+        with pytest.raises(WorkerHungError, match=r"deadline of 0.2 s"):
+            await env.step(WAIT, deadline=0.2)
+        (tmp_path / "waits").unlink()
+        await env.reset()
+        step = await started(env, tmp_path)
+        await asyncio.sleep(0.4)
+        assert not step.done()
+        (tmp_path / "gate").touch()
+        assert (await step)[0][0] == 1
+
+
+@in_a_loop
+async def test_a_step_past_its_deadline_is_truncated_where_the_policy_says_so(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path), restart=TRUNCATE) as env:
+        await env.reset(seed=0)
+        pid = env.statistics().pid
+        *_, truncated, info = await env.step(WAIT, deadline=0.2)
+        assert truncated
+        assert "deadline of 0.2 s" in info["multienv"]["reason"]
+        assert not is_alive(pid or 0)
+
+
+@in_a_loop
+async def test_a_step_asked_again_after_a_loss_has_its_deadline_too(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
+        await env.reset(seed=0)
+        *_, truncated, info = await env.step(WAIT, deadline=0.2)
+        assert truncated
+        assert "2 processes" in info["multienv"]["reason"]
+        assert env.statistics().losses == 2
+
+
+@in_a_loop
+async def test_busy_is_not_hung(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(async_env, "SILENCE", 0.1)
+    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
+        await env.reset(seed=0)
+        with caplog.at_level(logging.WARNING, "multienv"):
+            step = await started(env, tmp_path)
+            while not caplog.records:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            (tmp_path / "gate").touch()
+            assert (await step)[0][0] == 1
+        (record,) = caplog.records
+        assert "has not answered step()" in record.getMessage()
+        assert "in wait" in record.getMessage()  # the stack
+        assert env.statistics().losses == 0
+
+
+# --- cancellation -------------------------------------------------------------------------------------
+
+
+@in_a_loop
+async def test_the_next_step_completes_a_cancelled_one(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
+        await env.reset(seed=0)
+        await cancelled(await started(env, tmp_path))
+        with pytest.raises(CallPendingError, match=r"step\(\) was cancelled"):
+            await env.call("poke")
+        with pytest.raises((asyncio.TimeoutError, TimeoutError)):
+            await asyncio.wait_for(env.step(GO), 0.1)
+        (tmp_path / "gate").touch()
+        observation, *_, info = await env.step(GO)
+        assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
+        observation, *_, info = await env.step(GO)
+        assert (observation[0], observation[2], info) == (2, GO, {})
+
+
+@in_a_loop
+async def test_a_reset_drops_a_cancelled_step(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
+        await env.reset(seed=0)
+        await cancelled(await started(env, tmp_path))
+        reset = asyncio.create_task(env.reset(seed=1))
+        await asyncio.sleep(0.1)
+        assert not reset.done()  # the env is still at it
+        (tmp_path / "gate").touch()
+        observation, info = await reset
+        assert (observation[0], info) == (0, {})
+        assert (await env.step(GO))[0][0] == 1
+
+
+@in_a_loop
+async def test_a_cancelled_call_is_completed_by_the_next_one_of_any_name(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
+        await env.reset(seed=0)
+        await cancelled(await started(env, tmp_path, env.call("wait")))
+        (tmp_path / "gate").touch()
+        observation, *_, info = await env.step(GO)
+        assert (observation[0], info) == (1, {})
+
+
+@in_a_loop
+async def test_a_cancelled_step_that_is_given_a_deadline_later_is_given_up_then(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path), restart=TRUNCATE) as env:
+        await env.reset(seed=0)
+        await cancelled(await started(env, tmp_path))
+        *_, truncated, info = await env.step(GO, deadline=0.2)
+        assert truncated
+        assert info["multienv"]["resumed"]
+        assert "deadline of 0.2 s" in info["multienv"]["reason"]
+
+
+@in_a_loop
+async def test_a_worker_killed_after_its_step_was_cancelled_is_brought_back_by_the_next_step(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
+        await env.reset(seed=0)
+        await cancelled(await started(env, tmp_path))
+        kill(env)
+        (tmp_path / "gate").touch()
+        observation, *_, info = await env.step(GO)
+        assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
+        assert env.statistics().exact_recoveries == 1
+
+
+@in_a_loop
+async def test_a_step_cancelled_while_its_worker_is_brought_back_is_completed_by_the_next(tmp_path: Path) -> None:
+    policy = RestartPolicy(snapshots=False)
+    async with AsyncEnv(partial(gated_from_the_second_time, tmp_path), restart=policy) as env:
+        await env.reset(seed=0)
+        kill(env)
+        await cancelled(await started(env, tmp_path, env.step(2)))
+        assert len(helpers()) == 1  # the recovery goes on
+        step = asyncio.create_task(env.step(GO))
+        await asyncio.sleep(0.1)  # the loop is not blocked by it
+        assert not step.done()
+        (tmp_path / "gate").touch()
+        observation, *_, info = await step
+        assert (observation[0], observation[2], info) == (1, 2, {"multienv": {"resumed": True}})
+
+
+@in_a_loop
+async def test_a_build_that_was_cancelled_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "built").touch()
+    env = AsyncEnv(partial(gated_from_the_second_time, tmp_path))
+    try:
+        await cancelled(await started(env, tmp_path, env.initialize()))
+        (tmp_path / "gate").touch()
+        assert (await env.reset(seed=0))[0][0] == 0
+        assert env.statistics().restarts == 0
+    finally:
+        await env.close()
+
+
+def test_ctrl_c_leaves_the_step_to_the_next_loop(tmp_path: Path) -> None:
+    env = AsyncEnv(partial(GateEnv, tmp_path))
+
+    async def interrupted() -> None:
+        await env.reset(seed=0)
+        await started(env, tmp_path)
+        threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    (tmp_path / "gate").touch()
+    observation, *_, info = asyncio.run(env.step(GO))
+    assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
+    asyncio.run(env.close())
+
+
+# --- the end ------------------------------------------------------------------------------------------
+
+
+@in_a_loop
+async def test_close_ends_a_step_that_is_awaited(tmp_path: Path) -> None:
+    env = AsyncEnv(partial(GateEnv, tmp_path))
+    await env.reset(seed=0)
+    pid = env.statistics().pid
+    step = await started(env, tmp_path)
+    await env.close()
+    with pytest.raises(ClosedError):
+        await step
+    assert not is_alive(pid or 0)
+    await env.close()
+    for call in (env.step(GO), env.reset(), env.call("poke"), env.initialize()):
+        with pytest.raises(ClosedError):
+            await call
+
+
+@in_a_loop
+async def test_close_ends_a_recovery(tmp_path: Path) -> None:
+    env = AsyncEnv(partial(gated_from_the_second_time, tmp_path), restart=RestartPolicy(snapshots=False))
+    await env.reset(seed=0)
+    kill(env)
+    step = await started(env, tmp_path, env.step(2))
+    await env.close()
+    with pytest.raises(ClosedError):
+        await step
+
+
+def test_a_loop_that_is_closed_with_a_step_under_way_leaves_nothing(tmp_path: Path) -> None:
+    gc.collect()
+    before = snapshot_resources(threads=True)
+
+    async def leave() -> None:
+        env = AsyncEnv(partial(GateEnv, tmp_path))
+        await env.reset(seed=0)
+        await started(env, tmp_path)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(leave())
+    (task,) = asyncio.all_tasks(loop)
+    loop.close()
+    task._log_destroy_pending = False  # type: ignore[attr-defined] # asyncio's own complaint, which is right
+    del task
+    gc.collect()
+    assert_nothing_left(before)
+
+
+def test_an_env_that_was_closed_by_nobody_goes_with_its_last_reference(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = snapshot_resources(threads=True)
+        env: Any = AsyncEnv(CounterEnv)
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(env.reset(seed=0))
+        kill(env)
+        loop.run_until_complete(env.step(1))
+        loop.close()
+        del env
+        assert_nothing_left(before)
+    finally:
+        gc.enable()
