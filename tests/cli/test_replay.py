@@ -323,7 +323,7 @@ def test_arguments_without_a_plain_form_are_asked_for(reports: Path, counter: st
     for wrong in ("{", "[1]"):
         refused = replay(report, "--env-kwargs", wrong)
         assert refused.exit_code == 2
-        assert "--env-kwargs is no JSON" in refused.stderr
+        assert refused.stderr.startswith(f"--env-kwargs {wrong}: ")
 
 
 def test_without_an_argument_reports_are_listed_and_latest_is_the_newest(
