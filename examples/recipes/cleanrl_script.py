@@ -36,6 +36,6 @@ def run(envs: gym.vector.VectorEnv, steps: int, seed: int) -> list[tuple[int, fl
     for step in range(steps):
         _, _, _, _, infos = envs.step(envs.action_space.sample())
         if "episode" in infos:
-            for index in np.flatnonzero(infos["_episode"]):
-                episodes.append((step, float(infos["episode"]["r"][index]), int(infos["episode"]["l"][index])))
+            returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
+            episodes += [(step, float(returns[i]), int(lengths[i])) for i in np.flatnonzero(infos["_episode"])]
     return episodes
