@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cleanrl_script

@@ -20,9 +20,9 @@ if importlib.util.find_spec("pettingzoo") is None or importlib.util.find_spec("p
 
 def zombies() -> Any:
     """Four agents that leave one by one; zombies come by chance."""
-    from pettingzoo.butterfly import knights_archers_zombies_v10
+    from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 
-    return knights_archers_zombies_v10.parallel_env(spawn_delay=3, max_cycles=150)
+    return knights_archers_zombies.parallel_env(spawn_delay=3, max_cycles=150)
 
 
 def test_agents_come_and_go_as_in_the_parallel_env_itself_while_the_worker_is_killed():

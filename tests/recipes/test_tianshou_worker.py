@@ -18,7 +18,8 @@ from multienv.testing import Killer
 if importlib.util.find_spec("tianshou") is None:
     pytest.skip("Tianshou is not installed: it is of the extra recipes", allow_module_level=True)
 
-from tianshou.data import Collector, VectorReplayBuffer
+from tianshou.algorithm.algorithm_base import Policy
+from tianshou.data import Batch, Collector, VectorReplayBuffer
 from tianshou.env import BaseVectorEnv, DummyVectorEnv
 from tianshou_worker import MultienvWorker
 
@@ -33,7 +34,9 @@ def test_synchronous_envs_go_through_the_same_episodes():
     ours, theirs = BaseVectorEnv([CARTPOLE] * 3, MultienvWorker), DummyVectorEnv([CARTPOLE] * 3)
     killer, ended = killer_of(ours), 0
     try:
-        assert np.array_equal(ours.reset(seed=[1, 2, 3])[0], theirs.reset(seed=[1, 2, 3])[0])
+        ours.seed(1)
+        theirs.seed(1)
+        assert np.array_equal(ours.reset()[0], theirs.reset()[0])
         for step in range(120):
             if step % 10 == 5:
                 assert killer.strike()
@@ -53,7 +56,7 @@ def test_synchronous_envs_go_through_the_same_episodes():
 
 
 def test_asynchronous_envs_return_those_that_have_answered():
-    quick, slow = CounterEnv, partial(SlowEnv, step_seconds=0.3)
+    quick, slow = partial(CounterEnv, horizon=10**6), partial(SlowEnv, step_seconds=0.3)
     envs = BaseVectorEnv([quick, slow], MultienvWorker, wait_num=1)
     try:
         envs.reset()
@@ -72,14 +75,19 @@ def test_asynchronous_envs_return_those_that_have_answered():
         envs.close()
 
 
-def test_a_collector_fills_a_buffer_and_a_lost_episode_ends_truncated():
-    from tianshou.algorithm.random import MARLRandomDiscreteMaskedOffPolicyAlgorithm as Random
+class Left(Policy):
+    """Always goes left."""
 
+    def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+        return Batch(act=np.zeros(len(batch.obs), int))
+
+
+def test_a_collector_fills_a_buffer_and_a_lost_episode_ends_truncated():
     worker = partial(MultienvWorker, restart=RestartPolicy(on_crash="truncate"), reports="")
     envs = BaseVectorEnv([CARTPOLE] * 2, worker)
     try:
         buffer = VectorReplayBuffer(200, 2)
-        collector = Collector(Random.Policy(envs.action_space[0]) if hasattr(Random, "Policy") else None, envs, buffer)
+        collector = Collector(Left(envs.action_space[0]), envs, buffer)
         collector.reset()
         collector.collect(n_step=4)
         assert killer_of(envs).strike()

@@ -28,10 +28,10 @@ def rollout(env: Any, killer: Killer | None = None) -> Any:
     torch.manual_seed(0)
     steps = iter(range(10_000))
 
-    def act(data: Any) -> Any:
+    def act(observation: Any) -> Any:
         if next(steps) % 20 == 10 and killer is not None:
             assert killer.strike()
-        return env.rand_action(data)
+        return env.action_spec.rand()
 
     return env.rollout(150, act, break_when_any_done=False)
 
