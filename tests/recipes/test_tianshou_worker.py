@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from multienv.testing import Killer
 
 if importlib.util.find_spec("tianshou") is None:
     pytest.skip("Tianshou is not installed: it is of the extra recipes", allow_module_level=True)
+
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")  # to compile takes longer than all of these tests
 
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.data import Batch, Collector, VectorReplayBuffer
