@@ -3,9 +3,9 @@
     python examples/self_play.py            # tic-tac-toe, until it does not lose to a random player
     python examples/self_play.py --chaos    # ... while workers are killed at random
 
-A game in which the players take turns becomes one env: whoever is to move acts, and sees the board from the own side. So
-a single policy plays both. It is a table, and learns as actor and critic: what a position is worth to the player who
-moves is minus what the next one is worth to the opponent.
+A game in which the players take turns becomes one env: whoever is to move acts, and sees the board from that side. So a
+single policy plays both. It is a table, and learns as actor and critic: what a position is worth to the player who moves
+is minus what the next one is worth to the opponent.
 """
 
 from __future__ import annotations
@@ -103,21 +103,25 @@ class Table:
 
     def learn(self, steps: list[dict[str, Array]], last: Array, rate: float, trace: float) -> None:
         """Take one step up the gradient; ``last`` are the positions after the last of the steps."""
-        following = np.zeros(len(last))  # advantage of the move after, to the opponent
-        after = self.values[last]
-        changes = []
+        following, after = (
+            np.zeros(len(last)),
+            self.values[last],
+        )  # to the opponent: advantage and value of the next move
+        advantages = []
         for step in reversed(steps):
             before = self.values[step["position"]]
             worth = step["reward"] - np.where(step["terminated"], 0.0, after)
             advantage = worth - before - np.where(step["ended"], 0.0, trace * following)
             advantage *= step["real"]  # neither what only reset a game, nor a move whose outcome was lost
-            changes.append((step, advantage))
+            advantages.insert(0, advantage)
             following, after = advantage, before
-        for step, advantage in changes:
-            towards = -step["chances"]
-            towards[np.arange(len(last)), step["action"]] += 1
-            np.add.at(self.preferences, step["position"], rate * advantage[:, None] * towards)
-            np.add.at(self.values, step["position"], 0.2 * rate * advantage)
+        every = {name: np.concatenate([step[name] for step in steps]) for name in steps[0]}
+        position, advantage = every["position"], np.concatenate(advantages)
+        towards = -every["chances"]
+        towards[np.arange(len(position)), every["action"]] += 1
+        visits = np.maximum(1, np.bincount(position, every["real"], len(self.values)))[position]
+        np.add.at(self.preferences, position, (rate * advantage / visits)[:, None] * towards)
+        np.add.at(self.values, position, 0.1 * advantage / visits)
 
 
 def play(envs: SubprocessVectorEnv, table: Table, options: Any) -> int:
@@ -179,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--games", type=int, default=30_000)
     parser.add_argument("--num-envs", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=0.5)
+    parser.add_argument("--rate", type=float, default=1.0, help="of learning")
     parser.add_argument("--trace", type=float, default=0.9, help="the lambda of generalised advantage estimation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chaos", action="store_true", help="kill workers, about three a second")
