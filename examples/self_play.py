@@ -4,8 +4,8 @@
     python examples/self_play.py --chaos    # ... while workers are killed at random
 
 A game in which the players take turns becomes one env: whoever is to move acts, and sees the board from that side. So
-one policy plays both. It is a table, and learns as actor and critic: what a position is worth to the player who moves is
-minus what the next one is worth to the opponent.
+one policy plays both. It is a table, and learns as actor and critic: what a position is worth to the player who moves
+is minus what the next one is worth to the opponent.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
 
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
 def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
-    few = ["--total-steps", "12000", "--steps", "64"]
+    few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32"]
     calm, struck = (example(tmp_path, "ppo_torch.py", *few, *chaos) for chaos in ((), ("--chaos",)))
     killed = KILLED.search(struck)
     assert killed is not None, struck
@@ -91,7 +91,7 @@ def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
 
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
 def test_ppo_in_torch_masks_the_steps_that_were_lost(tmp_path):
-    few = ["--total-steps", "4096", "--steps", "64", "--chaos", "--on-crash", "truncate"]
+    few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32", "--chaos", "--on-crash", "truncate"]
     told = example(tmp_path, "ppo_torch.py", *few)
     counts = re.search(r"(\d+) workers died; 0 recoveries were exact, (\d+) truncated; their episodes", told)
     assert counts is not None, told
