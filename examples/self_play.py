@@ -183,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--games", type=int, default=30_000)
     parser.add_argument("--num-envs", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=1.0, help="of learning")
+    parser.add_argument("--rate", type=float, default=0.5, help="of learning")
     parser.add_argument("--trace", type=float, default=0.9, help="the lambda of generalised advantage estimation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chaos", action="store_true", help="kill workers, about three a second")
