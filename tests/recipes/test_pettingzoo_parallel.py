@@ -65,6 +65,6 @@ def test_a_batch_of_parallel_envs_has_an_array_for_each_agent():
         assert len({len(one) for one in observations.values()}) == 1
         envs.action_space.seed(0)
         for _ in range(5):
-            observations, rewards, *_ = envs.step(envs.action_space.sample())
-        assert rewards.shape == (3,)
+            observations, rewards, _, _, infos = envs.step(envs.action_space.sample())
+        assert rewards.shape == infos["rewards"]["archer_0"].shape == (3,)
         assert not np.array_equal(observations["archer_0"][0], observations["archer_0"][1])

@@ -97,5 +97,6 @@ def test_a_collector_fills_a_buffer_and_a_lost_episode_ends_truncated():
         collector.collect(n_step=4)
         assert buffer.truncated.sum() == 1
         assert not buffer.terminated.any()
+        assert [bool(one) for one in buffer.info.multienv.reason[buffer.truncated]] == [True]
     finally:
         envs.close()

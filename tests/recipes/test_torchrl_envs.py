@@ -10,6 +10,7 @@ import gymnasium
 import pytest
 from striking import assert_all_exact
 
+from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
 
 if importlib.util.find_spec("torchrl") is None:
@@ -28,7 +29,7 @@ def rollout(env: Any, killer: Killer | None = None) -> Any:
     torch.manual_seed(0)
     steps = iter(range(10_000))
 
-    def act(observation: Any) -> Any:
+    def act(*seen: Any) -> Any:
         if next(steps) % 20 == 10 and killer is not None:
             assert killer.strike()
         return env.action_spec.rand()
@@ -59,3 +60,27 @@ def test_a_batch():
         theirs.close()
     assert expected["next", "done"].sum() > 9
     assert (found == expected).all()
+
+
+@pytest.mark.parametrize("is_batch", [False, True], ids=["one env", "a batch"])
+def test_a_step_that_was_lost_is_marked_in_the_tensordict(is_batch):
+    truncate = {"restart": RestartPolicy(on_crash="truncate"), "reports": ""}
+    if is_batch:
+        disabled = gymnasium.vector.AutoresetMode.DISABLED
+        env = GymWrapper(SubprocessVectorEnv([CARTPOLE] * 2, envs_per_worker=1, autoreset_mode=disabled, **truncate))
+    else:
+        env = GymWrapper(SubprocessEnv(CARTPOLE, **truncate).initialize())
+    env.set_info_dict_reader(torchrl_envs.LostReader(env.batch_size))
+    killer, steps = Killer(env._env), iter(range(10))
+
+    def act(*seen: Any) -> Any:
+        assert next(steps) != 4 or killer.strike()
+        return env.action_spec.rand()
+
+    try:
+        seen = env.rollout(7, act, break_when_any_done=False)["next"]
+    finally:
+        env.close()
+    assert seen["lost"].sum() == 1
+    assert torch.equal(seen["lost"], seen["truncated"].squeeze(-1))
+    assert seen["lost"].reshape(-1, 7)[:, 4].any()
