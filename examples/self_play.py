@@ -191,7 +191,7 @@ def main() -> None:
     try:
         make_env().close()
     except ImportError as error:
-        sys.exit(f'{error}. This example needs PettingZoo: pip install "pettingzoo[classic]"')
+        sys.exit(f"{error}. This example needs PettingZoo: pip install pettingzoo pygame-ce")
     if options.chaos:
         logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss is a warning; here they are counted
 
