@@ -23,8 +23,6 @@ html_title = f"multienv {version}"
 html_copy_source = False
 
 myst_heading_anchors = 4
-# A page that is listed in index.md and not written yet is no error; one that is written and not listed is.
-suppress_warnings = ["toc.not_readable"]
 
 # What an adapter adapts and is not installed: the docs build without it.
 _ADAPTED = ["stable_baselines3", "torch", "ray", "tianshou", "torchrl", "tensordict", "pettingzoo", "prometheus_client"]

@@ -18,6 +18,8 @@ from multienv.worker.states import NotCapturable, capture, restore, warm_up
 
 # Steps of an episode before its state is taken.
 _INTO_THE_EPISODE = 3
+# Resets that are timed: an env may leak a descriptor in each.
+_MOST_RESETS = 100
 
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False)
 
@@ -158,7 +160,7 @@ def times(env_fn: EnvFn, seconds: float) -> Times:
     ended, seed = True, 0
     env.action_space.seed(0)
     until = clock() + seconds
-    while not steps or clock() < until:
+    while not steps or (clock() < until and len(resets) < _MOST_RESETS):
         if ended:
             began = clock()
             env.reset(seed=seed)

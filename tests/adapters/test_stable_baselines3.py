@@ -168,6 +168,8 @@ def test_hindsight_replay_asks_a_worker_for_rewards_and_fills_no_journal():
     envs = DummyVecEnv([GoalEnv] * 2)
     expected = her(envs)
     envs.close()
+    with made([GoalEnv] * 2) as envs:
+        assert_same_weights(her(envs), expected)
     with made([GoalEnv] * 2) as envs, Killer(envs, interval=(0.02, 0.05), kills=6, seed=2) as killer:
         assert_same_weights(her(envs), expected)
         assert killer.delivered > 0
@@ -177,6 +179,28 @@ def test_hindsight_replay_asks_a_worker_for_rewards_and_fills_no_journal():
         goals = np.zeros((1000, 1), np.float32)
         assert envs.env_method("compute_reward", goals, goals, None, indices=[1])[0].shape == (1000,)
         assert [one.journal_bytes for one in envs.statistics()] == journals
+
+
+def test_maskable_ppo_asks_for_masks_at_every_step():
+    contrib = pytest.importorskip("sb3_contrib", reason="sb3-contrib is not installed: it is of the extra recipes")
+
+    def learnt(envs: VecEnv, at_each_step: Any = None) -> dict[str, Any]:
+        model = contrib.MaskablePPO("MlpPolicy", envs, n_steps=32, batch_size=32, n_epochs=2, **copy.deepcopy(SMALL))
+        return model.learn(128, callback=at_each_step).policy.state_dict()
+
+    envs = DummyVecEnv([MaskedEnv] * 2)
+    expected = learnt(envs)
+    envs.close()
+    with made([MaskedEnv] * 2) as envs:
+        assert_same_weights(learnt(envs), expected)
+    with made([MaskedEnv] * 2) as envs:
+        killer, steps = Killer(envs, seed=2), itertools.count()
+
+        def strike(*scope: Any) -> bool:
+            return next(steps) % 20 != 10 or killer.strike()
+
+        assert_same_weights(learnt(envs, strike), expected)
+        assert sum(one.exact_recoveries for one in envs.statistics()) >= 3
 
 
 # --- transitions ----------------------------------------------------------------------------------

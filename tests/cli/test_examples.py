@@ -14,8 +14,10 @@ import pytest
 
 import multienv
 
+HAS_PETTINGZOO = importlib.util.find_spec("pettingzoo") is not None
 HAS_SB3 = importlib.util.find_spec("stable_baselines3") is not None
-# What the Python of a page needs beside the extra "test"; .ci/run installs it.
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(multienv.__file__).parents[1])
 KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
@@ -94,6 +96,49 @@ def test_the_fault_table_beside_gymnasium(tmp_path):
     assert ours == {"kill": "the same episode goes on, verified", "orphans": "nothing is left"}
     assert theirs["kill"].startswith("`EOFError`")
     assert theirs["orphans"] == "orphans: 2"
+
+@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
+def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
+    few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32"]
+    calm, struck = (example(tmp_path, "ppo_torch.py", *few, *chaos) for chaos in ((), ("--chaos",)))
+    killed = KILLED.search(struck)
+    assert killed is not None, struck
+    assert int(killed[1]) == int(killed[2]) > 0
+    assert means(struck) == means(calm)
+    assert means(calm)[-1] > means(calm)[0]
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
+def test_ppo_in_torch_masks_the_steps_that_were_lost(tmp_path):
+    few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32", "--chaos", "--on-crash", "truncate"]
+    told = example(tmp_path, "ppo_torch.py", *few)
+    counts = re.search(r"(\d+) workers died; 0 recoveries were exact, (\d+) truncated; their episodes", told)
+    assert counts is not None, told
+    assert 0 < int(counts[2]) <= int(counts[1])
+    assert "nan" not in told
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
+def test_ppo_in_torch_plays_an_atari_game(tmp_path):
+    pytest.importorskip("ale_py", reason="of the extra test")
+    few = ["--env", "ALE/Pong-v5", "--num-envs", "2", "--steps", "16", "--total-steps", "64", "--epochs", "1"]
+    told = example(tmp_path, "ppo_torch.py", *few)
+    assert "64 steps: mean return" in told
+    assert "nothing was lost" in told
+
+
+def means(told: str) -> list[float]:
+    return [float(mean) for mean in re.findall(r"mean return +([\d.]+);", told)]
+
+
+@pytest.mark.skipif(not HAS_PETTINGZOO, reason="PettingZoo is not installed: it is of the extra recipes")
+def test_self_play_learns_to_beat_a_random_player_while_its_workers_are_killed(tmp_path):
+    told = example(tmp_path, "self_play.py", "--games", "2000", "--chaos")
+    killed = KILLED.search(told)
+    assert killed is not None, told
+    assert int(killed[1]) == int(killed[2]) > 0
+    before, after = (float(lost) for lost in re.findall(r"lost ([\d.]+)%", told))
+    assert after < before / 1.5
 
 
 def blocks(page: Path) -> list[str]:
