@@ -20,7 +20,6 @@ from multienv.cli.options import (
     plain_console,
     vector_env_code,
 )
-from multienv.config import Deadlines
 
 _MARKS: dict[Verdict, tuple[str, str]] = {
     "ok": ("✓", "green"),
@@ -52,24 +51,16 @@ def doctor(
 
     multienv doctor my_envs.py:MyEnv --env-kwargs '{"size": 4}'
     """
-    deadlines = Deadlines(
-        start=reset_deadline, reset=reset_deadline, step=step_deadline, call=reset_deadline, recovery=reset_deadline
-    )
     with at_work(f"examining {env} ...", as_json=as_json) as status:
-        patient = Patient(env, env_function(env, env_kwargs), deadlines)
+        patient = Patient(env, env_function(env, env_kwargs), step_deadline, reset_deadline)
         rows = examine(patient, lambda row: None if as_json else _show(status.console, row))
     is_broken = rows[-1].verdict == "broken"
     verdict = "broken" if is_broken else "recoverable" if patient.verdict == "ok" else "truncates"
     code = "" if is_broken else vector_env_code(env, env_kwargs, 8, options_for(patient))
     if as_json:
-        times = patient.times
-        document = {
-            "env": env,
-            "verdict": verdict,
-            "checks": [row._asdict() for row in rows],
-            "seconds": None if times is None else times._asdict(),
-            "code": code,
-        }
+        checks = [row._asdict() for row in rows]
+        seconds = None if is_broken else patient.times._asdict()
+        document = {"env": env, "verdict": verdict, "checks": checks, "seconds": seconds, "code": code}
         print(json.dumps(document, indent=1))
     else:
         _conclude(plain_console(), verdict, code)

@@ -16,8 +16,6 @@ from multienv.recovery.verification import same
 from multienv.testing.side_by_side import EnvFn
 from multienv.worker.states import NotCapturable, capture, restore, warm_up
 
-# Steps of an episode before its state is taken.
-_INTO_THE_EPISODE = 3
 # Resets that are timed: an env may leak a descriptor in each.
 _MOST_RESETS = 100
 
@@ -35,39 +33,32 @@ class Probe(gymnasium.Env[Any, Any]):
         return function(*arguments)
 
 
-class Stepper(gymnasium.Env[Any, Any]):
-    """Steps another env for as long as it is told to: the most that a core can do.
+class Stepper(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Steps an env for as long as it is told to: the most that a core can do.
 
     Args:
-        env_fn: Builds the other env.
+        env_fn: Builds the env.
         core: To run on.
     """
 
-    observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
-    action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
-
     def __init__(self, env_fn: EnvFn, core: int) -> None:
+        super().__init__(env_fn())
         self._core = core
-        self._env = env_fn()
-        self._env.reset(seed=0)
-        self._env.action_space.seed(0)
-        self._actions = [self._env.action_space.sample() for _ in range(64)]
+        self.env.reset(seed=0)
+        self.env.action_space.seed(0)
+        self._actions = [self.env.action_space.sample() for _ in range(64)]
 
     def step_for(self, seconds: float) -> float:
         """Step for so long, and begin the next episode where one ends; return the steps a second."""
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {self._core})
-        env, steps, began = self._env, 0, time.perf_counter()
+        env, steps, began = self.env, 0, time.perf_counter()
         while (spent := time.perf_counter() - began) < seconds:
             _, _, terminated, truncated, _ = env.step(self._actions[steps % 64])
             if terminated or truncated:
                 env.reset()
             steps += 1
         return steps / spent
-
-    def close(self) -> None:
-        """Close the other env."""
-        self._env.close()
 
 
 def in_worker(function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
@@ -93,12 +84,10 @@ class Walk:
     Attributes:
         seen: What each reset and step returned, but for its info, by its name: ``"step 7"``.
         steps: How many steps were taken.
-        reasons: Why episodes were truncated by multienv.
     """
 
     seen: list[tuple[str, Any]] = field(default_factory=list)
     steps: int = 0
-    reasons: list[str] = field(default_factory=list)
 
     def differs_at(self, other: Walk) -> str:
         """Return the name of the first reset or step that is another one there; ``""`` if there is none."""
@@ -129,11 +118,9 @@ def walk(
     until = time.monotonic() + seconds
     while found.steps < steps and (found.steps == 0 or time.monotonic() < until):
         before_step(found.steps)
-        *transition, info = env.step(env.action_space.sample())
+        *transition, _ = env.step(env.action_space.sample())
         found.steps += 1
         found.seen.append((f"step {found.steps}", copy.deepcopy(transition)))
-        if "reason" in info.get("multienv", {}):
-            found.reasons.append(info["multienv"]["reason"])
         if transition[2] or transition[3]:
             found.seen.append((f"the reset after step {found.steps}", copy.deepcopy(env.reset()[0])))
     return found
@@ -142,11 +129,11 @@ def walk(
 class Times(NamedTuple):
     """Tells how long an env takes, in seconds: the median of its resets and steps, and the slowest step."""
 
-    build: float
-    reset: float
-    step: float
-    slowest_step: float
-    close: float
+    build: float = 0.0
+    reset: float = 0.0
+    step: float = 0.0
+    slowest_step: float = 0.0
+    close: float = 0.0
 
 
 def times(env_fn: EnvFn, seconds: float) -> Times:
@@ -179,42 +166,37 @@ def times(env_fn: EnvFn, seconds: float) -> Times:
     return Times(build, resets[len(resets) // 2], steps[len(steps) // 2], steps[-1], close)
 
 
-class RoundTrip(NamedTuple):
-    """Tells what became of a state that was put into a newly built env: why it does not hold, its size in bytes."""
+def state_round_trip(env_fn: EnvFn, steps: int) -> tuple[str, int]:
+    """Take the state of an env in this process, put it into a new one, and step both the same way.
 
-    reason: str
-    size: int
+    Args:
+        env_fn: Builds the env.
+        steps: To take before, and at the most after.
 
-
-def state_round_trip(env_fn: EnvFn, steps: int) -> RoundTrip:
-    """Take the state of an env in this process, put it into a new one, and step both the same way."""
+    Returns:
+        Why that does not hold, ``""`` if it does; and the bytes of the state.
+    """
     env, twin = env_fn(), env_fn()
     try:
         walk(env, steps)
-        env.reset(seed=1)
-        for _ in range(_INTO_THE_EPISODE):
-            _, _, terminated, truncated, _ = env.step(env.action_space.sample())
-            if terminated or truncated:
-                env.reset(seed=1)
-                break
         try:
             state = capture(env)
         except NotCapturable as error:
-            return RoundTrip(f"it cannot be had: {error}", 0)
+            return f"it cannot be had: {error}", 0
         try:
             warm_up(twin, (1, None))
             restore(twin, state)
         except Exception as error:  # foreign code
-            return RoundTrip(f"it cannot be put back: {type(error).__name__}: {error}", len(state))
+            return f"it cannot be put back: {type(error).__name__}: {error}", len(state)
         for step in range(steps):
             action = env.action_space.sample()
             (*one, _), (*other, _) = env.step(copy.deepcopy(action)), twin.step(action)
             if not same(one, other):
-                return RoundTrip(f"after it was put back, step {step + 1} differs", len(state))
+                return f"after it was put back, step {step + 1} differs", len(state)
             if one[2] or one[3]:
                 env.reset()
                 twin.reset()
-        return RoundTrip("", len(state))
+        return "", len(state)
     finally:
         env.close()
         twin.close()

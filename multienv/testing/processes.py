@@ -35,3 +35,10 @@ def is_alive(pid: int) -> bool:
         return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process, of which the kernel keeps 15 characters; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path("/proc", str(pid), "comm").read_text(errors="replace").rstrip("\n")
+    return ""
