@@ -12,33 +12,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import time
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from multienv.cli.proc import (
-    PROC,
-    age_of,
-    all_processes,
-    children_of,
-    command_of,
-    is_open_to_us,
-    name_of,
-    parent_of,
-    start_of,
-    state_of,
-    status_of,
-    user_of,
-)
 from multienv.errors import UsageError
 from multienv.recovery.record import resident_bytes
 from multienv.reports import store
 from multienv.reports.read import Summary, summary_of
+from multienv.testing.processes import is_alive, name_of
 from multienv.wire.banks import BEGIN, STEP
 from multienv.wire.segment import (
-    BUSY,
     PID,
     REPLAYING,
     REPLY,
@@ -48,65 +33,52 @@ from multienv.wire.segment import (
     SLOT,
     STEP_SECONDS,
     TRAINER_SLEEPS,
-    WORKER_SLEEPS,
     Segment,
 )
 from multienv.worker.main import LOOK_SIGNAL
 
+_PROC = Path("/proc")
 _MONITOR = "multienv monitor"[:15]
-_TITLE = re.compile(r"multienv envs? (\d+)(?:-(\d+))?")
-# The class of a pickled message, the first thing in it: nothing is unpickled here.
-_MESSAGE = re.compile(rb"multienv\.wire\.messages\x94\x8c.(\w+)", re.DOTALL)
-_MESSAGE_NAMES = {
-    "GetAttribute": "get_attr",
-    "SetAttribute": "set_attr",
-    "IsWrapped": "env_is_wrapped",
-    "KeepSnapshot": "snapshot",
-    "CaptureState": "state",
-}
-_CONDITIONS = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "X": "dead"}
+_TITLE = re.compile(r"multienv (envs? (\d+)\S*)")
+_LOSSES_SHOWN = 5
 # Seconds given to faulthandler; without new output for so long, a stack counts as whole.
 _STACK_PATIENCE = 1.0
 _QUIET = 0.05
 
 
-class State(Enum):
-    """Says what a worker is doing."""
-
-    STARTING = "starting"  # the process has been launched, and has not mapped its segment
-    BUILDING = "building"  # it builds its envs
-    ASKED = "asked"  # there is a request that it has not taken up
-    BUSY = "busy"  # it executes a request
-    REPLAYING = "replaying"  # it executes the journal of a lost process
-    WAITING = "waiting"  # it looks for the next request
-    SLEEPING = "sleeping"  # it blocks until there is one
-
-
-IDLE = (State.WAITING, State.SLEEPING)
-
-
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Holds what the words of a segment said at one moment.
+class Row:
+    """Holds what is shown of a worker, all of it plain values.
 
     Attributes:
-        state: What the worker was doing.
-        number: Of the request it was executing, or else of the newest one.
-        place: Index of the request inside a replay; -1: none runs.
-        slot: The slot whose env was being called; -1: none.
-        is_awaited: The trainer slept until this worker would answer.
+        name: Its envs.
+        pid: The process.
+        state: ``"building"`` its envs, ``"busy"`` with a request, ``"replaying"`` the journal of a lost process,
+            ``"idle"``; or what the kernel says of a process that does not run, such as ``"stopped"``.
+        request: What it was asked for: ``"step"``, ``"reset"`` or ``"call"``; ``""``: nothing.
+        env: The env that is being called; ``""``: none.
+        seconds: For how long it has been seen at this request, or without one.
+        at_least: It may have been at it for longer.
+        busy, awaited: Shares of the time: it was not idle; the trainer slept until it would answer.
+        step_ms: Milliseconds from one request of the trainer to the next; ``None``: there was none.
+        env_ms: Of them in the envs, smoothed; ``None``: not known yet.
+        rss: Bytes of memory; ``None``: the process has ended.
+        restarts: Processes started in place of lost ones.
     """
 
-    state: State
-    number: int
-    place: int
-    slot: int
-    is_awaited: bool
-
-    @property
-    def work(self) -> tuple[bool, int, int]:
-        """What stays equal as long as the worker is at the same thing."""
-        return self.state in IDLE, self.number, self.place
+    name: str
+    pid: int
+    state: str
+    request: str
+    env: str
+    seconds: float
+    at_least: bool
+    busy: float
+    awaited: float
+    step_ms: float | None
+    env_ms: float | None
+    rss: int | None
+    restarts: int
 
 
 class Worker:
@@ -114,16 +86,27 @@ class Worker:
 
     Args:
         pid: The process.
-        segment: Its segment, to be read only; becomes this object's to close.
+        path: By which its segment can be opened.
 
     Attributes:
         pid: The process.
+
+    Raises:
+        OSError, ValueError: The process has ended, or its segment has no size yet.
     """
 
-    def __init__(self, pid: int, segment: Segment) -> None:
+    def __init__(self, pid: int, path: Path) -> None:
         self.pid = pid
-        self._segment, self._started = segment, start_of(pid)
-        self._title: re.Match[str] | None = None
+        self._path = path
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._segment = Segment(descriptor, read_only=True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._since, self._is_older = time.monotonic(), True
+        self._doing = self._work()
+        self._begin_round()
 
     @classmethod
     def at(cls, pid: int) -> Worker | None:
@@ -132,94 +115,96 @@ class Worker:
         A snapshot has the segment of the worker that it was taken from, where another pid stands.
         """
         # Where the trainer is in a PID namespace of its own, it knows the process by the last of these numbers.
-        known_as = int(status_of(pid).get("NSpid", str(pid)).split()[-1])
-        for path in _segments_of(pid):
-            segment = _opened(path)
-            if segment is not None:
-                if segment.words[PID] in (0, known_as):
-                    return cls(pid, segment)
-                segment.unmap()
+        known_as = int(_status_of(pid).get("NSpid", str(pid)).split()[-1])
+        with contextlib.suppress(OSError):
+            for path in (_PROC / str(pid) / "fd").iterdir():
+                with contextlib.suppress(OSError, ValueError):
+                    if path.readlink().name.startswith(f"memfd:{SHARED_NAME} "):
+                        worker = cls(pid, path)
+                        if worker._segment.words[PID] in (0, known_as):
+                            return worker
+                        worker.close()
         return None
 
     @property
-    def first(self) -> int | None:
-        """Index of its first env in the batch, by the title of the process; ``None``: one env without an index."""
-        if self._title is None:  # again: a new process has no title yet
-            self._title = _TITLE.search(command_of(self.pid))
-        return None if self._title is None else int(self._title[1])
-
-    @property
-    def restarts(self) -> int:
-        """Processes that were started in place of lost ones, up to this one."""
-        return int(self._segment.words[RESTARTS])
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Env time of a step, as the worker smooths it; ``None``: not known yet."""
-        return self._segment.times[STEP_SECONDS] or None
-
-    @property
-    def rss(self) -> int | None:
-        """Bytes of memory; ``None``: the process has ended."""
-        return resident_bytes(self.pid)
-
-    @property
-    def condition(self) -> str:
-        """What the kernel says of the process, if that is out of the ordinary: ``"stopped"``, …; else ``""``."""
-        return _CONDITIONS.get(state_of(self.pid), "")
-
-    @property
     def name(self) -> str:
-        """The worker, named by its envs."""
-        several = self.first is not None and self._title is not None and self._title[2]
-        return f"envs {self.first}-{several}" if several else self.env(0)
+        """The worker, named by its envs, as the title of the process has it."""
+        found = _TITLE.match(_command_of(self.pid))
+        return "env" if found is None else found[1]
 
-    def env(self, slot: int) -> str:
-        """Return the name of a slot's env."""
-        return "env" if self.first is None else f"env {self.first + slot}"
+    @property
+    def first(self) -> int | None:
+        """Index of its first env in the batch; ``None``: one env without an index."""
+        found = _TITLE.match(_command_of(self.pid))
+        return None if found is None else int(found[2])
 
-    def is_there(self) -> bool:
-        """Tell whether the process still runs."""
-        return start_of(self.pid) == self._started != 0
+    def _work(self) -> tuple[bool, int, int]:
+        """Return what stays equal as long as it is at the same thing: idle, number of the request, place in a replay.
 
-    def sample(self) -> Sample:
-        """Read what the worker is doing."""
+        The reply is read before the request: read the other way round, an answer in between would look like none.
+        """
         words = self._segment.words
-        # The reply before the request: read the other way round, an answer in between would look like none.
-        reply, busy, number = words[REPLY], words[BUSY], words[REQUEST]
-        place = words[REPLAYING] - 1
-        if not words[PID]:
-            state = State.STARTING
-        elif not reply:
-            state = State.BUILDING
-        elif busy:
-            state = State.REPLAYING if place >= 0 else State.BUSY
-        elif reply != number:
-            state = State.ASKED
-        else:
-            state = State.SLEEPING if words[WORKER_SLEEPS] else State.WAITING
-        is_awaited = bool(words[TRAINER_SLEEPS]) and reply != number
-        return Sample(state, number, place, words[SLOT] - 1, is_awaited)
+        reply, number = words[REPLY], words[REQUEST]
+        return reply == number != 0, number, words[REPLAYING] - 1
 
-    def request(self, number: int) -> str:
-        """Return what request ``number`` asks for, in a word such as ``"step"``, ``"reset"`` or ``"call"``."""
+    def _begin_round(self) -> None:
+        self._began, self._first_request = time.monotonic(), self._doing[1]
+        self._samples = self._busy = self._awaited = 0
+
+    def sample(self) -> None:
+        """Note what it is doing now."""
+        work = self._work()
+        if work != self._doing:
+            self._doing, self._since, self._is_older = work, time.monotonic(), False
+        is_idle = work[0]
+        self._samples += 1
+        self._busy += not is_idle
+        self._awaited += not is_idle and bool(self._segment.words[TRAINER_SLEEPS])
+
+    def row(self) -> Row:
+        """Sample it once more, and return what was seen since the last row."""
+        self.sample()
+        now, words, (is_idle, number, place) = time.monotonic(), self._segment.words, self._doing
+        # Requests that are not the caller's, such as the one that builds the envs, have negative numbers.
+        asked = max(0, number - self._first_request) if self._first_request > 0 else 0
+        slot, step_seconds = words[SLOT] - 1, self._segment.times[STEP_SECONDS]
+        row = Row(
+            name=self.name,
+            pid=self.pid,
+            state=self._state(is_idle, place),
+            request="" if is_idle or number < 0 else self._request(number),
+            env="" if slot < 0 else "env" if self.first is None else f"env {self.first + slot}",
+            seconds=now - self._since,
+            at_least=self._is_older,
+            busy=self._busy / self._samples,
+            awaited=self._awaited / self._samples,
+            step_ms=1000 * (now - self._began) / asked if asked else None,
+            env_ms=1000 * step_seconds or None,
+            rss=resident_bytes(self.pid),
+            restarts=words[RESTARTS],
+        )
+        self._begin_round()
+        return row
+
+    def _state(self, is_idle: bool, place: int) -> str:
+        letter, _, meaning = _status_of(self.pid).get("State", "X (dead)").partition(" ")
+        if letter not in "RS":
+            return meaning.strip("()")
+        if is_idle:
+            return "idle"
+        if not self._segment.words[PID] or not self._segment.words[REPLY]:
+            return "building"
+        return "replaying" if place >= 0 else "busy"
+
+    def _request(self, number: int) -> str:
+        """Return what a request asks for, in a word. A message is pickled, its class first; it is not unpickled."""
         with contextlib.suppress(OSError, EOFError):
             kind = self._segment.kind_of(number)
-            if kind in (STEP, BEGIN):
-                return "step" if kind == STEP else "reset"
-            found = _MESSAGE.search(self._segment.read_request_mail(number)[:200])
-            if found is not None:
-                name = found[1].decode(errors="replace")
-                return _MESSAGE_NAMES.get(name, name.lower())
-        return "request"
-
-    def kill(self) -> bool:
-        """Send SIGKILL, which the trainer takes for any other loss; false if the process has ended by itself."""
-        if self.is_there():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-                return True
-        return False
+            if kind == STEP:
+                return "step"
+            if kind == BEGIN or b"\x05Reset" in self._segment.read_request_mail(number)[:100]:
+                return "reset"
+        return "call"
 
     def stack(self) -> str:
         """Return the stacks of all threads as faulthandler writes them; where they cannot be had, why.
@@ -227,38 +212,23 @@ class Worker:
         The worker answers a signal of its own for this. It writes at the offset of the segment's file, which lies
         behind all that trainer and worker use; nothing else reads there.
         """
+        status, data = _status_of(self.pid), b""
+        caught = int(status.get("SigCgt", "0"), 16)
+        if LOOK_SIGNAL is None or not caught >> (LOOK_SIGNAL - 1) & 1:  # the signal would kill it
+            return "It does not take the signal that asks for its stack: not yet, or not any more."
         try:
-            caught = int(status_of(self.pid).get("SigCgt", "0"), 16)
-            if LOOK_SIGNAL is None or not caught >> (LOOK_SIGNAL - 1) & 1:  # the signal would kill it
-                return self._kernel("It does not take the signal that asks for its stack: not yet, or not any more.")
-            begin = self._offset()
+            position = (_PROC / str(self.pid) / "fdinfo" / self._path.name).read_text().split()[1]
             os.kill(self.pid, LOOK_SIGNAL)
-            data, until = b"", time.monotonic() + _STACK_PATIENCE
+            until = time.monotonic() + _STACK_PATIENCE
             while time.monotonic() < until:
                 time.sleep(0.005)
-                more = os.pread(self._segment.descriptor, 2**16, begin + len(data))
+                more = os.pread(self._segment.descriptor, 2**16, int(position) + len(data))
                 if more:
                     data, until = data + more, time.monotonic() + _QUIET
         except OSError:
             return "The process has ended."
-        text = data.decode(errors="replace").rstrip()
-        return text or self._kernel(f"It has not shown its stack within {_STACK_PATIENCE:g} s.")
-
-    def _offset(self) -> int:
-        """Return the offset in the segment's file at which the worker writes."""
-        ours, directory = os.fstat(self._segment.descriptor), PROC / str(self.pid)
-        for path in _segments_of(self.pid):
-            if os.path.samestat(path.stat(), ours):
-                return int((directory / "fdinfo" / path.name).read_text().split()[1])
-        raise ProcessLookupError(self.pid)
-
-    def _kernel(self, why: str) -> str:
-        """Return what the kernel tells of a process that does not show its stack."""
-        lines = [why, f"state: {status_of(self.pid).get('State', 'ended')}"]
-        for name in ("wchan", "syscall"):
-            with contextlib.suppress(OSError):
-                lines.append(f"{name}: {(PROC / str(self.pid) / name).read_text().strip()}")
-        return "\n".join(lines)
+        silent = f"It has not shown its stack within {_STACK_PATIENCE:g} s; its state is {status['State']}."
+        return data.decode(errors="replace").rstrip() or silent
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -270,76 +240,92 @@ class Trainer:
 
     Args:
         pid: The trainer; ``None``: the only one there is.
+        directory: Where its reports lie.
 
     Attributes:
         pid: The trainer.
+        command: Its command line.
         workers: By their pids, as :meth:`look` found them.
+        rows: Of the workers, by the indices of their envs.
+        losses, reports: Its newest losses, the newest first; how many reports it has written.
 
     Raises:
         UsageError: There is no such process, it has no workers, or it is another user's.
     """
 
-    def __init__(self, pid: int | None = None) -> None:
-        if not (PROC / "self" / "fd").exists():
+    def __init__(self, pid: int | None, directory: Path | None) -> None:
+        if not (_PROC / "self" / "fd").exists():
             raise UsageError("multienv top reads /proc as Linux has it, which is not here.")
-        self.pid = the_trainer() if pid is None else pid
-        self._started = start_of(self.pid)
-        if not self._started:
+        self.pid = _the_trainer() if pid is None else pid
+        if not self.is_there():
             raise UsageError(f"There is no process {self.pid}.")
-        if not is_open_to_us(self.pid):
-            raise UsageError(f"Process {self.pid} belongs to {user_of(self.pid)}: only that user, and root, may look.")
-        self.workers: dict[int, Worker] = {}
+        if not _is_open_to_us(self.pid):
+            raise UsageError(f"Process {self.pid} belongs to another user: only that user, and root, may look.")
+        self.command = _command_of(self.pid)
         if not self._monitors():
-            raise UsageError(f"Process {self.pid} has no workers of multienv: {command_of(self.pid):.100}")
-        self.look()
-
-    @property
-    def command(self) -> str:
-        """Its command line."""
-        return command_of(self.pid)
+            raise UsageError(f"Process {self.pid} has no workers of multienv: {self.command:.100}")
+        self.directory = directory
+        self.workers: dict[int, Worker] = {}
+        self.rows: list[Row] = []
+        self.losses: list[Summary] = []
+        self.reports = 0
+        self._find_workers()
 
     @property
     def seconds(self) -> float:
         """Seconds since it was started."""
-        return age_of(self.pid)
+        stat = (_PROC / str(self.pid) / "stat").read_text(errors="replace") if self.is_there() else ""
+        fields = stat.rpartition(")")[2].split()  # state ppid … starttime …
+        ticks = int(fields[19]) if fields else 0
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
-    def _monitors(self) -> list[int]:
-        """Return the monitors: one, and for a moment the one before it."""
-        return [child for child in children_of(self.pid) if name_of(child) == _MONITOR]
+    @property
+    def waited_for(self) -> Row | None:
+        """The worker that the trainer slept for most of the time; ``None``: it waited for none worth mentioning."""
+        row = max(self.rows, key=lambda row: (row.awaited, row.seconds), default=None)
+        return row if row is not None and row.awaited >= 0.5 else None
 
     def is_there(self) -> bool:
         """Tell whether the trainer still runs."""
-        return start_of(self.pid) == self._started
+        return is_alive(self.pid)
+
+    def sample(self) -> None:
+        """Sample each worker once."""
+        for worker in self.workers.values():
+            worker.sample()
 
     def look(self) -> None:
+        """Make rows of the samples since the last look, and find the workers and losses that are new."""
+        ordered = sorted(self.workers.values(), key=lambda one: (-1 if one.first is None else one.first, one.pid))
+        self.rows = [worker.row() for worker in ordered]
+        self._find_workers()
+        since = time.time() - self.seconds - 1.0  # a process before it may have had its pid
+        paths = [path for path in store.listed(self.directory, self.pid) if store.time_of(path) >= since]
+        self.losses = [summary for summary in map(summary_of, paths[:_LOSSES_SHOWN]) if summary is not None]
+        self.reports = len(paths)
+
+    def _monitors(self) -> list[int]:
+        """Return the monitors: one, and for a moment the one before it."""
+        return [child for child in _children_of(self.pid) if name_of(child) == _MONITOR]
+
+    def _find_workers(self) -> None:
         """Find workers that are new, and drop those that have ended."""
-        children = {child for monitor in self._monitors() for child in children_of(monitor)}
-        for pid, worker in list(self.workers.items()):
-            if pid not in children or not worker.is_there():
-                self.workers.pop(pid).close()
-        for pid in children - set(self.workers):
-            found = Worker.at(pid)
-            if found is not None:
-                self.workers[pid] = found
+        children = {child for monitor in self._monitors() for child in _children_of(monitor)}
+        for pid in set(self.workers) - children:
+            self.workers.pop(pid).close()
+        found = {pid: Worker.at(pid) for pid in children - set(self.workers)}
+        self.workers |= {pid: worker for pid, worker in found.items() if worker is not None}
 
-    def in_order(self) -> list[Worker]:
-        """Return the workers by the indices of their envs."""
-        return sorted(self.workers.values(), key=lambda one: (-1 if one.first is None else one.first, one.pid))
-
-    def reports_directory(self) -> Path | None:
-        """Return where its reports lie, as its environment says; an env may have been given another directory."""
-        for monitor in self._monitors():  # it was given the trainer's variables when it was launched
-            with contextlib.suppress(OSError):
-                pairs = (PROC / str(monitor) / "environ").read_bytes().split(b"\0")
-                variables = dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
-                return store.directory_for(None, variables)
-        return None
-
-    def losses(self, directory: Path | None, newest: int) -> tuple[list[Summary], int]:
-        """Return summaries of its newest reports, the newest first; and how many it has written."""
-        since = time.time() - age_of(self.pid) - 1.0  # a process before it may have had its pid
-        paths = [path for path in store.listed(directory, self.pid) if store.time_of(path) >= since]
-        return [summary for summary in map(summary_of, paths[:newest]) if summary is not None], len(paths)
+    def as_json(self) -> dict[str, Any]:
+        """Return all that is shown, as JSON values."""
+        waited_for = self.waited_for
+        return {
+            "trainer": {"pid": self.pid, "command": self.command, "seconds": self.seconds},
+            "waited_for": waited_for and waited_for.pid,
+            "workers": [asdict(row) for row in self.rows],
+            "reports": {"directory": self.directory and str(self.directory), "number": self.reports},
+            "losses": [one.as_json() for one in self.losses],
+        }
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -347,41 +333,52 @@ class Trainer:
             self.workers.pop(pid).close()
 
 
-def _segments_of(pid: int) -> list[Path]:
-    """Return the paths by which the segments that a process has open can be opened."""
-    directory = PROC / str(pid) / "fd"
-    found = []
+def _the_trainer() -> int:
+    """Return the only trainer that this user may look at. Raises UsageError if there is none, or more than one."""
+    pids = [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+    found = {int(_status_of(pid).get("PPid", "0")) for pid in pids if name_of(pid) == _MONITOR}
+    # A worker has its monitor's name until it gives itself its own.
+    seen = [pid for pid in sorted(found) if name_of(pid) not in ("", _MONITOR) and _is_open_to_us(pid)]
+    if not seen:
+        raise UsageError("No trainer with workers of multienv runs here that you may look at.")
+    if len(seen) > 1:
+        lines = [f"  {pid}  {_command_of(pid):.100}" for pid in seen]
+        raise UsageError("\n".join(["Several trainers run here; give the PID of one:", *lines]))
+    return seen[0]
+
+
+# --- the kernel's table of processes: what has ended meanwhile reads as empty -----------------------
+
+
+def _command_of(pid: int) -> str:
+    """Return the command line of a process, or the title that it has given itself."""
     with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(directory), key=int):
+        return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+def _status_of(pid: int) -> dict[str, str]:
+    """Return what the kernel says of a process, by name, such as State or SigCgt."""
+    with contextlib.suppress(OSError):
+        lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
+def _children_of(pid: int) -> list[int]:
+    """Return the children of all threads of a process, zombies included."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in (_PROC / str(pid) / "task").iterdir():
             with contextlib.suppress(OSError):
-                if (directory / name).readlink().name.startswith(f"memfd:{SHARED_NAME} "):
-                    found.append(directory / name)
+                found += map(int, (task / "children").read_text().split())
     return found
 
 
-def _opened(path: Path) -> Segment | None:
-    """Return the segment at this path, to be read only; ``None``: its process has ended, or it has no size yet."""
+def _is_open_to_us(pid: int) -> bool:
+    """Tell whether this user may look at the descriptors of a process: the same user and root may."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.listdir(_PROC / str(pid) / "fd")
     except OSError:
-        return None
-    try:
-        return Segment(descriptor, read_only=True)
-    except (OSError, ValueError):
-        os.close(descriptor)
-        return None
-
-
-def the_trainer() -> int:
-    """Return the only trainer that this user may look at. Raises UsageError if there is none, or more than one."""
-    monitors = [pid for pid in all_processes() if name_of(pid) == _MONITOR]
-    found = {parent_of(monitor): monitor for monitor in monitors}
-    # A worker has its monitor's name until it gives itself its own.
-    seen = [pid for pid in sorted(found) if pid and name_of(pid) != _MONITOR and is_open_to_us(pid)]
-    if not seen:
-        others = f", but {len(found)} of other users" if any(found) else ""
-        raise UsageError(f"No trainer with workers of multienv runs here{others}.")
-    if len(seen) > 1:
-        lines = [f"  {pid}  {age_of(pid):.0f} s  {command_of(pid):.100}" for pid in seen]
-        raise UsageError("\n".join(["Several trainers run here; give the PID of one:", *lines]))
-    return seen[0]
+        return False
+    return True

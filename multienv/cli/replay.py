@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
-import time
 from bdb import BdbQuit
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ from rich.console import Console
 from multienv.cli.env_functions import env_functions
 from multienv.cli.options import arguments_of
 from multienv.cli.replaying import EnvRaised, Rerun
-from multienv.cli.texts import duration
+from multienv.cli.texts import age_of
 from multienv.errors import ReportError, UsageError
 from multienv.reports import store
 from multienv.reports.read import Report, load, summary_of
@@ -67,7 +66,7 @@ def replay(
     def say(text: str, **facts: Any) -> None:
         console.print(json.dumps(facts) if as_json else text)
 
-    directory = reports or store.directory_for(None)
+    directory = store.directory_for(reports)
     try:
         if report is None:
             _list(console, directory, as_json=as_json)
@@ -108,8 +107,7 @@ def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:
         return
     console.print(f"Reports in {directory}, the newest first; `multienv replay {_LATEST}`, or with the name of one:")
     for one in summaries:
-        ago = duration(max(0.0, time.time() - store.time_of(one.path)))
-        console.print(f"{ago:>7} ago  {one.outcome:9}  {one.path.name}  {one.what}")
+        console.print(f"{age_of(one.path):>11}  {one.outcome:9}  {one.path.name}  {one.what}")
 
 
 def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any] | None, *, debug: bool) -> None:

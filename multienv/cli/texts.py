@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
+from multienv.reports.store import time_of
+
 
 def duration(seconds: float) -> str:
     """Return a time in its largest unit, with about two digits: ``"12 ms"``, ``"1.6 s"``, ``"5 min"``, ``"3.2 h"``."""
@@ -19,3 +24,8 @@ def size_of(number: int) -> str:
         if number >= length:
             return f"{number / length:.1f} {unit}"
     return f"{number} bytes"
+
+
+def age_of(report: Path) -> str:
+    """Return how long ago a crash report was opened."""
+    return f"{duration(max(0.0, time.time() - time_of(report)))} ago"

@@ -39,21 +39,19 @@ _numbers = count(1)
 _complained: set[Path] = set()
 
 
-def directory_for(reports: Any, variables: Mapping[str, str] = os.environ) -> Path | None:
+def directory_for(reports: Any) -> Path | None:
     """Return the directory that an option names.
 
     Args:
         reports: A directory; ``""``: no reports; ``None``: as MULTIENV_REPORTS says, else in the user's cache.
-        variables: Environment variables, of another process for instance.
 
     Raises:
         UsageError: It is neither a path nor a string.
     """
     if reports is None:
-        reports = variables.get(VARIABLE)
+        reports = os.environ.get(VARIABLE)
     if reports is None:
-        home = variables.get("HOME") or os.path.expanduser("~")  # noqa: PTH111 - there may be none
-        cache = Path(variables.get("XDG_CACHE_HOME") or f"{home}/.cache")
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - may have none
         return cache / "multienv" / "reports" if cache.is_absolute() else None
     try:
         named = os.fspath(reports)

@@ -53,8 +53,8 @@ def table_where(pid: int, holds: Callable[[Any], bool]) -> Any:
 
 @contextlib.contextmanager
 def a_worker(pid: int, name: str) -> Iterator[Worker]:
-    onlooker = Onlooker(pid)
-    (worker,) = [worker for worker in onlooker.in_order() if worker.name == name]
+    onlooker = Onlooker(pid, None)
+    (worker,) = [worker for worker in onlooker.workers.values() if worker.name == name]
     try:
         yield worker
     finally:
@@ -73,7 +73,7 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env_and_shows_its_sta
     trainer.expect("ready")
     running = table_where(trainer.pid, lambda seen: all(row["env_ms"] for row in seen["workers"]))
     assert [row["name"] for row in running["workers"]] == ["envs 0-1", "envs 2-3"]
-    assert all(row["requests_per_second"] > 0 and row["rss"] > 2**20 for row in running["workers"])
+    assert all(row["step_ms"] and row["rss"] > 2**20 for row in running["workers"])
     assert running["losses"] == []
 
     (tmp_path / "step-3").touch()
@@ -81,8 +81,8 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env_and_shows_its_sta
     first, second = hung["workers"]
     assert hung["waited_for"] == second["pid"]
     assert (second["state"], second["request"], second["env"]) == ("busy", "step", "env 3")
-    assert (second["requests_per_second"], second["step_ms"], second["busy"]) == (0.0, None, 1.0)
-    assert (first["state"], first["busy"], first["awaited"]) == ("sleeping", 0.0, 0.0)
+    assert (second["step_ms"], second["busy"]) == (None, 1.0)
+    assert (first["state"], first["busy"], first["awaited"]) == ("idle", 0.0, 0.0)
     text = top(trainer.pid, "--once", "--every", "0.2").output
     assert "It waits for envs 2-3 (100% of the time)" in text
     assert "busy: step of env 3" in text
@@ -96,7 +96,7 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env_and_shows_its_sta
         stopped = table_where(trainer.pid, lambda seen: seen["workers"][1]["state"] == "stopped")
         assert stopped["workers"][1]["env"] == "env 3"
         with a_worker(trainer.pid, "envs 2-3") as worker:
-            assert "state: T (stopped)" in worker.stack()
+            assert "its state is T (stopped)" in worker.stack()
     finally:
         os.kill(second["pid"], signal.SIGCONT)
 
@@ -108,7 +108,7 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table_and_no_stack_of_o
     (before,) = {row["pid"] for row in table(trainer.pid)["workers"] if row["name"] == "envs 0-1"}
     with a_worker(trainer.pid, "envs 0-1") as worker:
         assert "Current thread" in worker.stack()
-        assert worker.kill()
+        os.kill(worker.pid, signal.SIGKILL)
     after = table_where(trainer.pid, lambda seen: len(seen["losses"]) == 1 and len(seen["workers"]) == 2)
     row = after["workers"][0]
     assert row["name"] == "envs 0-1"
@@ -120,7 +120,7 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table_and_no_stack_of_o
     assert loss["outcome"] == "exact"
     assert json.loads(Path(loss["report"]).read_text())["loss"]["stack"] == []
     assert "exact" in top(trainer.pid, "--once", "--every", "0.1").output
-    again = table_where(trainer.pid, lambda seen: all(row["requests_per_second"] > 0 for row in seen["workers"]))
+    again = table_where(trainer.pid, lambda seen: all(row["step_ms"] for row in seen["workers"]))
     assert again["workers"][0]["pid"] == row["pid"]
 
 
@@ -175,7 +175,9 @@ def test_the_keys_in_a_terminal_select_show_a_stack_kill_and_quit(trainer: Train
     (tmp_path / "step-2").touch()
     with contextlib.closing(Terminal("top", str(trainer.pid), "--every", "0.2")) as terminal:
         terminal.expect("busy: step of env 2")
-        terminal.type("\x1b[Bs")
+        terminal.type("\x1b[B")
+        terminal.expect("\x1b[7menvs 2-3")  # in reverse: it is selected
+        terminal.type("s")
         terminal.expect("in halt_while_it_is_there")
         terminal.type("k")
         terminal.expect("Kill process")
@@ -195,7 +197,7 @@ def test_the_keys_in_a_terminal_select_show_a_stack_kill_and_quit(trainer: Train
 def test_a_trainer_that_is_busy_itself() -> None:
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
-        seen = table_where(os.getpid(), lambda seen: [row["state"] for row in seen["workers"]] == ["sleeping"])
+        seen = table_where(os.getpid(), lambda seen: [row["state"] for row in seen["workers"]] == ["idle"])
         assert seen["waited_for"] is None
         assert seen["workers"][0]["name"] == "env"
         assert "The workers wait for it." in top(os.getpid(), "--once", "--every", "0.1").output
@@ -220,7 +222,7 @@ def test_a_trainer_of_another_user_is_refused() -> None:
     us = os.getpid()
     assert refusal(2**22 + 1)  # all is imported now: the other user may not read where it lies
     if os.geteuid():
-        assert "belongs to root: only that user, and root, may look." in refusal(1)
+        assert "belongs to another user: only that user, and root, may look." in refusal(1)
         return
     read, write = os.pipe()
     child = os.fork()
@@ -232,7 +234,7 @@ def test_a_trainer_of_another_user_is_refused() -> None:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
-        assert answer.read() == f"Process {us} belongs to root: only that user, and root, may look."
+        assert answer.read() == f"Process {us} belongs to another user: only that user, and root, may look."
     os.waitpid(child, 0)
 
 
