@@ -353,7 +353,8 @@ def _the_trainer() -> int:
 def _command_of(pid: int) -> str:
     """Return the command line of a process, or the title that it has given itself."""
     with contextlib.suppress(OSError):
-        return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        command = (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return " ".join(command.split())
     return ""
 
 

@@ -28,7 +28,7 @@ from multienv.reports.store import directory_for
 # Seconds between two samples of a worker's words.
 _SAMPLING = 0.02
 _STYLES = {"building": "cyan", "replaying": "yellow", "busy": "green", "idle": ""}
-_COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "ms/step", "in env", "RSS", "restarts")
+_COLUMNS = ("worker", "pid", "state", "for", "busy", "waited", "ms/step", "in env", "RSS", "lost")
 # An arrow sends three characters; this is the last of them.
 _ARROWS = {"A": -1, "B": 1}
 _KEYS = "↑ ↓ select   s stack   k kill (the trainer brings it back)   q quit"
@@ -67,7 +67,7 @@ def top(
         if as_json:
             print(json.dumps(trainer.as_json(), indent=1))
         else:
-            Console().print(_headline(trainer), _losses(trainer), _table(trainer.rows, -1))
+            Console().print(Group(_headline(trainer), _losses(trainer), _table(trainer.rows, -1)))
 
 
 class Screen:
