@@ -28,7 +28,6 @@ from multienv.cli.options import (
     working_env_function,
 )
 from multienv.cores import cores
-from multienv.errors import MultienvError
 
 
 def bench(
@@ -62,7 +61,7 @@ def bench(
         env_fn = working_env_function(env, env_kwargs)
         try:
             result = measure(env_fn, num_envs, peers, seconds=seconds, repeats=repeats, told=status.update)
-        except MultienvError as error:
+        except Exception as error:  # of the env, of other libraries
             refuse(f"{env} cannot be measured: {first_line(error)} `multienv doctor {env}` says more.")
     code = vector_env_code(env, env_kwargs, num_envs, result.recommended.options or "")
     if as_json:
@@ -86,14 +85,14 @@ def _peers(against: str) -> list[str]:
 
 
 def _document(result: Bench) -> dict[str, Any]:
-    best = result.recommended
+    best, limit = result.recommended, result.limit
     contenders = [
         {
             "package": one.package,
             "name": one.name,
-            "steps_per_second": statistics.median(one.rates),
-            "share_of_limit": result.share(one),
-            "recommended_is_faster_by": result.ratio(best, one),
+            "steps_per_second": one.rate,
+            "share_of_limit": one.ratio(limit),
+            "recommended_is_faster_by": best.ratio(one),
             "rates": one.rates,
         }
         for one in result.contenders
@@ -101,33 +100,32 @@ def _document(result: Bench) -> dict[str, Any]:
     return {
         "contenders": contenders,
         "left_out": result.left_out,
-        "limit": {"steps_per_second": statistics.median(result.limit), "rates": result.limit, "cores": len(cores())},
-        "time": {"env_steps": result.share(best), "everything_else": 1 - result.share(best)},
+        "limit": {"steps_per_second": limit.rate, "rates": limit.rates, "cores": len(cores())},
+        "time": {"env_steps": best.ratio(limit), "everything_else": 1 - best.ratio(limit)},
         "kill_to_next_step": {"seconds": result.kills, "exact": result.exact},
         "recommended": best.name,
     }
 
 
 def _show(console: Console, title: str, result: Bench, code: str) -> None:
-    best = result.recommended
+    best, limit = result.recommended, result.limit
     table = Table("", title, box=None, pad_edge=False)
     for header in ("steps/s", "of the limit", "recommended is faster by"):
         table.add_column(header, justify="right")
-    for one in sorted(result.contenders, key=result.share, reverse=True):
-        ratio = "" if one is best else f"{result.ratio(best, one):.2f} ×"
-        row = (one.package, one.name, f"{statistics.median(one.rates):,.0f}", f"{result.share(one):.2f}", ratio)
+    for one in (*sorted(result.contenders, key=lambda one: -one.ratio(limit)), limit):
+        ratio = "" if one in (best, limit) else f"{best.ratio(one):.2f} ×"
+        row = (one.package, one.name, f"{one.rate:,.0f}", f"{one.ratio(limit):.2f}", ratio)
         table.add_row(*row, style="bold" if one is best else "")
-    table.add_row("limit", "each core steps an env and nothing else", f"{statistics.median(result.limit):,.0f}", "1.00")
     console.print(table)
     for name, why in result.left_out.items():
         console.print(f"Left out: {name}: {why}", style="yellow")
     console.print()
-    share = min(1.0, result.share(best))
+    share = min(1.0, best.ratio(limit))
     console.print(f"Where the time goes: {share:.0%} into env steps, {1 - share:.0%} into everything else.")
     killed = 1000 * statistics.median(result.kills)
     how = "exactly" if result.exact == len(result.kills) else f"{result.exact} of {len(result.kills)} exactly"
     console.print(f"From SIGKILL to the next step: {killed:.0f} ms, recovered {how}.")
-    if any(one.is_local and result.ratio(one, best) > WORTH_IT for one in result.contenders):
+    if any(one.is_local and one.ratio(best) > WORTH_IT for one in result.contenders):
         console.print("In this very process it is faster: from processes this env gains nothing but survival.")
     console.print("Recommended:")
     for line in code.splitlines():
@@ -141,10 +139,11 @@ def _draw(path: Path, title: str, result: Bench) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    ordered = sorted(result.contenders, key=result.share)
+    ordered = sorted(result.contenders, key=lambda one: one.ratio(result.limit))
+    names, shares = [f"{one.package}: {one.name}" for one in ordered], [one.ratio(result.limit) for one in ordered]
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.4 * len(ordered)), layout="constrained")
     colours = ["tab:blue" if one.package.startswith("multienv") else "tab:gray" for one in ordered]
-    axes.barh([f"{one.package}: {one.name}" for one in ordered], [result.share(one) for one in ordered], color=colours)
+    axes.barh(names, shares, color=colours)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
     axes.set_xlabel("share of the limit")
     axes.set_title(title)

@@ -19,6 +19,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from multienv import SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.cli.env_functions import EnvFn
+from multienv.cli.options import first_line
 from multienv.config import Deadlines
 from multienv.cores import busy_cores, cores
 from multienv.errors import UsageError
@@ -45,6 +46,8 @@ class Contender:
         make: Builds the batch.
         options: Of SubprocessVectorEnv, as Python; ``None``: it is something else.
         is_local: It steps in this very process.
+        batch: What was built; ``None``: nothing yet.
+        step_for: Steps it for some seconds and returns the env steps a second; ``None``: nothing was built yet.
         rates: Env steps a second of each turn.
     """
 
@@ -53,7 +56,18 @@ class Contender:
     make: Callable[[], Any]
     options: str | None = None
     is_local: bool = False
+    batch: Any = None
+    step_for: Any = None
     rates: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Return the median over the turns."""
+        return statistics.median(self.rates)
+
+    def ratio(self, other: Contender) -> float:
+        """Return how many times as fast as the other it is: the median over the turns."""
+        return statistics.median(one / its for one, its in zip(self.rates, other.rates, strict=True))
 
 
 @dataclass
@@ -61,33 +75,25 @@ class Bench:
     """Tells what was measured.
 
     Attributes:
-        contenders: Those that could be measured.
+        limit: All cores together, each stepping one env all the time.
+        contenders: Those that could be built and stepped.
         left_out: Why others could not, by name.
-        limit: Env steps a second of all cores together, each stepping one env all the time, for each turn.
         kills: Seconds from the SIGKILL of a worker to the return of the next step, in the recommended layout.
         exact: How many of the kills were recovered from exactly.
     """
 
+    limit: Contender
     contenders: list[Contender] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    limit: list[float] = field(default_factory=list)
     kills: list[float] = field(default_factory=list)
     exact: int = 0
 
     @property
     def recommended(self) -> Contender:
         """Return the fastest layout of SubprocessVectorEnv, or ``"auto"`` where it is as good."""
-        auto, *others = (one for one in self.contenders if one.options is not None)
-        best = max([auto, *others], key=lambda one: statistics.median(one.rates))
-        return best if self.ratio(best, auto) > WORTH_IT else auto
-
-    def ratio(self, one: Contender, other: Contender) -> float:
-        """Return how many times as fast one is: the median over the turns."""
-        return _ratio(one.rates, other.rates)
-
-    def share(self, one: Contender) -> float:
-        """Return the share of the limit: the median over the turns."""
-        return _ratio(one.rates, self.limit)
+        layouts = [one for one in self.contenders if one.options is not None]
+        best, auto = max(layouts, key=lambda one: one.rate), layouts[0]
+        return best if best.ratio(auto) > WORTH_IT else auto
 
 
 def measure(
@@ -111,44 +117,36 @@ def measure(
 
     Raises:
         MultienvError: The env failed in a process of its own, or no layout of SubprocessVectorEnv could be measured.
+        Exception: An env failed in a turn of its own accord.
     """
-    bench, dice = Bench(), random.Random(0)
+    dice = random.Random(0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # what a library says of its failure is in left_out
         # First: an env that ends its process shows it there, and not in this process.
-        limit = stack.enter_context(_limit(env_fn))
-        limit(_WARM_UP)
-        steppers: dict[str, Callable[[float], float]] = {}
-        batches: dict[str, Any] = {}
+        bench = Bench(_limit(env_fn, stack))
+        bench.limit.step_for(_WARM_UP)
         for one in _contenders(env_fn, num_envs, against):
             told(f"building {one.name} ...")
             try:
-                batches[one.name] = batch = one.make()
-                stack.callback(_close, batch)
-                steppers[one.name] = _stepper(batch, num_envs)
-                steppers[one.name](_WARM_UP)
+                one.batch = one.make()
+                stack.callback(_close, one.batch)
+                one.step_for = _stepper(one.batch, num_envs)
+                one.step_for(_WARM_UP)
             except Exception as error:  # of the env, of other libraries
-                bench.left_out[one.name] = _said(error)
+                bench.left_out[one.name] = first_line(error)
             else:
                 bench.contenders.append(one)
-        turns: list[Contender | None] = [None, *bench.contenders]
+        if not any(one.options is not None for one in bench.contenders):
+            raise UsageError("; ".join(f"{name}: {why}" for name, why in bench.left_out.items()))
+        turns = [bench.limit, *bench.contenders]
         for number in range(repeats):
             told(f"turn {number + 1} of {repeats} ...")
             dice.shuffle(turns)
-            for turn in turns:
-                if turn is None:
-                    bench.limit.append(limit(seconds))
-                elif turn.name not in bench.left_out:
-                    try:
-                        turn.rates.append(steppers[turn.name](seconds))
-                    except Exception as error:  # as above
-                        bench.left_out[turn.name] = _said(error)
-        bench.contenders = [one for one in bench.contenders if one.name not in bench.left_out]
-        if not any(one.options is not None for one in bench.contenders):
-            raise UsageError("; ".join(f"{name}: {why}" for name, why in bench.left_out.items()))
+            for one in turns:
+                one.rates.append(one.step_for(seconds))
         told("killing workers ...")
-        _kill(bench, batches[bench.recommended.name], steppers[bench.recommended.name])
+        _kill(bench)
     return bench
 
 
@@ -200,27 +198,28 @@ def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
     return step_for
 
 
-@contextlib.contextmanager
-def _limit(env_fn: EnvFn) -> Iterator[Callable[[float], float]]:
-    """Yield what has each core step an env for some seconds, and returns the steps a second of all together."""
-    with contextlib.ExitStack() as stack:
-        steppers = [partial(Stepper, env_fn, core) for core in cores()]
-        workers = create_subprocess_envs(steppers, restart=RAISE, deadlines=Deadlines(call=60.0), reports="")
-        stack.callback(close_at_once, [worker.close for worker in workers])
+def _limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Contender:
+    """Build an env for each core, until the stack is closed; it steps all of them at the same time."""
+    steppers = [partial(Stepper, env_fn, core) for core in cores()]
+    deadlines = Deadlines(call=60.0)
+    make = partial(create_subprocess_envs, steppers, restart=RAISE, deadlines=deadlines, reports="")
+    workers = make()
+    stack.callback(close_at_once, [worker.close for worker in workers])
 
-        def step_for(seconds: float) -> float:
-            for worker in workers:
-                worker.call_async("step_for", seconds)
-            return float(sum(worker.call_wait() for worker in workers))
+    def step_for(seconds: float) -> float:
+        for worker in workers:
+            worker.call_async("step_for", seconds)
+        return float(sum(worker.call_wait() for worker in workers))
 
-        yield step_for
+    name = "each core steps an env and nothing else"
+    return Contender("limit", name, make, batch=workers, step_for=step_for)
 
 
-def _kill(bench: Bench, batch: SubprocessVectorEnv, step_for: Callable[[float], float]) -> None:
-    """Kill a worker of the batch a few times, and note how long the step takes that meets it."""
-    dice = random.Random(0)
+def _kill(bench: Bench) -> None:
+    """Kill a worker of the recommended batch a few times, and note how long the step takes that meets it."""
+    batch, dice = bench.recommended.batch, random.Random(0)
     for _ in range(_KILLS):
-        step_for(_WARM_UP)
+        bench.recommended.step_for(_WARM_UP)
         actions = batch.action_space.sample()
         began = time.perf_counter()
         os.kill(dice.choice(worker_pids(batch)), signal.SIGKILL)
@@ -233,11 +232,3 @@ def _kill(bench: Bench, batch: SubprocessVectorEnv, step_for: Callable[[float], 
 def _close(batch: Any) -> None:
     with contextlib.suppress(Exception):  # other libraries' batches, after a failure
         batch.close(**({"terminate": True} if isinstance(batch, AsyncVectorEnv) else {}))
-
-
-def _ratio(rates: list[float], others: list[float]) -> float:
-    return statistics.median(one / other for one, other in zip(rates, others, strict=False))
-
-
-def _said(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -123,15 +123,12 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
     run.build()
     with Console(stderr=True).status(f"running {run.length} requests ..."):
         differences = run.run()
-    facts = {"requests": run.length, "differences": differences, "unknown": run.unknown}
+    facts = {"requests": run.length, "differences": differences}
     if differences:
         text = f"Not all {run.length} answers are as they were recorded: {'; '.join(differences)}.\n"
         say(f"{text}Is it the same env, and deterministic?", **facts)
     else:
         say(f"All {run.length} answers are as they were recorded.", **facts)
-    if run.unknown:
-        note = f"Of {run.unknown} only the flags could be compared: their observations are pickled (--trust)."
-        say(note, note=note)
     fatal = run.request()
     if fatal:
         say(f"Now what was fatal: {fatal}", fatal=fatal)

@@ -66,7 +66,6 @@ class Rerun:
     Attributes:
         was_building: The process was lost while the envs were built.
         length: How many requests come before the fatal one.
-        unknown: How many answers can be compared only in part, because their observations are not plain.
 
     Raises:
         ReportError: There is no journal, or it cannot be replayed without trust.
@@ -86,7 +85,6 @@ class Rerun:
             replay = Replay(b"")
         end = 0 if report.layout is None else report.layout.end
         before = list(split_entries(replay.entries, end))
-        self.unknown = 0
         if not report.is_trusted:
             if replay.generators or replay.state or replay.lasting:
                 raise ReportError(f"{report.path}: where its journal begins {_TRUST}")
@@ -103,7 +101,7 @@ class Rerun:
         self._host = Host(self._segment, env_fns=[partial(self._build_one, env_fn) for env_fn in env_fns])
 
     def _plain(self, place: int, entry: Entry) -> Entry:
-        """Return an entry whose pickles this process has made itself; raise ReportError if a request is not plain."""
+        """Return an entry whose pickles this process has made itself; raise ReportError if not all of it is plain."""
         kind, tag = entry.stretch[:2]
         mail, evidence = entry.request_mail, entry.evidence
         try:
@@ -113,15 +111,9 @@ class Rerun:
                 mail = made_anew(mail)
             elif kind not in (BEGIN, STEP):
                 raise ValueError(f"there is no request of kind {kind}")
+            return replace(entry, request_mail=mail, evidence=evidence and self._plain_evidence(evidence))
         except Exception as error:  # any damage; or what is not plain
             raise ReportError(f"{self._report.path}: request {place} {_TRUST}") from error
-        if evidence:
-            try:
-                evidence = self._plain_evidence(evidence)
-            except Exception:  # the same
-                evidence = b""
-                self.unknown += 1
-        return replace(entry, request_mail=mail, evidence=evidence)
 
     def _plain_evidence(self, evidence: bytes) -> bytes:
         """Return evidence whose pickles this process has made itself. Raises if it is not plain."""

@@ -307,7 +307,7 @@ def test_an_env_registered_by_its_class_is_built_with_the_arguments_of_the_repor
     assert result.exit_code == 0, result.output
     told = [json.loads(line) for line in result.stdout.splitlines()]
     assert told[0]["report"] == str(report)
-    assert told[1] == {"requests": 22, "differences": [], "unknown": 0}  # two episodes have ended
+    assert told[1] == {"requests": 22, "differences": []}  # two episodes have ended
     assert told[-1]["came_again"] is False
     other = replay(report, "--env", "mine:Mine-v0", "--env-kwargs", '{"horizon": 9}', path=where)
     assert "Not all 22 answers are as they were recorded" in other.stdout
@@ -372,7 +372,6 @@ def test_actions_options_and_observations_of_numbers_and_arrays_need_no_trust(
     result = replay("latest", "--env", "mine:make", path=where)
     assert result.exit_code == 0, result.output
     assert "All 6 answers are as they were recorded." in result.stdout
-    assert "could be compared" not in result.stdout
 
 
 # --- nothing is unpickled -------------------------------------------------------------------------
