@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -88,18 +88,13 @@ def _module(where: str, name: str) -> ModuleType:
     try:
         module = importlib.import_module(path.stem if is_file else where)
     except (Exception, SystemExit) as error:  # an import runs foreign code
-        place = next((f" ({frame.filename}, line {frame.lineno})" for frame in _frames(error)), "")
+        frames = reversed(traceback.extract_tb(error.__traceback__))  # the innermost first; some are of the machinery
+        own = (frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__)
+        place = next((f" ({frame.filename}, line {frame.lineno})" for frame in own), "")
         raise UsageError(f"{name}: {where} cannot be imported: {type(error).__name__}: {error}{place}.") from error
     if is_file and not (module.__file__ and path.samefile(module.__file__)):
         raise UsageError(f"{name}: another module has the name {path.stem}; rename the file.")
     return module
-
-
-def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
-    """Yield the places that an import failed at, the innermost first, but for the machinery of imports."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    machinery = (__file__, importlib.__file__)
-    return (frame for frame in frames if not frame.filename.startswith("<") and frame.filename not in machinery)
 
 
 def env_functions(report: Report, env: str | None, arguments: dict[str, Any] | None = None) -> tuple[EnvFn, ...]:

@@ -273,11 +273,12 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Seconds since it was started."""
-        stat = (_PROC / str(self.pid) / "stat").read_text(errors="replace") if self.is_there() else ""
-        fields = stat.rpartition(")")[2].split()  # state ppid … starttime …
-        ticks = int(fields[19]) if fields else 0
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        """Seconds since it was started; 0 if it has ended."""
+        with contextlib.suppress(OSError):
+            stat = (_PROC / str(self.pid) / "stat").read_text(errors="replace")
+            started = int(stat.rpartition(")")[2].split()[19])  # in ticks since boot; the name may hold brackets
+            return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+        return 0.0
 
     @property
     def waited_for(self) -> Row | None:

@@ -118,7 +118,7 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
         say("It was being built: building the env ...", fatal="initialize")
         sys.stdout.flush()
         run.build()
-        say("The fault did not come again: the env was built.", came_again=False, returned="the env was built")
+        say("The fault did not come again: the env was built.", came_again=False)
         return
     run.build()
     with Console(stderr=True).status(f"running {run.length} requests ..."):
@@ -136,8 +136,8 @@ def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any]
     if debug:
         run.stop()
     if fatal:
-        returned = run.run_fatal()
-        say(f"The fault did not come again: {returned}.", came_again=False, returned=returned)
+        run.run_fatal()
+        say("The fault did not come again: the request returned.", came_again=False)
     else:
         note = "The process was lost between two requests: there is none that can be fatal."
         say(note, came_again=False, note=note)

@@ -26,7 +26,6 @@ from multienv.wire.banks import (
     BEGIN,
     FAILED,
     HEAD,
-    IRREGULAR,
     MESSAGE,
     STEP,
     STEPPED,
@@ -36,7 +35,7 @@ from multienv.wire.banks import (
     slot_digests,
     split_entries,
 )
-from multienv.wire.codecs import Codec, ExactCodec, codec_of, mail_of
+from multienv.wire.codecs import mail_of
 from multienv.wire.infos import unpack_extras
 from multienv.wire.messages import Description, Failure, Message, Replay, message_of, pack_message
 from multienv.wire.segment import Segment
@@ -94,9 +93,7 @@ class Rerun:
         self.length = len(before)
         self._replay = replay
         self._envs: list[Any] = []
-        self._came: list[Entry] = []
         self._segment = Segment(-1)
-        self._codec: Codec
         self._description: Description
         self._host = Host(self._segment, env_fns=[partial(self._build_one, env_fn) for env_fn in env_fns])
 
@@ -144,7 +141,7 @@ class Rerun:
         answer = self._ask(-1, build)
         if isinstance(answer, Failure):
             raise EnvRaised(f"env_fn raised {answer.type_name}: {answer.text}", answer)
-        self._description, self._codec = answer, codec_of(answer, self._exact, build.space)
+        self._description = answer
         if self._report.layout not in (None, self._segment.layout):
             raise ReportError(
                 f"{self._report.path}: the env that was built has other spaces than the one that was lost; "
@@ -156,9 +153,7 @@ class Rerun:
         answer = self._ask(-1, self._replay)
         if isinstance(answer, Failure):
             raise ReportError(f"{self._report.path}: where its journal begins cannot be had: {answer.text}")
-        layout, recorded = self._segment.layout, self._replay.entries
-        self._came = list(split_entries(answer, layout.end))
-        found = differences(recorded, answer, layout, exact=self._exact)
+        found = differences(self._replay.entries, answer, self._segment.layout, exact=self._exact)
         return [f"env {slot}: {what}" for slot, what in found.items()]
 
     # --- the fatal request ------------------------------------------------------------------------
@@ -168,20 +163,6 @@ class Rerun:
         if self._fatal is None or not self._fatal.is_step:
             return None
         return action_of(self._fatal, self._segment.layout, self._description, exact=self._exact)
-
-    @property
-    def _observation(self) -> Any:
-        """Return the last observation; ``None`` if there is none, or if it was too large to be recorded."""
-        entry = next((entry for entry in reversed(self._came) if entry.stretch[2] == STEPPED), None)
-        is_left_out = entry is not None and entry.stretch[3] & IRREGULAR and not entry.evidence
-        if entry is None or is_left_out or are_digests(entry.evidence):  # too large to be kept
-            return None
-        if isinstance(self._codec, ExactCodec):
-            return self._codec.observation(self._segment, entry.number & 1, entry.evidence)
-        if entry.evidence:
-            return [pickle.loads(one) for one in pickle.loads(entry.evidence)]
-        leaves = self._codec.rows(self._segment, entry.number).leaves
-        return leaves[0] if len(leaves) == 1 else leaves
 
     def request(self) -> str:
         """Return the fatal request and its place in the episode, in words; ``""`` if no request was pending."""
@@ -195,11 +176,8 @@ class Rerun:
         after = "" if loss.get("step") is None else f", after {loss['step']} steps of its episode"
         return f"{what}{after}" + ("" if loss.get("seed") is None else f", last seed {loss['seed']}")
 
-    def run_fatal(self) -> str:
+    def run_fatal(self) -> None:
         """Run the request that the process was lost in; if the fault happens again, it ends this process.
-
-        Returns:
-            What the request returned, in words.
 
         Raises:
             EnvRaised: The env raised.
@@ -210,19 +188,15 @@ class Rerun:
             # The number leaves the bank of the fatal request alone.
             self._ask(~fatal.number, Replay(fatal.packed()))
         kind = segment.banks[fatal.number & 1].view[2]
-        evidence, extras = mail_of(segment, fatal.number)
+        failures: dict[int, Failure] = {}
         if kind == FAILED:
             failures = {0: pickle.loads(segment.read_reply_mail(fatal.number))}
-        else:
-            failures = {} if self._exact or kind != STEPPED else unpack_extras(extras)[0].failures
+        elif kind == STEPPED and not self._exact:
+            _, extras = mail_of(segment, fatal.number)
+            failures = unpack_extras(extras)[0].failures
         for slot, failure in failures.items():
             who = "it" if self._exact else f"env {slot}"
             raise EnvRaised(f"{who} raised {failure.type_name}: {failure.text}", failure)
-        if kind != STEPPED:
-            return "it returned"
-        if isinstance(self._codec, ExactCodec):
-            return f"it returned, with reward {self._codec.transition(segment, fatal.number, evidence)[1]!r}"
-        return f"it returned, with rewards {segment.banks[fatal.number & 1].rewards.tolist()}"
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
@@ -236,10 +210,10 @@ class Rerun:
             faulthandler.cancel_dump_traceback_later()
 
     def stop(self) -> None:
-        """Stop in a debugger with ``env``, ``action`` and ``observation`` at hand."""
-        env, action, observation = self._envs[0] if self._exact else self._envs, self._action, self._observation
+        """Stop in a debugger with ``env`` and ``action`` at hand."""
+        env, action = self._envs[0] if self._exact else self._envs, self._action
         pdb.Pdb().set_trace(sys._getframe())
-        del env, action, observation  # the debugger stands here: `env.step(action)` is what comes next
+        del env, action  # the debugger stands here: `env.step(action)` is what comes next
 
     def close(self) -> None:
         """Close the envs."""

@@ -200,10 +200,10 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes(reports: Path, re
     assert "request 2" in refused.stderr
     assert "--trust" in refused.stderr
     # The debugger stops one step before.
-    commands = "p 'counted', env.unwrapped.episode_step, action, observation.tolist()[0]\nenv.step(action)\n"
+    commands = "p 'counted', env.unwrapped.episode_step, action\nenv.step(action)\n"
     result = replay_apart(report, "--env", "mine:make", "--trust", "--pdb", stdin=commands, path=where)
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
-    assert "('counted', 3, 3, 3.0)" in result.stdout
+    assert "('counted', 3, 3)" in result.stdout
     assert "All 30 answers are as they were recorded." in result.stdout
 
 
@@ -215,7 +215,7 @@ def test_what_was_killed_from_outside_runs_through(reports: Path, replay: Replay
     result = replay(report)  # from its spec alone
     assert result.exit_code == 0, result.output
     assert "answers are as they were recorded" in result.stdout
-    assert "The fault did not come again: it returned, with reward 1.0." in result.stdout
+    assert "The fault did not come again: the request returned." in result.stdout
 
 
 def test_a_simulator_in_c(reports: Path, replay: Replay) -> None:
@@ -589,11 +589,9 @@ def test_the_culprit_among_several_is_named_and_its_fault_comes_again(reports: P
     assert document["loss"]["env_index"] == 1
     assert document["loss"]["signal"] == "SIGSEGV"
     assert document["request"]["action"] == {"dtype": "int64", "shape": [3], "values": [1, 3, 2]}
-    result = replay_apart(
-        path, "--trust", "--pdb", stdin="p len(env), action.tolist(), observation[1].tolist()[0]\nc\n"
-    )
+    result = replay_apart(path, "--trust", "--pdb", stdin="p len(env), action.tolist()\nc\n")
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
-    assert "(3, [1, 3, 2], 5.0)" in result.stdout
+    assert "(3, [1, 3, 2])" in result.stdout
     assert "All 6 answers are as they were recorded." in result.stdout
 
 
@@ -613,4 +611,4 @@ def test_a_batch_is_replayed_past_a_truncation(reports: Path, module: Any, repla
     result = replay("latest", "--env", "mine:make", path=where)
     assert result.exit_code == 0, result.output
     assert "All 8 answers are as they were recorded." in result.stdout
-    assert "The fault did not come again: it returned, with rewards " in result.stdout
+    assert "The fault did not come again: the request returned." in result.stdout
