@@ -433,16 +433,10 @@ def _pid(env: SubprocessEnv) -> int:
 # --- what to write --------------------------------------------------------------------------------
 
 
-def round_up(seconds: float) -> float:
-    """Return the next of 1, 2, 5, 10, 20, 50, … seconds."""
-    power = 10.0 ** math.floor(math.log10(max(seconds, 1.0)))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= seconds)
-
-
 def options_for(patient: Patient) -> str:
     """Return the options to run this env with, as Python."""
-    step, reset = round_up(20 * patient.times.slowest_step), round_up(max(5.0, 20 * patient.times.reset))
-    options = [f"deadlines=Deadlines(step={step}, reset={reset})"]
+    step, reset = (math.ceil(20 * seconds) for seconds in (patient.times.slowest_step, patient.times.reset))
+    options = [f"deadlines=Deadlines(step={step:.1f}, reset={max(5, reset):.1f})"]
     restart = []
     if patient.ways.get("journal") == "differs":
         restart += ['on_crash="truncate"', 'on_timeout="truncate"']

@@ -7,7 +7,6 @@ import json
 import sys
 from bdb import BdbQuit
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import typer
 from rich.console import Console
 
 from multienv.cli.env_functions import env_functions
-from multienv.cli.options import arguments_of
+from multienv.cli.options import arguments_of, plain_console, refuse
 from multienv.cli.replaying import EnvRaised, Rerun
 from multienv.cli.texts import age_of
 from multienv.errors import ReportError, UsageError
@@ -59,9 +58,7 @@ def replay(
 
     Exit code 0: the fault did not happen again; 1: the env raised; 2: the report cannot be replayed.
     """
-    # What a report says is shown as it is.
-    plain = partial(Console, markup=False, highlight=False, soft_wrap=True)
-    console = plain()
+    console = plain_console(soft_wrap=True)
 
     def say(text: str, **facts: Any) -> None:
         console.print(json.dumps(facts) if as_json else text)
@@ -75,8 +72,7 @@ def replay(
         found = load(_path(report, directory), trust=trust)
         _replay(say, found, env, None if env_kwargs is None else arguments_of(env_kwargs), debug=debug)
     except UsageError as error:
-        plain(stderr=True).print(str(error))
-        raise typer.Exit(2) from error
+        refuse(str(error))
     except EnvRaised as raised:
         text = f"{raised.failure.traceback.rstrip()}\nThe env raised: {str(raised).rstrip('.')}."
         say(text, raised=str(raised), traceback=raised.failure.traceback)
@@ -92,8 +88,9 @@ def _path(report: str, directory: Path | None) -> Path:
             return path
         raise ReportError(f"There are no reports in {directory}.")
     path = Path(report)
-    is_name = path.name == report and not path.exists() and directory is not None
-    return directory / report if is_name and directory is not None and (directory / report).exists() else path
+    if directory is not None and path.name == report and not path.exists() and (directory / report).exists():
+        return directory / report
+    return path
 
 
 def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:
