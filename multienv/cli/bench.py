@@ -25,7 +25,7 @@ from multienv.cli.options import (
     plain_console,
     refuse,
     vector_env_code,
-    working_env_function,
+    working_env,
 )
 from multienv.cores import cores
 
@@ -58,12 +58,12 @@ def bench(
         refuse('--plot needs matplotlib: pip install -e ".[plot]" in a checkout of multienv.')
     load = os.getloadavg()[0]
     with at_work("building ...", as_json=as_json) as status:
-        env_fn = working_env_function(env, env_kwargs)
+        found = working_env(env, env_kwargs)
         try:
-            result = measure(env_fn, num_envs, peers, seconds=seconds, repeats=repeats, told=status.update)
+            result = measure(found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, told=status.update)
         except Exception as error:  # of the env, of other libraries
             refuse(f"{env} cannot be measured: {first_line(error)} `multienv doctor {env}` says more.")
-    code = vector_env_code(env, env_kwargs, num_envs, result.recommended.options or "")
+    code = vector_env_code(found, num_envs, result.recommended.options or "")
     if as_json:
         print(json.dumps({"env": env, "num_envs": num_envs, **_document(result), "code": code}, indent=1))
     else:

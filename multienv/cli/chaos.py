@@ -17,7 +17,7 @@ from multienv.cli.options import (
     first_line,
     plain_console,
     refuse,
-    working_env_function,
+    working_env,
 )
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import MultienvError
@@ -55,10 +55,10 @@ def chaos(
     """
     policy = RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000)
     with at_work("building ...", as_json=as_json) as status:
-        env_fn = working_env_function(env, env_kwargs)
+        found = working_env(env, env_kwargs)
         try:
             result = run_chaos(
-                env_fn,
+                found.env_fn,
                 num_envs=num_envs,
                 kills=kills,
                 seconds=float("inf") if minutes is None else 60 * minutes,

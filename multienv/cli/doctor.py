@@ -16,7 +16,7 @@ from multienv.cli.options import (
     JsonOption,
     KwargsOption,
     at_work,
-    env_function,
+    named_env,
     plain_console,
     vector_env_code,
 )
@@ -52,11 +52,12 @@ def doctor(
     multienv doctor my_envs.py:MyEnv --env-kwargs '{"size": 4}'
     """
     with at_work(f"examining {env} ...", as_json=as_json) as status:
-        patient = Patient(env, env_function(env, env_kwargs), step_deadline, reset_deadline)
+        found = named_env(env, env_kwargs)
+        patient = Patient(env, found.env_fn, step_deadline, reset_deadline)
         rows = examine(patient, lambda row: None if as_json else _show(status.console, row))
     is_broken = rows[-1].verdict == "broken"
     verdict = "broken" if is_broken else "recoverable" if patient.verdict == "ok" else "truncates"
-    code = "" if is_broken else vector_env_code(env, env_kwargs, 8, options_for(patient))
+    code = "" if is_broken else vector_env_code(found, 8, options_for(patient))
     if as_json:
         checks = [row._asdict() for row in rows]
         seconds = None if is_broken else patient.times._asdict()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import gymnasium
@@ -30,10 +30,23 @@ _HOW_TO_BUILD = (
 )
 
 
-def named(name: str, **arguments: Any) -> EnvFn:
-    """Return a function that builds an env.
+class Named(NamedTuple):
+    """Holds an env that was named: what builds it, and how a program says so.
 
-    It is pickled by its name: modules, and the directories of files, are on the import path of workers too.
+    Attributes:
+        env_fn: Builds the env. It is pickled by its name: modules, and the directories of files, are on the import path
+            of workers too.
+        imports: A line of Python.
+        code: An expression for ``env_fn``.
+    """
+
+    env_fn: EnvFn
+    imports: str
+    code: str
+
+
+def named(name: str, **arguments: Any) -> Named:
+    """Find what builds an env.
 
     Args:
         name: An id, ``module:id``, ``module:function``, ``module:Class``, ``file.py:function`` or ``file.py:Class``.
@@ -48,28 +61,20 @@ def named(name: str, **arguments: Any) -> EnvFn:
         raise UsageError(f"{name} is a file: say what builds the env in it: {name}:make_env or {name}:MyEnv.")
     module = _module(where, name) if where else None
     function = getattr(module, rest, None)
-    if callable(function):
-        return partial(function, **arguments) if arguments else function
+    told = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    if module is not None and callable(function):
+        code = f"lambda: {rest}({told[2:]})" if arguments else rest
+        env_fn = partial(function, **arguments) if arguments else function
+        return Named(env_fn, f"from {module.__name__} import {rest}", code)
     if rest in gymnasium.registry:
         full = rest if module is None else f"{module.__name__}:{rest}"  # imports the module in workers too
-        return partial(gymnasium.make, full, **arguments)
+        env_fn = partial(gymnasium.make, full, **arguments)
+        return Named(env_fn, "import gymnasium", f'lambda: gymnasium.make("{full}"{told})')
     known = list(gymnasium.registry) if module is None else [*vars(module), *gymnasium.registry]
     similar = difflib.get_close_matches(rest, known, 1)
     guess = f" Did you mean {where + ':' if where else ''}{similar[0]}?" if similar else f" Give {_FORMS}."
     nothing = "no" if module is None else f"{where} has no such function or class, and no"
     raise UsageError(f"{name}: {nothing} env of that id is registered.{guess}")
-
-
-def code_of(name: str, **arguments: Any) -> tuple[str, str]:
-    """Return what to write in a program: the import, and the function that builds the env of :func:`named`."""
-    where, _, rest = name.rpartition(":")
-    told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    module = Path(where).stem if where.endswith(".py") else where
-    if where and callable(getattr(sys.modules.get(module), rest, None)):
-        return f"from {module} import {rest}", f"lambda: {rest}({told})" if arguments else rest
-    more = f", {told}" if told else ""
-    full = f"{module}:{rest}" if where else rest
-    return "import gymnasium", f'lambda: gymnasium.make("{full}"{more})'
 
 
 def _module(where: str, name: str) -> ModuleType:
@@ -111,7 +116,7 @@ def env_functions(report: Report, env: str | None, arguments: dict[str, Any] | N
     if env is None and arguments is None and report.is_trusted:
         return _trusted(report)
     arguments, spec = arguments or {}, report.env.get("spec")
-    env_fn = None if env is None else named(env, **arguments)
+    env_fn = None if env is None else named(env, **arguments).env_fn
     if env_fn is None or (spec is not None and env is not None and env.rpartition(":")[2] == spec.get("id")):
         if spec is None:
             raise ReportError(

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 
 from multienv import SubprocessEnv
-from multienv.cli.env_functions import EnvFn, code_of, named
+from multienv.cli.env_functions import Named, named
 from multienv.config import Deadlines
 from multienv.errors import EnvsFailedError, MultienvError, UsageError
 from multienv.testing.probe import RAISE, walk
@@ -64,23 +64,23 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
     return arguments
 
 
-def env_function(env: str, env_kwargs: str) -> EnvFn:
-    """Return a function that builds the env, by its name on the command line; end the command if there is none."""
+def named_env(env: str, env_kwargs: str) -> Named:
+    """Return what builds the env, by its name on the command line; end the command if there is none."""
     try:
         return named(env, **arguments_of(env_kwargs))
     except UsageError as error:
         refuse(first_line(error))
 
 
-def working_env_function(env: str, env_kwargs: str) -> EnvFn:
+def working_env(env: str, env_kwargs: str) -> Named:
     """Return the same; end the command if the env cannot be built, reset and stepped in a process of its own."""
-    env_fn = env_function(env, env_kwargs)
+    found = named_env(env, env_kwargs)
     try:
-        with SubprocessEnv(env_fn, restart=RAISE, deadlines=_TRIAL, reports="") as worker:
+        with SubprocessEnv(found.env_fn, restart=RAISE, deadlines=_TRIAL, reports="") as worker:
             walk(worker, _TRIAL_STEPS, seconds=1.0)
     except MultienvError as error:
         refuse(f"{env} does not work: {first_line(error)} `multienv doctor {env}` says more.")
-    return env_fn
+    return found
 
 
 @contextlib.contextmanager
@@ -104,13 +104,12 @@ def at_work(doing: str, *, as_json: bool) -> Iterator[Status]:
         logger.setLevel(level)
 
 
-def vector_env_code(env: str, env_kwargs: str, num_envs: int, options: str) -> str:
+def vector_env_code(env: Named, num_envs: int, options: str) -> str:
     """Return the lines of Python that make a vector env of it, with these options of its constructor."""
-    first, env_fn = code_of(env, **arguments_of(env_kwargs))
     names = [name for name in ("Deadlines", "RestartPolicy") if f"{name}(" in options]
     lines = [
-        first,
+        env.imports,
         f"from multienv import {', '.join([*names, 'SubprocessVectorEnv'])}",
-        f"envs = SubprocessVectorEnv([{env_fn}] * {num_envs}{options and ', '}{options})",
+        f"envs = SubprocessVectorEnv([{env.code}] * {num_envs}{options and ', '}{options})",
     ]
     return "\n".join(lines)
