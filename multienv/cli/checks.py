@@ -183,7 +183,7 @@ def repeats(patient: Patient) -> Row:
             f"reset(seed=0) twice in a process is not the same twice: {place} differs",
             "Forget everything in reset(seed=…), and draw from self.np_random only.",
         )
-    return Row("ok", f"a seed begins the same again, there and in another process, for {patient.first.steps} steps")
+    return Row("ok", f"a seed begins the same again, in one process and in another, for {patient.first.steps} steps")
 
 
 def time_it_takes(patient: Patient) -> Row:
