@@ -129,14 +129,17 @@ class Worker:
     @property
     def name(self) -> str:
         """The worker, named by its envs, as the title of the process has it."""
-        found = _TITLE.match(_command_of(self.pid))
-        return "env" if found is None else found[1]
+        title = self._title()
+        return "env" if title is None else title[1]
 
     @property
     def first(self) -> int | None:
         """Index of its first env in the batch; ``None``: one env without an index."""
-        found = _TITLE.match(_command_of(self.pid))
-        return None if found is None else int(found[2])
+        title = self._title()
+        return None if title is None else int(title[2])
+
+    def _title(self) -> re.Match[str] | None:
+        return _TITLE.match(_command_of(self.pid))
 
     def _work(self) -> tuple[bool, int, int]:
         """Return what stays equal as long as it is at the same thing: idle, number of the request, place in a replay.

@@ -99,22 +99,20 @@ def walk(
     env: Any,
     steps: int,
     *,
-    seed: int = 0,
     seconds: float = float("inf"),
     before_step: Callable[[int], object] = lambda step: None,
 ) -> Walk:
-    """Reset an env with a seed and take random steps; reset it without a seed where an episode ends.
+    """Reset an env with seed 0 and take the same random steps each time; reset it without a seed where an episode ends.
 
     Args:
         env: The env. Its ``action_space`` is seeded.
         steps: How many, at the most.
-        seed: Of the reset and the actions.
         seconds: Ends after this time, but not before the first step.
-        before_step: Called with the number of each step, from 0. The time it takes does not count.
+        before_step: Called with the number of each step, from 0.
     """
     found = Walk()
-    env.action_space.seed(seed)
-    found.seen.append(("reset 0", copy.deepcopy(env.reset(seed=seed)[0])))
+    env.action_space.seed(0)
+    found.seen.append(("reset 0", copy.deepcopy(env.reset(seed=0)[0])))
     until = time.monotonic() + seconds
     while found.steps < steps and (found.steps == 0 or time.monotonic() < until):
         before_step(found.steps)
