@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 from manager_envs import GatedEnv, SeenResetEnv, counters, open_up, opened_meanwhile
 
-from kit import CounterEnv, Fault, FaultyEnv, first_difference, is_alive
+from kit import CounterEnv, Fault, FaultyEnv, first_difference
 from kit.faults import FaultError, TwoArgumentError
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import (
@@ -114,30 +111,6 @@ def test_reset_in_the_middle_drops_the_episode_and_does_not_count_it(manager_of:
         assert list(map(len, play(manager).values())) == [2, 2]
 
 
-def test_spawn(manager_of: Any) -> None:
-    with manager_of(counters(2, horizon=2), episode_num=2, context="spawn") as manager:
-        assert list(map(len, play(manager).values())) == [4, 4]
-
-
-def test_a_manager_that_is_forgotten_leaves_nothing_behind(manager_of: Any) -> None:
-    manager = manager_of(counters(2, horizon=1))
-    manager.launch()
-    manager.step({0: 1, 1: 1})
-    pids = [one.pid for one in manager.statistics()]
-    del manager
-    gc.collect()
-    deadline = time.monotonic() + 5.0
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_alive, pids))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("multienv-manager")]
-
-
-def test_fork_is_refused(manager_of: Any) -> None:
-    with pytest.raises(UsageError, match="fork"):
-        manager_of(counters(1), context="fork")
-
-
 # --- what resets are given ------------------------------------------------------------------------
 
 
@@ -189,30 +162,10 @@ def test_seeds(manager_of: Any, seed: Any, firsts: list[Any]) -> None:
         assert seen[0][index] == seen[1][index]
 
 
-def test_seeds_that_do_not_change(manager_of: Any) -> None:
-    with manager_of([partial(SeenResetEnv, horizon=1)], episode_num=3) as manager:
-        given = [11]
-        manager.seed(given, dynamic_seed=False)
-        manager.reset()
-        assert [seed for seed, _ in resets_seen(manager, 3)[0]] == [11] * 3
-        assert given == [11]
-
-
 @pytest.mark.parametrize("seed", [None, "12", -1, [1], [1, 2, 3], {2: 1}, {0: -1}, 1.5])
 def test_wrong_seeds(seed: Any) -> None:
     with pytest.raises(UsageError):
         AsyncSubprocessEnvManager(counters(2)).seed(seed)
-
-
-def test_random_actions_follow_the_seed(manager_of: Any) -> None:
-    manager = manager_of(counters(2, num_actions=100))
-    drawn = []
-    for _ in range(2):
-        manager.seed(1)
-        with manager:
-            drawn.append([manager.random_action() for _ in range(3)])
-    assert drawn[0] == drawn[1]
-    assert set(drawn[0][0]) == {0, 1}
 
 
 # --- whichever is ready ---------------------------------------------------------------------------

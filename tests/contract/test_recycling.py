@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kit import CounterEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
-from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.events import Event, Recycled
 
 MiB = 2**20
@@ -101,21 +101,6 @@ def test_death_in_the_middle_of_it() -> None:
         record = rollout(env, num_steps=500, seed=1)
         assert env.statistics().losses >= 2
     assert_same_trajectory(record, undisturbed(env_fn, num_steps=500, seed=1))
-
-
-def test_of_several() -> None:
-    def run(policy: RestartPolicy) -> tuple[list[Any], int]:
-        envs = create_subprocess_envs([partial(gymnasium.make, "CartPole-v1")] * 3, restart=policy)
-        with MultiEnv(envs, autoreset_mode="SAME_STEP") as m:
-            record: list[Any] = [m.reset(seed=5)]
-            record += [m.step([(t + i) % 2 for i in range(3)]) for t in range(400)]
-            return record, sum(statistics.recycled for statistics in m.statistics() if statistics)
-
-    plain, none = run(RestartPolicy())
-    recycled, some = run(RestartPolicy(recycle_after_steps=70))
-    assert none == 0
-    assert some >= 9
-    assert repr(plain) == repr(recycled)
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])

@@ -17,12 +17,9 @@ from trainer_process import becomes_true
 
 from kit import (
     CounterEnv,
-    GlobalRandomEnv,
-    StickyStateEnv,
     descendants,
     first_difference,
     is_alive,
-    monitor_pid,
 )
 from multienv import RestartPolicy, SerialEnv, SubprocessEnv
 from multienv.errors import ClosedError, NotForkableError, UsageError
@@ -81,48 +78,6 @@ def reborn(env_fn: Any, old: Any) -> Any:
     """Its state may outlive an episode."""
     old.close()
     return env_fn()
-
-
-def test_everything_is_as_it_was() -> None:
-    """What is drawn from global generators, set from outside, or kept across episodes."""
-    for env_fn in (partial(GlobalRandomEnv, horizon=None), partial(StickyStateEnv, horizon=5, visible_after=1)):
-        with SubprocessEnv(env_fn) as env:
-            env.reset(seed=1)
-            play(env, [np.int64(1)] * 3)
-            env.set_attr("offset", 2.5)
-            token = env.snapshot()
-            runs = []
-            for _ in range(3):
-                env.restore(token)
-                runs.append(play(env, [np.int64(1)] * 2))
-                if env_fn.func is StickyStateEnv:
-                    env.reset()
-                    runs[-1] += play(env, [np.int64(1)] * 3)
-                env.set_attr("offset", 0.0)
-            assert first_difference(runs[0], runs[1]) is None
-            assert first_difference(runs[0], runs[2]) is None
-
-
-def test_it_can_be_restored_after_any_loss() -> None:
-    """Of the worker, of the frozen process, of both."""
-    with SubprocessEnv(ENDLESS) as env:
-        env.reset(seed=1)
-        root = env.snapshot()
-        play(env, [np.int64(1)] * 3)
-        token = env.snapshot()
-        expected = play(env, [np.int64(2)] * 3)
-        for victims in (["worker"], ["frozen"], ["worker", "frozen"], ["frozen", "worker"], []):
-            worker = env.statistics().pid or 0
-            pids = {"worker": [worker], "frozen": alive() - {worker, monitor_pid()}}
-            for victim in victims:
-                for pid in pids[victim]:
-                    os.kill(pid, signal.SIGKILL)
-            env.restore(token)
-            assert first_difference(play(env, [np.int64(2)] * 3), expected) is None, victims
-            token.free()
-            env.restore(root)
-            play(env, [np.int64(1)] * 3)
-            token = env.snapshot()
 
 
 def test_they_are_freed() -> None:

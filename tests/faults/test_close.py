@@ -25,7 +25,6 @@ from kit import (
     CounterEnv,
     Fault,
     FaultyEnv,
-    ForkingEnv,
     SlowEnv,
     SpaceEnv,
     is_alive,
@@ -33,8 +32,8 @@ from kit import (
     no_leaks,
 )
 from kit.faults import FaultError
-from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv.errors import ClosedError, EnvsFailedError, WaitTimeout, WorkerLostError
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv.errors import ClosedError, WaitTimeout, WorkerLostError
 
 # close() asks for this long, then kills: stack (none), SIGTERM and SIGKILL within a second; doubled for a slow machine.
 ASKS = 0.3
@@ -130,28 +129,6 @@ def env_in_state(state: str) -> SubprocessEnv:
     return env
 
 
-@pytest.mark.parametrize(
-    ("how", "stubborn", "end"), [("exec", True, "close"), ("fork", False, "close"), ("fork", True, "kill")]
-)
-def test_the_children_of_an_env_end_with_it(how: Any, stubborn: bool, end: str) -> None:
-    """Also those that lead a session of their own and ignore SIGTERM, and while another env lives."""
-    env_fn = partial(ForkingEnv, children=2, how=how, stubborn=stubborn)
-    with SubprocessEnv(env_fn) as other, SubprocessEnv(env_fn) as env:
-        spared = other.reset(seed=0)[1]["children"]
-        children = env.reset(seed=0)[1]["children"]
-        assert all(map(is_alive, children))
-        if end == "close":
-            env.close()
-        else:
-            os.kill(env.statistics().pid or 0, signal.SIGKILL)
-            assert env.step(1)[0][0] == 1  # the env is back, with children of its own
-        deadline = time.monotonic() + 5.0  # DESIGN says 2 s
-        while any(map(is_alive, children)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not any(map(is_alive, children)), "children of the env live on"
-        assert all(map(is_alive, spared)), "children of another env were killed"
-
-
 def test_close_from_many_threads_at_once() -> None:
     for _ in range(5):
         env = SubprocessEnv(CounterEnv).initialize()
@@ -215,16 +192,6 @@ def test_close_in_the_middle_of_a_step(by: str) -> None:
 
 
 @in_both_ways
-def test_close_in_the_middle_of_building(by: str) -> None:
-    env = SubprocessEnv(partial(SlowEnv, build_seconds=20.0)).start()
-    with closing(by, env, 0.2), pytest.raises(ClosedError):
-        env.initialize()
-    assert env.statistics().state == "closed"
-    with pytest.raises(ClosedError):
-        env.initialize()
-
-
-@in_both_ways
 def test_close_while_a_step_of_several_hangs(by: str) -> None:
     fns = [CounterEnv, partial(FaultyEnv, fault=Fault("hang_c", "step", at=4)), CounterEnv, CounterEnv]
     # A wait of that length exceeds the limit on tests.
@@ -255,27 +222,6 @@ def test_close_while_one_of_several_workers_is_brought_back(by: str, marker: str
         envs.step([1, 1])
 
 
-class ClosesTogether(CounterEnv):
-    """Its close() comes back once all have been asked to close."""
-
-    def __init__(self, directory: str, number: int) -> None:
-        self.directory, self.number = Path(directory), number
-        super().__init__()
-
-    def close(self) -> None:
-        (self.directory / f"closing{self.number}").touch()
-        while len(list(self.directory.glob("closing*"))) < 4:
-            time.sleep(0.005)
-
-
-def test_all_are_asked_to_close_before_any_is_waited_for(tmp_path: Path) -> None:
-    made = [partial(ClosesTogether, str(tmp_path), index) for index in range(4)]
-    envs = SubprocessVectorEnv(made, envs_per_worker=1, deadlines=Deadlines(close=1000))
-    envs.reset(seed=1)
-    envs.close()
-    assert len(list(tmp_path.iterdir())) == 4
-
-
 def test_an_interrupted_close_is_completed_by_the_next() -> None:
     class Impatient(Exception):
         pass
@@ -302,18 +248,6 @@ def test_an_interrupted_close_is_completed_by_the_next() -> None:
 
 
 # --- nothing is left ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("manner", ["raise", "exit"])
-def test_create_subprocess_envs_leaves_nothing_when_one_fails(manner: Any) -> None:
-    warm()
-    fns = [CounterEnv, partial(FaultyEnv, fault=Fault(manner, "construct")), partial(ForkingEnv, stubborn=True)]
-    with no_leaks_of_ours():
-        with pytest.raises(EnvsFailedError) as caught:
-            create_subprocess_envs(fns)
-        assert set(caught.value.failures) == {1}
-        del caught
-        gc.collect()
 
 
 def open_things() -> Counter[str]:
@@ -350,17 +284,6 @@ def kill_and_step(env: SubprocessEnv) -> None:
     os.kill(env.statistics().pid or 0, signal.SIGKILL)
     if env.step(env.action_space.sample())[2]:
         env.reset()
-
-
-def test_observations_outlive_the_env_they_came_from() -> None:
-    """An observation is the caller's own: close() and restarts do not change it, nor crash who reads it."""
-    with SubprocessEnv(partial(SpaceEnv, observation_space=Box(0, 255, (128, 128, 3), "uint8"))) as env:
-        first, _ = env.reset(seed=0)
-        copy = first.copy()
-        kill_and_step(env)
-        assert (first == copy).all()
-    gc.collect()
-    assert (first == copy).all()
 
 
 def test_close_waits_for_a_slow_env_close(tmp_path: Path) -> None:

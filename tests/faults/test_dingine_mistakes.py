@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainer_process import run
 
-from kit import CounterEnv, Fault, FaultyEnv, SameArrayEnv, SlowEnv
-from kit.faults import TwoArgumentError
-from multienv import AsyncSubprocessEnvManager, RestartPolicy, StackedSubprocessEnvManager, SyncSubprocessEnvManager
+from kit import CounterEnv, SameArrayEnv, SlowEnv
+from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import EnvsFailedError
 from multienv.managers.config import EnvState
 
@@ -147,38 +141,6 @@ def test_resets_asked_for_are_tried_again_too_and_fail_alone(manager_of: Any, er
 # --- late replies answer the next request ---------------------------------------------------------
 
 
-def test_a_late_reply_to_a_reset_answers_the_next_request(manager_of: Any, marker: str) -> None:
-    """The reset that took too long is answered after all: SIGSTOP, a passed deadline, SIGCONT."""
-    with manager_of([partial(CounterEnv, horizon=3)] * 2, reset_timeout=0.3, max_retry=3) as manager:
-        for _ in range(2):
-            pid = manager.statistics()[0].pid
-            os.kill(pid, signal.SIGSTOP)
-            continuing = threading.Timer(0.2, _continue, [pid])
-            continuing.start()
-            manager.reset({0: {"options": {"start": 1}}})
-            continuing.join()
-            assert manager.ready_obs[0][0] == 1
-            timesteps: dict[int, Any] = {}
-            while 0 not in timesteps:
-                timesteps = manager.step({0: 2})
-            assert timesteps[0].observation[[0, 3]].tolist() == [2, 2]
-
-
-def _continue(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # killed at its deadline
-        os.kill(pid, signal.SIGCONT)
-
-
-def test_a_reset_does_not_read_the_reply_of_a_step_under_way() -> None:
-    fns = [partial(SlowEnv, step_seconds=0.2), CounterEnv]
-    with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0) as manager:
-        assert set(manager.step({0: 3, 1: 1})) == {1}
-        manager.reset({0: {"options": {"start": 4}}})
-        assert manager.ready_obs[0][[0, 3]].tolist() == [4, -1]
-        timesteps: dict[int, Any] = manager.step({0: 2})
-        assert timesteps[0].observation[[0, 3]].tolist() == [5, 2]
-
-
 # --- observations alias each other ----------------------------------------------------------------
 
 
@@ -225,61 +187,10 @@ def test_a_renewed_worker_has_the_seed_of_its_episode(manager_of: Any, errors: P
 # --- an exception with its own constructor kills the worker ---------------------------------------
 
 
-def test_an_exception_with_its_own_constructor_arrives_and_the_worker_lives(manager_of: Any) -> None:
-    with manager_of([partial(FaultyEnv, fault=Fault("custom_exception", "step", at=1))]) as manager:
-        pid = manager.statistics()[0].pid
-        with pytest.raises(TwoArgumentError):
-            manager.step({0: 1})
-        manager.reset({0: None})
-        assert manager.step({0: 1})[0].observation[0] == 1
-        assert manager.statistics()[0].pid == pid
-
-
 # --- Ctrl-C restarts the env, or counts as a retry ------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "manager", ["AsyncSubprocessEnvManager", pytest.param("SyncSubprocessEnvManager", marks=pytest.mark.soak)]
-)
-@pytest.mark.parametrize(
-    "what", ["step", "retry", *(pytest.param(one, marks=pytest.mark.soak) for one in ("ready_obs", "reset"))]
-)
-def test_ctrl_c_retries_nothing_and_loses_nothing(manager: str, what: str, tmp_path: Path) -> None:
-    run("manager_trainers", "ctrl_c", manager, what, tmp_path)
 
 
 # --- the watchdog is SIGALRM inside the env's process ---------------------------------------------
 
 
-class AlarmEnv(CounterEnv):
-    """Uses SIGALRM for its own purposes."""
-
-    def reset(self, **options: Any) -> Any:
-        signal.signal(signal.SIGALRM, lambda *_: setattr(self, "rung", True))
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        return super().reset(**options)
-
-    def step(self, action: Any) -> Any:
-        while not getattr(self, "rung", False):
-            time.sleep(0.01)
-        return super().step(action)
-
-
-def test_an_env_may_use_sigalrm_under_a_timeout(manager_of: Any) -> None:
-    with manager_of([AlarmEnv], step_timeout=20.0, reset_timeout=20.0) as manager:
-        assert manager.step({0: 1})[0].observation[0] == 1
-        assert manager.statistics()[0].losses == 0
-
-
 # --- and more of the kind -------------------------------------------------------------------------
-
-
-def test_the_lists_of_the_caller_are_changed() -> None:
-    fns: list[Any] = [CounterEnv, CounterEnv]
-    seeds, actions = [1, 2], [1, 1]
-    manager = StackedSubprocessEnvManager(fns, restart=RestartPolicy())
-    manager.seed(seeds)
-    with manager:
-        assert len(manager.ready_obs) == 2
-        manager.step(actions)
-    assert (fns, seeds, actions) == ([CounterEnv, CounterEnv], [1, 2], [1, 1])

@@ -8,18 +8,16 @@ import random
 import signal
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
 from trainer_process import becomes_true
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SlowEnv, first_difference, is_alive
-from multienv import AsyncSubprocessEnvManager, RestartPolicy, StackedSubprocessEnvManager, SyncSubprocessEnvManager
-from multienv.errors import ClosedError, EnvsFailedError, PoisonError, WorkerDiedError, WorkerHungError
+from multienv import AsyncSubprocessEnvManager, RestartPolicy, SyncSubprocessEnvManager
+from multienv.errors import ClosedError, EnvsFailedError, WorkerDiedError, WorkerHungError
 from multienv.managers.config import EnvState
 
 sys.path.append(str(Path(__file__).parent.parent / "contract"))
@@ -89,34 +87,6 @@ def test_random_subsets_with_kills_until_done(manager_of: Any, seed: int, inplac
     assert sum(one.truncated_recoveries for one in statistics) == 0
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", pytest.param("LunarLander-v3", marks=pytest.mark.soak)])
-def test_real_envs_with_kills_are_as_in_process(manager_of: Any, env_id: str) -> None:
-    fn = partial(gymnasium.make, env_id)
-    manager = manager_of([fn] * 3, episode_num=2, wait_num=1)
-    manager.seed(3)
-    seen: dict[int, list[Any]] = {index: [] for index in range(3)}
-    with manager:
-        count = 0
-        while not manager.done:
-            count += 1
-            ready = list(manager.ready_obs)
-            if count % 10 == 0 and ready:
-                kill(manager, ready[0])
-            for index, timestep in manager.step(dict.fromkeys(ready, 1)).items():
-                seen[index].append(tuple(timestep))
-        assert sum(one.losses for one in manager.statistics()) > 0
-    for index, transitions in seen.items():
-        twin, expected = fn(), []
-        for episode in range(2):
-            twin.reset(seed=manager._seed_of(index, episode))
-            ended = False
-            while not ended:
-                expected.append(twin.step(1))
-                ended = expected[-1][2] or expected[-1][3]
-        twin.close()
-        assert first_difference(transitions, expected) is None
-
-
 def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
     """Env 0 cannot be built again until the other one has gone on for a while."""
     gate = tmp_path / "gate"
@@ -135,21 +105,6 @@ def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
                 seen = manager.step(dict.fromkeys(manager.ready_obs, 1))
         assert seen[0].observation[0] == 1
         assert manager.statistics()[0].exact_recoveries == 1
-
-
-def test_waiting_for_a_recovery_costs_no_time_of_the_processor(tmp_path: Path) -> None:
-    """The thread that recovers wakes the one that waits."""
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    fns = [partial(GatedBuildEnv, gate=str(gate)), CounterEnv]
-    with AsyncSubprocessEnvManager(fns, restart=RestartPolicy(snapshots=False)) as manager:
-        kill(manager, 0)
-        timer = threading.Timer(1.0, gate.write_bytes, [b""])
-        timer.start()
-        before = time.thread_time()
-        assert set(manager.step({0: 1})) == {0}
-        assert time.thread_time() - before < 0.05
-        timer.join()
 
 
 @pytest.mark.parametrize("how", ["thread", "signal"])
@@ -213,18 +168,6 @@ def test_a_worker_lost_for_good_fails_alone(manager_of: Any) -> None:
         assert len(manager.step(dict.fromkeys(range(3), 1))) == 3
 
 
-def test_a_hung_step_is_killed_at_its_timeout(manager_of: Any, marker: str) -> None:
-    """And the episode goes on as if it had not hung."""
-    fns = [CounterEnv, partial(FaultyEnv, fault=Fault("hang", "step", at=2, once=marker))]
-    with manager_of(fns, step_timeout=0.5) as manager:
-        seen: list[float] = []
-        while len(seen) < 3:
-            timesteps = manager.step(dict.fromkeys(manager.ready_obs, 1))
-            seen += [timesteps[1].observation[0]] if 1 in timesteps else []
-        assert seen == [1, 2, 3]
-        assert manager.statistics()[1].losses == 1
-
-
 def test_a_hung_reset_in_the_background_surfaces(manager_of: Any) -> None:
     fault = Fault("hang", "reset", at=2)
     fns = [partial(FaultyEnv, fault=fault, horizon=1), partial(CounterEnv, horizon=None)]
@@ -235,27 +178,6 @@ def test_a_hung_reset_in_the_background_surfaces(manager_of: Any) -> None:
         assert list(caught.value.failures) == [0]  # type: ignore[attr-defined]
         assert manager.env_states == {0: EnvState.ERROR, 1: EnvState.RUN}
         assert not manager.closed
-
-
-def test_resets_that_always_hang_are_timeouts(manager_of: Any) -> None:
-    """However often the policy has them tried."""
-    with manager_of([partial(FaultyEnv, fault=Fault("hang", "reset", at=2))] * 2, reset_timeout=0.3) as manager:
-        with pytest.raises(TimeoutError) as caught:
-            manager.reset()
-        assert isinstance(caught.value, EnvsFailedError)
-        assert all(isinstance(error, PoisonError) for error in caught.value.failures.values())
-        assert not manager.closed
-
-
-def test_close_is_bounded_for_all_together() -> None:
-    """Each of them takes all the time that close() gives: side by side, and after that they are killed."""
-    with SyncSubprocessEnvManager([partial(SlowEnv, close_seconds=60.0)] * 10) as manager:
-        pids = [one.pid for one in manager.statistics()]
-        begin = time.monotonic()
-        manager.close()
-        seconds = time.monotonic() - begin
-    assert not any(map(is_alive, pids))
-    assert seconds < 10 * 5.0  # one after the other
 
 
 @pytest.mark.parametrize("what", ["construct", pytest.param("reset", marks=pytest.mark.soak)])
@@ -300,17 +222,6 @@ class NeverReadyEnv(CounterEnv):
         signal.pause()
 
 
-def test_close_from_another_thread_ends_a_step(manager_of: Any) -> None:
-    with manager_of([partial(SlowEnv, step_seconds=60.0)] * 2) as manager:
-        loop = manager._rollout
-        thread = threading.Thread(target=lambda: becomes_true(loop.stepping) and manager.close())
-        thread.start()
-        with pytest.raises(ClosedError):
-            manager.step({0: 1, 1: 1})
-        thread.join()
-        assert manager.closed
-
-
 def test_close_from_a_signal_handler_ends_a_step(manager_of: Any) -> None:
     with manager_of([partial(SlowEnv, step_seconds=60.0)] * 2) as manager:
         before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())
@@ -338,20 +249,3 @@ def test_launch_again_after_workers_died_for_good(manager_of: Any) -> None:
             with pytest.raises(EnvsFailedError):
                 manager.step({0: 1, 1: 1})
             becomes_true(lambda pid=pid: not is_alive(pid))
-
-
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_stacked_with_kills_until_done(seed: int) -> None:
-    dice = random.Random(seed)
-    fns = [partial(CounterEnv, horizon=2 + index) for index in range(4)]
-    with StackedSubprocessEnvManager(fns, episode_num=3) as manager:
-        steps = [0] * 4
-        while not manager.done:
-            batch = manager.ready_obs
-            if dice.random() < 0.3:
-                kill(manager, dice.randrange(4))
-            for timestep, before in zip(manager.step([1] * len(batch)), batch, strict=True):
-                steps[timestep.env_id] += 1
-                assert timestep.observation[0] == before[0] + 1
-        assert steps == [6, 9, 12, 15]
-        assert [one.steps for one in manager.statistics()] == steps

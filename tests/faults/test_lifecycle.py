@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from trainer_process import Trainer
 
-SOAK = pytest.mark.soak
 TRAINERS = "lifecycle_trainers"
 SIGNALS = {"sigkill": signal.SIGKILL, "sigterm": signal.SIGTERM, "sigint": signal.SIGINT}
 
@@ -37,29 +35,12 @@ def test_nothing_outlives_a_trainer_that_holds_envs_in_all_states(how: str, meth
         assert code == {"return": 0, "exception": 1, "os_exit": 4}.get(how, -SIGNALS.get(how, 0))
 
 
-INSIDE: list[Any] = [
-    ("sigkill", "recovery"),
-    ("sigint", "hang_in_c"),
-    ("sigint", "hang_in_initialize"),
-    ("sigint", "step of several"),
-    ("sigkill", "step of a batch"),
-    ("sigint", "between steps of a batch"),
-]
 INSIDE += [
     pytest.param(how, state, marks=SOAK)
     for how in SIGNALS
     for state in ("hang_in_python", "hang_in_reset", "long_step", "recovery", "step of several", "step of a batch")
     if (how, state) not in INSIDE
 ]
-
-
-@pytest.mark.parametrize(("how", "state"), INSIDE)
-def test_nothing_outlives_a_trainer_that_is_inside_a_call(how: str, state: str, tmp_path: Path) -> None:
-    with Trainer(TRAINERS, "block_in", state, "forkserver", tmp_path) as trainer:
-        trainer.expect("ready")
-        trainer.signal_group(SIGNALS[how])
-        assert trainer.wait() == -SIGNALS[how]
-        trainer.assert_nothing_lives()
 
 
 def test_nothing_outlives_a_trainer_whose_group_is_told_to_stop() -> None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_process import run
 
 from kit import (
     CounterEnv,
@@ -184,8 +183,3 @@ def test_gym3_one_failure_makes_every_later_call_raise_it() -> None:
         multi.reset(seed=1)
         assert [int(observation[0]) for observation in multi.step([1, 1, 1])[0]] == [1, 1, 1]
         assert multi.call("poke") == [1, 1, 1]
-
-
-def test_a_trainer_that_closes_nothing_ends_by_itself(tmp_path: Path) -> None:
-    """gymnasium's AsyncVectorEnv and PufferLib leave a trainer that forgets close() hanging at its end."""
-    run("lifecycle_trainers", "hold_everything", "forkserver", "return", tmp_path)

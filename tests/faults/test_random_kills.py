@@ -17,7 +17,6 @@ from typing import Any
 
 import ale_py
 import gymnasium
-import numpy as np
 import pytest
 from gymnasium import wrappers
 
@@ -207,20 +206,3 @@ def test_a_long_episode_goes_on_from_a_state_of_the_env(name: str, rounds: int) 
     assert statistics.exact_recoveries == statistics.losses == 6 * rounds
     assert statistics.state_anchors > 0
     assert rungs.count("state") >= 3 * rounds
-
-
-def test_the_steps_of_a_snapshot_are_counted_though_calls_that_are_not_journalled_came_between() -> None:
-    """Reading an attribute takes a number too; what comes since a snapshot is found all the same."""
-    env_fn = partial(gymnasium.make, "CartPole-v1", sutton_barto_reward=True)
-    actions = [np.int64(action) for action in np.random.default_rng(0).integers(2, size=120)]
-    for kill_at in range(64, 96, 16):
-        with SubprocessEnv(env_fn, restart=RestartPolicy(snapshot_every=32)) as env:
-
-            def strike(step: int, env: SubprocessEnv = env, kill_at: int = kill_at) -> None:
-                if step in (10, kill_at - 3):
-                    assert env.get_attr("gravity") == 9.8
-                if step == kill_at:
-                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
-
-            assert play_beside(env, env_fn, actions, strike) == 0
-            assert env.statistics().losses == env.statistics().exact_recoveries == 1

@@ -21,7 +21,7 @@ import pytest
 
 from kit import CounterEnv, Fault, FaultyEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
-from multienv.errors import PoisonError, WorkerDiedError, WorkerHungError
+from multienv.errors import PoisonError, WorkerDiedError
 from multienv.events import Recovery
 from multienv.reports import store
 from multienv.reports.plain import plain_message
@@ -112,21 +112,6 @@ def test_a_segfault_has_its_native_stack(reports: Path) -> None:
     assert Path(caught.value.report).parent == reports
 
 
-@pytest.mark.parametrize("manner", ["hang", "hang_c"])
-def test_a_hang_has_the_stack_it_hung_in(reports: Path, manner: str) -> None:
-    with faulty(manner, at=2, restart=RAISE) as env:
-        env.reset(seed=1)
-        env.step(0)
-        with pytest.raises(WorkerHungError):
-            env.step(3)
-    report = only(reports)
-    assert report["loss"]["cause"] == "hung"
-    assert "deadline" in report["what"]
-    assert report["request"]["deadline"] == 0.5
-    assert "deadline of 0.5 s" in report["what"]
-    assert any("faults.py" in line for line in report["loss"]["stack"])
-
-
 def test_poison_tells_its_action_and_how_to_see_it_again(reports: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "multienv"), faulty("exit", action=3, exit_code=7) as env:
         env.reset(seed=2)
@@ -155,18 +140,6 @@ def test_poison_elsewhere_is_in_the_error(reports: Path) -> None:
     assert report["request"]["message"] == {
         "Call": {"name": "poke", "args": [0.5], "kwargs": {}, "slots": None, "recorded": True}
     }
-
-
-def test_an_env_that_dies_while_it_is_built(reports: Path) -> None:
-    env = faulty("segv", "construct")
-    with pytest.raises(WorkerDiedError):
-        env.initialize()
-    env.close()
-    report = only(reports)
-    assert report["loss"]["command"] == "initialize"
-    assert report["journal"] is None
-    assert report["recovery"]["attempts"] == 1  # it had been tried once before
-    assert report["loss"]["signal"] == "SIGSEGV"
 
 
 # --- where they lie -------------------------------------------------------------------------------

@@ -17,17 +17,14 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
-from trainer_process import Trainer, becomes_true
+from trainer_process import becomes_true
 
 from kit import (
     CounterEnv,
-    StickyStateEnv,
-    assert_same_trajectory,
     descendants,
     is_alive,
-    rollout,
 )
-from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from multienv import RestartPolicy, SubprocessEnv
 from multienv.events import Event, Recovery
 
 gymnasium.register_envs(ale_py)
@@ -79,66 +76,7 @@ def steps(env: Any, count: int) -> list[Any]:
     return [env.step(np.int64(1 + index % 2))[:2] for index in range(count)]
 
 
-def test_state_that_no_journal_holds_any_more_is_kept() -> None:
-    """The journal reaches back to the last reset or two, and this env remembers more."""
-    policy = RestartPolicy(snapshot_every=3, journal_limit=4000)
-    env_fn = partial(StickyStateEnv, horizon=20, visible_after=2)
-    actions = [np.int64(1 + index % 3) for index in range(300)]
-    rungs = Rungs()
-    with SubprocessEnv(env_fn, restart=policy, hooks=[rungs]) as env:
-        seen = rollout(env, actions, seed=5, before_step=lambda step: step % 11 == 7 and kill(pid_of(env)))
-    assert_same_trajectory(seen, rollout(env_fn(), actions, seed=5))
-    assert set(rungs.seen) == {"snapshot"}
-
-
 # --- what else may die ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("which", ["snapshot", "both", "snapshot, later the worker"])
-def test_the_snapshot_dies(which: str) -> None:
-    rungs = Rungs()
-    with SubprocessEnv(ENDLESS, restart=OFTEN, hooks=[rungs]) as env:
-        env.reset(seed=0)
-        seen = steps(env, 7)
-        settle(env)
-        first = snapshot_of(env)
-        kill(first)
-        if which == "both":
-            kill(pid_of(env))
-        seen += steps(env, 7)
-        settle(env)
-        assert snapshot_of(env) != first, "the worker, or what replaces it, takes snapshots again"
-        if which.endswith("worker"):
-            kill(pid_of(env))
-        seen += steps(env, 1)
-        assert [int(one[0][0]) for one in seen] == list(range(1, 16))
-    # The worker may have taken another one before it was killed, too.
-    assert rungs.seen in {"snapshot": ([],), "both": (["journal"], ["snapshot"])}.get(which, (["snapshot"],))
-
-
-class HangsInACopy(CounterEnv):
-    """Steps only in the process that has built it."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=None)
-        self.builder = os.getpid()
-
-    def step(self, action: Any) -> Any:
-        if os.getpid() != self.builder:
-            threading.Event().wait()
-        return super().step(action)
-
-
-def test_a_snapshot_that_hangs_in_its_replay_leaves_time_for_the_journal() -> None:
-    rungs = Rungs()
-    with SubprocessEnv(HangsInACopy, restart=OFTEN, deadlines=Deadlines(recovery=4.0), hooks=[rungs]) as env:
-        env.reset(seed=0)
-        seen = steps(env, 3)  # after the first a snapshot is taken, and the next comes after the fourth
-        assert env.statistics().snapshots == 1
-        kill(pid_of(env))
-        seen += steps(env, 1)
-    assert [int(one[0][0]) for one in seen] == [1, 2, 3, 4]
-    assert rungs.seen == ["journal"]
 
 
 def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
@@ -237,15 +175,6 @@ def test_an_env_that_cannot_be_forked_has_none(obstacle: str) -> None:
 
 
 # --- nothing left behind --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("moment", ["alive", "bereaved"])
-def test_the_trainer_dies(moment: str) -> None:
-    with Trainer("lifecycle_trainers", "hold_snapshots", "forkserver", moment) as trainer:
-        trainer.expect("ready")
-        trainer.signal(signal.SIGKILL)
-        trainer.wait()
-        trainer.assert_nothing_lives()
 
 
 def test_a_snapshot_that_nobody_wants_ends() -> None:

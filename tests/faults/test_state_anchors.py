@@ -208,14 +208,3 @@ def test_a_checkpoint_of_a_long_episode() -> None:
     for one, two in zip(expected, actual, strict=True):
         np.testing.assert_array_equal(one[0], two[0])
         assert one[1:] == two[1:]
-
-
-def test_a_process_is_replaced_in_the_middle_of_a_long_episode() -> None:
-    policy = RestartPolicy(snapshots=False, journal_limit=200_000, recycle_after_steps=2500)
-    with SubprocessEnv(ENDLESS, restart=policy) as env:
-        env.reset(seed=1)
-        before = pid_of(env)
-        outgrow(env, 8000)
-        assert env.statistics().recycled >= 2
-        assert pid_of(env) != before
-        assert env.step(np.int64(1))[0][0] == 8001
