@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from invariants.faces import Face
 
+from invariants.faces import Face
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
 from kit.interruption import Ledger, disarm, every_place
 from kit.trainer_process import becomes_true

@@ -1,47 +1,34 @@
-"""One test for each mistake seen in DI-engine's managers. Named after it."""
+"""One test for each mistake seen in DI-engine's managers that the tests of the invariants do not hold down.
+
+Late replies and resets that read the reply of a step: invariant 4; Ctrl-C: 8; exceptions with constructors of their own: 6.
+"""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from manager_envs import FailingResetEnv
 
 from kit import CounterEnv, SameArrayEnv, SlowEnv
-from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import EnvsFailedError
 from multienv.managers.config import EnvState
 
-sys.path.append(str(Path(__file__).parent.parent / "contract"))
-from manager_envs import FailingResetEnv
-
-BOTH = [AsyncSubprocessEnvManager, pytest.param(SyncSubprocessEnvManager, marks=pytest.mark.soak)]
-
-
-@pytest.fixture(params=BOTH)
-def manager_of(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
 
 @pytest.fixture
-def errors(tmp_path: Path) -> Iterator[Path]:
-    """What the next resets raise, a line each."""
+def errors(tmp_path: Path) -> Path:
+    """Return the file that has what the next resets raise, a line each."""
     return tmp_path / "errors"
-
-
-def cpu_seconds() -> float:
-    return time.thread_time()
 
 
 # --- ready_obs spins forever when every env is done -----------------------------------------------
 
 
-def test_ready_obs_spins_when_all_are_done(manager_of: Any) -> None:
+def test_ready_obs_returns_when_all_envs_are_done(manager_of: Any) -> None:
     with manager_of([partial(CounterEnv, horizon=1)] * 2, episode_num=1) as manager:
         manager.step({0: 1, 1: 1})
         assert manager.done
@@ -50,14 +37,13 @@ def test_ready_obs_spins_when_all_are_done(manager_of: Any) -> None:
 
 @pytest.mark.parametrize("action", ["ready_obs", "step"])
 def test_waiting_costs_no_time_of_the_processor(manager_of: Any, action: str) -> None:
-    """Waiting for a second is a handful of system calls."""
-    slow = partial(SlowEnv, horizon=1, **{"reset_seconds" if action == "ready_obs" else "step_seconds": 1.0})
+    slow = partial(SlowEnv, horizon=1, **{"reset_seconds" if action == "ready_obs" else "step_seconds": 0.5})
     with manager_of([slow] * 2) as manager:
         if action == "ready_obs":
             manager.step({0: 1, 1: 1})
-        before = cpu_seconds()
+        before = time.thread_time()
         manager.ready_obs if action == "ready_obs" else manager.step({0: 1, 1: 1})
-        assert cpu_seconds() - before < 0.1
+        assert time.thread_time() - before < 0.05
 
 
 # --- a reset failing in the background closes the manager silently --------------------------------
@@ -135,17 +121,11 @@ def test_resets_asked_for_are_tried_again_too_and_fail_alone(manager_of: Any, er
         assert set(manager.ready_obs) == {1}
 
 
-# --- an action list can reach the wrong envs when a reset finishes in between: test_stacked_env_manager.py ------------
-
-
-# --- late replies answer the next request ---------------------------------------------------------
-
-
 # --- observations alias each other ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_observations_handed_out_are_overwritten_by_later_steps(manager_of: Any, shared_memory: bool) -> None:
+def test_observations_handed_out_are_not_overwritten_by_later_steps(manager_of: Any, shared_memory: bool) -> None:
     with manager_of([SameArrayEnv] * 2, shared_memory=shared_memory) as manager:
         kept = [manager.ready_obs[0]]
         for _ in range(4):
@@ -182,15 +162,3 @@ def test_a_renewed_worker_has_the_seed_of_its_episode(manager_of: Any, errors: P
         seeds.append(given)
     assert seeds[0] == seeds[1]
     assert len({seed for (seed, _), _ in seeds[0]}) == 3
-
-
-# --- an exception with its own constructor kills the worker ---------------------------------------
-
-
-# --- Ctrl-C restarts the env, or counts as a retry ------------------------------------------------
-
-
-# --- the watchdog is SIGALRM inside the env's process ---------------------------------------------
-
-
-# --- and more of the kind -------------------------------------------------------------------------

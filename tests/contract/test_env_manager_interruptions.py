@@ -102,11 +102,13 @@ def stacked_step(managed: Managed, interruption: Interruption) -> None:
     if timesteps is None:
         for index in manager.ready_env:  # not sent
             managed.given.pop(index, None)
+        refusal = "ready_obs"
         try:
             timesteps = manager.step(list(actions.values()))
             managed.give(ids, interruption.place)
         except (UsageError, ActionError) as error:
-            assert "ready_obs" in str(error)
+            refusal = str(error)
+        assert "ready_obs" in refusal
     managed.take(timesteps or [])
     while managed.given:
         ids = see()
