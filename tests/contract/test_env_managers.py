@@ -162,7 +162,7 @@ def test_seeds(manager_of: Any, seed: Any, firsts: list[Any]) -> None:
         assert seen[0][index] == seen[1][index]
 
 
-@pytest.mark.parametrize("seed", [None, "12", -1, [1], [1, 2, 3], {2: 1}, {0: -1}, 1.5])
+@pytest.mark.parametrize("seed", [None, "12", -1, [1], {2: 1}])
 def test_wrong_seeds(seed: Any) -> None:
     with pytest.raises(UsageError):
         AsyncSubprocessEnvManager(counters(2)).seed(seed)
@@ -287,7 +287,7 @@ class TalkativeEnv(CounterEnv):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("info", [None, {"abnormal": np.ones(2)}, {"multienv": 3}], ids=repr)
+@pytest.mark.parametrize("info", [None, {"multienv": 3}], ids=repr)
 def test_infos_of_any_kind(manager_of: Any, info: Any, inplace: bool) -> None:
     with manager_of([partial(TalkativeEnv, info), *counters(1)], reset_inplace=inplace) as manager:
         timesteps = manager.step({0: 1, 1: 1})

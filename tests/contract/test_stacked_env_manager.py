@@ -123,11 +123,7 @@ def test_nested_observations() -> None:
 
 
 ACTION_SPACES = {
-    "Box": spaces.Box(-1, 1, (2, 2)),
-    "MultiDiscrete": spaces.MultiDiscrete([3, 4]),
-    "MultiBinary": spaces.MultiBinary(3),
     "Dict": spaces.Dict({"a": spaces.Discrete(5), "b": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3)))}),
-    "Tuple": spaces.Tuple((spaces.Discrete(5), spaces.Box(-1, 1, (3,)))),
     "custom": TokenSpace(),
 }
 
