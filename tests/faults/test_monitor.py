@@ -11,9 +11,9 @@ import threading
 from typing import Any
 
 import pytest
-from trainer_process import becomes_true
 
 from kit import CounterEnv, descendants, is_alive, monitor_pid
+from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError
 

@@ -19,7 +19,7 @@ from multienv import SubprocessVectorEnv
 
 ENDLESS = partial(CounterEnv, horizon=None)
 # A kind of face and how many of its envs share a process.
-FACES: list[Any] = [("subprocess_env", 1), ("multi_env", 1), ("vector_env", 1), ("vector_env", 3)]
+FACES: list[Any] = [("subprocess_env", 1), ("multi_env", 1), ("vector_env", 3)]
 
 
 @contextlib.contextmanager
