@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from manager_envs import GatedEnv, SeenResetEnv, counters, open_up, opened_meanwhile
 
-from kit import CounterEnv, Fault, FaultyEnv, first_difference
-from kit.faults import FaultError, TwoArgumentError
+from kit import CounterEnv, first_difference
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import (
     CallPendingError,
@@ -253,26 +252,6 @@ def test_ready_obs_waits_for_a_reset_when_nothing_else_is_ready(manager_of: Any,
 
 
 # --- what envs raise ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exception", ["FaultError", "TwoArgumentError"])
-def test_what_an_env_raises_arrives_with_the_results_of_the_others(manager_of: Any, exception: str) -> None:
-    kind = {"FaultError": FaultError, "TwoArgumentError": TwoArgumentError}[exception]
-    manner: Any = {"FaultError": "raise", "TwoArgumentError": "custom_exception"}[exception]
-    fns = [*counters(1), partial(FaultyEnv, fault=Fault(manner, "step", at=2)), *counters(1)]
-    with manager_of(fns, wait_num=3) as manager:
-        manager.step(dict.fromkeys(range(3), 1))
-        with pytest.raises(kind) as caught:
-            manager.step(dict.fromkeys(range(3), 1))
-        error: Any = caught.value
-        assert isinstance(error, EnvsFailedError)
-        assert list(error.failures) == [1]
-        assert [None if result is None else result.observation[0] for result in error.results] == [2, None, 2]
-        assert manager.env_states[1] == EnvState.ERROR
-        with pytest.raises(ResetNeededError, match=r"env 1 has failed; reset\(\{1: None\}\)"):
-            manager.step({1: 1})
-        manager.reset({1: None})
-        assert [timestep.observation[0] for timestep in manager.step(dict.fromkeys(range(3), 1)).values()] == [3, 1, 3]
 
 
 class TalkativeEnv(CounterEnv):
