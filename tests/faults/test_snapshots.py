@@ -165,10 +165,10 @@ class ForkShyEnv(CounterEnv):
 def test_an_env_that_a_snapshot_does_not_bring_back_costs_the_others_of_its_process_nothing(has_stray: bool) -> None:
     """The first rung on which no env strays is taken, else the last one, and its strays are truncated alone."""
     rungs, stray = Rungs(), partial(NondeterministicEnv, since=1, horizon=None)
-    env_fns = [partial(CounterEnv, horizon=6), partial(ForkShyEnv, horizon=7), stray if has_stray else CounterEnv]
+    env_fns = [ENDLESS, partial(ForkShyEnv, horizon=None), stray if has_stray else ENDLESS]
     with Face("vector_env", env_fns, restart=OFTEN, hooks=[rungs]) as face:
-        # Snapshots are taken after every third request; these kills come when there has been another since.
-        face.env_fns[1] = partial(CounterEnv, horizon=7)
+        # A snapshot is taken after every third request; the kill comes when there has been another since, to hold it against.
+        face.env_fns[1] = ENDLESS
         actions = counts(25)
         records = face.record(actions, 4, lambda step: face.signal() if step == 11 else None)
         assert_as_without_losses(face, records, actions, 4, envs=[0, 1] if has_stray else None)
