@@ -97,9 +97,9 @@ def test_a_process_that_dies_while_it_is_replaced_is_brought_back() -> None:
 
     env_fn = partial(CounterEnv, horizon=40)
     with SubprocessEnv(env_fn, restart=RestartPolicy(recycle_after_steps=64), hooks=[kill]) as env:
-        record = rollout(env, num_steps=500, seed=1)
+        record = rollout(env, num_steps=300, seed=1)
         assert env.statistics().losses >= 2
-    assert_same_trajectory(record, undisturbed(env_fn, num_steps=500, seed=1))
+    assert_same_trajectory(record, undisturbed(env_fn, num_steps=300, seed=1))
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP"])

@@ -112,7 +112,7 @@ def env_in_state(state: str) -> SubprocessEnv:
 
 
 def test_close_from_many_threads_at_once() -> None:
-    for _ in range(5):
+    for _ in range(2):
         env = SubprocessEnv(CounterEnv).initialize()
         errors: list[BaseException] = []
         ready = threading.Barrier(8)
@@ -165,7 +165,7 @@ def closing(by: str, env: Any, seconds: float) -> Iterator[None]:
 @pytest.mark.parametrize("by", ["handler", "thread"])
 def test_close_in_the_middle_of_a_step(by: str) -> None:
     moments = random.Random(2)
-    for _ in range(12):
+    for _ in range(6):
         env = SubprocessEnv(ENDLESS).initialize()
         env.reset(seed=0)
         pid = env.statistics().pid or 0
@@ -251,17 +251,17 @@ def open_things() -> Counter[str]:
     return found
 
 
-def test_twenty_restarts_leave_no_descriptor_map_or_thread() -> None:
+def test_ten_restarts_leave_no_descriptor_map_or_thread() -> None:
     with SubprocessEnv(partial(SpaceEnv, observation_space=Box(0, 255, (128, 128, 3), "uint8"))) as env:
         env.reset(seed=0)
         kill_and_step(env)
         gc.collect()
         before = open_things()
-        for _ in range(20):
+        for _ in range(10):
             kill_and_step(env)
         gc.collect()
         assert becomes_true(lambda: not open_things() - before), open_things() - before
-        assert env.statistics().exact_recoveries == env.statistics().restarts == 21
+        assert env.statistics().exact_recoveries == env.statistics().restarts == 11
 
 
 def kill_and_step(env: SubprocessEnv) -> None:
