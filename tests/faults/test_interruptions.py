@@ -84,7 +84,7 @@ def test_building_several_envs_interrupted_at_every_place_leaves_no_descriptor(k
 def test_reset_interrupted_at_every_place_writes_nothing_to_descriptors_that_are_somebody_elses(tmp_path: Path) -> None:
     """A reset in a new process is interrupted: a file opened then may have the number that the lost one's pipe had."""
     fired = 0
-    for interruption in every_place(stride=201):
+    for interruption in every_place(stride=251):
         with SubprocessEnv(UNREPEATABLE, restart=NO_SNAPSHOTS) as env:
             env.reset(seed=0)
             env.step(STEP)
@@ -132,7 +132,7 @@ def test_step_taken_once_more_after_an_interruption_is_replayed_once() -> None:
     """It ends the episode: the interruption may come when it is recorded already, and not yet handed over."""
     fired = 0
     with SubprocessEnv(partial(CounterEnv, horizon=2), restart=NO_SNAPSHOTS) as env:
-        for interruption in every_place():
+        for interruption in every_place(stride=2):
             env.reset(seed=0)
             env.step(STEP)
             with interruption:
