@@ -30,22 +30,22 @@ def kill(env: Any) -> None:
     os.kill(env.statistics().pid, signal.SIGKILL)
 
 
-def of_every_kind(horizon: int | None = 5) -> list[gymnasium.Env[Any, Any]]:
+def of_every_kind(horizon: int | None = 5, context: str = "forkserver") -> list[gymnasium.Env[Any, Any]]:
     counter = partial(CounterEnv, horizon=horizon)
     return [
         SubprocessEnv(counter),
         counter(),
         TransformReward(SubprocessEnv(counter).initialize(), lambda reward: reward),
         SerialEnv(counter),
-        SubprocessEnv(counter, context="spawn"),
+        SubprocessEnv(counter, context=context),
         TimeLimit(counter(), 100),
     ]
 
 
-@pytest.mark.parametrize("max_workers", [None, 2])
-def test_envs_of_every_kind_give_what_each_would_give_alone(max_workers):
+@pytest.mark.parametrize(("max_workers", "context"), [(None, "spawn"), (2, "forkserver")])
+def test_envs_of_every_kind_give_what_each_would_give_alone(max_workers, context):
     twins = [CounterEnv(horizon=None) for _ in range(6)]
-    with MultiEnv(of_every_kind(horizon=None), max_workers=max_workers) as m:
+    with MultiEnv(of_every_kind(horizon=None, context=context), max_workers=max_workers) as m:
         assert m.num_envs == len(m) == 6
         observations, infos = m.reset(seed=3)
         assert type(observations) is type(infos) is list

@@ -130,7 +130,7 @@ def test_views_outlive_the_envs(face, kind):
 @pytest.mark.parametrize("env_fn", [CARTPOLE, partial(SlowEnv, step_seconds=0.2)], ids=["short", "long"])
 def test_closed_while_another_thread_steps(env_fn):
     """The memory that step looks at stays until it has come to its end; then nothing is left."""
-    for _ in range(10 if env_fn is CARTPOLE else 1):
+    for _ in range(3 if env_fn is CARTPOLE else 1):
         envs = SubprocessVectorEnv([env_fn] * 4, envs_per_worker=2)
         envs.reset(seed=1)
         stepping, ended = threading.Event(), []

@@ -29,11 +29,7 @@ WRAPPERS = {
     "NormalizeObservation": wrappers.NormalizeObservation,
     "NormalizeReward": wrappers.NormalizeReward,
     "DictInfoToList": wrappers.DictInfoToList,
-    "ClipReward": partial(wrappers.ClipReward, min_reward=0.0, max_reward=0.5),
-    "FlattenObservation": wrappers.FlattenObservation,
-    "RescaleObservation": partial(wrappers.TransformObservation, func=lambda seen: seen * 2),
     "TransformReward": partial(wrappers.TransformReward, func=lambda reward: reward * 3),
-    "DtypeObservation": partial(wrappers.DtypeObservation, dtype=np.float64),
 }
 
 
