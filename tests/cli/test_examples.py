@@ -97,6 +97,7 @@ def test_the_fault_table_beside_gymnasium(tmp_path):
     assert theirs["kill"].startswith("`EOFError`")
     assert theirs["orphans"] == "orphans: 2"
 
+
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
 def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
     few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32"]

@@ -126,8 +126,3 @@ def test_kills_that_were_not_delivered_do_not_pass():
     assert check == RecoveryCheck(asked=2)
     assert check.is_honest
     assert not check.is_exact
-
-
-def test_more_kills_than_steps_are_refused():
-    with pytest.raises(ValueError, match="as many steps as kills"):
-        check_env_recovers(CounterEnv, make_env=Backend, steps=2, kills=3)
