@@ -119,6 +119,7 @@ class Task:
             self._finished.release()
             if self._then is not None:
                 self._then()
+                self._then = None  # an error refers to this task, through its traceback: no circle is to hold a Bell
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds until the call has ended; return whether it has. Never raises its error."""

@@ -70,7 +70,8 @@ def what_happened(loss: Loss) -> str:
 def how_lost(loss: Loss) -> str:
     """Return how the process was lost, the end of a sentence about it."""
     if loss.cause == "hung":
-        limit = "" if loss.deadline is None else f" of {loss.deadline:g} s"
+        name = {"step": "step", "reset": "reset", "initialize": "start"}.get(loss.command, "call")
+        limit = "" if loss.deadline is None else f" of {loss.deadline:g} s (Deadlines.{name})"
         return f"did not answer within its deadline{limit} and was killed"
     if loss.cause == "broken":
         return "answered something that cannot be decoded and was killed"

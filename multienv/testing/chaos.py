@@ -95,7 +95,7 @@ def run_chaos(
     progress: Callable[[Chaos], object] = lambda chaos: None,
     **options: Any,
 ) -> Chaos:
-    """Step ``MultiEnv`` over some envs while workers are struck, beside the same envs in this process.
+    """Step ``MultiEnv`` over some envs while workers are struck, beside the same envs undisturbed.
 
     Both get the same seed at the first reset, none later, and the same random actions. When an episode is ended by a
     loss, or a difference is found, all envs are built anew and go on with another seed. After a difference the same
@@ -158,7 +158,7 @@ def run_chaos(
 
 
 def _undisturbed(env_fn: EnvFn, make: Callable[[], Sequence[Any]], num_envs: int, seed: int, steps: int) -> str:
-    """Return where the env in processes differs from the env in this process without any strike; ``""``: nowhere."""
+    """Return where two runs of the env differ without any strike; ``""``: nowhere."""
     with SideBySide(env_fn, make, num_envs, seed) as pair:
         taken = 0
         while taken < steps and pair.agree:

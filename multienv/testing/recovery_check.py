@@ -15,7 +15,7 @@ from typing import Any
 
 from multienv import SubprocessEnv
 from multienv.testing.killer import Killer, KillManner
-from multienv.testing.side_by_side import ENOUGH_MISMATCHES, EnvFn, SideBySide
+from multienv.testing.side_by_side import ENOUGH_MISMATCHES, PATIENT, EnvFn, SideBySide
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RecoveryCheck:
         kills: How many were delivered.
         exact: After how many of them the trajectory went on, bit for bit as without.
         truncated: After how many the episode was honestly truncated, because its recovery could not be shown exact.
-        mismatches: What differed silently from the same env in this process; must be empty.
+        mismatches: What differed silently from the undisturbed env; must be empty.
     """
 
     asked: int
@@ -72,7 +72,7 @@ def check_env_recovers(
     make_env: Callable[[EnvFn], Any] | None = None,
     **options: Any,
 ) -> RecoveryCheck:
-    """Run an env in a process that is killed, next to ``env_fn()`` in this process, and compare bit by bit.
+    """Run an env in a process that is killed, next to one that is not, and compare bit by bit.
 
     Both get the same seed at the first reset, none later, and the same random actions. The kills come just before
     steps that the seed chooses; they may fall on the first step of an episode. When an episode is truncated by a
@@ -87,12 +87,12 @@ def check_env_recovers(
         manner: The signal.
         make_env: Wraps an ``env_fn`` into an env whose ``statistics().pid`` is the process to kill; ``None``:
             ``SubprocessEnv(env_fn, **options)``.
-        options: For SubprocessEnv.
+        options: For SubprocessEnv; its deadlines are a minute unless they say otherwise.
     """
     if not 0 <= kills <= steps:
         raise ValueError(f"there must be at least as many steps as kills, not {steps} steps and {kills} kills")
     # No reports: reports of kills on purpose would push out the reports of real losses.
-    make = make_env or (lambda env_fn: SubprocessEnv(env_fn, **{"reports": "", **options}))
+    make = make_env or (lambda env_fn: SubprocessEnv(env_fn, **{"reports": "", "deadlines": PATIENT, **options}))
     doomed = frozenset(random.Random(seed).sample(range(steps), kills))
     check, step, attempt = RecoveryCheck(asked=kills), 0, seed
     while step < steps and len(check.mismatches) < ENOUGH_MISMATCHES:

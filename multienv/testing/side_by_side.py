@@ -1,4 +1,4 @@
-"""Step envs whose workers are struck beside the same envs in this process, and compare bit by bit."""
+"""Step envs whose workers are struck beside the same envs undisturbed, and compare bit by bit."""
 
 from __future__ import annotations
 
@@ -9,19 +9,29 @@ from typing import Any
 
 import gymnasium
 
-from multienv import MultiEnv, SerialEnv
+from multienv import Deadlines, MultiEnv, RestartPolicy, create_subprocess_envs
+from multienv.errors import EnvsFailedError, WorkerLostError
 from multienv.recovery.verification import same
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 # After so many differences a check ends.
 ENOUGH_MISMATCHES = 5
+# For envs that may hang by themselves; a step is not expected to take so long.
+PATIENT = Deadlines(reset=60.0, step=60.0)
+
+_UNDISTURBED = {
+    "restart": RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False, journal_limit=0),
+    "deadlines": PATIENT,
+    "reports": "",
+}
 
 
 class SideBySide:
     """Steps two batches until they part: one that is struck, and an undisturbed one.
 
-    Both get the same seed at the first reset, none later, and the same random actions.
+    Both get the same seed at the first reset, none later, and the same random actions. The undisturbed envs have
+    processes of their own, too: an env that crashes by itself does not take this one with it.
 
     Args:
         env_fn: Builds the env, deterministic under its seed.
@@ -32,7 +42,7 @@ class SideBySide:
     Attributes:
         struck: The batch that is struck.
         mismatch: What differed; ``""``: nothing.
-        reasons: Why episodes were ended, because of a loss.
+        reasons: Why episodes were ended, because of a loss; or how an undisturbed env was lost by itself.
     """
 
     def __init__(
@@ -41,8 +51,7 @@ class SideBySide:
         self.mismatch = ""
         self.reasons: list[str] = []
         with contextlib.ExitStack() as stack:
-            # One after the other: what envs share in one process (pygame, for one) may not bear threads.
-            self._calm = stack.enter_context(MultiEnv([SerialEnv(env_fn) for _ in range(num_envs)]))
+            self._calm = stack.enter_context(MultiEnv(create_subprocess_envs([env_fn] * num_envs, **_UNDISTURBED)))
             self.struck = stack.enter_context(MultiEnv(make()))
             self._actions = copy.deepcopy(self._calm.action_space)
             self._actions.seed(seed)
@@ -70,10 +79,19 @@ class SideBySide:
         seen = self.struck.step(copy.deepcopy(actions))
         told = [info.get("multienv", {}) for info in seen[4] if info]
         self.reasons = [one["reason"] for one in told if "reason" in one]
-        if not self.reasons:
-            names = ("observations", "rewards", "terminated", "truncated")
-            for name, one, other in zip(names, seen, self._calm.step(actions), strict=False):
-                self._compare(name, one, other)
+        if self.reasons:
+            return
+        try:
+            expected = self._calm.step(actions)
+        except EnvsFailedError as failed:
+            lost = [error for error in failed.failures.values() if isinstance(error, WorkerLostError)]
+            if len(lost) < len(failed.failures):
+                raise
+            self.reasons = [f"Undisturbed, too: {str(error).splitlines()[0]}" for error in lost]
+            return
+        names = ("observations", "rewards", "terminated", "truncated")
+        for name, one, other in zip(names, seen, expected, strict=False):
+            self._compare(name, one, other)
 
     def _compare(self, name: str, seen: Any, expected: Any) -> None:
         self.mismatch = self.mismatch or difference(seen, expected, name) or ""

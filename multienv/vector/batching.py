@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import gymnasium
@@ -176,6 +176,7 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
     count = slices[-1].stop
     ndarray, cuts, shape = np.ndarray, list(slices), (count, *(space.shape or ()))
     is_allowed = _discrete_check(space, count) if type(space) is spaces.Discrete else None
+    batched = cache(partial(batch_space, space, count))  # when it is first needed: it takes longer than many a step
 
     def split_any(actions: Any) -> list[Any]:
         try:
@@ -189,7 +190,7 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
         else:
             is_right = whole.dtype.kind in "iub" and is_allowed(whole.astype(_INT64))
         if not is_right:
-            _check_each(space, whole, count)
+            _check_each(space, batched(), whole)
         return [_by_leaf(space, whole, partial(_part, cut)) for cut in cuts]
 
     if is_allowed is not None:
@@ -224,9 +225,9 @@ def _discrete_check(space: spaces.Discrete, count: int) -> Callable[[Array], boo
     return lambda actions: bool(largest(actions.view(_UINT64)) < n)
 
 
-def _check_each(space: Space, whole: Any, count: int) -> None:
+def _check_each(space: Space, batched: Space, whole: Any) -> None:
     """Raise ActionError if the action of some env is none of its space."""
-    for index, action in enumerate(iterate(batch_space(space, count), whole)):
+    for index, action in enumerate(iterate(batched, whole)):
         problem = misfit(space, action)
         if problem:
             raise ActionError(

@@ -9,7 +9,7 @@ import itertools
 import os
 import signal
 import threading
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -28,7 +28,7 @@ if importlib.util.find_spec("stable_baselines3") is None:
     pytest.skip("Stable-Baselines3 is not installed: .ci/run installs it", allow_module_level=True)
 
 import torch
-from stable_baselines3 import A2C, DQN, PPO, SAC, TD3, HerReplayBuffer
+from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
@@ -104,10 +104,8 @@ SMALL: dict[str, Any] = {"policy_kwargs": {"net_arch": [16]}, "seed": 5, "device
 REPLAY: dict[str, Any] = {"learning_starts": 40, "batch_size": 16, "buffer_size": 1000, **SMALL}
 LEARNERS: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
     "PPO": (PPO, CARTPOLE, {"n_steps": 32, "batch_size": 32, "n_epochs": 2, **SMALL}, 256),
-    "A2C": (A2C, CARTPOLE, SMALL, 250),
     "DQN": (DQN, CARTPOLE, {"target_update_interval": 50, "exploration_fraction": 0.5, **REPLAY}, 300),
     "SAC": (SAC, PENDULUM, REPLAY, 160),
-    "TD3": (TD3, PENDULUM, REPLAY, 160),
 }
 
 
@@ -117,7 +115,6 @@ def weights(name: str, envs: VecEnv, at_each_step: Any = None) -> dict[str, Any]
     return model.policy.state_dict()
 
 
-@cache
 def wanted(name: str) -> dict[str, Any]:
     envs = DummyVecEnv([LEARNERS[name][1]] * 2)
     try:
@@ -133,13 +130,7 @@ def assert_same_weights(found: dict[str, Any], expected: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_a_learner_comes_to_the_same_weights_as_on_a_dummy_vec_env(name):
-    with made([LEARNERS[name][1]] * 2) as envs:
-        assert_same_weights(weights(name, envs), wanted(name))
-
-
-@pytest.mark.parametrize("name", LEARNERS)
-def test_a_learner_whose_workers_are_killed_comes_to_the_same_weights(name):
+def test_a_learner_whose_workers_are_killed_comes_to_the_same_weights_as_on_a_dummy_vec_env(name):
     steps = itertools.count()
     with made([LEARNERS[name][1]] * 2) as envs, Killer(envs, interval=(0.01, 0.05), kills=4, seed=1):
         between = Killer(envs, seed=2)
@@ -206,7 +197,7 @@ def test_maskable_ppo_asks_for_masks_at_every_step():
 # --- transitions ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", ["terminated", "truncated", "both"])
+@pytest.mark.parametrize("ending", ["terminated", "both"])
 def test_transitions_and_infos_are_those_of_a_dummy_vec_env(ending):
     fns = [partial(MaskedEnv, horizon=4 + index, ending=ending) for index in range(3)]
     with pair(fns) as (envs, twin):
@@ -217,8 +208,6 @@ def test_transitions_and_infos_are_those_of_a_dummy_vec_env(ending):
     "space",
     [
         spaces.Discrete(7),
-        spaces.MultiDiscrete([3, 4]),
-        spaces.MultiBinary(5),
         spaces.Box(0, 255, (8, 8, 3), np.uint8),
         spaces.Dict({"b": spaces.Box(-1, 1, (2,), np.float32), "a": spaces.Discrete(3)}),
         spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32))),

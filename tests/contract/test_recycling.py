@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kit import CounterEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
-from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.events import Event, Recycled
 
 MiB = 2**20
@@ -29,15 +29,14 @@ def undisturbed(env_fn: Callable[[], gymnasium.Env[Any, Any]], **options: Any) -
     "limits",
     [{"recycle_after_steps": 100}, {"recycle_after_episodes": 9}, {"recycle_after": 0.1}],
 )
-@pytest.mark.parametrize("name", ["CartPole-v1", pytest.param("LunarLander-v3", marks=pytest.mark.soak)])
-def test_without_a_trace(name: str, limits: dict[str, Any]) -> None:
-    env_fn = partial(gymnasium.make, name)
+def test_a_process_that_is_replaced_leaves_no_trace(limits: dict[str, Any]) -> None:
+    env_fn = partial(gymnasium.make, "CartPole-v1")
     events: list[Event] = []
     with SubprocessEnv(env_fn, restart=RestartPolicy(**limits), hooks=[events.append]) as env:
         # in the middle the process becomes old enough on any machine
-        record = rollout(env, num_steps=700, seed=3, before_step=lambda step: time.sleep(0.2 * (step == 350)))
+        record = rollout(env, num_steps=400, seed=3, before_step=lambda step: time.sleep(0.2 * (step == 200)))
         statistics = env.statistics()
-    assert_same_trajectory(record, undisturbed(env_fn, num_steps=700, seed=3))
+    assert_same_trajectory(record, undisturbed(env_fn, num_steps=400, seed=3))
     assert statistics.recycled >= 1
     assert statistics.losses == statistics.restarts == 0
     assert [event.outcome for event in events if isinstance(event, Recycled)] == ["exact"] * statistics.recycled
@@ -55,7 +54,7 @@ class LeakyCartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def test_a_leaking_env_stays_small() -> None:
-    """1.2 GiB leak in all; no process ever holds more than a few episodes' worth."""
+    """400 MiB leak in all; no process ever holds more than a few episodes' worth."""
     env_fn = LeakyCartPole
     with SubprocessEnv(env_fn) as env:
         new = env.statistics().rss or 0
@@ -64,13 +63,13 @@ def test_a_leaking_env_stays_small() -> None:
     def look(_: int) -> None:
         sizes.append(env.statistics().rss or 0)
 
-    policy = RestartPolicy(max_rss=new + 150 * MiB)
+    policy = RestartPolicy(max_rss=new + 60 * MiB)
     with SubprocessEnv(env_fn, restart=policy) as env:
-        record = rollout(env, num_steps=1200, seed=1, before_step=look)
+        record = rollout(env, num_steps=400, seed=1, before_step=look)
         statistics = env.statistics()
-    assert_same_trajectory(record, undisturbed(partial(LeakyCartPole, 0), num_steps=1200, seed=1))
-    assert max(sizes) < new + 350 * MiB
-    assert statistics.recycled > 3
+    assert_same_trajectory(record, undisturbed(partial(LeakyCartPole, 0), num_steps=400, seed=1))
+    assert max(sizes) < new + 200 * MiB
+    assert statistics.recycled > 2
 
 
 def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:
@@ -87,7 +86,7 @@ def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:
     assert not any(transition.truncated for transition in first)
 
 
-def test_death_in_the_middle_of_it() -> None:
+def test_a_process_that_dies_while_it_is_replaced_is_brought_back() -> None:
     """The old process dies while the new one is being brought up, or the new one dies: still nobody can tell."""
     events: list[Any] = []
 
@@ -98,27 +97,12 @@ def test_death_in_the_middle_of_it() -> None:
 
     env_fn = partial(CounterEnv, horizon=40)
     with SubprocessEnv(env_fn, restart=RestartPolicy(recycle_after_steps=64), hooks=[kill]) as env:
-        record = rollout(env, num_steps=500, seed=1)
+        record = rollout(env, num_steps=300, seed=1)
         assert env.statistics().losses >= 2
-    assert_same_trajectory(record, undisturbed(env_fn, num_steps=500, seed=1))
+    assert_same_trajectory(record, undisturbed(env_fn, num_steps=300, seed=1))
 
 
-def test_of_several() -> None:
-    def run(policy: RestartPolicy) -> tuple[list[Any], int]:
-        envs = create_subprocess_envs([partial(gymnasium.make, "CartPole-v1")] * 3, restart=policy)
-        with MultiEnv(envs, autoreset_mode="SAME_STEP") as m:
-            record: list[Any] = [m.reset(seed=5)]
-            record += [m.step([(t + i) % 2 for i in range(3)]) for t in range(400)]
-            return record, sum(statistics.recycled for statistics in m.statistics() if statistics)
-
-    plain, none = run(RestartPolicy())
-    recycled, some = run(RestartPolicy(recycle_after_steps=70))
-    assert none == 0
-    assert some >= 9
-    assert repr(plain) == repr(recycled)
-
-
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+@pytest.mark.parametrize("mode", ["SAME_STEP"])
 def test_a_batch_with_one_env_in_each_process_is_recycled_by_episodes(mode: str) -> None:
     def run(policy: RestartPolicy) -> tuple[list[Any], list[int]]:
         env_fns = [partial(CounterEnv, horizon=horizon) for horizon in (7, 11)]
@@ -141,7 +125,7 @@ def children() -> set[int]:
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
-@pytest.mark.parametrize("how", ["recycled", "loaded", "batch"])
+@pytest.mark.parametrize("how", ["recycled", "batch"])
 def test_the_process_that_was_replaced_is_gone_once_it_is_closed(how: str) -> None:
     with SubprocessEnv(CounterEnv):  # from here on there is a monitor
         before = children()
@@ -155,13 +139,10 @@ def test_the_process_that_was_replaced_is_gone_once_it_is_closed(how: str) -> No
         assert all(one.recycled for one in envs.statistics())
         envs.close()
     else:
-        with SubprocessEnv(CounterEnv, restart=recycled if how == "recycled" else RestartPolicy()) as env:
-            for _ in range(30):
+        with SubprocessEnv(CounterEnv, restart=recycled) as env:
+            for _ in range(12):
                 env.reset(seed=0)
                 for _ in range(9):
                     env.step(1)
-            if how == "loaded":
-                env.load_state_dict(env.state_dict())
-            else:
-                assert env.statistics().recycled
+            assert env.statistics().recycled
     assert children() == before

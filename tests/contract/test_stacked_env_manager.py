@@ -13,28 +13,10 @@ from contract_envs import DictEnv
 from gymnasium import spaces
 from manager_envs import GatedEnv
 
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, digest_value
-from kit.faults import FaultError
+from kit import CounterEnv, SpaceEnv, TokenSpace, digest_value
 from multienv import StackedSubprocessEnvManager
-from multienv.errors import ActionError, EnvError, EnvsFailedError, UsageError
+from multienv.errors import ActionError, EnvError, UsageError
 from multienv.managers.config import EnvState
-
-
-def test_batches_until_all_are_done() -> None:
-    fns = [partial(CounterEnv, horizon=2 + index) for index in range(4)]
-    with StackedSubprocessEnvManager(fns, episode_num=2) as manager:
-        steps = [0] * 4
-        while not manager.done:
-            batch = manager.ready_obs
-            ids = manager.ready_obs_id
-            assert isinstance(batch, np.ndarray)
-            assert batch.shape == (len(ids), 4)
-            timesteps = manager.step(np.ones(len(ids), np.int64))
-            assert [timestep.env_id for timestep in timesteps] == ids
-            for timestep in timesteps:
-                steps[timestep.env_id] += 1
-        assert steps == [4, 6, 8, 10]
-        assert manager.ready_obs.shape == (0, 4)
 
 
 def test_each_env_gets_its_own_action() -> None:
@@ -119,12 +101,6 @@ def test_a_batch_that_was_not_read_starves_no_env(tmp_path: Path) -> None:
         assert manager.ready_obs_id == [0, 1]
 
 
-def test_after_a_reset_in_place_the_batch_is_the_same() -> None:
-    with StackedSubprocessEnvManager([partial(CounterEnv, horizon=2)] * 2, reset_inplace=True) as manager:
-        seen = [[int(timestep.observation[0]) for timestep in manager.step([1, 1])] for _ in range(4)]
-    assert seen == [[1, 1], [0, 0], [1, 1], [0, 0]]
-
-
 def test_wrong_batches() -> None:
     with StackedSubprocessEnvManager([CounterEnv] * 2) as manager:
         for actions in ([1], [1, 1, 1], np.ones((3,)), 1, None, np.int64(1)):
@@ -147,11 +123,7 @@ def test_nested_observations() -> None:
 
 
 ACTION_SPACES = {
-    "Box": spaces.Box(-1, 1, (2, 2)),
-    "MultiDiscrete": spaces.MultiDiscrete([3, 4]),
-    "MultiBinary": spaces.MultiBinary(3),
     "Dict": spaces.Dict({"a": spaces.Discrete(5), "b": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3)))}),
-    "Tuple": spaces.Tuple((spaces.Discrete(5), spaces.Box(-1, 1, (3,)))),
     "custom": TokenSpace(),
 }
 
@@ -204,17 +176,3 @@ def test_an_observation_that_does_not_fit_is_the_failure_of_its_env_alone() -> N
         assert manager.env_states[1] == EnvState.ERROR
         manager.reset({1: None})
         assert manager.ready_obs[:, 0].tolist() == [1, 0, 1]
-
-
-def test_what_an_env_raises_arrives_with_the_results_of_the_others_by_id() -> None:
-    fns = [CounterEnv, partial(FaultyEnv, fault=Fault("raise", "step", at=1)), CounterEnv]
-    with StackedSubprocessEnvManager(fns) as manager:
-        assert len(manager.ready_obs) == 3
-        with pytest.raises(FaultError) as caught:
-            manager.step([1, 1, 1])
-        error: Any = caught.value
-        assert isinstance(error, EnvsFailedError)
-        assert [None if result is None else result.env_id for result in error.results] == [0, None, 2]
-        assert len(manager.ready_obs) == 2
-        manager.reset({1: None})
-        assert len(manager.ready_obs) == 3

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
+from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 
 CULPRIT, AT = 1, 3
@@ -111,18 +111,3 @@ def test_it_fails_alone_and_its_episode_goes_on_with_the_next_step(face, kills):
         assert not batch[3].any()
         strike()
         assert counts(envs.step(np.zeros(3, int))[0]) == [AT + 2] * 3
-
-
-def test_a_single_env_goes_on_with_the_next_step():
-    with SubprocessEnv(partial(ReadingEnv, AT), restart=RestartPolicy(snapshots=False)) as env:
-        env.reset(seed=1)
-        for step in range(1, 7):
-            if step in (AT, AT + 1, AT + 2):
-                os.kill(env.statistics().pid or os.getpid(), signal.SIGKILL)
-            if step == AT:
-                with pytest.raises(ResultNotPicklableError, match=r"smudged.*The step itself is done"):
-                    env.step(0)
-            else:
-                observation, reward, *_ = env.step(0)
-                assert (observation.count, reward) == (step, step)
-        assert env.statistics().exact_recoveries == 3

@@ -16,8 +16,8 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from vector_pairs import expect_same
 
-from kit import CounterEnv, Fault, FaultError, FaultyEnv, SlowEnv, no_leaks
-from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, make_vec
+from kit import CounterEnv, Fault, FaultError, FaultyEnv, SlowEnv
+from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv, make_vec
 from multienv.errors import (
     ActionError,
     EnvFnError,
@@ -67,18 +67,6 @@ def test_calls_and_attributes(face):
         for name in ("reset", "step", "close"):
             with pytest.raises(ValueError, match=f"use `{name}`"):
                 envs.call(name)
-
-
-@both_faces
-def test_what_some_raise_in_a_call(face):
-    with made(face, [CounterEnv] * 3) as envs:
-        envs.reset(seed=0)
-        with pytest.raises(AttributeError) as caught:
-            envs.call("no_such_thing")
-        assert sorted(caught.value.failures) == [0, 1, 2]
-        envs.set_attr("mark", [1, 2, 3])
-        assert envs.call("mark") == (1, 2, 3)
-        assert envs.step(np.zeros(3, int))[0].shape[0] == 3
 
 
 # --- wrong calls ------------------------------------------------------------------------------------
@@ -215,28 +203,13 @@ def test_one_raises_in_a_step(face, mode):
 # --- timeouts and the end --------------------------------------------------------------------------------
 
 
-def test_what_takes_longer_is_waited_for_once_more():
-    with made(SubprocessVectorEnv, [SlowEnv, partial(SlowEnv, reset_seconds=0.3, step_seconds=0.3)]) as envs:
-        envs.reset_async(seed=0)
-        with pytest.raises(TimeoutError):
-            envs.reset_wait(timeout=0)
-        envs.reset_wait()
-        envs.step_async(np.zeros(2, int))
-        with pytest.raises(TimeoutError):
-            envs.step_wait(timeout=0)
-        with pytest.raises(AlreadyPendingCallError):
-            envs.step(np.zeros(2, int))
-        assert len(envs.step_wait()[1]) == 2
-
-
-@pytest.mark.parametrize("arguments", [{"terminate": True}, {"timeout": 0.1}], ids=str)
-def test_close_does_not_wait_for_a_call(arguments):
+def test_close_does_not_wait_for_a_call():
     """The step takes an hour; a test has two minutes."""
     envs = SubprocessVectorEnv([partial(SlowEnv, step_seconds=3600.0)] * 2)
     envs.reset(seed=0)
     envs.step_async(np.zeros(2, int))
     with pytest.warns(UserWarning, match="pending call to `step`"):
-        envs.close(**arguments)
+        envs.close(terminate=True)
 
 
 @both_faces
@@ -249,22 +222,6 @@ def test_close_closes_the_envs_and_again_does_nothing(face, tmp_path):
 
 
 # --- nothing is sent, or nothing is lost ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", ["step", "reset", "call"])
-def test_a_timeout_that_is_none_changes_nothing(command):
-    with made(SubprocessVectorEnv, [CounterEnv] * 2, envs_per_worker=1) as envs:
-        envs.reset(seed=1)
-        if command == "call":
-            envs.call_async("get_wrapper_attr", "horizon")
-        else:
-            ask(envs, command)
-        for timeout in (float("inf"), float("nan"), -1, 10**400, "x", True):
-            with pytest.raises(UsageError, match="timeout is"):
-                getattr(envs, f"{command}_wait")(timeout)
-        getattr(envs, f"{command}_wait")(5)
-        count = 1 if command == "step" else 0
-        assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [count + 1] * 2
 
 
 @both_faces
@@ -379,15 +336,6 @@ def test_of_values_of_which_one_cannot_be_sent_none_is_set(envs_per_worker: int)
         assert envs.get_attr("mark") == (0,) * 4
         envs.set_attr("mark", [1, 2, 3, 4])
         assert envs.get_attr("mark") == (1, 2, 3, 4)
-
-
-@pytest.mark.parametrize("envs_per_worker", [3])
-def test_an_env_fn_that_cannot_be_sent_leaves_nothing_behind(envs_per_worker: int) -> None:
-    lock = threading.Lock()
-    with SubprocessEnv(CounterEnv), no_leaks():
-        for _ in range(3):
-            with pytest.raises(EnvFnError):
-                SubprocessVectorEnv([CounterEnv, CounterEnv, lambda: lock], envs_per_worker=envs_per_worker)
 
 
 @pytest.mark.parametrize(("mode", "face"), [("sync", SerialVectorEnv), ("async", SubprocessVectorEnv)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 
 from kit import CounterEnv
-from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
+from multienv import SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, UsageError
 
 NUM_ENVS = 5  # three in one worker, two in the other
@@ -49,28 +47,6 @@ def test_a_method_that_is_read_is_called_in_its_env(envs):
     assert poke(amount=0.5) == 2
     assert envs.get_attr("pokes") == (0, 0, 0, 2, 0)
     assert envs.get_attr("poke", [3]) == (3,)  # as gymnasium does
-
-
-def test_what_was_set_or_called_by_index_survives_the_workers_and_what_was_not_recorded_takes_no_room():
-    with SubprocessVectorEnv(
-        [partial(CounterEnv, horizon=100)] * NUM_ENVS, envs_per_worker=3, restart=RestartPolicy(snapshots=False)
-    ) as envs:
-        envs.reset(seed=0)
-        envs.set_attr("offset", [1.0, 2.0], [4, 0])
-        envs.call("poke", 0.25, indices=[1])
-        envs.step(np.ones(NUM_ENVS, int))
-        before = [one.journal_bytes for one in envs.statistics()]
-        for _ in range(50):
-            envs.call("get_wrapper_attr", "offset", recorded=False)
-            envs.get_attr("poke", calls_methods=False)
-            envs.is_wrapped(TimeLimit)
-        assert [one.journal_bytes for one in envs.statistics()] == before
-        for one in envs.statistics():
-            os.kill(one.pid, signal.SIGKILL)
-        envs.step(np.ones(NUM_ENVS, int))
-        assert [one.restarts for one in envs.statistics()] == [1, 1]
-        assert envs.get_attr("offset") == (2.0, 0.25, 0.0, 0.0, 1.0)
-        assert envs.get_attr("pokes") == (0, 1, 0, 0, 0)
 
 
 def test_wrappers_are_told_by_class_and_by_base():
@@ -118,32 +94,6 @@ def test_infos_that_are_not_merged_are_what_each_env_gave(face):
         assert infos[0]["final_info"] == {"number": 3, "pair": (1, 2)}
         assert infos[0]["final_obs"][0] == 3
         assert infos[1:] == [{"number": 3, "pair": (1, 2)}, {}]
-
-
-class NamedDict(gymnasium.spaces.Dict):
-    """A space of somebody's own."""
-
-
-class Pressing(CounterEnv):
-    """Takes its actions in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.action_space = NamedDict({"press": self.action_space})
-
-    def step(self, action: Any) -> Any:
-        self.action_space, nested = self.action_space["press"], self.action_space
-        try:
-            return super().step(action["press"])
-        finally:
-            self.action_space = nested
-
-
-@pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])
-def test_actions_of_a_subclass_of_dict_are_batched_as_those_of_dict(face):
-    with face([Pressing] * 3) as envs:
-        envs.reset(seed=0)
-        assert envs.step({"press": np.array([1, 2, 3])})[0][:, 3].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])

@@ -12,7 +12,7 @@ from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
 from kit import CounterEnv, NoisyEnv, SameArrayEnv
 from multienv import SerialVectorEnv, SubprocessVectorEnv
-from multienv.errors import ClosedError, UsageError
+from multienv.errors import UsageError
 from multienv.vector.batching import deal
 
 FAMILIES = ("classic_control", "toy_text", "box2d", "mujoco")
@@ -116,15 +116,6 @@ def test_one_worker_a_core_with_the_envs_dealt_out_evenly():
 
 
 @both_faces
-def test_a_context_manager_closes_them(face):
-    with face(env_fns_of("CartPole-v1", 2)) as envs:
-        envs.reset(seed=0)
-    assert envs.closed
-    with pytest.raises(ClosedError):
-        envs.reset()
-
-
-@both_faces
 def test_seeds(face):
     with beside_gymnasium(face, env_fns_of("CartPole-v1", 3)) as (ours, theirs):
         for seed in (3, [5, None, 9], None, [1, 2, 3], (4, 5, 6)):
@@ -134,18 +125,6 @@ def test_seeds(face):
                 expect_same(ours.np_random_seed, theirs.np_random_seed, seed)
         assert ours.np_random_seed == (4, 5, 6)
         assert [one.random() for one in ours.np_random] == [one.random() for one in theirs.np_random]
-
-
-@both_faces
-def test_generators_are_known_before_any_reset_and_can_be_set(face):
-    envs = face(env_fns_of("CartPole-v1", 3))
-    try:
-        assert len(set(envs.np_random_seed)) == 3
-        envs.np_random = [np.random.default_rng(seed) for seed in range(3)]
-        assert envs.np_random_seed == (-1, -1, -1)
-        assert [one.random() for one in envs.np_random] == [np.random.default_rng(seed).random() for seed in range(3)]
-    finally:
-        envs.close()
 
 
 @both_faces

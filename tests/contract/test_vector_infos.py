@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 
 from kit import CounterEnv
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
@@ -30,20 +30,6 @@ class Defiant:
 
     def __setstate__(self, state: Any) -> None:
         raise RuntimeError("not here")
-
-    def __getstate__(self) -> Any:
-        return {"some": "state"}
-
-
-class Interrupting:
-    """Ctrl-C comes while it is unpickled, once in this process."""
-
-    come = False
-
-    def __setstate__(self, state: Any) -> None:
-        if not Interrupting.come:
-            Interrupting.come = True
-            raise KeyboardInterrupt
 
     def __getstate__(self) -> Any:
         return {"some": "state"}
@@ -122,22 +108,6 @@ def test_in_a_reset():
         expect_others(envs.step(actions_of(0)), twin.step(actions_of(0)), [0, 1, 2])
 
 
-def test_interrupted_while_it_is_read_the_step_is_completed():
-    Interrupting.come = False
-    envs = SubprocessVectorEnv(fns(env2=Interrupting), envs_per_worker=3)
-    with contextlib.closing(envs):
-        envs.reset(seed=1)
-        for step in range(2):
-            envs.step(actions_of(step))
-        with pytest.raises(KeyboardInterrupt):
-            envs.step(actions_of(2))
-        with pytest.raises(EnvsFailedError) as caught:
-            envs.step(actions_of(3))
-        assert list(caught.value.failures) == [CULPRIT]
-        assert [result and result[0][0] for result in caught.value.results] == [3, None, 3]
-        assert envs.step(actions_of(3))[0][:, 0].tolist() == [4, 4, 4]
-
-
 class Asked(CounterEnv):
     """Answers with something special when it is asked."""
 
@@ -161,34 +131,3 @@ def test_an_answer_to_a_call_that_cannot_be_read_fails_alone(special, face):
             assert isinstance(caught.value.failures[CULPRIT], ResultNotPicklableError)
             assert caught.value.results == ["", None, ""]
         assert envs.step(actions_of(0))[0][:, 0].tolist() == [1, 1, 1]
-
-
-class SharingEnv(CounterEnv):
-    """All envs of a process tell of the same things, which change with each step."""
-
-    shared: dict[str, Any] = {"array": np.zeros(2), "nested": {"number": 0, "array": np.zeros(1)}}  # noqa: RUF012
-
-    def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, _ = super().step(action)
-        number = int(observation.sum())
-        self.shared["array"][:] = number
-        self.shared["nested"]["number"] = number
-        self.shared["nested"]["array"][:] = number
-        return observation, reward, terminated, truncated, self.shared
-
-
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-@pytest.mark.parametrize("face", [SerialVectorEnv, partial(SubprocessVectorEnv, envs_per_worker=3)])
-def test_what_envs_share_is_told_as_it_was_at_each(face, mode):
-    sharing = [partial(SharingEnv, horizon=3 + index) for index in range(3)]
-    envs, twin = face(sharing, autoreset_mode=mode), SyncVectorEnv(sharing, autoreset_mode=mode)
-    with contextlib.closing(envs), contextlib.closing(twin):
-        envs.reset(seed=1)
-        twin.reset(seed=1)
-        for step in range(12):
-            batch, expected = envs.step(actions_of(step)), twin.step(actions_of(step))
-            assert str(batch[4]) == str(expected[4]), step
-            ended = batch[2] | batch[3]
-            if mode is AutoresetMode.DISABLED and ended.any():
-                envs.reset(options={"reset_mask": ended})
-                twin.reset(options={"reset_mask": ended})

@@ -54,22 +54,6 @@ def test_observations_and_actions_of_every_space(kind):
         assert run_side_by_side(*pair, 9) >= 3
 
 
-@pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in ("box_float32", "dict", "text") else pytest.param(kind, marks=pytest.mark.soak)
-        for kind in SPACES
-    ],
-)
-def test_observations_in_every_mode_laid_out_and_pickled(kind, mode):
-    env_fns = [partial(space_env, kind, horizon=3 + index) for index in range(3)]
-    for shared_memory in (None, False):
-        own = {"shared_memory": shared_memory, "envs_per_worker": 2}
-        with beside_gymnasium(SubprocessVectorEnv, env_fns, own, autoreset_mode=mode) as pair:
-            assert run_side_by_side(*pair, 9, actions=lambda step: np.full(3, step % 4)) >= 3
-
-
 # --- observation_mode ---------------------------------------------------------------------------
 
 
@@ -99,7 +83,7 @@ def test_spaces_of_the_callers_own(face):
 
 @both_faces
 @pytest.mark.parametrize("mode", ["same", "different"])
-@pytest.mark.parametrize("width", [3, 3000])
+@pytest.mark.parametrize("width", [3000])
 def test_spaces_that_do_not_fit_one_batch(face, mode, width):
     """Also where they take other memory than the first env's, which all processes lay out as they know it."""
     env_fns = [partial(bounded, 1.0), partial(bounded, 1.0), partial(bounded, 1.0, width=width)]
@@ -128,15 +112,6 @@ def test_views_hold_until_the_next_step_but_one(face):
 
 
 @both_faces
-def test_copies_hold_for_ever(face):
-    with beside_gymnasium(face, [partial(space_env, "dict")] * 2) as (ours, theirs):
-        seen = [(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])]
-        seen += [(ours.step(np.full(2, step))[0], theirs.step(np.full(2, step))[0]) for step in (0, 1, 2, 3, 0, 1)]
-    for mine, other in seen:
-        expect_same(mine, other)
-
-
-@both_faces
 @pytest.mark.parametrize("kind", ["dict", "box_float32"])
 def test_views_outlive_the_envs(face, kind):
     envs = face([partial(space_env, kind)] * 2, copy=False)
@@ -155,7 +130,7 @@ def test_views_outlive_the_envs(face, kind):
 @pytest.mark.parametrize("env_fn", [CARTPOLE, partial(SlowEnv, step_seconds=0.2)], ids=["short", "long"])
 def test_closed_while_another_thread_steps(env_fn):
     """The memory that step looks at stays until it has come to its end; then nothing is left."""
-    for _ in range(10 if env_fn is CARTPOLE else 1):
+    for _ in range(3 if env_fn is CARTPOLE else 1):
         envs = SubprocessVectorEnv([env_fn] * 4, envs_per_worker=2)
         envs.reset(seed=1)
         stepping, ended = threading.Event(), []
@@ -214,46 +189,6 @@ def test_a_first_reset_of_some(face):
     theirs.reset(seed=1)
     expect_same(envs.step(np.zeros(2, int)), theirs.step(np.zeros(2, int)))
     envs.close()
-
-
-IMAGE_VIEWS = {
-    "as it is": lambda frame: frame,
-    "channels moved to the end": lambda frame: np.moveaxis(np.ascontiguousarray(np.moveaxis(frame, -1, 0)), 0, -1),
-    "upside down": np.flipud,
-    "mirrored": np.fliplr,
-    "colours reversed": lambda frame: frame[..., ::-1],
-    "cropped": lambda frame: np.pad(frame, ((2, 2), (3, 3), (0, 0)))[2:-2, 3:-3],
-    "one of more channels": lambda frame: np.repeat(frame, 2, axis=-1)[..., ::2],
-    "Fortran's order": np.asfortranarray,
-    "another type": lambda frame: frame.astype(np.int8).astype(np.uint8)[::-1],
-}
-
-
-class PictureEnv(gymnasium.Env[Any, Any]):
-    """Shows noise, laid out in some way."""
-
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, view: str, channels: int) -> None:
-        self.view = IMAGE_VIEWS[view]
-        self.observation_space = spaces.Box(0, 255, (12, 10, channels), np.uint8)
-
-    def picture(self) -> Any:
-        return self.view(self.np_random.integers(0, 256, self.observation_space.shape, np.uint8))  # type: ignore[arg-type]
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self.picture(), {}
-
-    def step(self, action: Any) -> Any:
-        return self.picture(), 0.0, False, False, {}
-
-
-@pytest.mark.parametrize("channels", [1, 3, 4, 9])
-def test_pictures_however_they_lie_in_memory(channels):
-    for view in IMAGE_VIEWS:
-        with beside_gymnasium(SerialVectorEnv, [partial(PictureEnv, view, channels)] * 2) as pair:
-            run_side_by_side(*pair, 4)
 
 
 @pytest.mark.parametrize("copy", [False, True])

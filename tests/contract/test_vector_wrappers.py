@@ -29,11 +29,7 @@ WRAPPERS = {
     "NormalizeObservation": wrappers.NormalizeObservation,
     "NormalizeReward": wrappers.NormalizeReward,
     "DictInfoToList": wrappers.DictInfoToList,
-    "ClipReward": partial(wrappers.ClipReward, min_reward=0.0, max_reward=0.5),
-    "FlattenObservation": wrappers.FlattenObservation,
-    "RescaleObservation": partial(wrappers.TransformObservation, func=lambda seen: seen * 2),
     "TransformReward": partial(wrappers.TransformReward, func=lambda reward: reward * 3),
-    "DtypeObservation": partial(wrappers.DtypeObservation, dtype=np.float64),
 }
 
 
@@ -105,32 +101,6 @@ def test_pictures_of_all(face):
     finally:
         theirs.close()
         envs.close()
-
-
-@both_faces
-def test_no_pictures(face):
-    envs = face([CARTPOLE] * 2)
-    try:
-        envs.reset(seed=1)
-        for ask in (envs.get_images, envs.render_tiled):
-            with pytest.raises(UsageError, match="Make them with render_mode='rgb_array'"):
-                ask()
-    finally:
-        envs.close()
-
-
-def test_videos(tmp_path):
-    pytest.importorskip("moviepy", reason="the extra 'video'")
-    envs = wrappers.RecordVideo(
-        SubprocessVectorEnv([DRAWN] * 3), str(tmp_path / "videos"), episode_trigger=lambda episode: episode < 2
-    )
-    envs.reset(seed=1)
-    for _ in range(20):
-        envs.step(np.zeros(3, int))
-    envs.close()
-    videos = sorted((tmp_path / "videos").glob("*.mp4"))
-    assert [video.stem for video in videos] == ["rl-video-episode-0", "rl-video-episode-1"]
-    assert all(b"ftyp" in video.read_bytes()[:16] for video in videos)
 
 
 # --- make_vec -----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from contextlib import closing
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
+from vector_pairs import beside_gymnasium, expect_same
 
 from kit import CounterEnv
 from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
@@ -43,37 +42,6 @@ class OwnGeneratorEnv(CounterEnv):
 
     def _next_draw(self) -> float:
         return float(self.luck.random())
-
-
-class ChanceEnv(CounterEnv):
-    """Each episode, and each tenth step, draws from a generator that was made without a seed."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.luck = np.random.default_rng()
-        self.steps = 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.luck = np.random.default_rng()
-        return self._lucky(super().reset(seed=seed, options=options))
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        if self.steps % 10 == 0:
-            self.luck = np.random.default_rng()
-        observation, reward, *rest = super().step(action)
-        return observation, float(reward) + self.luck.random(), *rest
-
-    def _lucky(self, first: tuple[Any, Any]) -> tuple[Any, Any]:
-        return first[0] + np.float64(self.luck.random()).astype(first[0].dtype), first[1]
-
-
-class UnlikeEnv(CounterEnv):
-    """Nobody can have it again."""
-
-    def step(self, action: Any) -> Any:
-        observation, _, *rest = super().step(action)
-        return observation, random.SystemRandom().random(), *rest
 
 
 def seeded_by_its_maker(seed: int) -> gymnasium.Env[Any, Any]:
@@ -108,21 +76,6 @@ def test_what_env_fn_has_seeded_stays_so(face):
             actions = theirs.action_space.sample()
             expect_same(ours.step(actions), theirs.step(actions), step)
         assert ours.np_random_seed == SEEDS
-
-
-def test_two_batches_differ_and_so_do_their_envs_and_a_life_from_the_last():
-    policy = RestartPolicy(snapshots=False, state_anchors=False)
-    seen: list[float] = []
-    for _ in range(2):
-        with closing(SubprocessVectorEnv([UnlikeEnv] * 4, restart=policy)) as envs:
-            seen += envs.reset()[0][:, 2].tolist()
-            envs.step(np.zeros(4, int))
-            for one in envs.statistics():
-                assert one.pid is not None
-                os.kill(one.pid, signal.SIGKILL)
-            assert envs.step(np.zeros(4, int))[3].all()
-            seen += envs.step(np.zeros(4, int))[0][:, 2].tolist()
-    assert len(set(seen)) == 16
 
 
 KEPT = {
@@ -166,37 +119,3 @@ def test_a_generator_that_the_constructor_makes_without_a_seed_is_brought_back(r
             if terminated:
                 env.reset()
         assert env.statistics().exact_recoveries >= 3
-
-
-@pytest.mark.parametrize("rung", ["journal", "snapshots"])
-def test_what_draws_from_outside_comes_back_from_a_snapshot_and_is_truncated_without_one(rung: str) -> None:
-    with SubprocessEnv(partial(ChanceEnv, horizon=1000), restart=KEPT[rung]) as env:
-        env.reset()
-        luck = [float(env.step(1)[1]) for _ in range(5)]
-        pid = env.statistics().pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        truncated = env.step(1)[3]
-        assert truncated is (rung == "journal")
-        assert len(set(luck)) == 5
-
-
-def test_a_checkpoint_brings_the_given_generator_along() -> None:
-    def run(env: SubprocessEnv, steps: int) -> list[float]:
-        return [float(env.step(1)[1]) for _ in range(steps)]
-
-    first, second = (SubprocessEnv(partial(CounterEnv, horizon=100)) for _ in range(2))
-    with closing(first), closing(second):
-        first.initialize()
-        second.initialize()
-        first.reset()
-        run(first, 7)
-        second.load_state_dict(first.state_dict())
-        assert run(second, 25) == run(first, 25)
-
-
-def test_side_by_side_once_seeded():
-    """The seeds that are given are still what counts."""
-    with beside_gymnasium(SubprocessVectorEnv, [partial(CounterEnv, horizon=4)] * 3) as (ours, theirs):
-        ours.reset()
-        run_side_by_side(ours, theirs, 20)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from contract_envs import FarewellEnv, LockInfoEnv, OldEnv, failures, raising_env
 
-from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, SpaceEnv, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, first_difference
 from multienv import (
     MultiEnv,
     RestartPolicy,
@@ -38,7 +38,6 @@ from multienv.errors import (
     ResetNeededError,
     ResultNotPicklableError,
     UsageError,
-    WaitTimeout,
 )
 
 FACES = [SubprocessEnv, SerialEnv]
@@ -141,17 +140,6 @@ def test_a_second_request_is_refused_each_time_and_the_first_is_still_answered(s
         assert env.step(0)[0][0] == 1
 
 
-@pytest.mark.parametrize(("send", "wait"), PENDING)
-def test_waiting_for_another_kind_of_answer_is_refused(send, wait):
-    with SubprocessEnv(CounterEnv) as env:
-        env.reset(seed=0)
-        CALLS[send](env)
-        for other in WAITS.keys() - {wait}:
-            with pytest.raises(NothingPendingError, match=wait):
-                WAITS[other](env)
-        WAITS[wait](env)
-
-
 # --- timeouts -----------------------------------------------------------------------------------
 
 
@@ -168,32 +156,6 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused_and_the_answer_still_
             with pytest.raises(UsageError, match="timeout"):
                 env.step_wait(timeout)
         assert env.step_wait()[0][0] == 1
-
-
-def test_waiting_in_vain_can_be_repeated_and_loses_nothing(request):
-    timeout = 0.01
-    env = SubprocessEnv(partial(SlowEnv, build_seconds=0.2, reset_seconds=0.2, step_seconds=0.2)).start()
-    request.addfinalizer(env.close)
-    with pytest.raises(WaitTimeout):
-        env.initialize(timeout)
-    env.initialize()
-    twin = CounterEnv()
-    env.reset_async(seed=3)
-    for _ in range(2):
-        with pytest.raises(WaitTimeout, match="wait again") as caught:
-            env.reset_wait(timeout)
-        assert isinstance(caught.value, TimeoutError)
-    assert first_difference(env.reset_wait(5.0)[0], twin.reset(seed=3)[0]) is None
-    env.step_async(1)
-    for _ in range(2):
-        with pytest.raises(WaitTimeout):
-            env.step_wait(timeout)
-        with pytest.raises(CallPendingError):
-            env.step(2)
-    seen, expected = env.step_wait(), twin.step(1)
-    assert first_difference(seen[0], expected[0]) is None
-    assert seen[1:] == expected[1:]
-    assert env.statistics().losses == 0
 
 
 @pytest.mark.parametrize(("send", "is_stopped"), [("step_async", True), ("reset_async", False)])
@@ -235,15 +197,6 @@ def test_an_action_of_the_wrong_shape_is_refused_and_the_episode_goes_on(face):
             env.step_wait()
         right = np.zeros((2, 3), np.float32)
         assert first_difference(env.step(right)[0], twin.step(right)[0]) is None
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_an_action_out_of_the_range_of_a_discrete_space_is_refused_and_the_episode_goes_on(face):
-    with face(CounterEnv) as env:
-        env.reset(seed=0)
-        with pytest.raises(ActionError, match="99 is out of range"):
-            env.step(99)
-        assert env.step(0)[0][0] == 1
 
 
 def test_a_bad_seed_is_refused_and_the_episode_goes_on():

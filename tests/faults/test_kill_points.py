@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 from kill_point_trainers import STEPS, Play, digest, kill_worker, open_face, open_twin, statistics_of
-from trainer_process import Trainer, becomes_true
 
 from kit import CounterEnv, first_difference, is_alive, monitor_pid
 from kit.kill_points import KillPoint, why_not
+from kit.trainer_process import Trainer, becomes_true
 from multienv import Deadlines, SubprocessEnv
 from multienv.events import Recovery
 

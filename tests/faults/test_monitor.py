@@ -11,9 +11,9 @@ import threading
 from typing import Any
 
 import pytest
-from trainer_process import becomes_true, run
 
 from kit import CounterEnv, descendants, is_alive, monitor_pid
+from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError
 
@@ -124,12 +124,3 @@ def test_an_env_is_built_though_the_monitor_is_stopped() -> None:
         with SubprocessEnv(CounterEnv, deadlines=Deadlines(start=0.5, step=60)) as env:
             env.reset(seed=0)
             assert env.step(1)[0][0] == 1
-
-
-def test_several_envs_are_closed_in_an_exit_handler() -> None:
-    said = run("lifecycle_trainers", "close_in_exit_handlers", "forkserver")
-    assert [word.partition("[")[0] for word in said if word] == [
-        "raised ClosedError",
-        "raised EnvsFailedError",
-        "closed",
-    ]

@@ -19,7 +19,7 @@ from multienv import SubprocessVectorEnv
 
 ENDLESS = partial(CounterEnv, horizon=None)
 # A kind of face and how many of its envs share a process.
-FACES: list[Any] = [("subprocess_env", 1), ("multi_env", 1), ("vector_env", 1), ("vector_env", 3)]
+FACES: list[Any] = [("subprocess_env", 1), ("multi_env", 1), ("vector_env", 3)]
 
 
 @contextlib.contextmanager
@@ -65,20 +65,6 @@ def test_a_step_without_descriptors_is_completed_once_there_are_some(kind: str, 
         assert steps_of(resumed) == {2}
         assert all(row.info["multienv"] == {"resumed": True} for row in resumed)
         assert steps_of(face.step([3] * 3)) == {3}
-
-
-@pytest.mark.parametrize(
-    ("kind", "together", "command"), [(*face, ["reset", "get_attr"][place % 2]) for place, face in enumerate(FACES)]
-)
-def test_a_reset_or_call_without_descriptors_can_be_made_again(kind: str, together: int, command: str) -> None:
-    with bereaved(kind, together) as face:
-        with only_free(0), pytest.raises(OSError, match="Too many open files"):
-            face.reset(0) if command == "reset" else face.envs.get_attr("horizon")
-        if command == "get_attr":  # made again, as the error of any other call says
-            assert "None" in str(face.envs.get_attr("horizon"))
-        assert steps_of(face.step([0] * 3)) == {1 if command == "reset" else 2}
-        assert steps_of(face.reset(0)) == {0}
-        assert steps_of(face.step([3] * 3)) == {1}
 
 
 def test_a_constructor_that_runs_out_of_descriptors_keeps_none() -> None:

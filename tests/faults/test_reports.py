@@ -21,7 +21,7 @@ import pytest
 
 from kit import CounterEnv, Fault, FaultyEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
-from multienv.errors import PoisonError, WorkerDiedError, WorkerHungError
+from multienv.errors import WorkerDiedError
 from multienv.events import Recovery
 from multienv.reports import store
 from multienv.reports.plain import plain_value
@@ -90,43 +90,6 @@ def test_a_kill_that_is_healed(reports: Path) -> None:
     assert set(report["made_with"]) == {"multienv", "python", "gymnasium", "numpy", "platform"}
 
 
-def test_a_segfault_has_its_native_stack(reports: Path) -> None:
-    with faulty("segv", at=4, restart=RAISE) as env:
-        env.reset(seed=9)
-        for _ in range(3):
-            env.step(2)
-        with pytest.raises(WorkerDiedError) as caught:
-            env.step(1)
-    report = only(reports)  # there when the error is seen
-    assert report["loss"]["signal"] == "SIGSEGV"
-    stack = report["loss"]["stack"]
-    assert stack[0] == "Fatal Python error: Segmentation fault"
-    assert any("ctypes" in line and "in string_at" in line for line in stack)
-    assert any("faults.py" in line and "in step" in line for line in stack) or any(
-        "in strike" in line for line in stack
-    )
-    assert (report["loss"]["step"], report["loss"]["seed"], report["request"]["action"]) == (3, 9, 1)
-    assert report["recovery"]["outcome"] == "raised"
-    assert caught.value.report
-    assert f"multienv replay {caught.value.report}" in str(caught.value)
-    assert Path(caught.value.report).parent == reports
-
-
-@pytest.mark.parametrize("manner", ["hang", "hang_c"])
-def test_a_hang_has_the_stack_it_hung_in(reports: Path, manner: str) -> None:
-    with faulty(manner, at=2, restart=RAISE) as env:
-        env.reset(seed=1)
-        env.step(0)
-        with pytest.raises(WorkerHungError):
-            env.step(3)
-    report = only(reports)
-    assert report["loss"]["cause"] == "hung"
-    assert "deadline" in report["what"]
-    assert report["request"]["deadline"] == 0.5
-    assert "deadline of 0.5 s" in report["what"]
-    assert any("faults.py" in line for line in report["loss"]["stack"])
-
-
 def test_poison_tells_its_action_and_how_to_see_it_again(reports: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "multienv"), faulty("exit", action=3, exit_code=7) as env:
         env.reset(seed=2)
@@ -143,30 +106,6 @@ def test_poison_tells_its_action_and_how_to_see_it_again(reports: Path, caplog: 
     assert (poison["loss"]["exit_code"], poison["loss"]["signal"]) == (7, None)
     assert "ended 2 processes" in poison["recovery"]["reason"]
     assert f"multienv replay {told}" in caplog.text
-
-
-def test_poison_elsewhere_is_in_the_error(reports: Path) -> None:
-    with faulty("kill", "call") as env:
-        env.reset(seed=2)
-        with pytest.raises(PoisonError) as caught:
-            env.call("poke", 0.5)
-        report = json.loads(Path(caught.value.report).read_text())
-        env.step(1)
-    assert report["request"]["message"] == {
-        "Call": {"name": "poke", "args": [0.5], "kwargs": {}, "slots": None, "recorded": True}
-    }
-
-
-def test_an_env_that_dies_while_it_is_built(reports: Path) -> None:
-    env = faulty("segv", "construct")
-    with pytest.raises(WorkerDiedError):
-        env.initialize()
-    env.close()
-    report = only(reports)
-    assert report["loss"]["command"] == "initialize"
-    assert report["journal"] is None
-    assert report["recovery"]["attempts"] == 1  # it had been tried once before
-    assert report["loss"]["signal"] == "SIGSEGV"
 
 
 # --- where they lie -------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-"""Forked snapshots: whatever the env is made of, it goes on from a frozen copy as if nothing had happened."""
+"""Forked snapshots: whatever the env is made of, it goes on from a frozen copy, the worker's or one that was asked for."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
+import random
 import resource
 import signal
 import socket
@@ -17,17 +19,12 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
-from trainer_process import Trainer, becomes_true
 
-from kit import (
-    CounterEnv,
-    StickyStateEnv,
-    assert_same_trajectory,
-    descendants,
-    is_alive,
-    rollout,
-)
-from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from invariants.faces import Face, assert_as_without_losses, counts
+from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive
+from kit.trainer_process import becomes_true
+from multienv import RestartPolicy, SerialEnv, SubprocessEnv
+from multienv.errors import ClosedError, NotForkableError, UsageError
 from multienv.events import Event, Recovery
 
 gymnasium.register_envs(ale_py)
@@ -79,66 +76,7 @@ def steps(env: Any, count: int) -> list[Any]:
     return [env.step(np.int64(1 + index % 2))[:2] for index in range(count)]
 
 
-def test_state_that_no_journal_holds_any_more_is_kept() -> None:
-    """The journal reaches back to the last reset or two, and this env remembers more."""
-    policy = RestartPolicy(snapshot_every=3, journal_limit=4000)
-    env_fn = partial(StickyStateEnv, horizon=20, visible_after=2)
-    actions = [np.int64(1 + index % 3) for index in range(300)]
-    rungs = Rungs()
-    with SubprocessEnv(env_fn, restart=policy, hooks=[rungs]) as env:
-        seen = rollout(env, actions, seed=5, before_step=lambda step: step % 11 == 7 and kill(pid_of(env)))
-    assert_same_trajectory(seen, rollout(env_fn(), actions, seed=5))
-    assert set(rungs.seen) == {"snapshot"}
-
-
-# --- what else may die ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("which", ["snapshot", "both", "snapshot, later the worker"])
-def test_the_snapshot_dies(which: str) -> None:
-    rungs = Rungs()
-    with SubprocessEnv(ENDLESS, restart=OFTEN, hooks=[rungs]) as env:
-        env.reset(seed=0)
-        seen = steps(env, 7)
-        settle(env)
-        first = snapshot_of(env)
-        kill(first)
-        if which == "both":
-            kill(pid_of(env))
-        seen += steps(env, 7)
-        settle(env)
-        assert snapshot_of(env) != first, "the worker, or what replaces it, takes snapshots again"
-        if which.endswith("worker"):
-            kill(pid_of(env))
-        seen += steps(env, 1)
-        assert [int(one[0][0]) for one in seen] == list(range(1, 16))
-    # The worker may have taken another one before it was killed, too.
-    assert rungs.seen in {"snapshot": ([],), "both": (["journal"], ["snapshot"])}.get(which, (["snapshot"],))
-
-
-class HangsInACopy(CounterEnv):
-    """Steps only in the process that has built it."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=None)
-        self.builder = os.getpid()
-
-    def step(self, action: Any) -> Any:
-        if os.getpid() != self.builder:
-            threading.Event().wait()
-        return super().step(action)
-
-
-def test_a_snapshot_that_hangs_in_its_replay_leaves_time_for_the_journal() -> None:
-    rungs = Rungs()
-    with SubprocessEnv(HangsInACopy, restart=OFTEN, deadlines=Deadlines(recovery=4.0), hooks=[rungs]) as env:
-        env.reset(seed=0)
-        seen = steps(env, 3)  # after the first a snapshot is taken, and the next comes after the fourth
-        assert env.statistics().snapshots == 1
-        kill(pid_of(env))
-        seen += steps(env, 1)
-    assert [int(one[0][0]) for one in seen] == [1, 2, 3, 4]
-    assert rungs.seen == ["journal"]
+# --- of the worker's own ---------------------------------------------------------------------------------
 
 
 def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
@@ -156,9 +94,6 @@ def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
         assert len(pids) == 5
     assert rungs.seen == ["snapshot"] * 5
     assert [one.loss.exit_code for one in rungs.recoveries] == [-9] * 5
-
-
-# --- signals --------------------------------------------------------------------------------------
 
 
 class Alarmed(CounterEnv):
@@ -198,7 +133,51 @@ def test_handlers_and_timers_are_what_they_were() -> None:
         assert env.statistics().last_recovery.rung == "snapshot"  # type: ignore[union-attr]
 
 
-# --- when there is none ---------------------------------------------------------------------------
+def test_a_snapshot_that_nobody_wants_ends() -> None:
+    """Of a lost process, when its policy is to raise, or the env is closed."""
+    policy = RestartPolicy(on_crash="raise", snapshot_every=3)
+    with SubprocessEnv(ENDLESS, restart=policy) as env:
+        env.reset(seed=0)
+        steps(env, 7)
+        settle(env)
+        snapshot = snapshot_of(env)
+        kill(pid_of(env))
+        with pytest.raises(Exception, match="SIGKILL"):
+            env.step(np.int64(1))
+        assert becomes_true(lambda: not is_alive(snapshot))
+
+
+# --- an env that strays --------------------------------------------------------------------------------
+
+
+class ForkShyEnv(CounterEnv):
+    """Is not what it was in a forked copy."""
+
+    def __init__(self, **counter: Any) -> None:
+        super().__init__(**counter)
+        os.register_at_fork(after_in_child=self._be_another)
+
+    def _be_another(self) -> None:
+        self.offset += 1.0
+
+
+@pytest.mark.parametrize("has_stray", [False, True], ids=["the journal brings it back", "beside one that nothing does"])
+def test_an_env_that_a_snapshot_does_not_bring_back_costs_the_others_of_its_process_nothing(has_stray: bool) -> None:
+    """The first rung on which no env strays is taken, else the last one, and its strays are truncated alone."""
+    rungs, stray = Rungs(), partial(NondeterministicEnv, since=1, horizon=None)
+    env_fns = [ENDLESS, partial(ForkShyEnv, horizon=None), stray if has_stray else ENDLESS]
+    with Face("vector_env", env_fns, restart=OFTEN, hooks=[rungs]) as face:
+        # A snapshot is taken after every third request; the kill comes when there has been another since, to hold it against.
+        face.env_fns[1] = ENDLESS
+        actions = counts(25)
+        records = face.record(actions, 4, lambda step: face.signal() if step == 11 else None)
+        assert_as_without_losses(face, records, actions, 4, envs=[0, 1] if has_stray else None)
+    (recovery,) = rungs.recoveries
+    assert (recovery.rung, recovery.attempts) == ("journal", 2) if not has_stray else recovery.outcome == "truncated"
+    assert sum(one.recovery is not None for one in records[2]) == has_stray
+
+
+# --- when there is none ------------------------------------------------------------------------------------
 
 
 class Obstructed(CounterEnv):
@@ -236,32 +215,6 @@ def test_an_env_that_cannot_be_forked_has_none(obstacle: str) -> None:
     assert rungs.seen == ["journal"]
 
 
-# --- nothing left behind --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("moment", ["alive", "bereaved"])
-def test_the_trainer_dies(moment: str) -> None:
-    with Trainer("lifecycle_trainers", "hold_snapshots", "forkserver", moment) as trainer:
-        trainer.expect("ready")
-        trainer.signal(signal.SIGKILL)
-        trainer.wait()
-        trainer.assert_nothing_lives()
-
-
-def test_a_snapshot_that_nobody_wants_ends() -> None:
-    """Of a lost process, when its policy is to raise, or the env is closed."""
-    policy = RestartPolicy(on_crash="raise", snapshot_every=3)
-    with SubprocessEnv(ENDLESS, restart=policy) as env:
-        env.reset(seed=0)
-        steps(env, 7)
-        settle(env)
-        snapshot = snapshot_of(env)
-        kill(pid_of(env))
-        with pytest.raises(Exception, match="SIGKILL"):
-            env.step(np.int64(1))
-        assert becomes_true(lambda: not is_alive(snapshot))
-
-
 class AllDescriptors(CounterEnv):
     """Leaves none for anybody else in its process."""
 
@@ -280,3 +233,125 @@ def test_without_descriptors_there_is_none_and_nothing_is_lost() -> None:
             env.step(np.int64(1))
         assert env.statistics().losses == 0
         assert env.statistics().no_snapshots == "the fork failed"
+
+
+# --- of the caller's: any state can be come back to, any number of times -------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env_id", "options", "kills"),
+    [("LunarLander-v3", {}, True), ("ALE/Breakout-v5", {"repeat_action_probability": 0.25}, False)],
+)
+def test_each_branch_is_the_trajectory_that_leads_there(env_id: str, options: Any, kills: bool) -> None:
+    """A tree of random depth, with kills, held against envs that take the same actions from the start."""
+    env_fn = partial(gymnasium.make, env_id, **options)
+    dice = random.Random(4)
+    space = env_fn().action_space
+    space.seed(1)
+    with SubprocessEnv(env_fn, restart=RestartPolicy(snapshot_every=10)) as env:
+        env.reset(seed=3)
+        tree = [(env.snapshot(), list[Any]())]
+        for _ in range(7):
+            token, path = dice.choice(tree)
+            env.restore(token)
+            branch = [space.sample() for _ in range(dice.randint(1, 6))]
+            for action in branch[:-1]:
+                env.step(action)
+                if kills and dice.random() < 0.3:
+                    kill(pid_of(env))
+            seen = env.step(branch[-1])
+            path = path + branch
+            bare = env_fn()  # a new one: its state may outlive an episode
+            bare.reset(seed=3)
+            expected = [bare.step(action)[:4] for action in path][-1]
+            bare.close()
+            assert first_difference(seen[:4], expected) is None
+            tree.append((env.snapshot(), path))
+        assert bool(env.statistics().losses) == kills
+        assert env.statistics().truncated_recoveries == 0
+
+
+def test_a_snapshot_from_before_the_first_reset_is_restored() -> None:
+    with SubprocessEnv(ENDLESS) as env:
+        kept = env.snapshot()
+        first = env.reset(seed=3)[0]
+        env.step(1)
+        env.restore(kept)
+        np.testing.assert_array_equal(env.reset(seed=3)[0], first)
+
+
+def alive() -> set[int]:
+    return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
+
+
+def test_they_are_freed() -> None:
+    with SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshots=False)) as env:
+        env.reset(seed=1)
+        before = alive()
+        tokens = [env.snapshot() for _ in range(4)]
+        assert becomes_true(lambda: len(alive() - before) == 4)
+        tokens.pop().free()
+        assert becomes_true(lambda: len(alive() - before) == 3)
+        tokens.pop()
+        gc.collect()
+        assert becomes_true(lambda: len(alive() - before) == 2)
+        with pytest.raises(UsageError, match="freed"):
+            tokens[0].free()
+            env.restore(tokens[0])
+        env.restore(tokens[1])
+        assert env.step(np.int64(1))[0][0] == 1
+    assert becomes_true(lambda: not alive() - before)
+    with pytest.raises(ClosedError):
+        env.restore(tokens[1])
+    with pytest.raises(ClosedError):
+        env.snapshot()
+
+
+@pytest.mark.parametrize("how", ["freed", "closed"])
+def test_one_that_has_been_stopped_ends_too(how: str) -> None:
+    """The one that is kept and the worker's own; another env keeps the monitor busy."""
+    with SubprocessEnv(ENDLESS) as other, SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshot_every=2)) as env:
+        other.reset(seed=0)
+        env.reset(seed=0)
+        before = alive()
+        for _ in range(3):
+            env.step(np.int64(1))
+        token = env.snapshot()
+        assert becomes_true(lambda: len(alive() - before) == 2)
+        for pid in alive() - before:
+            os.kill(pid, signal.SIGSTOP)
+        if how == "freed":
+            token.free()
+            assert becomes_true(lambda: len(alive() - before) == 1)
+        env.close()
+        assert becomes_true(lambda: not alive() - before)
+
+
+def test_wrong_calls() -> None:
+    policy = RestartPolicy(max_snapshots=2)
+    with SubprocessEnv(ENDLESS, restart=policy) as env, SubprocessEnv(ENDLESS) as other:
+        token = env.snapshot()
+        with pytest.raises(UsageError, match="another env's"):
+            other.restore(token)
+        with pytest.raises(UsageError, match="what snapshot"):
+            env.restore("token")  # type: ignore[arg-type]
+        kept = env.snapshot()
+        with pytest.raises(UsageError, match="max_snapshots"):
+            env.snapshot()
+        kept.free()
+        env.snapshot()
+        env.reset(seed=0)
+        env.step_async(np.int64(1))
+        with pytest.raises(UsageError, match="pending"):
+            env.snapshot()
+        with pytest.raises(UsageError, match="pending"):
+            env.restore(token)
+        assert env.step_wait()[0][0] == 1
+
+
+def test_an_env_in_the_trainers_own_process_says_that_it_cannot_be_forked() -> None:
+    with SerialEnv(ENDLESS) as env:
+        env.reset(seed=0)
+        with pytest.raises(NotForkableError):
+            env.snapshot()
+        assert env.step(np.int64(1))[0][0] == 1

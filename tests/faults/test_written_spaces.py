@@ -37,10 +37,6 @@ def set_dtype(space: spaces.Dict) -> None:
     space["a"].dtype = np.float32  # a class, and no dtype, as CleanRL has it
 
 
-def add_a_mask(space: spaces.Dict) -> None:
-    space.spaces["mask"] = spaces.MultiBinary(2)
-
-
 def narrow(space: spaces.Dict) -> None:
     space["a"].low[:] = 0  # type: ignore[attr-defined]
 
@@ -50,7 +46,7 @@ def kill(pid: int | None) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("write", "steps"), [(set_dtype, 50), (add_a_mask, 3), (narrow, 50)])
+@pytest.mark.parametrize(("write", "steps"), [(set_dtype, 30), (narrow, 30)])
 def test_a_loss_after_it(steps: int, write: Callable[[Any], None], tmp_path: Path) -> None:
     bare = Float64Env()
     bare.reset(seed=1)
@@ -71,7 +67,7 @@ def test_a_loss_after_it(steps: int, write: Callable[[Any], None], tmp_path: Pat
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
-@pytest.mark.parametrize("mode", ["same", "different", "custom"])
+@pytest.mark.parametrize("mode", ["same", "custom"])
 def test_a_loss_in_a_batch_after_it(mode: str) -> None:
     single = Float64Env().observation_space
     pair = (gymnasium.vector.utils.batch_space(single, 2), single)

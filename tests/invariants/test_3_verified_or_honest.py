@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faces import AND_ASYNC, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
+from faces import AND_ASYNC, KINDS, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive
 from kit.trainer_process import becomes_true
@@ -43,26 +43,39 @@ class WideEnv(NondeterministicEnv):
         return super()._observe().astype(np.float64)
 
 
-@pytest.fixture(params=["file", "chance in the observation", "chance in the reward", "chance in mail"])
-def unrepeatable(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """An env that cannot do again what it did."""
+def unrepeatable(what: str, directory: Path) -> Any:
+    """Return what builds an env that cannot do again what it did."""
     chance = partial(NondeterministicEnv, horizon=None)
     return {
-        "file": partial(FileEnv, str(tmp_path / "file")),
+        "file": partial(FileEnv, str(directory / "file")),
         "chance in the observation": partial(chance, since=2, shown_in="observation"),
         "chance in the reward": partial(chance, since=2, shown_in="reward"),
         "chance in mail": partial(WideEnv, horizon=None, since=2, shown_in="observation"),
-    }[request.param]
+    }[what]
 
 
 # The snapshot is taken after the second step, so that two more are run again in it before the journal is tried.
-@pytest.mark.parametrize("policy", [REPLAY, RestartPolicy(snapshot_every=4)], ids=["journal", "snapshot"])
-@pytest.mark.parametrize("kind", AND_ASYNC)
+RUNGS = {"journal": REPLAY, "snapshot": RestartPolicy(snapshot_every=4)}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "rung"),
+    [
+        *(("file", kind, rung) for kind in AND_ASYNC for rung in RUNGS),
+        *(
+            (f"chance in {what}", kind, "journal")
+            for what in ("the observation", "the reward", "mail")
+            for kind in KINDS
+        ),
+        ("chance in mail", "vector_env", "snapshot"),
+    ],
+)
 def test_an_env_that_does_otherwise_the_second_time_is_truncated(
-    kind: str, policy: RestartPolicy, unrepeatable: Any
+    what: str, kind: str, rung: str, tmp_path: Path
 ) -> None:
     events: list[Any] = []
-    with Face(kind, [unrepeatable, CounterEnv], restart=policy, hooks=[events.append]) as face:
+    env_fns = [unrepeatable(what, tmp_path), CounterEnv]
+    with Face(kind, env_fns, restart=RUNGS[rung], hooks=[events.append]) as face:
         actions = counts(9, 2)
         records = face.record(actions, 3, lambda step: face.signal() if step == 4 else None)
         assert face.losses() == 1

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.counter import CounterEnv
-from kit.faults import FailsNthTime, Fault, Moment, PickleBomb, UnpickleBomb
+from kit.faults import FailsNthTime, Fault, Moment, UnpickleBomb
 from kit.space_env import SpaceEnv
 
 __all__ = [
@@ -42,15 +42,14 @@ Observation = NDArray[np.float32]
 Reset = tuple[Observation, dict[str, Any]]
 Step = tuple[Observation, float, bool, bool, dict[str, Any]]
 
-PER_EPISODE_MOMENTS = frozenset({"step", "render", "call", "pickle", "unpickle"})
+PER_EPISODE_MOMENTS = frozenset({"step", "call", "unpickle"})
 
 
 class FaultyEnv(CounterEnv):
     """A `CounterEnv` that fails as told.
 
-    What the manner ``"unpicklable"`` yields goes into ``info["unpicklable"]`` of a reset or step, is what a render or
-    call returns, or goes into ``self.metadata`` at construction; after a close it has no effect. The bombs of the
-    moments ``"pickle"`` and ``"unpickle"`` lie in ``info["bomb"]`` of a step.
+    What the manner ``"unpicklable"`` yields goes into ``info["unpicklable"]`` of a step, and has no effect elsewhere. The
+    bomb of the moment ``"unpickle"`` lies in ``info["bomb"]`` of a step.
 
     Args:
         fault: one `Fault`, or several.
@@ -61,39 +60,31 @@ class FaultyEnv(CounterEnv):
         self.faults = (fault,) if isinstance(fault, Fault) else tuple(fault)
         self.events = [0] * len(self.faults)
         super().__init__(**counter)
-        unpicklable = self._pass("construct")
-        if unpicklable is not None:
-            self.metadata = {**self.metadata, "unpicklable": unpicklable}
+        self._pass("construct")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
         """Begin an episode, or fail."""
         for index, fault in enumerate(self.faults):
             if fault.per == "episode" and fault.moment in PER_EPISODE_MOMENTS:
                 self.events[index] = 0
-        unpicklable = self._pass("reset")
-        observation, info = super().reset(seed=seed, options=options)
-        return observation, _with(info, unpicklable=unpicklable)
+        self._pass("reset")
+        return super().reset(seed=seed, options=options)
 
     def step(self, action: np.int64) -> Step:
         """Take a step, or fail."""
         unpicklable = self._pass("step", action)
-        pickle_fault = self._due("pickle", action)
         unpickle_fault = self._due("unpickle", action)
         observation, reward, terminated, truncated, info = super().step(action)
-        info = _with(info, unpicklable=unpicklable)
-        info = _with(info, bomb=PickleBomb(pickle_fault) if pickle_fault else None)
-        info = _with(info, bomb=UnpickleBomb(unpickle_fault) if unpickle_fault else None)
+        if unpicklable is not None:
+            info = {**info, "unpicklable": unpicklable}
+        if unpickle_fault is not None:
+            info = {**info, "bomb": UnpickleBomb(unpickle_fault)}
         return observation, reward, terminated, truncated, info
-
-    def render(self) -> Any:
-        """Render, or fail."""
-        unpicklable = self._pass("render")
-        return super().render() if unpicklable is None else unpicklable
 
     def poke(self, amount: float = 0.0) -> Any:
         """Be poked (see `CounterEnv.poke`), or fail."""
-        unpicklable = self._pass("call")
-        return super().poke(amount) if unpicklable is None else unpicklable
+        self._pass("call")
+        return super().poke(amount)
 
     def close(self) -> None:
         """Close, or fail."""
@@ -114,10 +105,6 @@ class FaultyEnv(CounterEnv):
             if self.events[index] == fault.at and due is None and fault.claim():
                 due = fault
         return due
-
-
-def _with(info: dict[str, Any], **extras: object) -> dict[str, Any]:
-    return info | {name: value for name, value in extras.items() if value is not None}
 
 
 class NondeterministicEnv(CounterEnv):
@@ -254,19 +241,11 @@ class SameArrayEnv(CounterEnv):
 class NoisyEnv(CounterEnv):
     """Writes lines on stderr: half through ``sys.stderr``, half straight on descriptor 2, as C libraries do."""
 
-    def __init__(self, *, lines_per_step: int = 2, **counter: Any) -> None:
-        super().__init__(**counter)
-        self.lines_per_step = lines_per_step
-
     def step(self, action: np.int64) -> Step:
         """Make noise, and take a step."""
-        for line in range(self.lines_per_step):
-            text = f"noisy: step {self.episode_step} line {line}\n"
-            if line % 2:
-                sys.stderr.write(text)
-                sys.stderr.flush()
-            else:
-                os.write(2, text.encode())
+        sys.stderr.write(f"noisy: step {self.episode_step} by way of Python\n")
+        sys.stderr.flush()
+        os.write(2, b"noisy: straight\n")
         return super().step(action)
 
 

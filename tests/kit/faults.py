@@ -6,10 +6,8 @@ Everything here fails for real. ``"segv"`` reads address zero, ``"hang_c"`` dead
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
-import itertools
 import os
 import select
 import signal
@@ -19,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 import gymnasium
@@ -31,7 +30,6 @@ __all__ = [
     "FaultError",
     "Manner",
     "Moment",
-    "PickleBomb",
     "TwoArgumentError",
     "UnpickleBomb",
     "misbehave",
@@ -40,14 +38,11 @@ __all__ = [
 Manner = Literal[
     "raise",
     "custom_exception",
-    "keyboard_interrupt",
-    "system_exit",
     "exit",
     "kill",
     "segv",
     "abort",
     "hang",
-    "spin",
     "hang_c",
     "garbage",
     "unpicklable",
@@ -55,7 +50,7 @@ Manner = Literal[
 ]
 """What happens: see `misbehave`."""
 
-Moment = Literal["construct", "reset", "step", "render", "call", "close", "pickle", "unpickle"]
+Moment = Literal["construct", "reset", "step", "call", "close", "unpickle"]
 """When it happens: see `Fault`."""
 
 HARMLESS_TO_THE_READER = frozenset({"raise", "custom_exception"})
@@ -82,20 +77,18 @@ class Fault:
 
     **Manner**: see `misbehave`.
 
-    **Moment**: ``"construct"``, ``"reset"``, ``"step"``, ``"render"``, ``"close"``; ``"call"`` is a call of
-    `CounterEnv.poke`; ``"pickle"`` is while the result of a step is pickled, ``"unpickle"`` while it is unpickled, in
-    the reader (only manners that raise are allowed there: the others would take the reader down). A fault strikes
-    before the env's state has changed.
+    **Moment**: ``"construct"``, ``"reset"``, ``"step"``, ``"close"``; ``"call"`` is a call of `CounterEnv.poke`;
+    ``"unpickle"`` is while the result of a step is unpickled, in the reader (only manners that raise are allowed
+    there: the others would take the reader down). A fault strikes before the env's state has changed.
 
     **at** counts events of that moment from 1. With ``per="life"`` they are counted over the life of the env object
     (a forked copy of it goes on from the same count; an env built anew starts at zero); with ``per="episode"`` the
-    count of steps, renders, calls and results starts again with every reset. The fault strikes at exactly that
+    count of steps, calls and results starts again with every reset. The fault strikes at exactly that
     event, not at later ones. With **action**, only steps taken with that action count.
 
     **once** makes the fault transient: it strikes only while a file of that path does not exist, and creates it just
-    before striking, so that a restarted worker passes. **times** allows it that many strikes in all (further markers
-    are called ``path.1``, ``path.2``, …). Without *once* the fault is permanent: a worker replayed to the same event
-    fails there again.
+    before striking, so that a restarted worker passes. Without *once* the fault is permanent: a worker replayed to
+    the same event fails there again.
 
     **exit_code** is used by the manners that exit. **ignore_sigterm** has SIGTERM ignored before striking, so that
     only SIGKILL ends a hang.
@@ -108,7 +101,6 @@ class Fault:
     per: Literal["life", "episode"] = "life"
     action: int | None = None
     once: str | os.PathLike[str] | None = None
-    times: int = 1
     exit_code: int = 3
     ignore_sigterm: bool = False
 
@@ -117,26 +109,17 @@ class Fault:
             raise ValueError(f"unknown manner {self.manner!r}; choose one of {', '.join(get_args(Manner))}")
         if self.moment not in get_args(Moment):
             raise ValueError(f"unknown moment {self.moment!r}; choose one of {', '.join(get_args(Moment))}")
-        if self.at < 1 or self.times < 1:
-            raise ValueError("at and times count from 1")
         if self.moment == "unpickle" and self.manner not in HARMLESS_TO_THE_READER:
             raise ValueError(f"{self.manner!r} at 'unpickle' would strike the reader; use 'raise'")
-        if self.action is not None and self.moment not in ("step", "pickle", "unpickle"):
-            raise ValueError(f"action= selects steps; a fault at {self.moment!r} has no action")
 
     def claim(self) -> bool:
-        """Whether the fault may strike now; for a transient one, take one of its markers."""
-        if self.once is None:
-            return True
-        path = os.fspath(self.once)
-        for strike in range(self.times):
+        """Whether the fault may strike now; a transient one leaves its marker."""
+        if self.once is not None:
             try:
-                marker = os.open(f"{path}.{strike}" if strike else path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+                Path(self.once).touch(exist_ok=False)
             except FileExistsError:
-                continue
-            os.close(marker)
-            return True
-        return False
+                return False
+        return True
 
     def strike(self) -> object:
         """Fail now. Returns only for the manners that let the env go on: see `misbehave`."""
@@ -145,22 +128,6 @@ class Fault:
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return misbehave(self.manner, exit_code=self.exit_code, message=f"fault at {self.moment} {self.at}")
-
-
-class PickleBomb:
-    """Fails in the fault's manner when pickled. Copies are the object itself."""
-
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-
-    def __copy__(self) -> PickleBomb:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, object]) -> PickleBomb:
-        return self
-
-    def __reduce__(self) -> tuple[type[list[object]], tuple[object]]:
-        return list, ((self.fault.strike(),),)
 
 
 class UnpickleBomb:
@@ -185,14 +152,11 @@ def misbehave(manner: Manner, *, exit_code: int = 3, message: str = "fault") -> 
     =======================  =========================================================================
     ``"raise"``              raises `FaultError`
     ``"custom_exception"``   raises `TwoArgumentError`, which pickles but cannot be unpickled
-    ``"keyboard_interrupt"`` raises `KeyboardInterrupt`
-    ``"system_exit"``        raises `SystemExit` with *exit_code*
     ``"exit"``               ``os._exit(exit_code)``
     ``"kill"``               SIGKILL to itself
     ``"segv"``               a real segmentation fault (reads address zero)
     ``"abort"``              ``os.abort()``
     ``"hang"``               waits forever, in Python (signals are served, other threads run)
-    ``"spin"``               loops forever, in Python (burns a core)
     ``"hang_c"``             waits forever in C code that holds the GIL (no other thread runs)
     ``"noise"``              writes thousands of lines on stderr, then ``os._exit(exit_code)``
     ``"garbage"``            writes garbage on every pipe and socket above descriptor 2, **then returns None**
@@ -203,10 +167,6 @@ def misbehave(manner: Manner, *, exit_code: int = 3, message: str = "fault") -> 
         raise FaultError(message)
     if manner == "custom_exception":
         raise TwoArgumentError(exit_code, message)
-    if manner == "keyboard_interrupt":
-        raise KeyboardInterrupt(message)
-    if manner == "system_exit":
-        raise SystemExit(exit_code)
     if manner == "garbage":
         _write_garbage()
         return None
@@ -262,25 +222,19 @@ def _end_or_hang(manner: Manner, exit_code: int) -> NoReturn:
         _write_noise()
         os._exit(exit_code)
     if manner == "kill":
-        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+        os.kill(os.getpid(), signal.SIGKILL)
     elif manner == "segv":
         ctypes.string_at(0)
     elif manner == "abort":
         os.abort()
     elif manner == "hang_c":
         _hang_in_c()
-    elif manner == "spin":
-        while True:
-            pass
     while True:
         threading.Event().wait()
 
 
 def _hang_in_c() -> None:
     """Block in C, the GIL held, not to be woken by a signal handler."""
-    if sys.platform == "win32":
-        collections.deque(itertools.repeat(None), maxlen=0)
-        return
     # PyDLL keeps the GIL during the call. A mutex locked twice blocks for good: unlike sleep or pause, it does not
     # return when a handled signal arrives.
     library = ctypes.PyDLL(None)
@@ -303,7 +257,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 def _write_garbage() -> None:
     spared = _resource_tracker_descriptor()
-    for name in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
+    for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         if descriptor > 2 and descriptor != spared:
             # A descriptor may be closed, read-only, full or without a reader: then it takes no garbage.

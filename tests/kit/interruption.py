@@ -30,10 +30,6 @@ class Interrupted(BaseException):
     """As KeyboardInterrupt: not an Exception."""
 
 
-class HandlerError(Exception):
-    """What a signal handler of the user's may raise, as in the usual recipe of a time limit with SIGALRM."""
-
-
 def disarm() -> None:
     """Stop the timer that interrupts; an interruption that is on its way comes in here.
 

@@ -4,7 +4,7 @@
     ...
     assert_nothing_left(before)
 
-or ``with no_leaks(): ...``. Read from /proc, hence on Linux only: elsewhere snapshots are empty and nothing is found.
+or ``with no_leaks(): ...``. Read from /proc of Linux.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ class Ignored:
     Args:
         pids: these processes (their children are not ignored with them).
         descriptors: these descriptors of this process.
-        commands: *direct* children of this process whose command line contains one of these strings. Only direct
-            ones, because what a helper forks shares its command line.
-        names: resources whose name (link of a descriptor, entry of /dev/shm, memory map) contains one of these.
         threads: threads of these names.
 
     ``a | b`` ignores what either ignores.
@@ -56,28 +53,14 @@ class Ignored:
 
     pids: frozenset[int] = frozenset()
     descriptors: frozenset[int] = frozenset()
-    commands: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
     threads: tuple[str, ...] = ()
 
     def __or__(self, other: Ignored) -> Ignored:
         return Ignored(
             self.pids | other.pids,
             self.descriptors | other.descriptors,
-            self.commands + other.commands,
-            self.names + other.names,
             self.threads + other.threads,
         )
-
-    def spares_process(self, record: ProcessRecord, parent: int) -> bool:
-        """Whether this process may stay, *parent* being the process that is looked at."""
-        if record.pid in self.pids:
-            return True
-        return record.parent == parent and any(text in record.command for text in self.commands)
-
-    def spares_name(self, name: str) -> bool:
-        """Whether a resource of this name may stay."""
-        return any(text in name for text in self.names)
 
 
 def multiprocessing_helpers() -> Ignored:
@@ -118,8 +101,6 @@ class Resources:
 def snapshot_resources(*, threads: bool = False) -> Resources:
     """What this process holds now. The first call also marks the environment, so that later descendants are known."""
     token = mark_descendants()
-    if sys.platform != "linux":
-        return Resources(pid=token.pid)
     return Resources(
         pid=token.pid,
         descriptors=_descriptors(),
@@ -135,16 +116,8 @@ def what_is_left(before: Resources, now: Resources, ignored: Ignored = Ignored()
     return [
         *_left_descriptors(before, now, ignored),
         *_left_processes(before, now, ignored),
-        *(
-            f"shared memory /dev/shm/{name}"
-            for name in sorted(now.shared_memory - before.shared_memory)
-            if not ignored.spares_name(name)
-        ),
-        *(
-            f"memory map {name} (inode {inode})"
-            for name, inode in sorted(now.memory_maps - before.memory_maps)
-            if not ignored.spares_name(name)
-        ),
+        *(f"shared memory /dev/shm/{name}" for name in sorted(now.shared_memory - before.shared_memory)),
+        *(f"memory map {name} (inode {inode})" for name, inode in sorted(now.memory_maps - before.memory_maps)),
         *_left_threads(before, now, ignored),
     ]
 
@@ -230,7 +203,7 @@ def _left_descriptors(before: Resources, now: Resources, ignored: Ignored) -> It
     for number, link in sorted(
         now.descriptors.items(), key=lambda item: (item not in before.descriptors.items(), item)
     ):
-        if number in ignored.descriptors or ignored.spares_name(link):
+        if number in ignored.descriptors:
             continue
         if had[link] > 0:
             had[link] -= 1
@@ -240,7 +213,7 @@ def _left_descriptors(before: Resources, now: Resources, ignored: Ignored) -> It
 
 def _left_processes(before: Resources, now: Resources, ignored: Ignored) -> Iterator[str]:
     for pid, record in sorted(now.processes.items()):
-        if ignored.spares_process(record, now.pid):
+        if pid in ignored.pids:
             continue
         earlier = before.processes.get(pid)
         if earlier is None or earlier.started != record.started:

@@ -1,15 +1,14 @@
-"""The process table, as far as tests need it, read from /proc (Linux; elsewhere it is empty)."""
+"""The process table, as far as tests need it, read from /proc of Linux."""
 
 from __future__ import annotations
 
 import os
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Mark", "ProcessRecord", "descendants", "family", "is_alive", "mark_descendants", "processes"]
+__all__ = ["Mark", "ProcessRecord", "descendants", "family", "is_alive", "mark_descendants"]
 
 MARK_VARIABLE = "MULTIENV_TESTING_MARKS"
 GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
@@ -57,22 +56,8 @@ def mark_descendants() -> Mark:
     return _mark
 
 
-def processes() -> Iterator[ProcessRecord]:
-    """All processes that can be seen."""
-    for stat in _stats():
-        record = _record(stat)
-        if record is not None:
-            yield record
-
-
 def is_alive(pid: int) -> bool:
-    """Whether a process of this pid exists and is not a zombie (off Linux a zombie counts as alive)."""
-    if sys.platform != "linux":
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+    """Whether a process of this pid exists and is not a zombie."""
     stat = _stat(pid)
     return stat is not None and stat.state not in _ENDED
 
@@ -103,12 +88,10 @@ class _Stat(NamedTuple):
 
 
 def _stats() -> Iterator[_Stat]:
-    if sys.platform == "linux":
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                stat = _stat(int(name))
-                if stat is not None:
-                    yield stat
+    for name in os.listdir("/proc"):
+        stat = _stat(int(name)) if name.isdigit() else None
+        if stat is not None:
+            yield stat
 
 
 def _stat(pid: int) -> _Stat | None:

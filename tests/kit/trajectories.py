@@ -49,11 +49,8 @@ def rollout(
     env: gymnasium.Env[Any, Any],
     actions: Iterable[Any] | None = None,
     *,
-    policy_seed: int = 0,
     num_steps: int | None = None,
     seed: int | None = None,
-    options: dict[str, Any] | None = None,
-    reset_every_unseeded: bool = True,
     before_step: Callable[[int], object] | None = None,
 ) -> list[Transition]:
     """Run an env, resetting it whenever an episode ends, and record every reset and step.
@@ -61,12 +58,9 @@ def rollout(
     Args:
         env: the env; it is not closed.
         actions: the actions, over all episodes. If None, they are sampled from a copy of the action space.
-        policy_seed: of that sampling.
         num_steps: how many steps; None for as many as there are actions.
         seed: of the first reset.
-        options: of the first reset.
-        reset_every_unseeded: give later resets no seed, so that the env's RNG goes on from episode to episode; if
-            False, the n-th reset gets ``seed + n``.
+            Later resets have none, so that the env's RNG goes on from episode to episode.
         before_step: called with the number of each step (from 0) before it is taken: the place for a kill.
 
     Returns:
@@ -75,11 +69,8 @@ def rollout(
     """
     if actions is None and num_steps is None:
         raise ValueError("rollout() needs actions or num_steps")
-    if seed is None and not reset_every_unseeded:
-        raise ValueError("resets can only be seeded if there is a seed to count from")
-    chosen = iter(_policy(env, policy_seed) if actions is None else actions)
-    transitions = [_reset(env, seed, options)]
-    resets = 1
+    chosen = iter(_policy(env) if actions is None else actions)
+    transitions = [_reset(env, seed)]
     step = 0
     while num_steps is None or step < num_steps:
         try:
@@ -87,9 +78,7 @@ def rollout(
         except StopIteration:
             break
         if transitions[-1].ended:
-            later_seed = None if reset_every_unseeded or seed is None else seed + resets
-            transitions.append(_reset(env, later_seed, None))
-            resets += 1
+            transitions.append(_reset(env, None))
         if before_step is not None:
             before_step(step)
         transitions.append(_step(env, action))
@@ -97,15 +86,15 @@ def rollout(
     return transitions
 
 
-def _policy(env: gymnasium.Env[Any, Any], seed: int) -> Iterable[Any]:
+def _policy(env: gymnasium.Env[Any, Any]) -> Iterable[Any]:
     space = copy.deepcopy(env.action_space)
-    space.seed(seed)
+    space.seed(0)
     while True:
         yield space.sample()
 
 
-def _reset(env: gymnasium.Env[Any, Any], seed: int | None, options: dict[str, Any] | None) -> Transition:
-    observation, info = env.reset(seed=seed, options=options)
+def _reset(env: gymnasium.Env[Any, Any], seed: int | None) -> Transition:
+    observation, info = env.reset(seed=seed)
     return Transition(copy.deepcopy(observation), info=dict(info), is_reset=True)
 
 

@@ -68,7 +68,7 @@ MUTANTS = [
         "worker/rows.py",
         'if self._group.autoreset != "SAME_STEP":',
         'if self._group.autoreset == "DISABLED":',
-        ("tests/contract/test_autoreset_modes.py",),
+        ("tests/contract/test_vector_env.py",),
     ),
     Mutant(
         "With SAME_STEP autoreset a batch loses the final observation.",
@@ -76,7 +76,7 @@ MUTANTS = [
         "worker/rows.py",
         'return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}',
         'return observation, {"final_info": final_info, **(info or {})}',
-        ("tests/contract/test_autoreset_modes.py",),
+        ("tests/contract/test_vector_env.py",),
     ),
     # --- 2: exact recovery ------------------------------------------------------------------------
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "recovery/hot_path.py",
         "journal.entries[journal.base + number * journal.stride :] = line.stretches[side]",
         "journal.entries += line.stretches[side]",
-        ("tests/faults/test_after_an_interruption.py",),
+        ("tests/faults/test_interruptions.py",),
     ),
     Mutant(
         "The step that was asked again after a loss is not recorded.",

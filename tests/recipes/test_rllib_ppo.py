@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
 FOUND = [str(Path(multienv.__file__).parents[1]), str(ROOT / "examples" / "recipes")]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: it is of the extra recipes")
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: it is of the extra rllib, in a virtual environment of its own",
+)
 def test_an_iteration_of_ppo_sees_the_same_episodes_while_its_workers_are_killed(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rllib_trainer.py"))],

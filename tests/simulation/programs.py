@@ -8,6 +8,7 @@ a lost, doubled or spliced step shows all the same.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import gc
@@ -21,7 +22,7 @@ import numpy as np
 
 from kit.interruption import Interruption
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv.errors import EnvsFailedError, NotRestoredError, WorkerLostError
+from multienv.errors import CallPendingError, EnvsFailedError, NotRestoredError, WorkerLostError
 from simulation.simulation import CRASHED, Fault, SimulatedEnv, Simulation, is_in_process
 
 NUM_ENVS = 3
@@ -66,7 +67,8 @@ class Case:
     Args:
         face: A key of :data:`FACES`.
         policy: A key of :data:`POLICIES`.
-        ops: What the trainer calls: ``("reset", seed)``, ``("step", number)``, ``("call", amount)``,
+        ops: What the trainer calls: ``("reset", seed)``, ``("step", number)``, ``("halves", number)`` (a step in two
+            halves; a MultiEnv has none, and takes a whole one), ``("call", amount)``,
             ``("ask",)``, ``("set", value)``, ``("snapshot",)``, ``("restore",)``, ``("save",)``, ``("load",)``.
         faults: What goes wrong.
         eager: See :class:`Simulation`.
@@ -191,6 +193,8 @@ class Run:
             if self.interruption.fired:
                 gc.collect()
             assert not set(self.simulation.live), "a channel was not released"
+            # That of an interrupted snapshot() ends with the worker, which is not simulated.
+            assert self.interruption.fired or not self.simulation.kept, "a snapshot was not freed"
         return self.simulation
 
     def _make(self) -> None:
@@ -241,7 +245,7 @@ class Run:
 
     def _do(self, op: tuple[Any, ...]) -> None:
         ended = [world.has_ended for world in self.worlds]
-        if any(ended) and self.worlds[0].mode == "DISABLED" and op[0] in ("step", "call", "set"):
+        if any(ended) and self.worlds[0].mode == "DISABLED" and op[0] in ("step", "halves", "call", "set"):
             self._do_reset(None, ended)
         began, struck = self.simulation.now, len(self.simulation.struck)
         getattr(self, f"_do_{op[0]}")(*op[1:])
@@ -282,11 +286,19 @@ class Run:
         """
         return not self.interruption.fired or bool(differs(copy.deepcopy(self.worlds[env].bare)))
 
-    def _do_step(self, number: int) -> None:
+    def _do_halves(self, number: int) -> None:
+        self._do_step(number, self._step_in_halves if self.case.face != "multi_env" else None)
+
+    def _step_in_halves(self, action: Any) -> Any:
+        with contextlib.suppress(CallPendingError):  # an interruption came when it had been sent
+            self.envs.step_async(action)
+        return self.envs.step_wait()
+
+    def _do_step(self, number: int, step: Any = None) -> None:
         actions = actions_of(number)[: len(self.worlds)]
         face = self.case.face
         argument: Any = actions if face == "multi_env" else np.array(actions)
-        told = self._told(partial(self.envs.step, actions[0] if face == "subprocess_env" else argument))
+        told = self._told(partial(step or self.envs.step, actions[0] if face == "subprocess_env" else argument))
         if told is None:
             return
         for env, row in enumerate(self._rows(told)):

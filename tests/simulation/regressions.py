@@ -7,6 +7,14 @@ from simulation.programs import Case
 from simulation.simulation import Fault
 
 REGRESSIONS: dict[str, Case] = {
+    # After restore() the numbers of requests come again. A worker died in the step after it; what it was asked once more
+    # in the next process was the step of the same number that had been lost before.
+    "a_step_after_restore_is_asked_with_its_own_action": Case(
+        "subprocess_env",
+        "snapshot",
+        (("reset", 0), ("step", 0), ("snapshot",), ("step", 1), ("restore",), ("step", 2), ("restore",), ("step", 3)),
+        (Fault(0, "request", 3, "before"), Fault(0, "request", 4, "before"), Fault(0, "request", 5, "before")),
+    ),
     # A worker had begun to write its first reply, and died. Its replacement got a copy of what lay there as "what the
     # caller saw last", though nothing had been seen: flags that the reply does not write came into the journal, and
     # no later replay could match it.

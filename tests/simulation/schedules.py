@@ -19,7 +19,7 @@ EPISODES = (
     ("call", 0.5),
     *(("step", number) for number in range(4, 7)),
     ("reset", None),
-    ("step", 8),
+    ("halves", 8),
     ("set", 0.25),
     ("step", 9),
 )
@@ -32,7 +32,7 @@ BRANCHES = (
     ("snapshot",),
     ("step", 1),
     ("restore",),
-    ("step", 1),
+    ("halves", 1),
     ("save",),
     ("step", 2),
     ("load",),

@@ -63,6 +63,16 @@ def test_a_step_that_ends_every_process_is_truncated(face: str, code: int, limit
     assert len(simulation.struck) == limit
 
 
+@pytest.mark.parametrize("face", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
+def test_two_envs_that_end_every_process_in_the_same_step_are_truncated_and_no_other(face: str) -> None:
+    ops = (("reset", 7), ("step", 0), ("reset", 9), ("step", 3), ("step", 1))
+    faults = tuple(Fault(0, "request", 4, "in the env", slot, CRASHED, times=2) for slot in (0, 1))
+    play = Run(Case(face, "journal", ops, faults))
+    simulation = play.play()
+    assert len(simulation.struck) == 4
+    assert play.truncated == 2
+
+
 @pytest.mark.parametrize("face", list(FACES))
 def test_an_env_that_cannot_be_replayed_is_truncated_and_never_passed_off_as_exact(face: str) -> None:
     ops = (("reset", 7), ("step", 0), ("step", 1), ("reset", 9), ("step", 2))
@@ -82,7 +92,8 @@ def test_regression(name: str) -> None:
 
 seeds = st.one_of(st.none(), st.integers(0, 5))
 plain_ops: st.SearchStrategy[Any] = st.one_of(
-    *[st.tuples(st.just("step"), st.integers(0, 9))] * 4,
+    *[st.tuples(st.just("step"), st.integers(0, 9))] * 3,
+    st.tuples(st.just("halves"), st.integers(0, 9)),
     st.tuples(st.just("reset"), seeds),
     st.tuples(st.just("call"), st.sampled_from([0.0, 0.5])),
     st.tuples(st.just("set"), st.sampled_from([0.25, 1.5])),

@@ -33,7 +33,7 @@ def check_each_place(base: Case, first: int, stride: int) -> None:
 @pytest.mark.parametrize("losses", list(FAULTS))
 @pytest.mark.parametrize("base", BASES, ids=name_of)
 def test_interrupted_call_loses_no_transition(base: Case, losses: str) -> None:
-    check_each_place(replace(base, faults=FAULTS[losses]), first=BASES.index(base) * 7, stride=1201)
+    check_each_place(replace(base, faults=FAULTS[losses]), first=BASES.index(base) * 7, stride=401)
 
 
 @pytest.mark.soak

@@ -6,7 +6,6 @@ import signal
 
 import pytest
 
-from kit import FaultError
 from multienv.errors import (
     EnvRaisedError,
     MultienvError,
@@ -24,7 +23,6 @@ from multienv.reports.texts import (
     lost_error,
     outcome_text,
     what_happened,
-    where,
 )
 from multienv.wire.messages import Failure
 from multienv.worker.failures import failure_of
@@ -43,20 +41,6 @@ def test_signals_are_named():
 )
 def test_exit_codes_in_words(code, text):
     assert text in exit_text(code)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("step", 5, None), "during step() after 5 steps of its episode"),
-        (("step", 1, None), "during step() after 1 step of its episode"),
-        (("step", 0, 0), "during step() after 0 steps of its episode (last seed 0)"),
-        (("reset", 5, 1), "during reset() (last seed 1)"),
-        (("initialize", None, None), "during initialize()"),
-    ],
-)
-def test_where(arguments, text):
-    assert where(*arguments) == text
 
 
 @pytest.mark.parametrize(
@@ -91,21 +75,6 @@ def failure(error: BaseException) -> Failure:
         raise error
     except type(error) as caught:
         return failure_of(caught)
-
-
-def test_an_exception_arrives_with_type_index_place_and_remote_traceback():
-    error = env_error(failure(FaultError("broken joint")), index=2, command="step", step=5, seed=7)
-    assert isinstance(error, EnvRaisedError)
-    assert isinstance(error, FaultError)
-    for part in ("Env 2", "FaultError", "broken joint", "during step()", "5 steps", "seed 7"):
-        assert part in str(error)
-    assert (error.env_index, error.command, error.step, error.seed) == (2, "step", 5, 7)
-    assert "Traceback" in error.remote_traceback
-    assert "in failure" in error.remote_traceback
-    assert type(error.__cause__) is FaultError
-    assert error.__cause__.args == ("broken joint",)
-    assert isinstance(error.__cause__.__cause__, RemoteTraceback)
-    assert "in failure" in str(error.__cause__.__cause__)
 
 
 def test_an_exception_of_a_class_that_cannot_be_had_here_arrives_as_text():
@@ -146,12 +115,6 @@ def test_exceptions_of_any_kind_travel_catchable(error):
     assert isinstance(arrived, MultienvError)
     assert isinstance(arrived, type(error))
     assert type(error).__name__ in str(arrived)
-
-
-def test_a_hang_names_its_deadline():
-    text = what_happened(Loss(0, "hung", "step", 4, 1, 1234, deadline=2.0))
-    assert "did not answer within its deadline of 2 s and was killed during step() after 4 steps" in text
-    assert "deadline of" not in what_happened(Loss(0, "hung", "step", 4, 1, 1234))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ STEP, RESET, CALL = Request(Kind.STEP, "step"), Request(Kind.RESET, "reset"), Re
 RULES = [
     Rules(slots, resets, 2, action, action)
     for (slots, resets), action in itertools.product(
-        ((1, False), (3, False), (3, True)), ("replay", "truncate", "raise")
+        ((1, False), (2, False), (2, True)), ("replay", "truncate", "raise")
     )
 ]
 

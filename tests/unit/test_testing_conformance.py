@@ -7,6 +7,8 @@ decided by the test.
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import subprocess
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ import gymnasium
 import pytest
 
 from kit import CounterEnv, no_leaks
+from multienv import SubprocessEnv
 from multienv.testing import RecoveryCheck, check_env_recovers
 
 
@@ -128,6 +131,23 @@ def test_kills_that_were_not_delivered_do_not_pass():
     assert not check.is_exact
 
 
-def test_more_kills_than_steps_are_refused():
-    with pytest.raises(ValueError, match="as many steps as kills"):
-        check_env_recovers(CounterEnv, make_env=Backend, steps=2, kills=3)
+class CrashesByItself(CounterEnv):
+    """Its fourth step is its process's last."""
+
+    def step(self, action):
+        if self.episode_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_an_env_that_crashes_by_itself_is_told_and_does_not_take_this_process_with_it():
+    check = check_env_recovers(CrashesByItself, steps=9, kills=1, make_env=AlwaysAsked)
+    assert check.is_honest
+    assert check.truncated == 2
+
+
+class AlwaysAsked(SubprocessEnv):
+    """Is not struck where its undisturbed twin dies: it is the twin that ends the comparison."""
+
+    def __init__(self, env_fn):
+        super().__init__(CounterEnv, reports="")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from multienv.errors import UsageError
-from multienv.threads import Pool, Task, close_at_once, side_by_side
+from multienv.threads import Bell, Pool, Task, close_at_once, side_by_side
 
 
 @pytest.fixture
@@ -44,6 +45,17 @@ def test_a_task_that_is_started_again_is_done_once(pool: Pool) -> None:
         task.start(pool)
     side_by_side(pool, [bool] * 4)  # whatever is queued has been taken
     assert calls == [1]
+
+
+def test_a_task_that_has_ended_does_not_keep_the_bell_that_it_rang() -> None:
+    """Its error refers to it through a traceback: a bell in that circle would be open until the next collection."""
+    bell = Bell()
+    held = weakref.ref(bell)
+    task = Task(lambda: 1 // 0, bell.ring)
+    task.run()
+    del bell
+    assert isinstance(task.error, ZeroDivisionError)
+    assert held() is None
 
 
 def test_where_no_thread_can_be_started_a_task_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:

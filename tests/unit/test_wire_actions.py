@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import gymnasium
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_strategies import ANY_SPACES, fingerprint, spaces_with_values
 
-from kit import example_spaces
 from multienv.errors import ActionError
 from multienv.wire.actions import action_bytes, action_decoder, action_encoder, misfit
 from multienv.wire.banks import HEAD, STEP, STEPPED, BankLayout
@@ -135,55 +133,3 @@ class SentOnly:
 def test_an_action_that_cannot_be_unpickled_is_named():
     with pytest.raises(ActionError, match=r"cannot be unpickled in the env's process.*not here"):
         there_and_back(spaces.Sequence(DISCRETE), SentOnly())
-
-
-class Hostile:
-    """Raises whatever is asked of it."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "__class__":
-            return object.__getattribute__(self, name)
-        raise RuntimeError(name)
-
-    def __repr__(self) -> str:
-        raise RuntimeError("repr")
-
-    def __array__(self, *args: Any, **options: Any) -> Any:
-        raise RuntimeError("array")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError("reduce")
-
-
-class HostileList(list[Any]):
-    def __len__(self) -> int:
-        raise RuntimeError("len")
-
-
-class HostileDict(dict[str, Any]):
-    def __getitem__(self, key: str) -> Any:
-        raise RuntimeError("getitem")
-
-
-ENDLESS: list[Any] = []
-ENDLESS.append(ENDLESS)
-ODD_ACTIONS = [
-    Hostile(), [Hostile()], (Hostile(), 1), {"a": Hostile()}, HostileList([1, 2]), HostileDict(a=1), ENDLESS, {1}, b"ab",
-    "ab", {}, [], (), np.array(3), np.array("x"), np.array(None), np.array([]), np.ma.masked, np.datetime64("NaT", "s"),
-    Ellipsis, NotImplemented, object, len, 1j, float("nan"), 10**400, range(2), bytearray(b"ab"), slice(1), iter(()),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("place", range(len(ODD_ACTIONS)))
-def test_any_object_is_sent_as_it_is_or_refused_without_a_trace(place):
-    for space in example_spaces().values():
-        segment = segment_for(space)
-        try:
-            action_encoder(space, segment)(1, ODD_ACTIONS[place])
-        except ActionError:
-            assert_untouched(segment)
-        else:
-            assert segment.banks[1].view[0] == STEP
-            with contextlib.suppress(ActionError):  # it may not come apart again
-                arrived = action_decoder(space, segment)(1, segment.banks[1].view[1])
-                assert type(arrived) is type(ODD_ACTIONS[place])

@@ -200,7 +200,7 @@ def test_laying_out_cuts_nothing_off_that_the_other_side_writes_meanwhile(sides,
     assert trainer.read_reply_mail(1) == b"mail"
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, 2**20, 2**20 + 1, 2**26])
+@pytest.mark.parametrize("size", [0, 1, 2**20 + 1, 2**24])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "in-process"])
 def test_mail_of_any_size_arrives_and_may_be_read_twice(sides, shared, size):
     trainer, worker = sides if shared else (Segment(-1),) * 2

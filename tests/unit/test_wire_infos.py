@@ -113,17 +113,6 @@ def test_infos_that_are_not_alike_are_left_to_pickle_and_keep_no_later_ones_from
         assert list(unpacked(packer.numbers(good))) == good
 
 
-def test_infos_of_workers_that_differ_are_not_merged_here():
-    merged = InfoMerger(2).merged
-    one = unpacked(packed({"a": 1}))
-    assert merged([]) is None
-    assert merged([one, []]) is None
-    assert merged([one, [(0, {"a": 1})]]) is None
-    assert merged([one, unpacked(packed({"a": 1.0}))]) is None
-    assert merged([one, unpacked(packed({"b": 1}))]) is None
-    assert merged([one, unpacked(packed({"a": 7}))])["a"].tolist() == [1, 7]
-
-
 # --- everything else --------------------------------------------------------------------------
 
 

@@ -88,18 +88,6 @@ def test_what_is_no_integer_of_64_bits_does_not_fit_a_discrete(value):
     assert not layout_of(spaces.Discrete(5)).fits(value)
 
 
-@pytest.mark.parametrize("kind", [int, np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.uint32])
-def test_integers_keep_their_type(kind):
-    value = there_and_back(spaces.Discrete(5), kind(3))
-    assert type(value) is kind
-    assert value == 3
-
-
-@pytest.mark.parametrize("value", [-(2**63), 2**63 - 1, 0, -1])
-def test_a_discrete_holds_64_bits_whatever_the_space_says(value):
-    assert there_and_back(spaces.Discrete(5), value) == value
-
-
 DICT = spaces.Dict({"a": spaces.Discrete(3), "b": BOX})
 ARRAY = np.zeros((2, 3), np.float32)
 

@@ -82,25 +82,6 @@ def test_the_core_is_let_go_and_not_bound_again_for_a_while(kernel, why):
     assert not kernel.affinity.is_crowded
 
 
-def test_one_that_is_not_bound_does_not_look_either_where_it_waits(kernel):
-    kernel.words[CORE] = 0
-    kernel.samples(2, BRIEF)
-    kernel.waited += 64 * 2 * (CROWDED + BRIEF)
-    kernel.samples(1, BRIEF)
-    assert kernel.affinity.is_crowded
-    kernel.now += 1.01 * REST
-    kernel.samples(1, BRIEF)
-    assert not kernel.affinity.is_crowded
-
-
-def test_a_wait_for_the_workers_that_share_the_core_is_borne(kernel):
-    kernel.words[LOOKS] = 4
-    kernel.samples(ENOUGH, BRIEF)
-    kernel.waited += 64 * 4 * 2 * BRIEF
-    kernel.samples(1, BRIEF)
-    assert kernel.bound
-
-
 def test_a_short_wait_for_the_core_is_the_trainers_and_is_borne(kernel):
     kernel.samples(ENOUGH, BRIEF)
     for _ in range(10):

@@ -140,32 +140,6 @@ def test_a_copy_without_a_generator_gets_one_and_the_seed_beside_it(outside: Any
     assert copy.np_random.random() == env.np_random.random()
 
 
-def test_what_draws_from_the_operating_system_is_no_obstacle():
-    env = Drawing(chance=random.SystemRandom(), rng=np.random.default_rng(1))
-    copy = Drawing(chance=random.SystemRandom(), rng=np.random.default_rng(2))
-    seeding.restore([copy], seeding.capture([env]))
-    assert copy.rng.random() == env.rng.random()  # type: ignore[attr-defined]
-
-
-def test_a_process_is_seeded_with_what_is_recorded():
-    drawn = []
-    for _ in range(2):
-        seeding.seed_process((2**64 - 1, 2**32 - 1))
-        drawn.append((random.random(), np.random.random()))
-    assert drawn[0] == drawn[1]
-
-
-def test_a_property_that_raises_is_no_obstacle() -> None:
-    class Odd(Drawing):
-        @property
-        def action_space(self) -> Any:  # type: ignore[override]
-            raise RuntimeError("not yet")
-
-    odd, copy = (Odd(rng=np.random.default_rng(seed)) for seed in (0, 1))
-    seeding.restore([copy], seeding.capture([odd]))
-    assert copy.rng.random() == odd.rng.random()  # type: ignore[attr-defined]
-
-
 def test_ordinary_envs_keep_their_attributes_in_place() -> None:
     """Before 3.13 the attributes of an object whose ``__dict__`` was asked for are slower ever after."""
     env = gymnasium.make("CartPole-v1")

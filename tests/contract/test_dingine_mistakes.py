@@ -1,53 +1,34 @@
-"""One test for each mistake seen in DI-engine's managers. Named after it."""
+"""One test for each mistake seen in DI-engine's managers that the tests of the invariants do not hold down.
+
+Late replies and resets that read the reply of a step: invariant 4; Ctrl-C: 8; exceptions with constructors of their own: 6.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from trainer_process import run
+from manager_envs import FailingResetEnv
 
-from kit import CounterEnv, Fault, FaultyEnv, SameArrayEnv, SlowEnv
-from kit.faults import TwoArgumentError
-from multienv import AsyncSubprocessEnvManager, RestartPolicy, StackedSubprocessEnvManager, SyncSubprocessEnvManager
+from kit import CounterEnv, SameArrayEnv, SlowEnv
 from multienv.errors import EnvsFailedError
 from multienv.managers.config import EnvState
 
-sys.path.append(str(Path(__file__).parent.parent / "contract"))
-from manager_envs import FailingResetEnv
-
-BOTH = [AsyncSubprocessEnvManager, pytest.param(SyncSubprocessEnvManager, marks=pytest.mark.soak)]
-
-
-@pytest.fixture(params=BOTH)
-def manager_of(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
 
 @pytest.fixture
-def errors(tmp_path: Path) -> Iterator[Path]:
-    """What the next resets raise, a line each."""
+def errors(tmp_path: Path) -> Path:
+    """Return the file that has what the next resets raise, a line each."""
     return tmp_path / "errors"
-
-
-def cpu_seconds() -> float:
-    return time.thread_time()
 
 
 # --- ready_obs spins forever when every env is done -----------------------------------------------
 
 
-def test_ready_obs_spins_when_all_are_done(manager_of: Any) -> None:
+def test_ready_obs_returns_when_all_envs_are_done(manager_of: Any) -> None:
     with manager_of([partial(CounterEnv, horizon=1)] * 2, episode_num=1) as manager:
         manager.step({0: 1, 1: 1})
         assert manager.done
@@ -56,14 +37,13 @@ def test_ready_obs_spins_when_all_are_done(manager_of: Any) -> None:
 
 @pytest.mark.parametrize("action", ["ready_obs", "step"])
 def test_waiting_costs_no_time_of_the_processor(manager_of: Any, action: str) -> None:
-    """Waiting for a second is a handful of system calls."""
-    slow = partial(SlowEnv, horizon=1, **{"reset_seconds" if action == "ready_obs" else "step_seconds": 1.0})
+    slow = partial(SlowEnv, horizon=1, **{"reset_seconds" if action == "ready_obs" else "step_seconds": 0.5})
     with manager_of([slow] * 2) as manager:
         if action == "ready_obs":
             manager.step({0: 1, 1: 1})
-        before = cpu_seconds()
+        before = time.thread_time()
         manager.ready_obs if action == "ready_obs" else manager.step({0: 1, 1: 1})
-        assert cpu_seconds() - before < 0.1
+        assert time.thread_time() - before < 0.05
 
 
 # --- a reset failing in the background closes the manager silently --------------------------------
@@ -141,49 +121,11 @@ def test_resets_asked_for_are_tried_again_too_and_fail_alone(manager_of: Any, er
         assert set(manager.ready_obs) == {1}
 
 
-# --- an action list can reach the wrong envs when a reset finishes in between: test_stacked_env_manager.py ------------
-
-
-# --- late replies answer the next request ---------------------------------------------------------
-
-
-def test_a_late_reply_to_a_reset_answers_the_next_request(manager_of: Any, marker: str) -> None:
-    """The reset that took too long is answered after all: SIGSTOP, a passed deadline, SIGCONT."""
-    with manager_of([partial(CounterEnv, horizon=3)] * 2, reset_timeout=0.3, max_retry=3) as manager:
-        for _ in range(2):
-            pid = manager.statistics()[0].pid
-            os.kill(pid, signal.SIGSTOP)
-            continuing = threading.Timer(0.2, _continue, [pid])
-            continuing.start()
-            manager.reset({0: {"options": {"start": 1}}})
-            continuing.join()
-            assert manager.ready_obs[0][0] == 1
-            timesteps: dict[int, Any] = {}
-            while 0 not in timesteps:
-                timesteps = manager.step({0: 2})
-            assert timesteps[0].observation[[0, 3]].tolist() == [2, 2]
-
-
-def _continue(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # killed at its deadline
-        os.kill(pid, signal.SIGCONT)
-
-
-def test_a_reset_does_not_read_the_reply_of_a_step_under_way() -> None:
-    fns = [partial(SlowEnv, step_seconds=0.2), CounterEnv]
-    with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0) as manager:
-        assert set(manager.step({0: 3, 1: 1})) == {1}
-        manager.reset({0: {"options": {"start": 4}}})
-        assert manager.ready_obs[0][[0, 3]].tolist() == [4, -1]
-        timesteps: dict[int, Any] = manager.step({0: 2})
-        assert timesteps[0].observation[[0, 3]].tolist() == [5, 2]
-
-
 # --- observations alias each other ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_observations_handed_out_are_overwritten_by_later_steps(manager_of: Any, shared_memory: bool) -> None:
+def test_observations_handed_out_are_not_overwritten_by_later_steps(manager_of: Any, shared_memory: bool) -> None:
     with manager_of([SameArrayEnv] * 2, shared_memory=shared_memory) as manager:
         kept = [manager.ready_obs[0]]
         for _ in range(4):
@@ -220,66 +162,3 @@ def test_a_renewed_worker_has_the_seed_of_its_episode(manager_of: Any, errors: P
         seeds.append(given)
     assert seeds[0] == seeds[1]
     assert len({seed for (seed, _), _ in seeds[0]}) == 3
-
-
-# --- an exception with its own constructor kills the worker ---------------------------------------
-
-
-def test_an_exception_with_its_own_constructor_arrives_and_the_worker_lives(manager_of: Any) -> None:
-    with manager_of([partial(FaultyEnv, fault=Fault("custom_exception", "step", at=1))]) as manager:
-        pid = manager.statistics()[0].pid
-        with pytest.raises(TwoArgumentError):
-            manager.step({0: 1})
-        manager.reset({0: None})
-        assert manager.step({0: 1})[0].observation[0] == 1
-        assert manager.statistics()[0].pid == pid
-
-
-# --- Ctrl-C restarts the env, or counts as a retry ------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "manager", ["AsyncSubprocessEnvManager", pytest.param("SyncSubprocessEnvManager", marks=pytest.mark.soak)]
-)
-@pytest.mark.parametrize(
-    "what", ["step", "retry", *(pytest.param(one, marks=pytest.mark.soak) for one in ("ready_obs", "reset"))]
-)
-def test_ctrl_c_retries_nothing_and_loses_nothing(manager: str, what: str, tmp_path: Path) -> None:
-    run("manager_trainers", "ctrl_c", manager, what, tmp_path)
-
-
-# --- the watchdog is SIGALRM inside the env's process ---------------------------------------------
-
-
-class AlarmEnv(CounterEnv):
-    """Uses SIGALRM for its own purposes."""
-
-    def reset(self, **options: Any) -> Any:
-        signal.signal(signal.SIGALRM, lambda *_: setattr(self, "rung", True))
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        return super().reset(**options)
-
-    def step(self, action: Any) -> Any:
-        while not getattr(self, "rung", False):
-            time.sleep(0.01)
-        return super().step(action)
-
-
-def test_an_env_may_use_sigalrm_under_a_timeout(manager_of: Any) -> None:
-    with manager_of([AlarmEnv], step_timeout=20.0, reset_timeout=20.0) as manager:
-        assert manager.step({0: 1})[0].observation[0] == 1
-        assert manager.statistics()[0].losses == 0
-
-
-# --- and more of the kind -------------------------------------------------------------------------
-
-
-def test_the_lists_of_the_caller_are_changed() -> None:
-    fns: list[Any] = [CounterEnv, CounterEnv]
-    seeds, actions = [1, 2], [1, 1]
-    manager = StackedSubprocessEnvManager(fns, restart=RestartPolicy())
-    manager.seed(seeds)
-    with manager:
-        assert len(manager.ready_obs) == 2
-        manager.step(actions)
-    assert (fns, seeds, actions) == ([CounterEnv, CounterEnv], [1, 2], [1, 1])

@@ -1,20 +1,24 @@
-"""An env forks, and its child comes back out of the env's method: nobody takes it for the worker."""
+"""Envs that do to their process what only its owner should: fork it, close its descriptors, set its timer."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
+import time
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from trainer_process import becomes_true
 
 from kit import CounterEnv, descendants, is_alive
-from multienv import SubprocessEnv, SubprocessVectorEnv
+from kit.trainer_process import becomes_true
+from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv.errors import PoisonError
 
-WAYS = ["return", "raise", "exit", "fork again"]
+# --- an env that forks, and whose child comes back out of the env's method -------------------------------------
 
 
 class Forking(CounterEnv):
@@ -55,7 +59,7 @@ def no_child_is_left(*pids: int | None) -> bool:
     return not any(is_alive(child) for pid in pids for child in descendants(pid or 0))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["return", "raise", "exit", "fork again"])
 def test_a_child_that_comes_back_answers_nothing(way: str) -> None:
     plain = alone()
     with SubprocessEnv(partial(Forking, way)) as env:
@@ -109,3 +113,54 @@ def test_an_env_may_have_subprocess_envs_of_its_own() -> None:
         env.reset(seed=0)
         assert [env.step(1)[0][0] for _ in range(5)] == [2, 4, 6, 8, 10]
         assert env.statistics().losses == 0
+
+
+# --- an env that closes the worker's descriptors, or uses its timer ---------------------------------------------
+
+
+class ClosingEnv(CounterEnv):
+    """With action 3 it closes the descriptors of its process, which ends of that as soon as it waits for a request."""
+
+    def step(self, action: Any) -> Any:
+        transition = super().step(action)
+        if action == 3:
+            os.closerange(3, 100)
+        return transition
+
+
+def test_step_that_closes_the_workers_descriptors_is_answered_and_the_next_one_truncated() -> None:
+    with SubprocessEnv(ClosingEnv, deadlines=Deadlines(step=0.6), restart=RestartPolicy(backoff=0.01)) as env:
+        env.reset(seed=1)
+        env.step(1)
+        seen = env.step(3)[0]
+        assert seen[[0, 3]].tolist() == [2, 3]
+        pid = env.statistics().pid or -1
+        assert becomes_true(lambda: not is_alive(pid))  # until it sleeps it would answer another step, too
+        observation, _, _, truncated, info = env.step(1)
+        assert truncated
+        assert observation.tolist() == seen.tolist()
+        # In its replays, or each time that the step was asked again: it depends on when a worker goes to sleep.
+        assert re.search("2 processes ended|ended 6 processes", info["multienv"]["reason"])
+        try:
+            env.reset(seed=2)
+        except PoisonError:  # the replay closes them in each process that is to be reset; the next one is a new life
+            env.reset(seed=2)
+        assert env.step(2)[0][0] == 1
+
+
+class AlarmingEnv(CounterEnv):
+    """Uses SIGALRM itself, as some simulators do for their own time limits."""
+
+    def step(self, action: Any) -> Any:
+        rang: list[int] = []
+        signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        while not rang:
+            time.sleep(0.001)
+        return super().step(action)
+
+
+def test_env_may_use_sigalrm_under_a_deadline() -> None:
+    with SubprocessEnv(AlarmingEnv, deadlines=Deadlines(step=20), restart=RestartPolicy(on_timeout="raise")) as env:
+        env.reset(seed=0)
+        assert [env.step(1)[0][0] for _ in range(2)] == [1, 2]

@@ -1,0 +1,425 @@
+"""An exception of a signal handler at any place of a call: what the simulation of it cannot show.
+
+That is: descriptors and processes, real time, threads, envs that raise, envs without processes. *At every place* means
+each place within multienv where CPython looks for signals, one after the other, or every so many-th of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from invariants.faces import Face
+from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
+from kit.interruption import Ledger, disarm, every_place
+from kit.trainer_process import becomes_true
+from multienv import (
+    AutoResetWrapper,
+    Deadlines,
+    MultiEnv,
+    RestartPolicy,
+    SubprocessEnv,
+    SubprocessVectorEnv,
+    create_subprocess_envs,
+)
+from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError
+
+# A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function WeakSet:pytest.PytestUnraisableExceptionWarning"
+)
+
+ENDLESS = partial(CounterEnv, horizon=None)
+UNREPEATABLE = partial(NondeterministicEnv, horizon=None)
+NO_SNAPSHOTS = RestartPolicy(snapshots=False, state_anchors=False)
+STEP = np.int64(1)
+
+
+def kill(env: SubprocessEnv) -> None:
+    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+
+
+# --- descriptors and processes --------------------------------------------------------------------------
+
+
+def descriptors() -> dict[str, int]:
+    """Return how many descriptors this process has of each kind."""
+    found: dict[str, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists the directory
+            kind = os.readlink(f"/proc/self/fd/{name}").partition("[")[0]
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize(("kind", "stride"), [("multi_env", 127), ("vector_env", 83)])
+def test_building_several_envs_interrupted_at_every_place_leaves_no_descriptor(kind: str, stride: int) -> None:
+    fired = 0
+    with SubprocessEnv(CounterEnv):  # or the monitor would come and go
+        for interruption in every_place(stride=stride):
+            before, envs = descriptors(), None
+            with interruption:
+                if kind == "multi_env":
+                    envs = MultiEnv(create_subprocess_envs([CounterEnv] * 2))
+                else:
+                    envs = SubprocessVectorEnv([CounterEnv] * 2, envs_per_worker=1)
+            fired += interruption.fired
+            if envs is not None:
+                envs.close()
+            assert becomes_true(lambda before=before: descriptors().items() <= before.items()), interruption.where  # type: ignore[misc]
+    assert fired > 5
+
+
+def test_reset_interrupted_at_every_place_writes_nothing_to_descriptors_that_are_somebody_elses(tmp_path: Path) -> None:
+    """A reset in a new process is interrupted: a file opened then may have the number that the lost one's pipe had."""
+    fired = 0
+    for interruption in every_place(stride=251):
+        with SubprocessEnv(UNREPEATABLE, restart=NO_SNAPSHOTS) as env:
+            env.reset(seed=0)
+            env.step(STEP)
+            kill(env)
+            with interruption:
+                env.reset(seed=3)
+            fired += interruption.fired
+            with contextlib.ExitStack() as files:
+                mine = [files.enter_context((tmp_path / str(number)).open("wb")) for number in range(8)]
+                with contextlib.suppress(ResetNeededError):
+                    env.step(STEP)
+                assert [os.fstat(file.fileno()).st_size for file in mine] == [0] * 8, interruption.where
+            env.reset(seed=3)
+            assert env.step(STEP)[0][0] == 1, interruption.where
+    assert fired > 2
+
+
+def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
+    """With the next call of snapshot(), or with the env at the latest."""
+
+    def alive() -> set[int]:
+        return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
+
+    fired = 0
+    for interruption in every_place(stride=13):
+        with SubprocessEnv(ENDLESS) as env:
+            env.reset(seed=1)
+            env.step(STEP)
+            before = alive()
+            with interruption:
+                env.snapshot().free()
+            fired += interruption.fired
+            if interruption.place % 2:
+                env.step(STEP)
+                env.snapshot().free()
+                assert becomes_true(lambda before=before: not alive() - before), interruption.where  # type: ignore[misc]
+        assert becomes_true(lambda: alive() <= {monitor_pid()}), interruption.where
+    assert fired > 5
+
+
+# --- what is recorded -----------------------------------------------------------------------------------
+
+
+def test_step_taken_once_more_after_an_interruption_is_replayed_once() -> None:
+    """It ends the episode: the interruption may come when it is recorded already, and not yet handed over."""
+    fired = 0
+    with SubprocessEnv(partial(CounterEnv, horizon=2), restart=NO_SNAPSHOTS) as env:
+        for interruption in every_place(stride=2):
+            env.reset(seed=0)
+            env.step(STEP)
+            with interruption:
+                env.step(STEP)
+            fired += interruption.fired
+            if interruption.fired:
+                assert env.step(STEP)[0][0] == 2, interruption.where
+            env.reset()
+            kill(env)
+            observation, _, _, truncated, _ = env.step(STEP)
+            assert (int(observation[0]), truncated) == (1, False), interruption.where
+        assert env.statistics().exact_recoveries == fired + 1
+    assert fired > 5
+
+
+@pytest.mark.parametrize("then", ["step", "call", "reset"])
+def test_step_that_asks_for_a_state_too_is_completed_after_an_interruption_at_every_place(then: str) -> None:
+    policy = RestartPolicy(snapshots=False, max_restarts=10**6)
+    with SubprocessEnv(ENDLESS, restart=policy) as env:
+        maintenance, ledger, fired, pokes = env._supervisor.maintenance, Ledger(horizon=None), 0, 0
+        ledger.reset(env.reset(seed=0), 0)
+        for interruption in every_place(stride=29):
+            maintenance.state_due = maintenance.is_due = True
+            before = maintenance.pacing.taken
+            with interruption:
+                ledger.step(env.step(STEP), [1])
+            if not interruption.fired:
+                assert maintenance.pacing.taken > before
+                break
+            fired += 1
+            if then == "reset":
+                ledger.reset(env.reset(seed=0), 0)
+            else:
+                ledger.step(env.step(np.int64(2)), [1, 2])
+            if then == "call":
+                pokes += 1
+                assert env.call("poke", 0.0) == pokes
+        assert fired > 2
+        assert env.statistics().losses == 0
+
+
+class RaisingEnv(CounterEnv):
+    """Raises when it is given the action 0."""
+
+    def step(self, action: Any) -> Any:
+        if action == 0:
+            raise ValueError("nought")
+        return super().step(action)
+
+
+def test_step_of_which_one_env_has_made_an_error_is_told_after_an_interruption_at_every_place() -> None:
+    """The next step raises the error, with what the other envs returned; or the interrupted one was never sent."""
+    culprit, fired = 1, 0
+    envs = SubprocessVectorEnv([partial(RaisingEnv, horizon=None)] * 4, envs_per_worker=2)
+    with contextlib.closing(envs):
+        for interruption in every_place(stride=7):
+            envs.reset(seed=0)
+            told: Any = None
+            with interruption, pytest.raises(EnvsFailedError) as caught:
+                envs.step(np.array([1, 0, 1, 1]))
+            if interruption.fired:
+                fired += 1
+                try:
+                    told = envs.step(np.full(4, 2))
+                except EnvsFailedError as error:
+                    failed = error
+            else:
+                failed = caught.value
+            if told is None:
+                assert list(failed.failures) == [culprit], interruption.where
+                seen = [None if row is None else row[0][[0, 3]].tolist() for row in failed.results]
+                assert seen == [[1, 1], None, [1, 1], [1, 1]], interruption.where
+                after = envs.step(np.full(4, 3))[0]
+                assert after[:, 0].tolist() == [2, 0, 2, 2], interruption.where
+            else:
+                assert told[0][:, [0, 3]].tolist() == [[1, 2]] * 4, interruption.where
+        assert sum(one.losses for one in envs.statistics()) == 0
+    assert fired > 5
+
+
+# --- time -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "stride"), [("subprocess_env", 9), ("vector_env", 19)])
+def test_interrupted_step_has_no_deadline_while_nobody_waits(kind: str, stride: int) -> None:
+    """Wherever it was interrupted, before it was sent or after it was answered; nor has it one when it is resumed."""
+    fired = 0
+    with Face(kind, [ENDLESS] * 2, deadlines=Deadlines(step=0.2), restart=RestartPolicy(on_timeout="raise")) as face:
+        face.reset(0)
+        for interruption in every_place(stride=stride):
+            with interruption:
+                face.step([1, 1])
+            fired += interruption.fired
+            time.sleep(0.3)
+            assert not face.step([1, 1])[0].truncated, interruption.where
+        assert face.losses() == 0
+    assert fired > 2
+
+
+# --- real signals -------------------------------------------------------------------------------------------
+
+
+class Tick(Exception):
+    """What the handler raises: an ordinary exception, which must not be taken for the env's."""
+
+
+@pytest.fixture(params=[Tick, KeyboardInterrupt])
+def interruption(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
+    def strike(*_: Any) -> None:
+        raise request.param
+
+    before = signal.signal(signal.SIGALRM, strike)
+    yield request.param
+    disarm()
+    signal.signal(signal.SIGALRM, before)
+
+
+class WordyEnv(CounterEnv):
+    """Answers are longer than one read, some longer than a pipe holds."""
+
+    def _info(self) -> dict[str, Any]:
+        return {"words": bytes([self.episode_step % 251]) * (5_000 if self.episode_step % 2 else 150_000)}
+
+
+def test_step_with_a_long_answer_interrupted_at_random_is_completed_by_the_next(
+    interruption: type[BaseException],
+) -> None:
+    moments, hits = random.Random(3), 0
+    with SubprocessEnv(partial(WordyEnv, horizon=None)) as env:
+        env.reset(seed=0)
+        for expected in range(1, 301):
+            got = None
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 2.5e-4))
+                got = env.step(1)
+                disarm()
+            except interruption:
+                hits += 1
+            observation, *_, info = got or env.step(1)
+            assert observation[0] == expected
+            assert info["words"] == WordyEnv._info(SteppedTo(expected))["words"]  # type: ignore[arg-type]
+        assert hits > 10
+        assert env.statistics().losses == 0
+
+
+class SteppedTo:
+    def __init__(self, step: int) -> None:
+        self.episode_step = step
+
+
+class StrikingEnv(CounterEnv):
+    """Sends the trainer a signal when it is built or reset for the so many-th time, and goes on when a gate is opened."""
+
+    def __init__(self, *, trainer: int, build: int = 0, reset: int = 0, gate: str = "", **counter: Any) -> None:
+        super().__init__(**counter)
+        self.trainer, self.gate, self.left = trainer, gate, {"build": build, "reset": reset}
+        self._pass("build")
+
+    def _pass(self, moment: str) -> None:
+        self.left[moment] -= 1
+        if self.left[moment] == 0:
+            os.kill(self.trainer, signal.SIGALRM)
+            if self.gate:
+                Path(self.gate).read_bytes()  # a named pipe: until the trainer opens it, too
+
+    def reset(self, **given: Any) -> Any:
+        self._pass("reset")
+        return super().reset(**given)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> str:
+    """Return where a StrikingEnv waits until it is opened."""
+    path = str(tmp_path / "gate")
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+@pytest.mark.parametrize("is_hosted", [True, False], ids=["process", "plain"])
+def test_step_of_the_autoreset_wrapper_interrupted_in_the_reset_is_completed_by_the_next(
+    interruption: type[BaseException], mode: str, is_hosted: bool
+) -> None:
+    quiet = AutoResetWrapper(CounterEnv(horizon=3, count_episodes=False), mode)
+    env_fn = partial(StrikingEnv, trainer=os.getpid(), reset=2, horizon=3, count_episodes=False)
+    env: Any = SubprocessEnv(env_fn).initialize() if is_hosted else env_fn()
+    with contextlib.closing(env):
+        wrapped = AutoResetWrapper(env, mode)
+        assert first_difference(wrapped.reset(seed=1), quiet.reset(seed=1)) is None
+        hits = 0
+        for action in [1, 2, 3, 1, 2, 3, 1, 2]:
+            try:
+                transition = wrapped.step(action)
+            except interruption:
+                hits += 1
+                transition = wrapped.step(0)
+                if is_hosted:
+                    assert transition[4].pop("multienv") == {"resumed": True}
+            assert first_difference(transition, quiet.step(action)) is None
+        assert hits == 1
+
+
+class StrikingAction:
+    """The action 1, which sends a signal when it is looked at for the first time."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def __array__(self, *given: Any) -> Any:
+        self.looks += 1
+        if self.looks == 1:
+            signal.raise_signal(signal.SIGALRM)
+        return np.array(1)
+
+    def __reduce__(self) -> Any:
+        return int, (1,)
+
+
+@pytest.mark.parametrize("interruption", [Tick], indirect=True)
+def test_actions_may_be_changed_by_the_caller_before_an_interrupted_step_is_completed(interruption: Any) -> None:
+    with MultiEnv(create_subprocess_envs([ENDLESS] * 3)) as envs:
+        envs.reset(seed=0)
+        row = np.array(1)
+        actions = [1, StrikingAction(), row]
+        with pytest.raises(interruption):
+            envs.step(actions)
+        row[...] = 2
+        actions[:] = [2, 2, 2]
+        assert [one[3] for one in envs.step(actions)[0]] == [1, 1, 1]
+        assert [one[3] for one in envs.step(actions)[0]] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("interruption", [Tick], indirect=True)
+@pytest.mark.parametrize("is_hosted", [True, False], ids=["process", "plain"])
+def test_reset_of_several_envs_that_was_interrupted_is_never_made_by_two_threads_at_once(
+    interruption: Any, is_hosted: bool, gate: str
+) -> None:
+    quiet = [CounterEnv(horizon=None) for _ in range(2)]
+    env_fn = partial(StrikingEnv, trainer=os.getpid(), reset=1, gate=gate, horizon=None)
+    with MultiEnv([SubprocessEnv(env_fn) if is_hosted else env_fn(), SubprocessEnv(ENDLESS)]) as envs:
+        with pytest.raises(interruption):
+            envs.reset(seed=1)
+        opener = threading.Thread(target=lambda: Path(gate).write_bytes(b""))
+        opener.start()
+        for index, env in enumerate(quiet):
+            env.reset(seed=1 + index)
+        expected = [env.step(np.int64(2))[0] for env in quiet]
+        assert first_difference(envs.step([2, 2])[0], expected) is None
+        opener.join()
+
+
+@pytest.mark.parametrize("interruption", [Tick], indirect=True)
+@pytest.mark.parametrize("is_made_by", ["create_subprocess_envs", "MultiEnv"])
+def test_building_of_several_envs_that_was_interrupted_is_ended_however_long_it_would_have_taken(
+    interruption: Any, is_made_by: str, gate: str
+) -> None:
+    env_fns = [ENDLESS, partial(StrikingEnv, trainer=os.getpid(), build=1, gate=gate)]  # nobody opens the gate
+    deadlines = Deadlines(start=None, close=0.1)
+    if is_made_by == "create_subprocess_envs":
+        with pytest.raises(interruption):
+            create_subprocess_envs(env_fns, deadlines=deadlines)
+        return
+    envs = [SubprocessEnv(env_fn, deadlines=deadlines) for env_fn in env_fns]
+    envs[0].initialize()
+    with pytest.raises(interruption):
+        MultiEnv(envs)
+    assert envs[0].statistics().state == "ready"
+    for env in envs:
+        env.close()
+
+
+class ClosingEnv(CounterEnv):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_close_of_several_envs_interrupted_at_every_place_is_completed_by_the_next() -> None:
+    fired = 0
+    for interruption in every_place():
+        envs = MultiEnv([ClosingEnv(), ClosingEnv()])
+        with interruption:
+            envs.close()
+        fired += interruption.fired
+        envs.close()
+        assert [env.is_closed for env in envs.envs] == [True, True], interruption.where  # type: ignore[attr-defined]
+        with pytest.raises(ClosedError):
+            envs.step([1, 1])
+    assert fired > 5

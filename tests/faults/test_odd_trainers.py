@@ -1,0 +1,349 @@
+"""However odd a trainer is, its workers do not notice, and however it ends, nothing of it lives on.
+
+It forks, reaps, ignores and blocks what is its own; each trainer is a function here and runs in a process of its own,
+see kit/trainer_process.py. ``/dev/shm`` and pytest's own descriptors and children are looked at around every test, by the
+fixture ``nothing_left``; for the ends of trainers see invariants/test_7 and test_kill_points.py, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, is_alive, monitor_process
+from kit.trainer_process import Trainer, becomes_true, run
+from multienv import MultiEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv.errors import MultienvError, UsageError
+
+HERE = Path(__file__).stem
+ENDLESS = partial(CounterEnv, horizon=None)
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+class Played:
+    """An env and the steps that it has taken, held against a bare one."""
+
+    def __init__(self, context: str = "forkserver") -> None:
+        self.env = SubprocessEnv(ENDLESS, context=context).initialize()
+        self.bare = ENDLESS()
+        for env in (self.env, self.bare):
+            env.reset(seed=0)
+
+    def go_on(self, steps: int = 5) -> None:
+        for _ in range(steps):
+            assert self.env.step(1)[0].tolist() == self.bare.step(np.int64(1))[0].tolist()
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        pid = self.env.statistics().pid or 0
+        os.kill(pid, number)
+        assert becomes_true(lambda: not is_alive(pid))
+
+
+# --- a trainer that forks: the child has a copy of every descriptor, and of every object that holds one ------
+
+
+def wait_for(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def child_that_stays() -> int:
+    """Fork a child that holds all the trainer's descriptors, and outlives it by far unless killed."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def leave(how: str, played: list[Played]) -> None:
+    """Be a forked child that does this with the env it has inherited."""
+    if how == "exits":
+        sys.exit(0)
+    if how == "closes":
+        played.pop().env.close()
+    if how == "collects":
+        played.clear()
+        gc.collect()
+    if how == "steps":  # it is told that the envs are not its own
+        env, refused = played.pop().env, 0
+        for call in (partial(env.step, 1), env.reset, partial(env.call, "poke")):
+            try:
+                call()
+            except UsageError as error:
+                refused += "belongs to process" in str(error)
+        os._exit(0 if refused == 3 else 1)
+    if how == "has envs of its own":
+        own = Played()
+        own.go_on()
+        own.env.close()
+    os._exit(0)
+
+
+def fork() -> None:
+    played = Played()
+    for how in ("exits", "closes", "collects", "steps", "has envs of its own"):
+        played.go_on()
+        trainer, child = os.getpid(), os.fork()
+        if child == 0:
+            holder = [played]
+            del played
+            leave(how, holder)
+        assert os.getpid() == trainer
+        assert wait_for(child) == 0, how
+        played.go_on()
+    assert played.env.statistics().losses == 0
+    child = child_that_stays()
+    played.kill()
+    played.go_on()
+    assert played.env.statistics().exact_recoveries == 1
+    played.env.close()
+    os.kill(child, signal.SIGKILL)
+    wait_for(child)
+
+
+def test_forked_children_do_not_disturb_the_workers() -> None:
+    run(HERE, "fork")
+
+
+def fork_and_be_killed() -> None:
+    hanging = SubprocessEnv(partial(FaultyEnv, fault=Fault("hang_c", "step", ignore_sigterm=True))).initialize()
+    hanging.reset(seed=0)
+    hanging.step_async(0)
+    say("ready", child_that_stays())
+    time.sleep(60)
+
+
+def test_forked_child_does_not_keep_the_workers_of_a_killed_trainer_alive() -> None:
+    with Trainer(HERE, "fork_and_be_killed") as trainer:
+        child = int(trainer.expect("ready"))
+        trainer.signal(signal.SIGKILL)
+        assert becomes_true(lambda: set(trainer.family()) == {child}), trainer.family()
+        os.kill(child, signal.SIGKILL)
+        trainer.assert_nothing_lives()
+
+
+# --- a trainer with children, signals, threads and imports of its own ----------------------------------------
+
+
+def reap() -> None:
+    """Steal everybody's exit status, watch and ignore children, while workers die and are replaced."""
+    played, arrived = Played(), list[int]()
+    for _ in range(3):
+        played.kill()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        played.go_on()
+    signal.signal(signal.SIGCHLD, lambda *_: arrived.append(1))
+    other = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(7)"])
+    played.kill(signal.SIGSEGV)
+    played.go_on()
+    assert other.wait(20) == 7, "somebody else has reaped the trainer's own child"
+    assert subprocess.run(["/bin/sh", "-c", "exit 5"], check=False).returncode == 5
+    assert arrived, "SIGCHLD of the trainer's own child has not arrived"
+    assert callable(signal.getsignal(signal.SIGCHLD))
+    loss = played.env.statistics().last_loss
+    assert loss is not None
+    assert loss.exit_code == -signal.SIGSEGV
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps, and nobody learns an exit status
+    played.kill()
+    played.go_on()
+    assert played.env.statistics().exact_recoveries == 5
+    played.env.close()
+
+
+def test_trainer_that_reaps_watches_or_ignores_all_children_loses_no_step() -> None:
+    run(HERE, "reap")
+
+
+def use_threads() -> None:
+    """Build in a thread that ends, step and lose the worker in others: PR_SET_PDEATHSIG goes by the thread that forked."""
+    made: list[Played] = []
+    work: list[Callable[[], object]] = [
+        lambda: made.append(Played()),
+        lambda: made[0].go_on(),
+        lambda: (made[0].kill(), made[0].go_on()),
+    ]
+    for one in work:
+        thread = threading.Thread(target=one)
+        thread.start()
+        thread.join()
+    time.sleep(0.1)  # it would have struck by now
+    made[0].go_on()
+    assert made[0].env.statistics().losses == 1
+    assert made[0].env.statistics().steps == 15
+    made[0].env.close()
+
+
+def test_worker_outlives_the_thread_that_built_it() -> None:
+    run(HERE, "use_threads")
+
+
+def block_signals() -> None:
+    """Be as a program that waits by sigwait(), or that is to end when the reader of its output does."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def confuse_imports() -> None:
+    """Have no argv, a path that imports pass over, and files with names of libraries that were imported long ago."""
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    for name in ("json", "logging", "queue", "random", "select", "selectors", "socket", "struct"):
+        (Path(directory) / f"{name}.py").write_text("raise ImportError('this is not the library')")
+    sys.path[:0] = [Path("/nowhere"), directory]  # type: ignore[list-item]
+    del sys.argv
+
+
+def train(oddity: str, context: str) -> None:
+    """Lose the worker, then the monitor with it."""
+    {"signals": block_signals, "imports": confuse_imports}[oddity]()
+    played = Played(context)
+    played.go_on(3)
+    played.kill()
+    played.go_on(3)
+    played.kill()
+    monitor_process().kill()
+    played.go_on(3)
+    assert played.env.statistics().exact_recoveries == 2
+    played.env.close()
+
+
+@pytest.mark.parametrize(
+    ("oddity", "context"), [("signals", "forkserver"), ("imports", "forkserver"), ("imports", "spawn")]
+)
+def test_losses_leave_no_trace_in_an_odd_trainer(oddity: str, context: str) -> None:
+    run(HERE, "train", oddity, context)
+
+
+CLONE_NEWPID = 0x20000000
+
+
+def have_children_elsewhere() -> None:
+    """Have children whose numbers are those of other processes here: none is started, and none is killed."""
+    env = SubprocessEnv(CounterEnv)
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
+        say("unshare:", os.strerror(ctypes.get_errno()))
+        return
+    for _ in range(2):
+        with pytest.raises(UsageError):
+            env.initialize()
+    env.close()
+    say("refused")
+
+
+def test_children_in_another_pid_namespace_are_refused() -> None:
+    """As after ``unshare --pid`` without ``--fork``."""
+    said = run(HERE, "have_children_elsewhere")
+    if "refused" not in said:
+        pytest.skip(said[0])
+
+
+# --- a trainer that ends with envs in all states ------------------------------------------------------------
+
+HANGS = {
+    "step in Python": Fault("hang", "step", ignore_sigterm=True),
+    "step in C": Fault("hang_c", "step", ignore_sigterm=True),
+    "reset": Fault("hang", "reset", ignore_sigterm=True),
+    "construct": Fault("hang_c", "construct", ignore_sigterm=True),
+}
+
+
+def dying_in_recovery(directory: str) -> CounterEnv:
+    """Build an env whose first process dies in its first step; the ones after it hang there, in C."""
+    step = [Fault("kill", "step", once=f"{directory}/killed"), Fault("hang_c", "step", ignore_sigterm=True)]
+    return FaultyEnv(fault=step)
+
+
+def hold_everything(context: str, how: str, directory: str) -> None:
+    """Hold envs in all states at once, none closed, and wait for the end, or return."""
+    hanging = {name: SubprocessEnv(partial(FaultyEnv, fault=fault), context=context) for name, fault in HANGS.items()}
+    hanging.pop("construct").start()
+    envs: list[Any] = [SubprocessEnv(CounterEnv, context=context).initialize()]  # idle, not even reset
+    for name, env in hanging.items():
+        env.initialize()
+        if name == "reset":
+            env.reset_async(seed=0)
+        else:
+            env.reset(seed=0)
+            env.step_async(1)
+    for start in ("exec", "fork"):
+        env_fn = partial(ForkingEnv, children=1, how=start, stubborn=True)
+        envs.append(SubprocessEnv(env_fn, context=context).initialize())
+        envs[-1].reset(seed=0)
+    multi = MultiEnv(create_subprocess_envs([CounterEnv, CounterEnv], context=context))
+    multi.reset(seed=0)
+    recovering = SubprocessEnv(partial(dying_in_recovery, directory), context=context).initialize()
+    recovering.reset(seed=0)
+    threading.Thread(target=lambda: recovering.step(1), daemon=True).start()
+    assert becomes_true(lambda: recovering.statistics().restarts == 1, 5.0)
+    say("ready")
+    if how != "return":
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("how", "context"), [("SIGKILL", "forkserver"), ("SIGTERM to the group", "spawn"), ("return", "forkserver")]
+)
+def test_nothing_outlives_a_trainer_that_holds_envs_in_all_states(how: str, context: str, tmp_path: Path) -> None:
+    """A batch system sends SIGTERM to the group; a trainer that returns, and has closed nothing, ends by itself."""
+    with Trainer(HERE, "hold_everything", context, how, tmp_path) as trainer:
+        trainer.expect("ready")
+        if how == "return":
+            assert trainer.wait() == 0
+        else:
+            assert len(trainer.family()) >= 11  # the monitor, 9 workers or more, children of envs
+            number = signal.Signals[how.partition(" ")[0]]
+            trainer.signal_group(number) if "group" in how else trainer.signal(number)
+            assert trainer.wait() == -number
+        trainer.assert_nothing_lives()
+
+
+def close_in_exit_handlers() -> None:
+    """Close several envs at a time where no thread can be started any more."""
+    vector = SubprocessVectorEnv([CounterEnv] * 4, envs_per_worker=1)
+    multi = MultiEnv(create_subprocess_envs([CounterEnv] * 4))
+    vector.reset(seed=0)
+    multi.reset(seed=0)
+
+    def use() -> None:
+        for step, actions in ((vector.step, np.zeros(4, int)), (multi.step, [0] * 4)):
+            try:
+                step(actions)
+            except MultienvError as error:
+                say("raised", type(error).__name__)
+        for _ in range(2):
+            vector.close()
+            multi.close()
+        say("closed")
+
+    atexit.register(use)
+
+
+def test_several_envs_are_closed_in_an_exit_handler() -> None:
+    said = run(HERE, "close_in_exit_handlers")
+    assert [word.partition("[")[0] for word in said if word] == [
+        "raised ClosedError",
+        "raised EnvsFailedError",
+        "closed",
+    ]
