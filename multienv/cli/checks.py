@@ -45,6 +45,8 @@ _COUNTED = {"descriptors": 0, "threads": 0, "processes": 0, "memory": 256 * 2**1
 # Seconds until nothing of a killed worker may be left.
 _GONE_WITHIN = 2.0
 _USE_NP_RANDOM = "Draw from self.np_random only."
+# How often a check is tried of an env that ends its worker by itself.
+_TRIES = 3
 # The frames of a worker's own code in a traceback or in a stack.
 _FRAMES_OF_THE_WORKER = re.compile(r'^  File "[^"\n]*/multienv/worker/.*\n?(?:    .*\n?)*', re.MULTILINE)
 
@@ -81,6 +83,8 @@ class Patient:
         times: How long what takes; 0 until it is known.
         ways: What recovery by a snapshot and by the journal came to.
         leaks: Whether it leaks.
+        ready: Seconds until a worker was ready.
+        crashes: How it has ended its workers by itself, once for each time.
     """
 
     name: str
@@ -92,11 +96,13 @@ class Patient:
     times: Times = field(default_factory=Times)
     ways: dict[str, Outcome] = field(default_factory=dict)
     leaks: bool = False
+    ready: float = 0.0
+    crashes: list[str] = field(default_factory=list)
 
     @property
     def longest(self) -> float:
         """Return the seconds in which a build, a reset and a step are done, or the env hangs."""
-        return 2 * self.reset_deadline + self.step_deadline
+        return min(2 * self.reset_deadline, 20.0 + 10 * self.ready) + self.step_deadline
 
     @property
     def verdict(self) -> Verdict:
@@ -116,10 +122,16 @@ def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
     """Run all checks, as far as they make sense; call ``told`` with the row of each."""
     rows: list[Row] = []
     for check in CHECKS:
-        try:
-            found = check(patient)
-        except Exception as error:  # the env's doing, through multienv
-            found = _failed(patient, error)
+        for _ in range(_TRIES):
+            try:
+                found = check(patient)
+                break
+            except WorkerLostError as error:
+                patient.crashes.append(str(error).partition(". ")[0].splitlines()[0].rstrip("."))
+                found = _failed(patient, error)
+            except Exception as error:  # the env's doing, through multienv
+                found = _failed(patient, error)
+                break
         rows.append(found._replace(name=check.__name__.replace("_", " ")))
         told(rows[-1])
         if found.verdict == "broken":
@@ -137,6 +149,8 @@ def _failed(patient: Patient, error: Exception) -> Row:
         text = text.partition(". ")[0].rstrip(".")  # what follows is for the caller of multienv
     if isinstance(error, EnvFnError):
         advice = "Build what it needs inside the function."
+    if isinstance(error, WorkerLostError) and patient.first.steps:  # it runs, until it ends its worker by itself
+        return Row("note", f"not known: it ended its worker in each of {_TRIES} tries", "See the last line.")
     if isinstance(error, WorkerLostError):
         detail = error.stack
         if error.report:
@@ -152,7 +166,8 @@ def builds(patient: Patient) -> Row:
     """Send what builds the env to a worker, and build it there."""
     began = time.perf_counter()
     with patient.worker(reports=None) as env:
-        seconds, memory = time.perf_counter() - began, env.statistics().rss or 0
+        patient.ready = time.perf_counter() - began
+        seconds, memory = patient.ready, env.statistics().rss or 0
     size = size_of(len(cloudpickle.dumps(patient.env_fn)))
     return Row("ok", f"{size} travel to a worker; it is ready in {duration(seconds)}, and takes {size_of(memory)}")
 
@@ -188,7 +203,9 @@ def repeats(patient: Patient) -> Row:
 
 def time_it_takes(patient: Patient) -> Row:
     """Time its calls inside a process."""
-    known = patient.times = in_worker(times, patient.env_fn, _SECONDS / 2, seconds=patient.longest)
+    known = patient.times = in_worker(
+        times, patient.env_fn, patient.first.steps, _SECONDS / 2, seconds=patient.longest
+    )
     parts = {"build": known.build, "reset": known.reset, "step": known.step, "close": known.close}
     told = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
     return Row("ok", f"{told}; slowest step {duration(known.slowest_step)}")
@@ -340,6 +357,18 @@ def a_hung_worker(patient: Patient) -> Row:
     return _cost(patient, struck, f"its deadline, and then {duration(struck.recovery.seconds)}")
 
 
+def crashes(patient: Patient) -> Row:
+    """Tell how often it has ended its worker in the other checks, without being struck."""
+    if not patient.crashes:
+        return Row("ok", "none by itself in all of this")
+    number = len(patient.crashes)
+    return Row(
+        "note",
+        f"{number} by itself in all of this: {patient.crashes[-1]}",
+        "The fewer steps a recovery repeats, the fewer of its crashes it meets: RestartPolicy(snapshot_every=20).",
+    )
+
+
 def _cost(patient: Patient, struck: Struck, took: str) -> Row:
     if struck.outcome == "exact":
         return Row("ok", f"costs nothing; {took}")
@@ -360,6 +389,7 @@ CHECKS: tuple[Callable[[Patient], Row], ...] = (
     orphans,
     a_dead_worker,
     a_hung_worker,
+    crashes,
 )
 
 
@@ -395,16 +425,20 @@ def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
         **options: Of the worker.
     """
     late = patient.first.steps * 17 // 20
-    env = patient.worker(**options)
 
     def before_step(step: int) -> None:
         if step == late:
             time.sleep(_ANNOUNCED)
             send(_pid(env), manner)
 
-    with env:
-        found = walk(env, patient.first.steps, before_step=before_step)
-        known = env.statistics()
+    for _ in range(_TRIES):
+        env = patient.worker(**options)
+        with env:
+            found = walk(env, patient.first.steps, before_step=before_step)
+            known = env.statistics()
+        if known.losses == 1:
+            break
+        patient.crashes.append(f"{known.losses - 1} more than it was struck")
     assert known.last_recovery is not None
     difference = found.differs_at(patient.first) if patient.again else ""
     outcome: Outcome = "differs" if difference else "exact"
@@ -435,13 +469,15 @@ def _pid(env: SubprocessEnv) -> int:
 
 def options_for(patient: Patient) -> str:
     """Return the options to run this env with, as Python."""
-    step, reset = (math.ceil(20 * seconds) for seconds in (patient.times.slowest_step, patient.times.reset))
+    step, reset = (max(1, math.ceil(20 * seconds)) for seconds in (patient.times.slowest_step, patient.times.reset))
     options = [f"deadlines=Deadlines(step={step:.1f}, reset={max(5, reset):.1f})"]
     restart = []
     if patient.ways.get("journal") == "differs":
         restart += ['on_crash="truncate"', 'on_timeout="truncate"']
     elif patient.ways.get("snapshot") == "differs":
         restart += ["snapshots=False"]
+    if patient.crashes and patient.ways.get("snapshot") == "exact":
+        restart += ["snapshot_every=20"]
     if patient.leaks:
         restart += ["recycle_after_steps=100_000"]
     if restart:

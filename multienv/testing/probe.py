@@ -16,8 +16,6 @@ from multienv.recovery.verification import same
 from multienv.testing.side_by_side import EnvFn
 from multienv.worker.states import NotCapturable, capture, restore, warm_up
 
-# Resets that are timed: an env may leak a descriptor in each.
-_MOST_RESETS = 100
 
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False)
 
@@ -134,8 +132,8 @@ class Times(NamedTuple):
     close: float = 0.0
 
 
-def times(env_fn: EnvFn, seconds: float) -> Times:
-    """Build an env in this process, step it for so long, and close it; return what took how long."""
+def times(env_fn: EnvFn, most: int, seconds: float) -> Times:
+    """Build an env in this process, step it so often or for so long, and close it; return what took how long."""
     clock = time.perf_counter
     began = clock()
     env = env_fn()
@@ -145,7 +143,7 @@ def times(env_fn: EnvFn, seconds: float) -> Times:
     ended, seed = True, 0
     env.action_space.seed(0)
     until = clock() + seconds
-    while not steps or (clock() < until and len(resets) < _MOST_RESETS):
+    while not steps or (clock() < until and len(steps) < most):
         if ended:
             began = clock()
             env.reset(seed=seed)
