@@ -9,6 +9,7 @@ unless all slots stray there, as that of a single env does: then there is no way
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import time
 from collections.abc import Callable, Iterable
@@ -26,8 +27,10 @@ from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32
 from multienv.wire.codecs import Codec, codec_of
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import Build, Description, Failure, Message, Replay, drawn_seeds, foreign, pack_message
-from multienv.wire.segment import REQUEST, RESTARTS
+from multienv.wire.segment import REPLAYING, REQUEST, RESTARTS
 
+# Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
+_REPLAY_GRACE = 1.0
 # Processes that may die while envs are built, and at one place of a replay when killed from outside, before a rung
 # is given up. Such a death says nothing of the journal.
 _PATIENCE = 6
@@ -129,8 +132,14 @@ class Ladder:
         HEAD.pack_into(segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         channel.ring(number)
 
-    def ask(self, channel: Channel, message: Message, until: float | None) -> Any:
+    def ask(self, channel: Channel, message: Message, until: float | None, each: float | None = None) -> Any:
         """Send a request of our own to a process and return its answer.
+
+        Args:
+            channel: To the process.
+            message: The request.
+            until: When to give up, by ``time.monotonic()``; ``None``: never.
+            each: Seconds in which a replay gets on by a request, or hangs; ``None``: no limit.
 
         Raises:
             Gone: The process was lost, or did not answer in time and was killed.
@@ -139,7 +148,7 @@ class Ladder:
         number = self.next_number()
         self._asking = channel, number
         self.publish(channel, number, pack_message(message))
-        answer = self.answer(channel, number, until)
+        answer = self.answer(channel, number, until, each)
         self._asking = None
         return answer
 
@@ -154,11 +163,16 @@ class Ladder:
                         channel.kill(cause="hung")
             self._asking = None
 
-    def answer(self, channel: Channel, number: int, until: float | None) -> Any:
-        """Wait for the answer to a request of our own, and return it; raises as :meth:`ask` does."""
-        banks = channel.segment.banks
-        if not channel.wait(number, until):
-            raise channel.kill(cause="hung", stack=True)
+    def answer(self, channel: Channel, number: int, until: float | None, each: float | None = None) -> Any:
+        """Wait for the answer to a request of our own, and return it; see :meth:`ask`."""
+        banks, words = channel.segment.banks, channel.segment.words
+        until, each = math.inf if until is None else until, math.inf if each is None else each
+        while True:
+            place, limit = words[REPLAYING], min(until, time.monotonic() + each)
+            if channel.wait(number, None if limit == math.inf else limit):
+                break
+            if limit == until or words[REPLAYING] == place:
+                raise channel.kill(cause="hung", stack=True)
         try:
             mail = channel.segment.read_reply_mail(number)
             value = foreign(partial(pickle.loads, mail), Illegible)
@@ -385,10 +399,16 @@ class Ladder:
             return {}
         self._check_time(effort)
         message = Replay(plan.entries, plan.state, plan.generators, plan.lasting)
-        replayed = self.ask(channel, message, until)
+        replayed = self.ask(channel, message, until, self._longest_request(plan))
         layout = self.codec.layout
         effort.replayed += plan.requests
         return differences(plan.entries, replayed, layout, exact=self.codec.exact)
+
+    def _longest_request(self, plan: Plan) -> float | None:
+        """Return the seconds after which a request of a replay hangs; ``None``: one of them has no deadline."""
+        deadlines = self._deadlines
+        limits = [deadlines.step, deadlines.reset, *([deadlines.call] if plan.lasting else [])]
+        return None if None in limits else max(filter(None, limits)) + _REPLAY_GRACE
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
         """Count a death; return why this rung is given up if too many died at this place, else ``""``."""

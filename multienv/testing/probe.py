@@ -16,7 +16,6 @@ from multienv.recovery.verification import same
 from multienv.testing.side_by_side import EnvFn
 from multienv.worker.states import NotCapturable, capture, restore, warm_up
 
-
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faces import AND_ASYNC, RAISE, REPLAY, Face
+from faces import AND_ASYNC, KINDS, RAISE, REPLAY, Face
 
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
 from kit.trainer_process import becomes_true
@@ -121,6 +121,29 @@ def test_a_recovery_that_hangs_ends_in_a_truncation(kind: str, tmp_path: Path) -
             (row,) = face.step([1])
         assert row.truncated
         assert (tmp_path / "built").stat().st_size >= 2
+
+
+def hangs_in_its_second_life(path: str) -> FaultyEnv:
+    """Hang in the third step of the second process, which is one of its replay."""
+    with Path(path).open("a") as file:
+        file.write("b")
+    is_second = Path(path).stat().st_size == 2
+    return FaultyEnv(fault=Fault("hang_c", "step", at=3, ignore_sigterm=True) if is_second else ())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_that_hangs_is_given_up_by_the_deadline_of_a_step(kind: str, marker: str) -> None:
+    """Then another process is tried: the whole of Deadlines.recovery, a minute, is not waited for."""
+    limits = Deadlines(step=1.0, reset=1.0)
+    with Face(kind, [partial(hangs_in_its_second_life, marker)], deadlines=limits, restart=REPLAY) as face:
+        face.reset(0)
+        for _ in range(4):
+            face.step([1])
+        face.signal()
+        with within(10.0):
+            (row,) = face.step([1])
+        assert (int(row.observation[0]), row.truncated) == (5, False)
+        assert Path(marker).stat().st_size == 3
 
 
 def slow_the_second_time(path: str) -> CounterEnv:
