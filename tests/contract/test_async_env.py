@@ -82,6 +82,22 @@ def kill(env: AsyncEnv, number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(env.statistics().pid or 0, number)
 
 
+def left_by_its_loop(env: AsyncEnv, directory: Path, is_lost: bool = False) -> list[asyncio.Task[Any]]:
+    """Return a step that waits at the gate, or for a recovery that does, in a loop that was closed."""
+
+    async def leave() -> asyncio.Task[Any]:
+        await env.reset(seed=0)
+        if is_lost:
+            kill(env)
+        return await started(env, directory, env.step(2) if is_lost else None)
+
+    loop = asyncio.new_event_loop()
+    task = loop.run_until_complete(leave())
+    loop.close()
+    task._log_destroy_pending = False  # type: ignore[attr-defined] # asyncio's own complaint, which is right
+    return [task]
+
+
 # --- in one loop --------------------------------------------------------------------------------------
 
 
@@ -408,6 +424,34 @@ def test_ctrl_c_leaves_the_step_to_the_next_loop(tmp_path: Path) -> None:
     (tmp_path / "gate").touch()
     observation, *_, info = asyncio.run(env.step(GO))
     assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
+    asyncio.run(env.close())
+
+
+def test_a_call_in_a_loop_that_was_closed_is_completed_in_the_next(tmp_path: Path) -> None:
+    env = AsyncEnv(partial(GateEnv, tmp_path))
+    left = left_by_its_loop(env, tmp_path)
+
+    async def complete() -> None:
+        step = asyncio.create_task(env.step(GO))
+        await asyncio.sleep(0)
+        left.clear()  # which ends the call that was left
+        gc.collect()
+        with pytest.raises(CallPendingError, match=r"another task awaits step\(\)"):
+            await env.reset()
+        (tmp_path / "gate").touch()
+        observation, *_, info = await step
+        assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
+
+    asyncio.run(complete())
+    asyncio.run(env.close())
+
+
+def test_a_recovery_in_a_loop_that_was_closed_is_completed_in_the_next(tmp_path: Path) -> None:
+    env = AsyncEnv(partial(gated_from_the_second_time, tmp_path), restart=RestartPolicy(snapshots=False))
+    left_by_its_loop(env, tmp_path, is_lost=True)
+    (tmp_path / "gate").touch()
+    observation, *_, info = asyncio.run(env.step(GO))
+    assert (observation[0], observation[2], info) == (1, 2, {"multienv": {"resumed": True}})
     asyncio.run(env.close())
 
 
