@@ -32,6 +32,7 @@ from multienv.errors import (
     ClosedError,
     EnvRaisedError,
     ResetNeededError,
+    WaitTimeout,
     WorkerDiedError,
     WorkerHungError,
 )
@@ -165,6 +166,28 @@ async def test_an_env_that_cannot_be_built_raises_and_leaves_nothing() -> None:
         async with AsyncEnv(lambda: 1 / 0):  # type: ignore[arg-type, return-value]
             pass
     assert isinstance(caught.value, EnvRaisedError)
+
+
+def raises(error: Exception) -> Any:
+    raise error
+
+
+@in_a_loop
+async def test_a_wait_timeout_of_the_env_is_not_one_of_the_call() -> None:
+    class NotReadyEnv(CounterEnv):
+        def step(self, action: Any) -> Any:
+            raise WaitTimeout("not ready")
+
+    env = AsyncEnv(partial(raises, WaitTimeout("not ready")))
+    with pytest.raises(EnvRaisedError, match="not ready"):
+        await asyncio.wait_for(env.initialize(), STUCK_AFTER)
+    await env.close()
+    async with AsyncEnv(NotReadyEnv) as env:
+        await env.reset(seed=0)
+        with pytest.raises(EnvRaisedError, match="not ready"):
+            await env.step(1)
+        await env.reset()
+        assert await env.call("episode_step") == 0
 
 
 @in_a_loop
