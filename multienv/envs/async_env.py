@@ -16,7 +16,7 @@ from multienv.envs.subprocess_env import SubprocessEnv, supervisor_of
 from multienv.errors import CallPendingError, ClosedError, MultienvError, WaitTimeout
 from multienv.events import Statistics
 from multienv.fanout import resumed
-from multienv.processes.event_loop import end_of, heard_from, in_thread
+from multienv.processes.event_loop import end_of, heard_from, in_thread, without_stop
 from multienv.recovery.pending import SILENCE
 from multienv.recovery.supervisor import HealingDue
 from multienv.wire.codecs import Transition
@@ -222,7 +222,7 @@ class AsyncEnv:
                     raise
         self._refuse_if_closed()
         try:
-            answer = self._waits[name]()  # at once
+            answer = without_stop(self._waits[name])  # at once
         except Exception:
             self._pending = ""
             raise

@@ -173,6 +173,26 @@ def raises(error: Exception) -> Any:
 
 
 @in_a_loop
+async def test_an_env_that_raises_stop_iteration_fails_as_any_other() -> None:
+    class EndsEnv(CounterEnv):
+        def step(self, action: Any) -> Any:
+            return next(iter(()))
+
+    async with AsyncEnv(EndsEnv, env_index=7) as env:
+        await env.reset(seed=3)
+        with pytest.raises(EnvRaisedError, match=r"Env 7 raised builtins\.StopIteration") as caught:
+            await env.step(1)
+        error = caught.value
+        assert (error.env_index, error.command, error.step, error.seed) == (7, "step", 0, 3)
+        assert "next(iter(()))" in error.remote_traceback
+        assert isinstance(error.__cause__, StopIteration)
+        await env.reset()
+    with pytest.raises(EnvRaisedError, match="StopIteration"):  # what a thread came upon
+        async with AsyncEnv(partial(raises, StopIteration())):
+            pass
+
+
+@in_a_loop
 async def test_a_wait_timeout_of_the_env_is_not_one_of_the_call() -> None:
     class NotReadyEnv(CounterEnv):
         def step(self, action: Any) -> Any:
