@@ -140,7 +140,8 @@ class EnvError(MultienvError):
 class EnvRaisedError(EnvError):
     """Raised in the place of an exception of the env, which is its ``__cause__``.
 
-    Its class is made on the spot and also derives from that exception's type: ``except ThatType`` catches it.
+    Its class is made on the spot and also derives from that exception's type: ``except ThatType`` catches it. Not so
+    for a :class:`WaitTimeout` of the env's own: it would say that this call is still pending.
     """
 
 
@@ -164,10 +165,10 @@ def catchable_as(base: type[MultienvError], cause: BaseException, message: str) 
     """Build an error of class ``base`` that ``except type(cause)`` catches too.
 
     The constructor of ``type(cause)`` may take any arguments: it is never called. Where the two types cannot be
-    combined, the error is a plain ``base``.
+    combined, the error is a plain ``base``; also for a :class:`WaitTimeout`, whose catcher would wait for ever.
     """
     kind = type(cause)
-    if isinstance(cause, base) or not isinstance(cause, Exception):
+    if isinstance(cause, base | WaitTimeout) or not isinstance(cause, Exception):
         return base(message)
     namespace: dict[str, Any] = {
         "__init__": lambda self, *args: Exception.__init__(self, *args),

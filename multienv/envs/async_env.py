@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from multienv.envs.subprocess_env import SubprocessEnv, supervisor_of
 from multienv.errors import CallPendingError, ClosedError, MultienvError, WaitTimeout
 from multienv.events import Statistics
 from multienv.fanout import resumed
-from multienv.processes.event_loop import end_of, heard_from, in_thread
+from multienv.processes.event_loop import end_of, heard_from, in_thread, without_stop
 from multienv.recovery.pending import SILENCE
 from multienv.recovery.supervisor import HealingDue
 from multienv.wire.codecs import Transition
@@ -58,7 +59,7 @@ class AsyncEnv:
         self._supervisor = supervisor
         self._waits = {"reset": env.reset_wait, "step": env.step_wait, "call": env.call_wait}
         self._pending = ""  # the call whose outcome has not been handed to the caller
-        self._awaited = ""  # the call that a task awaits now
+        self._awaited: tuple[str, asyncio.AbstractEventLoop] | None = None  # the call that a task awaits now, and where
         self._work: Future[BaseException | None] | None = None  # the thread of a call, or of one that was cancelled
         self._closed = False
 
@@ -142,14 +143,16 @@ class AsyncEnv:
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        """Refuse a second task; wait for nothing."""
-        if self._awaited:
-            raise CallPendingError(f"{name}(): another task awaits {self._awaited}() of this env.", self._awaited)
-        self._awaited = name
+        """Refuse a second task; wait for nothing. A task whose loop was closed counts as cancelled."""
+        if self._awaited is not None and not self._awaited[1].is_closed():
+            other = self._awaited[0]
+            raise CallPendingError(f"{name}(): another task awaits {other}() of this env.", other)
+        mine = self._awaited = name, asyncio.get_running_loop()
         try:
             yield
         finally:
-            self._awaited = ""
+            if self._awaited is mine:
+                self._awaited = None
 
     async def _ask(self, name: str, send: Callable[[], None], deadline: float | None = None) -> Any:
         """Send a request, wait and return the answer, or raise the error that is the answer."""
@@ -219,7 +222,7 @@ class AsyncEnv:
                     raise
         self._refuse_if_closed()
         try:
-            answer = self._waits[name]()  # at once
+            answer = without_stop(self._waits[name])  # at once
         except Exception:
             self._pending = ""
             raise

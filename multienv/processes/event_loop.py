@@ -7,7 +7,9 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+from multienv.errors import EnvRaisedError, rebuilt
 from multienv.processes.channel import FIRST_SLEEP, LONGEST_SLEEP, Channel
 from multienv.wire.segment import TRAINER_SLEEPS
 
@@ -54,6 +56,15 @@ async def heard_from(channel: Channel, number: int, until: float | None) -> bool
         channel.segment.words[TRAINER_SLEEPS] = 0
 
 
+def without_stop(call: Callable[[], Any]) -> Any:
+    """Make a call; a StopIteration of the env, which no coroutine can raise, is raised as a plain EnvRaisedError."""
+    try:
+        return call()
+    except StopIteration as error:
+        stop = error.with_traceback(None)  # its frames would keep memory mapped
+    raise rebuilt((EnvRaisedError, stop.args, vars(stop))) from stop.__cause__
+
+
 def in_thread(call: Callable[[], object]) -> Future[BaseException | None]:
     """Make a call in a thread of its own: the loop's executor may be full of calls that take minutes."""
     pool = ThreadPoolExecutor(1, "multienv-async")
@@ -72,7 +83,7 @@ async def end_of(work: Future[BaseException | None]) -> BaseException | None:
 def _error_of(call: Callable[[], object]) -> BaseException | None:
     """Make a call; return what it raised, without its frames: they would keep memory mapped as long as it is kept."""
     try:
-        call()
+        without_stop(call)
     except BaseException as error:
         return error.with_traceback(None)
     return None

@@ -32,6 +32,7 @@ from multienv.errors import (
     ClosedError,
     EnvRaisedError,
     ResetNeededError,
+    WaitTimeout,
     WorkerDiedError,
     WorkerHungError,
 )
@@ -80,6 +81,22 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 def kill(env: AsyncEnv, number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(env.statistics().pid or 0, number)
+
+
+def left_by_its_loop(env: AsyncEnv, directory: Path, is_lost: bool = False) -> list[asyncio.Task[Any]]:
+    """Return a step that waits at the gate, or for a recovery that does, in a loop that was closed."""
+
+    async def leave() -> asyncio.Task[Any]:
+        await env.reset(seed=0)
+        if is_lost:
+            kill(env)
+        return await started(env, directory, env.step(2) if is_lost else None)
+
+    loop = asyncio.new_event_loop()
+    task = loop.run_until_complete(leave())
+    loop.close()
+    task._log_destroy_pending = False  # type: ignore[attr-defined] # asyncio's own complaint, which is right
+    return [task]
 
 
 # --- in one loop --------------------------------------------------------------------------------------
@@ -149,6 +166,48 @@ async def test_an_env_that_cannot_be_built_raises_and_leaves_nothing() -> None:
         async with AsyncEnv(lambda: 1 / 0):  # type: ignore[arg-type, return-value]
             pass
     assert isinstance(caught.value, EnvRaisedError)
+
+
+def raises(error: Exception) -> Any:
+    raise error
+
+
+@in_a_loop
+async def test_an_env_that_raises_stop_iteration_fails_as_any_other() -> None:
+    class EndsEnv(CounterEnv):
+        def step(self, action: Any) -> Any:
+            return next(iter(()))
+
+    async with AsyncEnv(EndsEnv, env_index=7) as env:
+        await env.reset(seed=3)
+        with pytest.raises(EnvRaisedError, match=r"Env 7 raised builtins\.StopIteration") as caught:
+            await env.step(1)
+        error = caught.value
+        assert (error.env_index, error.command, error.step, error.seed) == (7, "step", 0, 3)
+        assert "next(iter(()))" in error.remote_traceback
+        assert isinstance(error.__cause__, StopIteration)
+        await env.reset()
+    with pytest.raises(EnvRaisedError, match="StopIteration"):  # what a thread came upon
+        async with AsyncEnv(partial(raises, StopIteration())):
+            pass
+
+
+@in_a_loop
+async def test_a_wait_timeout_of_the_env_is_not_one_of_the_call() -> None:
+    class NotReadyEnv(CounterEnv):
+        def step(self, action: Any) -> Any:
+            raise WaitTimeout("not ready")
+
+    env = AsyncEnv(partial(raises, WaitTimeout("not ready")))
+    with pytest.raises(EnvRaisedError, match="not ready"):
+        await asyncio.wait_for(env.initialize(), STUCK_AFTER)
+    await env.close()
+    async with AsyncEnv(NotReadyEnv) as env:
+        await env.reset(seed=0)
+        with pytest.raises(EnvRaisedError, match="not ready"):
+            await env.step(1)
+        await env.reset()
+        assert await env.call("episode_step") == 0
 
 
 @in_a_loop
@@ -408,6 +467,34 @@ def test_ctrl_c_leaves_the_step_to_the_next_loop(tmp_path: Path) -> None:
     (tmp_path / "gate").touch()
     observation, *_, info = asyncio.run(env.step(GO))
     assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
+    asyncio.run(env.close())
+
+
+def test_a_call_in_a_loop_that_was_closed_is_completed_in_the_next(tmp_path: Path) -> None:
+    env = AsyncEnv(partial(GateEnv, tmp_path))
+    left = left_by_its_loop(env, tmp_path)
+
+    async def complete() -> None:
+        step = asyncio.create_task(env.step(GO))
+        await asyncio.sleep(0)
+        left.clear()  # which ends the call that was left
+        gc.collect()
+        with pytest.raises(CallPendingError, match=r"another task awaits step\(\)"):
+            await env.reset()
+        (tmp_path / "gate").touch()
+        observation, *_, info = await step
+        assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
+
+    asyncio.run(complete())
+    asyncio.run(env.close())
+
+
+def test_a_recovery_in_a_loop_that_was_closed_is_completed_in_the_next(tmp_path: Path) -> None:
+    env = AsyncEnv(partial(gated_from_the_second_time, tmp_path), restart=RestartPolicy(snapshots=False))
+    left_by_its_loop(env, tmp_path, is_lost=True)
+    (tmp_path / "gate").touch()
+    observation, *_, info = asyncio.run(env.step(GO))
+    assert (observation[0], observation[2], info) == (1, 2, {"multienv": {"resumed": True}})
     asyncio.run(env.close())
 
 

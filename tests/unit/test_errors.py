@@ -18,6 +18,7 @@ from multienv.errors import (
     EnvRaisedError,
     EnvsFailedError,
     UsageError,
+    WaitTimeout,
     WorkerDiedError,
     WorkerHungError,
     catchable_as,
@@ -151,7 +152,7 @@ COMBINED = [
     WorkerDiedError("gone"),
     Exception("x"),
 ]
-NOT_COMBINED = [WithMetaclass("x"), WithNew(1, 2), ReadOnly("x"), Gate("x")]
+NOT_COMBINED = [WithMetaclass("x"), WithNew(1, 2), ReadOnly("x"), Gate("x"), WaitTimeout("x")]
 # To subclass it runs its own code, so the object itself must come from elsewhere.
 BASE_EXCEPTIONS = [KeyboardInterrupt(), SystemExit(3), GeneratorExit()]
 
