@@ -203,9 +203,7 @@ def repeats(patient: Patient) -> Row:
 
 def time_it_takes(patient: Patient) -> Row:
     """Time its calls inside a process."""
-    known = patient.times = in_worker(
-        times, patient.env_fn, patient.first.steps, _SECONDS / 2, seconds=patient.longest
-    )
+    known = patient.times = in_worker(times, patient.env_fn, patient.first.steps, _SECONDS / 2, seconds=patient.longest)
     parts = {"build": known.build, "reset": known.reset, "step": known.step, "close": known.close}
     told = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
     return Row("ok", f"{told}; slowest step {duration(known.slowest_step)}")

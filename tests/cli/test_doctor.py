@@ -12,7 +12,7 @@ import multienv as package
 
 CHECKS = [
     "builds", "steps", "repeats", "time it takes", "forks", "replays", "state", "leaks", "orphans", "a dead worker",
-    "a hung worker",
+    "a hung worker", "crashes",
 ]  # fmt: skip
 
 
@@ -86,9 +86,21 @@ def test_a_broken_env_is_named_broken_by_the_check_that_it_fails(
     assert meaning in row["meaning"]
     assert detail in row["detail"]
     assert "multienv/worker" not in row["detail"]
-    for report in reports.glob("*.json"):  # a crash of its own leaves one, and says how to run it again
+    written = sorted(reports.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    assert bool(written) == (env in ("segfaulting", "hanging"))
+    for report in written[-1:]:  # a crash of its own leaves one in each try; the last is said how to run again
         assert f"multienv replay {report} --env {ODD_ENVS}:{env}" in row["advice"]
-    assert bool(list(reports.glob("*.json"))) == (env in ("segfaulting", "hanging"))
+
+
+def test_an_env_that_crashes_now_and_then_is_examined_to_the_end() -> None:
+    result, told = run("doctor", f"{ODD_ENVS}:crashes_late", "--json")
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in told["checks"]}
+    assert list(rows) == CHECKS
+    assert rows["a dead worker"]["meaning"].startswith("costs nothing")
+    assert rows["leaks"]["meaning"].startswith("not known")
+    assert "killed by SIGSEGV" in rows["crashes"]["meaning"]
+    assert "snapshot_every=20" in told["code"]
 
 
 def test_what_is_no_env_is_refused_in_one_line(tmp_path: Path) -> None:
