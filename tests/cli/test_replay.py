@@ -30,6 +30,7 @@ import multienv
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.cli import app
+from multienv.cli.env_functions import env_functions
 from multienv.errors import ReportError, WorkerLostError
 from multienv.reports.read import load
 from multienv.reports.store import settle
@@ -480,6 +481,28 @@ def test_a_spec_calls_nothing_that_is_not_registered(
     assert result.exit_code in (1, 2)
     assert "os:system" not in result.stdout
     assert not (tmp_path / "struck").exists()
+
+
+def test_a_spec_writes_no_files_and_opens_no_windows(tmp_path: Path, cartpole_report: Path, replay: Replay) -> None:
+    report, folder = cartpole_report, tmp_path / "videos"
+    document = json.loads(report.read_text())
+    spec = document["env"]["spec"]
+    spec["kwargs"] = {"render_mode": "rgb_array"}
+    for name, arguments in (("RecordVideo", {"video_folder": str(folder)}), ("HumanRendering", {})):
+        entry_point = f"gymnasium.wrappers.rendering:{name}"
+        spec["additional_wrappers"] = [{"name": name, "entry_point": entry_point, "kwargs": arguments}]
+        report.write_text(json.dumps(document))
+        result = replay(report)
+        assert result.exit_code == 2
+        assert entry_point in result.stderr
+        assert not folder.exists()
+    spec["additional_wrappers"] = []
+    for mode, built in (("human", None), ("rgb_array", "rgb_array")):
+        spec["kwargs"] = {"render_mode": mode}
+        report.write_text(json.dumps(document))
+        (env_fn,) = env_functions(load(report), None)
+        with contextlib.closing(env_fn()) as env:
+            assert env.render_mode == built
 
 
 # --- what is no report ----------------------------------------------------------------------------
