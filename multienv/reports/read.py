@@ -126,7 +126,10 @@ def _report(path: Path, document: dict[str, Any], arrays: dict[str, bytes], buil
             if requests != journal["requests"]:
                 raise ValueError(f"it holds {requests} requests, not {journal['requests']}")
     loss, deadline, env = dict(document["loss"]), document["request"]["deadline"], dict(document["env"] or {})
-    return Report(path, document["what"], loss, deadline, env, layout, replay, pending, build, trust)
+    spec = env.get("spec")
+    if spec is not None:
+        env["spec"] = {**spec, "kwargs": {**spec["kwargs"]}}
+    return Report(path, str(document["what"]), loss, deadline, env, layout, replay, pending, build, trust)
 
 
 def _document(path: Path) -> dict[str, Any]:

@@ -540,6 +540,14 @@ def damaged(report: Path, how: str) -> None:
         np.savez(beside, kind=np.zeros(3))
     elif how == "fewer entries":
         with_arrays(report, entries=np.zeros(16, np.uint8))
+    elif how == "half pending":
+        with np.load(beside) as file:
+            pending = file["pending"]
+        with_arrays(report, pending=pending[: len(pending) - 1])
+    elif how == "no kwargs":
+        document = json.loads(text)
+        document["env"]["spec"]["kwargs"] = 3
+        report.write_text(json.dumps(document))
     elif how == "no build":
         with_arrays(report, build=np.zeros(1, np.uint8))
     else:
@@ -554,7 +562,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "nothing": {"loss": None},
 }
 DAMAGE = [
-    "no json", "no npz", "half json", "half npz", "noise", "bits", "another npz", "fewer entries", "no build", *DOCUMENTS,
+    "no json", "no npz", "half json", "half npz", "noise", "bits", "another npz", "fewer entries", "half pending",
+    "no kwargs", "no build", *DOCUMENTS,
 ]  # fmt: skip
 
 
@@ -576,6 +585,21 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(cartpole_report: Path, tmp_p
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ReportError):
         load(tmp_path / "list.json")
+
+
+def test_the_texts_of_a_report_do_not_steer_the_terminal(cartpole_report: Path, replay: Replay) -> None:
+    document = json.loads(cartpole_report.read_text())
+    evil = "\x1b]0;title\x07\x1b[2J\x9b\udc80"
+    document["what"] = document["loss"]["step"] = document["recovery"]["outcome"] = evil
+    document["env"]["spec"]["additional_wrappers"] = [{"name": "x", "entry_point": f"x:{evil}", "kwargs": {}}]
+    cartpole_report.write_text(json.dumps(document))
+    listed, refused = replay(), replay(cartpole_report)
+    del document["env"]["spec"]["additional_wrappers"][:]
+    cartpole_report.write_text(json.dumps(document))
+    for result, code in ((listed, 0), (refused, 2), (replay(cartpole_report), 0)):
+        assert result.exit_code == code
+        assert "]0;title" in result.stdout  # it is shown
+        assert all(character.isprintable() or character == "\n" for character in result.output)
 
 
 # --- several envs in a process ----------------------------------------------------------------------
