@@ -582,6 +582,13 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(cartpole_report: Path, tmp_p
         result.stderr.strip()
         == f'{tmp_path}/foreign.json is not a report of multienv: it does not say "format": "multienv-report".'
     )
+    with np.load(original.with_suffix(".npz")) as file:
+        pending = file["pending"]
+    pending[1] = 15  # the action's tag
+    with_arrays(original, pending=pending)
+    result = replay(original)
+    assert result.exit_code == 2
+    assert "the action that was fatal cannot be read" in result.stderr
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ReportError):
         load(tmp_path / "list.json")
