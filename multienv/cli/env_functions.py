@@ -23,6 +23,8 @@ from multienv.errors import ReportError, UsageError
 from multienv.reports.read import Report
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
+# Of gymnasium's wrappers, those that write files where their arguments say, or open windows.
+_TRUSTED_WRAPPERS = ("RecordVideo", "HumanRendering")
 _FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"
 _HOW_TO_BUILD = (
     "Give --env ID, --env module:ID or --env module:function with what builds it; or --trust, which runs the report's "
@@ -170,10 +172,16 @@ def _from_spec(report: Report, fields: dict[str, Any], arguments: dict[str, Any]
             f"{_HOW_TO_BUILD}"
         )
     spec.entry_point, spec.vector_entry_point = registered.entry_point, registered.vector_entry_point
+    if not report.is_trusted and spec.kwargs.get("render_mode") != "rgb_array":  # others may open windows
+        spec.kwargs.pop("render_mode", None)
     spec.kwargs = {**spec.kwargs, **arguments}
     for wrapper, (module, _, name) in wrappers:
         if not module.startswith("gymnasium.wrappers.") or name not in gymnasium.wrappers.__all__:
             raise ReportError(
                 f"The env has a wrapper {wrapper.entry_point}, which is not gymnasium's own. {_HOW_TO_BUILD}"
+            )
+        if name in _TRUSTED_WRAPPERS and not report.is_trusted:
+            raise ReportError(
+                f"The env has a wrapper {wrapper.entry_point}, which writes files or opens windows. {_HOW_TO_BUILD}"
             )
     return partial(gymnasium.make, spec)

@@ -17,6 +17,7 @@ from rich.status import Status
 
 from multienv import SubprocessEnv
 from multienv.cli.env_functions import Named, named
+from multienv.cli.texts import visible
 from multienv.config import Deadlines
 from multienv.errors import EnvsFailedError, MultienvError, UsageError
 from multienv.testing.probe import RAISE, walk
@@ -42,7 +43,7 @@ plain_console = partial(Console, markup=False, highlight=False)
 
 def refuse(text: str) -> NoReturn:
     """Say in one line on stderr what is wrong with what was asked for, and end with exit code 2."""
-    print(text, file=sys.stderr)
+    print(visible(text), file=sys.stderr)
     raise typer.Exit(2)
 
 

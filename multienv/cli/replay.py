@@ -16,7 +16,7 @@ from rich.console import Console
 from multienv.cli.env_functions import env_functions
 from multienv.cli.options import arguments_of, plain_console, refuse
 from multienv.cli.replaying import EnvRaised, Rerun
-from multienv.cli.texts import age_of
+from multienv.cli.texts import age_of, visible
 from multienv.errors import ReportError, UsageError
 from multienv.reports import store
 from multienv.reports.read import Report, load, summary_of
@@ -61,7 +61,7 @@ def replay(
     console = plain_console(soft_wrap=True)
 
     def say(text: str, **facts: Any) -> None:
-        console.print(json.dumps(facts) if as_json else text)
+        console.print(json.dumps(facts) if as_json else visible(text))
 
     directory = store.directory_for(reports)
     try:
@@ -104,7 +104,7 @@ def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:
         return
     console.print(f"Reports in {directory}, the newest first; `multienv replay {_LATEST}`, or with the name of one:")
     for one in summaries:
-        console.print(f"{age_of(one.path):>11}  {one.outcome:9}  {one.path.name}  {one.what}")
+        console.print(visible(f"{age_of(one.path):>11}  {one.outcome:9}  {one.path.name}  {one.what}"))
 
 
 def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any] | None, *, debug: bool) -> None:

@@ -162,7 +162,12 @@ class Rerun:
     def _action(self) -> Any:
         if self._fatal is None or not self._fatal.is_step:
             return None
-        return action_of(self._fatal, self._segment.layout, self._description, exact=self._exact)
+        try:
+            return action_of(self._fatal, self._segment.layout, self._description, exact=self._exact)
+        except Exception as error:  # damage has many faces
+            raise ReportError(
+                f"{self._report.path}: the action that was fatal cannot be read: {type(error).__name__}: {error}."
+            ) from error
 
     def request(self) -> str:
         """Return the fatal request and its place in the episode, in words; ``""`` if no request was pending."""

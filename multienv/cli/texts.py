@@ -18,6 +18,11 @@ def duration(seconds: float) -> str:
     raise AssertionError
 
 
+def visible(text: str) -> str:
+    """Return a foreign text with its control characters escaped: they could steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def size_of(number: int) -> str:
     """Return a number of bytes with its unit."""
     for length, unit in ((2**20, "MiB"), (2**10, "KiB")):

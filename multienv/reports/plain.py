@@ -7,7 +7,7 @@ import io
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,8 @@ class PlainUnpickler(pickle.Unpickler):
 
     Plain are Python's own numbers, texts and containers, numpy's numbers and arrays without objects, and ``Build`` and
     ``Reset`` of these. A pickle calls nothing but what :meth:`find_class` returns. It has numpy's arrays made by
-    functions of this module: numpy's own take a dtype at its word, whose fields may lie outside of the array.
+    functions of this module: numpy's own take a dtype at its word, whose fields may lie outside of the array. A pickle
+    can also set attributes of what it gets: what makes values refuses that.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -55,6 +56,33 @@ class PlainUnpickler(pickle.Unpickler):
         if found is None:
             raise pickle.UnpicklingError(f"{module}.{name} is not plain")
         return found
+
+
+class _Maker:
+    """Calls a function. A pickle that gets it can only call it too: it can be neither changed nor pickled."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("what makes a value cannot be changed")
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("what makes a value is not plain")
+
+
+class _Ordered(OrderedDict[Any, Any]):
+    """Stands for an ``OrderedDict``, which has attributes: a pickle could set those that say how it is pickled."""
+
+    __setstate__ = _Maker.__setstate__
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 class _Kind:
@@ -80,22 +108,28 @@ def _without_objects(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
+def _dtype_of(kind: Any) -> np.dtype[Any]:
+    if type(kind) is not _Kind:
+        raise pickle.UnpicklingError(f"a {type(kind).__name__} is no dtype")
+    return kind.dtype
+
+
 def _scalar(kind: _Kind, data: bytes) -> Any:
-    (value,) = np.frombuffer(bytes(data), kind.dtype)
+    (value,) = np.frombuffer(bytes(data), _dtype_of(kind))
     return value
 
 
 def _array(data: bytes, kind: _Kind, shape: tuple[int, ...], order: str) -> np.ndarray[Any, Any]:
     # A bytearray: the array can be written to, as the one that was pickled.
-    flat = np.frombuffer(bytearray(data), kind.dtype)
+    flat = np.frombuffer(bytearray(data), _dtype_of(kind))
     return flat.reshape(tuple(map(int, shape)), order="F" if order == "F" else "C")
 
 
-_PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("numpy", "dtype"): _Kind,
-    ("numpy._core.multiarray", "scalar"): _scalar,
-    ("numpy._core.numeric", "_frombuffer"): _array,
+_PLAIN = {
+    ("collections", "OrderedDict"): _Maker(_Ordered),
+    ("numpy", "dtype"): _Maker(_Kind),
+    ("numpy._core.multiarray", "scalar"): _Maker(_scalar),
+    ("numpy._core.numeric", "_frombuffer"): _Maker(_array),
 }
 
 

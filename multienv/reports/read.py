@@ -12,7 +12,7 @@ import numpy as np
 
 from multienv.errors import ReportError
 from multienv.reports.crash import FORMAT, REPLAY, VERSION, without_pickles
-from multienv.reports.plain import plain_value
+from multienv.reports.plain import made_anew, plain_value
 from multienv.wire.banks import BankLayout, Entry, split_entries
 from multienv.wire.messages import Build, Replay
 
@@ -103,7 +103,7 @@ def load(path: str | Path, *, trust: bool = False) -> Report:
     try:
         with beside.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = {name: file[name].tobytes() for name in file.files}
-        build = pickle.loads(arrays["trusted"]) if trust else without_pickles(plain_value(arrays["build"]))
+        build = pickle.loads(arrays["trusted"]) if trust else without_pickles(plain_value(made_anew(arrays["build"])))
         return _report(path, document, arrays, build, trust=trust)
     except FileNotFoundError as error:
         raise ReportError(f"{beside} is missing: it lies beside the .json and holds the journal.") from error
@@ -126,7 +126,10 @@ def _report(path: Path, document: dict[str, Any], arrays: dict[str, bytes], buil
             if requests != journal["requests"]:
                 raise ValueError(f"it holds {requests} requests, not {journal['requests']}")
     loss, deadline, env = dict(document["loss"]), document["request"]["deadline"], dict(document["env"] or {})
-    return Report(path, document["what"], loss, deadline, env, layout, replay, pending, build, trust)
+    spec = env.get("spec")
+    if spec is not None:
+        env["spec"] = {**spec, "kwargs": {**spec["kwargs"]}}
+    return Report(path, str(document["what"]), loss, deadline, env, layout, replay, pending, build, trust)
 
 
 def _document(path: Path) -> dict[str, Any]:

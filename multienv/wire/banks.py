@@ -259,7 +259,11 @@ def is_plain(stretch: bytes | memoryview, start: int = 0) -> bool:
 
 
 def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[Entry]:
-    """Take journal entries apart; ``end`` is the length of the stretch (``BankLayout.end``)."""
+    """Take journal entries apart; ``end`` is the length of the stretch (``BankLayout.end``).
+
+    Raises:
+        ValueError: The last entry is cut short.
+    """
     place, stop = 0, len(data)
     while place < stop:
         stretch = bytes(data[place : place + end])
@@ -273,6 +277,8 @@ def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[En
             stretch, bytes(data[place : place + request]), bytes(data[place + request : place + request + evidence])
         )
         place += request + evidence
+    if place != stop:
+        raise ValueError("the last request is cut short")
 
 
 # --- digests ----------------------------------------------------------------------------------

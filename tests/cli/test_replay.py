@@ -30,6 +30,7 @@ import multienv
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.cli import app
+from multienv.cli.env_functions import env_functions
 from multienv.errors import ReportError, WorkerLostError
 from multienv.reports.read import load
 from multienv.reports.store import settle
@@ -482,6 +483,28 @@ def test_a_spec_calls_nothing_that_is_not_registered(
     assert not (tmp_path / "struck").exists()
 
 
+def test_a_spec_writes_no_files_and_opens_no_windows(tmp_path: Path, cartpole_report: Path, replay: Replay) -> None:
+    report, folder = cartpole_report, tmp_path / "videos"
+    document = json.loads(report.read_text())
+    spec = document["env"]["spec"]
+    spec["kwargs"] = {"render_mode": "rgb_array"}
+    for name, arguments in (("RecordVideo", {"video_folder": str(folder)}), ("HumanRendering", {})):
+        entry_point = f"gymnasium.wrappers.rendering:{name}"
+        spec["additional_wrappers"] = [{"name": name, "entry_point": entry_point, "kwargs": arguments}]
+        report.write_text(json.dumps(document))
+        result = replay(report)
+        assert result.exit_code == 2
+        assert entry_point in result.stderr
+        assert not folder.exists()
+    spec["additional_wrappers"] = []
+    for mode, built in (("human", None), ("rgb_array", "rgb_array")):
+        spec["kwargs"] = {"render_mode": mode}
+        report.write_text(json.dumps(document))
+        (env_fn,) = env_functions(load(report), None)
+        with contextlib.closing(env_fn()) as env:
+            assert env.render_mode == built
+
+
 # --- what is no report ----------------------------------------------------------------------------
 
 
@@ -517,6 +540,14 @@ def damaged(report: Path, how: str) -> None:
         np.savez(beside, kind=np.zeros(3))
     elif how == "fewer entries":
         with_arrays(report, entries=np.zeros(16, np.uint8))
+    elif how == "half pending":
+        with np.load(beside) as file:
+            pending = file["pending"]
+        with_arrays(report, pending=pending[: len(pending) - 1])
+    elif how == "no kwargs":
+        document = json.loads(text)
+        document["env"]["spec"]["kwargs"] = 3
+        report.write_text(json.dumps(document))
     elif how == "no build":
         with_arrays(report, build=np.zeros(1, np.uint8))
     else:
@@ -531,7 +562,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "nothing": {"loss": None},
 }
 DAMAGE = [
-    "no json", "no npz", "half json", "half npz", "noise", "bits", "another npz", "fewer entries", "no build", *DOCUMENTS,
+    "no json", "no npz", "half json", "half npz", "noise", "bits", "another npz", "fewer entries", "half pending",
+    "no kwargs", "no build", *DOCUMENTS,
 ]  # fmt: skip
 
 
@@ -550,9 +582,31 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(cartpole_report: Path, tmp_p
         result.stderr.strip()
         == f'{tmp_path}/foreign.json is not a report of multienv: it does not say "format": "multienv-report".'
     )
+    with np.load(original.with_suffix(".npz")) as file:
+        pending = file["pending"]
+    pending[1] = 15  # the action's tag
+    with_arrays(original, pending=pending)
+    result = replay(original)
+    assert result.exit_code == 2
+    assert "the action that was fatal cannot be read" in result.stderr
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ReportError):
         load(tmp_path / "list.json")
+
+
+def test_the_texts_of_a_report_do_not_steer_the_terminal(cartpole_report: Path, replay: Replay) -> None:
+    document = json.loads(cartpole_report.read_text())
+    evil = "\x1b]0;title\x07\x1b[2J\x9b\udc80"
+    document["what"] = document["loss"]["step"] = document["recovery"]["outcome"] = evil
+    document["env"]["spec"]["additional_wrappers"] = [{"name": "x", "entry_point": f"x:{evil}", "kwargs": {}}]
+    cartpole_report.write_text(json.dumps(document))
+    listed, refused = replay(), replay(cartpole_report)
+    del document["env"]["spec"]["additional_wrappers"][:]
+    cartpole_report.write_text(json.dumps(document))
+    for result, code in ((listed, 0), (refused, 2), (replay(cartpole_report), 0)):
+        assert result.exit_code == code
+        assert "]0;title" in result.stdout  # it is shown
+        assert all(character.isprintable() or character == "\n" for character in result.output)
 
 
 # --- several envs in a process ----------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from multienv.recovery.verification import same
-from multienv.reports.plain import made_anew, readable, reset_made_anew
+from multienv.reports.plain import made_anew, plain_value, readable, reset_made_anew
 from multienv.wire.messages import Call, Replay, Reset, pack_message
 
 
@@ -115,6 +115,32 @@ def test_what_is_not_plain_is_refused(value):
     data = pickle.dumps(value, protocol=5)
     with pytest.raises(Exception):  # noqa: B017 - of any kind
         made_anew(data)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        b"cnumpy._core.multiarray\nscalar\n",
+        b"cnumpy._core.numeric\n_frombuffer\n",
+        b"cnumpy\ndtype\n",
+        b"cnumpy\ndtype\n(X\x02\x00\x00\x00f8tR",
+        b"ccollections\nOrderedDict\n",
+        b"ccollections\nOrderedDict\n)R",
+        b"cmultienv.wire.messages\nReset\n",
+        b"cmultienv.wire.messages\nBuild\n",
+    ],
+)
+@pytest.mark.parametrize("state", [{"__module__": "x"}, {"__reduce__": "x"}, (None, {"__module__": "x"})])
+def test_a_pickle_cannot_change_what_it_gets(made, state):
+    data = b"\x80\x02" + made + pickle.dumps(state, protocol=2)[2:-1] + b"b."
+    with pytest.raises(Exception):  # noqa: B017 - of any kind
+        plain_value(data)
+
+
+@pytest.mark.parametrize("name", ["numpy._core.multiarray scalar", "collections OrderedDict", "numpy dtype"])
+def test_what_makes_values_is_no_value(name):
+    with pytest.raises(pickle.PicklingError):
+        made_anew("c{}\n{}\n.".format(*name.split()).encode())
 
 
 @pytest.mark.parametrize(
