@@ -28,6 +28,7 @@ from kit import (
     descendants,
     is_alive,
     monitor_itself,
+    new_names,
     snapshot_resources,
 )
 from kit.trainer_process import GONE_WITHIN, STUCK_AFTER, Trainer, becomes_true
@@ -72,9 +73,9 @@ def end(kind: str, context: str, marker: str, how: str) -> None:
 
 @pytest.fixture
 def no_new_names() -> Any:
-    before = set(os.listdir("/dev/shm"))
+    before = frozenset(os.listdir("/dev/shm"))
     yield
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not new_names(before, frozenset(os.listdir("/dev/shm")))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kit.leaks import (
     LeakError,
     Resources,
     assert_nothing_left,
+    new_names,
     no_leaks,
     snapshot_resources,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "monitor_itself",
     "monitor_pid",
     "monitor_process",
+    "new_names",
     "no_leaks",
     "observations_equal",
     "rollout",

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ __all__ = [
     "Resources",
     "assert_nothing_left",
     "multiprocessing_helpers",
+    "new_names",
     "no_leaks",
     "snapshot_resources",
     "what_is_left",
@@ -84,8 +85,7 @@ class Resources:
         descriptors: its open descriptors and what they lead to.
         processes: its descendants, zombies included, by pid; also those that lost their parent, as long as they were
             started after the first snapshot and by way of an exec.
-        shared_memory: the names in /dev/shm. They belong to the machine, not to a process: where others create some
-            for good meanwhile, name them in `Ignored`.
+        shared_memory: the names in /dev/shm. They belong to the machine, not to a process: see `new_names`.
         memory_maps: its mappings of anonymous files (memfd) and of files in /dev/shm: (name, inode) each.
         threads: the native ids and names of its Python threads; None if not asked for.
     """
@@ -116,10 +116,30 @@ def what_is_left(before: Resources, now: Resources, ignored: Ignored = Ignored()
     return [
         *_left_descriptors(before, now, ignored),
         *_left_processes(before, now, ignored),
-        *(f"shared memory /dev/shm/{name}" for name in sorted(now.shared_memory - before.shared_memory)),
+        *(f"shared memory /dev/shm/{name}" for name in sorted(new_names(before.shared_memory, now.shared_memory))),
         *(f"memory map {name} (inode {inode})" for name, inode in sorted(now.memory_maps - before.memory_maps)),
         *_left_threads(before, now, ignored),
     ]
+
+
+def new_names(before: frozenset[str], now: frozenset[str]) -> frozenset[str]:
+    """The names in /dev/shm that are new, but for those that a process maps which is none of ours.
+
+    Another process that runs tests at the same time may use semaphores of ``multiprocessing``.
+    """
+    inodes = {}
+    for name in now - before:
+        with suppress(OSError):  # it is gone again
+            inodes[name] = Path("/dev/shm", name).stat().st_ino
+    if not inodes:
+        return frozenset()
+    ours, foreign = {os.getpid(), *family(mark_descendants())}, set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in ours:
+            with suppress(OSError):  # it has ended
+                # A semaphore is mapped by another name than the one it has in the end: only its inode tells.
+                foreign.update(inode for _, inode in _memory_maps(entry))
+    return frozenset(name for name, inode in inodes.items() if inode not in foreign)
 
 
 def assert_nothing_left(
@@ -183,9 +203,9 @@ def _descriptors() -> dict[int, str]:
     return found
 
 
-def _memory_maps() -> frozenset[tuple[str, int]]:
+def _memory_maps(pid: str = "self") -> frozenset[tuple[str, int]]:
     found = set()
-    for line in Path("/proc/self/maps").read_bytes().splitlines():
+    for line in Path("/proc", pid, "maps").read_bytes().splitlines():
         if b"/memfd:" in line or b"/dev/shm/" in line:
             fields = line.decode(errors="replace").split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith(("/memfd:", "/dev/shm/")):
