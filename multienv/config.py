@@ -31,7 +31,7 @@ class _Named:
         return object.__new__(cls)
 
     def __repr__(self) -> str:
-        """Return the call that makes the same; in a signature ``RestartPolicy()`` says more than 19 values."""
+        """Return the call that makes the same; in a signature ``RestartPolicy()`` says more than all its values."""
         values = [(field, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
         chosen = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
         return f"{type(self).__name__}({chosen})"

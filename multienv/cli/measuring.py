@@ -38,7 +38,7 @@ _KILLS = 5
 
 @dataclass
 class Contender:
-    """One way to step a batch.
+    """Steps a batch in one way.
 
     Attributes:
         package: Whose it is.

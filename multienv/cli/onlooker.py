@@ -128,7 +128,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """The worker, named by its envs, as the title of the process has it."""
+        """Return the worker's name, by its envs, as the title of the process has it."""
         title = self._title()
         return "env" if title is None else title[1]
 
@@ -285,7 +285,7 @@ class Trainer:
 
     @property
     def waited_for(self) -> Row | None:
-        """The worker that the trainer slept for most of the time; ``None``: it waited for none worth mentioning."""
+        """Return whom the trainer slept for most of the time; ``None``: it waited for none worth mentioning."""
         row = max(self.rows, key=lambda row: (row.awaited, row.seconds), default=None)
         return row if row is not None and row.awaited >= 0.5 else None
 

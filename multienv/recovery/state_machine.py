@@ -213,7 +213,7 @@ Event = (
 
 
 class Instruction(Enum):
-    """What the supervisor does next."""
+    """Names what the supervisor does next."""
 
     NOTHING = "nothing"  # wait for the caller
     LAUNCH = "launch"  # launch a process and ask it to build the envs

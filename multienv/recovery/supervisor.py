@@ -201,7 +201,7 @@ class Supervisor:
 
     @property
     def ladder(self) -> Ladder:
-        """The ways back; it knows how the envs are built."""
+        """Return the ways back; it knows how the envs are built."""
         return self.lifecycle.ladder
 
     @property
@@ -211,7 +211,7 @@ class Supervisor:
 
     @property
     def description(self) -> Description | None:
-        """What the envs are, once they were built."""
+        """Return what the envs are, once they were built."""
         return self.ladder.description
 
     # --- start ------------------------------------------------------------------------------------

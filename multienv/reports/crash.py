@@ -46,7 +46,7 @@ REPLAY = ("entries", "state", "generators", "lasting")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The facts about a worker when it is lost.
+    """Holds the facts about a worker when it is lost.
 
     Attributes:
         replay: Returns the replay that reaches back furthest, or ``None``; called in the thread that writes.

@@ -25,7 +25,7 @@ _SNAPSHOT_TOO, _SNAPSHOT_ALONE = 0.4, 0.25
 
 
 class Usage(NamedTuple):
-    """What this process uses, with its children: bytes of resident memory, open descriptors, descendants."""
+    """Tells what this process uses, with its children: bytes of resident memory, open descriptors, descendants."""
 
     rss: int
     descriptors: int
@@ -38,7 +38,7 @@ def _usage() -> Usage:
 
 @dataclass
 class Chaos:
-    """The outcome of :func:`run_chaos`.
+    """Holds the outcome of :func:`run_chaos`.
 
     Attributes:
         steps: Env steps held against the undisturbed run.

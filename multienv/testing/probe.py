@@ -76,7 +76,7 @@ def in_worker(function: Callable[..., Any], *arguments: Any, seconds: float) -> 
 
 @dataclass
 class Walk:
-    """What was seen of an env on a random walk.
+    """Holds what was seen of an env on a random walk.
 
     Attributes:
         seen: What each reset and step returned, but for its info, by its name: ``"step 7"``.

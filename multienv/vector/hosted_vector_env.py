@@ -54,7 +54,7 @@ Batch = tuple[Any, Array, Array, Array, Any]
 
 
 class HostedVectorEnv(VectorEnv[Any, Any, Any]):
-    """What SubprocessVectorEnv and SerialVectorEnv share: a batch of envs in supervised workers.
+    """Does what SubprocessVectorEnv and SerialVectorEnv share: a batch of envs in supervised workers.
 
     Attributes:
         num_envs: How many envs there are.
@@ -510,7 +510,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     @property
     def np_random_seed(self) -> Any:
-        """The seeds of the generators of all envs; -1 where it is not known."""
+        """Return the seeds of the generators of all envs; -1 where it is not known."""
         return self.get_attr("np_random_seed")
 
     def render(self) -> tuple[Any, ...]:
@@ -664,7 +664,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
 @dataclass(frozen=True, slots=True)
 class VectorSnapshot:
-    """What :meth:`HostedVectorEnv.snapshot` returns: a snapshot of each worker."""
+    """Stands for what :meth:`HostedVectorEnv.snapshot` took: a snapshot of each worker."""
 
     workers: tuple[Any, ...]
     begun: tuple[bool, ...]

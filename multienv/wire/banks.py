@@ -71,7 +71,7 @@ def _aligned(size: int, to: int = 8) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BankLayout:
-    """Where things lie in a bank.
+    """Says where things lie in a bank.
 
     Args:
         slots: Number of envs; 0 for the small banks.
@@ -128,7 +128,7 @@ SMALL = BankLayout()
 
 
 class Bank:
-    """The arrays of one bank, over the memory of a segment.
+    """Holds the arrays of one bank, over the memory of a segment.
 
     Attributes:
         view: All of the bank.
@@ -177,7 +177,7 @@ class Bank:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request with its reply, as the journal keeps it."""
+    """Holds one request with its reply, as the journal keeps it."""
 
     stretch: bytes
     request_mail: bytes = b""
@@ -185,7 +185,7 @@ class Entry:
 
     @property
     def number(self) -> int:
-        """The number of the request."""
+        """Return the number of the request."""
         return int(_NUMBER.unpack_from(self.stretch, NUMBER_AT)[0])
 
     @property
