@@ -72,6 +72,10 @@ class Launcher(Protocol):
         """End the snapshot kept under this token."""
         ...
 
+    def close(self) -> None:
+        """Note that no process will be launched any more."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -236,6 +240,7 @@ class Ladder:
         current, self._current = self._current, None
         if current is not None:
             current.release()
+        self._launcher.close()
 
     def free(self, token: int) -> None:
         """End the snapshot kept under this token."""

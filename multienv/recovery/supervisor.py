@@ -55,7 +55,7 @@ from multienv.recovery.ladder import Ladder, Launcher, RequestFailedError, Unrec
 from multienv.recovery.lifecycle import Lifecycle
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
-from multienv.recovery.record import Record
+from multienv.recovery.record import Record, memory_of
 from multienv.recovery.state_machine import (
     Asked,
     BuildFailed,
@@ -676,6 +676,9 @@ class Supervisor:
         self.lifecycle.channel, self.segment, self.line = channel, segment, line
         self.ladder.handed_over()
         self.maintenance.begin(self.record)
+        channel.on_leaving = self.maintenance.leave
+        if channel.leaving:
+            self.maintenance.leave(channel.leaving)
         channel.prefer(self.core, sharing=self._sharing)
         if old is not None and old is not channel:
             old.kill()
@@ -925,6 +928,7 @@ class Supervisor:
         return self.record.statistics(
             state=_name_of(state, started=self.ladder.description is not None),
             pid=channel.pid if alive and channel is not None else None,
+            rss=memory_of(channel) if alive and channel is not None else None,
             restarts=self.ladder.restarts,
             step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
             journal_bytes=len(self.journal),
