@@ -17,7 +17,7 @@ import multienv
 from multienv.cluster.courier import UnansweredError
 from multienv.cluster.options import RayOptions
 from multienv.cluster.relay import Relay
-from multienv.errors import ClusterError, NoCapacityError, UsageError
+from multienv.errors import ClusterError, ClusterLostError, NoCapacityError, UsageError
 from multienv.processes import launcher
 
 logger = logging.getLogger("multienv")
@@ -95,6 +95,13 @@ class Cluster:
             ) from error
         Cluster._is_ours, Cluster._users = is_ours, 0
 
+    def disconnect(self) -> None:
+        """Disconnect from a cluster whose head is gone: else Ray ends this process, 60 s after it has noticed."""
+        with Cluster._lock:
+            Cluster._is_ours = self._is_used = False
+            if self._ray.is_initialized():
+                self._ray.shutdown()
+
     def leave(self) -> None:
         """Shut a local Ray that was started here down, if nobody else uses it. Again does nothing."""
         with Cluster._lock:
@@ -107,6 +114,7 @@ class Cluster:
 
     def nodes(self) -> list[Node]:
         """Return the living nodes. Raises what Ray raises when its head is gone; may block then."""
+        refuse_if_disconnected(self._ray)
         state = importlib.import_module("ray._private.state")
         free = state.available_resources_per_node()
         leaving = state.state.get_draining_nodes()
@@ -145,6 +153,7 @@ class Cluster:
         """
         until = time.monotonic() + self._options.placement_timeout
         tried: set[str] = set()
+        late = ""
         while is_wanted():
             node = pick(self.nodes(), tried)
             if node is not None:
@@ -152,14 +161,20 @@ class Cluster:
                 if host is not None:
                     return host
                 tried.add(node.id)
+                late = node.name
                 continue
             tried.clear()
             if time.monotonic() >= until:
                 break
             time.sleep(_AGAIN)
+        seconds = f"{self._options.placement_timeout:g} s"
+        if late:
+            raise NoCapacityError(
+                f"No host came up within {seconds} (RayOptions.placement_timeout), tried last: {late}."
+            )
         raise NoCapacityError(
-            f"No node has had {cpus} CPUs free for a host, for {self._options.placement_timeout:g} s. Add nodes, or "
-            "ask for less: RayOptions(cpus_per_host=..., hosts=...)."
+            f"No node has had {cpus} CPUs free for a host, for {seconds}. Add nodes, or ask for less: "
+            "RayOptions(cpus_per_host=..., hosts=...)."
         )
 
     def _make_host(self, node: Node, cpus: int, hash_seed: str, until: float) -> RayHost | None:
@@ -230,6 +245,7 @@ class RayHost:
 
     def call(self, data: bytes) -> Future[Any]:
         """Call the relay."""
+        refuse_if_disconnected(self._ray)
         answer: Future[Any] = Future()
         self._actor.exchange.remote(data).future().add_done_callback(partial(self._answered, answer))
         return answer
@@ -246,9 +262,16 @@ class RayHost:
     def end(self) -> None:
         """Kill the actor; the monitor sees that and kills the workers."""
         try:
+            refuse_if_disconnected(self._ray)
             self._ray.kill(self._actor)
         except Exception as error:  # the head is gone, or this process is not connected any more
             logger.debug("host on %s: %s", self.name, error)
+
+
+def refuse_if_disconnected(ray: Any) -> None:
+    """Raise ClusterLostError after a ``ray.shutdown()``: Ray would start anew, or join any cluster that it finds."""
+    if not ray.is_initialized():
+        raise ClusterLostError("This process is not connected to its Ray cluster any more: ray.shutdown() was called.")
 
 
 class Watch:

@@ -22,10 +22,10 @@ from multienv.cluster.channel import RelayChannel
 from multienv.cluster.cluster import WATCH_EVERY, Cluster, Node, RayHost, Watch, in_order
 from multienv.cluster.courier import Courier
 from multienv.cluster.options import RayOptions
-from multienv.errors import ClosedError, ClusterLostError, NoCapacityError
+from multienv.errors import ClosedError, ClusterError, ClusterLostError, NoCapacityError
 
-# Seconds that a seat without room fails at once, after it has waited for room in vain.
-_STILL_FULL = 5.0
+# Seconds that a seat fails at once, after a host could not be made for it.
+_STILL = 5.0
 
 
 class Seat:
@@ -44,19 +44,19 @@ class Seat:
         self.is_placing = False  # a host is being made on that node
         self._fleet = fleet
         self._lock = threading.Lock()
-        self._full_at = 0.0
+        self._failed_at = 0.0
 
     def present(self) -> Courier:
         """Return the courier of a host that lives, of a new one if need be; does not wait for it.
 
         Raises:
-            NoCapacityError: There was no room for it just now.
+            ClusterError: None could be made just now.
         """
         with self._lock:
             courier = self.courier
             if courier is not None and courier.lost:
-                if isinstance(courier.error, NoCapacityError) and time.monotonic() < self._full_at + _STILL_FULL:
-                    raise courier.error
+                if isinstance(courier.error, ClusterError) and time.monotonic() < self._failed_at + _STILL:
+                    raise courier.error.with_traceback(None)
                 if self.node:
                     self.avoided.add(self.node)
                 courier = None
@@ -69,8 +69,8 @@ class Seat:
         fleet = self._fleet
         try:
             return fleet.cluster.place(self.cpus, partial(fleet.pick, self), fleet.hash_seed, is_wanted)
-        except NoCapacityError:
-            self._full_at = time.monotonic()
+        except ClusterError:
+            self._failed_at = time.monotonic()
             raise
         finally:
             self.is_placing = False
@@ -183,6 +183,7 @@ class Fleet:
                 f"The head of the Ray cluster has been silent for {silent:.0f} s. Without it no host can be had: start "
                 "the cluster again, and go on from your last checkpoint."
             )
+            threading.Thread(target=self.cluster.disconnect, name="multienv-disconnect", daemon=True).start()
         return self._lost
 
     def retire(self, courier: Courier) -> None:

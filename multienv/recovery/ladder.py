@@ -19,6 +19,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from multienv.config import Deadlines, RestartPolicy
+from multienv.errors import NoCapacityError
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.journal import Plan
 from multienv.recovery.policy import Effort, RestartBudget
@@ -369,7 +370,10 @@ class Ladder:
             self._check_time(effort)
             effort.attempts += 1
             self.restarts += not effort.planned
-            channel, number = self.launch(replacement=not effort.planned)
+            try:
+                channel, number = self.launch(replacement=not effort.planned)
+            except NoCapacityError as error:
+                raise Unrecoverable(str(error)) from error.with_traceback(None)
             try:
                 self.await_build(channel, number, self.start_deadline(effort))
             except Gone as gone:

@@ -143,7 +143,7 @@ class Record:
             pid=gone.pid,
             exit_code=fate.code,
             stack=fate.stack,
-            stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail else ""),
+            stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail and gone.cause != "died" else ""),
             deadline=limit if gone.cause == "hung" else None,
             detail=gone.detail,
         )

@@ -456,7 +456,7 @@ class Supervisor:
             if loss is None:
                 unbuilt: Exception = UsageError(f"It could not be started: {why}.")
             else:
-                unbuilt = self.record.lost_error(loss, f"It could not be started again: {why}.")
+                unbuilt = self.record.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
             self._give_up_request(unbuilt)
             raise unbuilt from why
         self.adopt(channel)
