@@ -46,6 +46,7 @@ class Relayed:
         self.asked = 0  # the request whose answer is to be told; 0: none
         self.posted = 0  # the newest request that it was given
         self.is_told = False  # that it is gone
+        self.is_ending = False  # a thread kills or closes it, and tells of its end
         self.looked = 0.0
 
     @property
@@ -57,7 +58,7 @@ class Relayed:
     def post(self, number: int, layout: BankLayout | None, part: bytes, mail: bytes | None) -> None:
         """Give the worker a request, unless it has it already."""
         self.asked = number
-        if self.posted == number or self.channel is None or self.gone is not None:
+        if self.posted == number or self.channel is None or self.is_ending or self.gone is not None:
             return
         segment = self.segment
         if layout is not None and layout != segment.layout:
@@ -175,7 +176,7 @@ class Relay:
             if worker.gone is not None and not worker.is_told:
                 worker.is_told, worker.asked = True, 0
                 told.append(_gone(name, worker.gone))
-            elif worker.asked and worker.channel is not None and worker.gone is None:
+            elif worker.asked and worker.channel is not None and worker.gone is None and not worker.is_ending:
                 if not worker.channel.answered(worker.asked):
                     waiting.append(worker)
                 elif size < most:
@@ -239,7 +240,7 @@ class Relay:
     def _do_kill(self, name: int, cause: Any, stack: bool, detail: str) -> None:
         worker = self._workers.get(name)
         if worker is not None and worker.channel is not None and worker.gone is None:
-            channel = worker.channel
+            channel, worker.is_ending = worker.channel, True
             self._aside(lambda: self._ended(name, worker, channel.kill(cause=cause, stack=stack, detail=detail)))
         elif worker is not None:
             worker.is_told = False
@@ -247,7 +248,7 @@ class Relay:
     def _do_close(self, name: int, seconds: float) -> None:
         worker = self._workers.get(name)
         if worker is not None and worker.channel is not None and worker.gone is None:
-            channel = worker.channel
+            channel, worker.is_ending = worker.channel, True
 
             def close() -> Frame:
                 channel.close(seconds)
