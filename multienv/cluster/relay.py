@@ -229,7 +229,9 @@ class Relay:
     def _do_await(self, name: int, number: int) -> None:
         worker = self._workers.get(name)
         if worker is not None:
-            worker.asked, worker.is_told = number, False
+            worker.is_told = False
+            if worker.posted in (0, number):  # else it is an old call that comes late, or one before its turn
+                worker.asked = number
 
     def _do_stack(self, name: int) -> None:
         worker = self._workers.get(name)
