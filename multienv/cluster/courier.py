@@ -118,7 +118,7 @@ class Courier:
         self._failing_since = 0.0
         self._serials = itertools.count(1)
         self._waiting: dict[int, int] = {}  # channel → request that is not answered
-        self._asides: set[int] = set()  # channels that are being killed or closed, or asked for their stack
+        self._asides: set[int] = set()  # channels that are being killed or closed
         self._bell = Bell()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="multienv-courier", daemon=True)
@@ -224,7 +224,7 @@ class Courier:
             frame = self._outbox.popleft()
             if frame[0] in (frames.ASK, frames.AWAIT):
                 self._waiting[frame[1]] = frame[2]
-            elif frame[0] in (frames.KILL, frames.CLOSE, frames.STACK):
+            elif frame[0] in (frames.KILL, frames.CLOSE):
                 self._asides.add(frame[1])
             elif frame[0] == frames.RELEASE:
                 self._forget(frame[1])
@@ -236,8 +236,9 @@ class Courier:
     def _call(self, host: Host, call: Call, *, again: bool = False) -> None:
         """Make a call, or make it once more: then all that is asked is asked again by its number."""
         awaited: list[Frame] = []
-        if again or call.size:
-            awaited = [(frames.AWAIT, name, number) for name, number in self._waiting.items()]
+        if again or call.size or not call.frames:
+            pending = dict.fromkeys(self._asides, 0) | self._waiting
+            awaited = [(frames.AWAIT, name, number) for name, number in pending.items()]
         data = Sent(call.serial, call.frames, awaited, self._most_bytes).packed()
         this = Call(call.serial, call.frames, len(data), time.monotonic())
         self._calls.append(this)
@@ -288,10 +289,8 @@ class Courier:
                     channel.hear_gone(partial(Gone, *positional, **known))
             elif channel is not None and kind == frames.PROGRESS:
                 channel.hear_progress(*rest)
-            elif kind == frames.STACKS:
-                self._asides.discard(name)
-                if channel is not None:
-                    channel.hear_stack(*rest)
+            elif channel is not None and kind == frames.STACKS:
+                channel.hear_stack(*rest)
 
     def _forget(self, name: int) -> None:
         """Expect nothing more of a channel."""

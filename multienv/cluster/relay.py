@@ -122,7 +122,7 @@ class Relay:
         with self._turn:
             while self._inbox:
                 self._take(self._inbox.popleft())
-            return self._collect(mine, sent.most)
+            return self._collect(mine, sent.most, is_poll=not sent.frames)
 
     def close(self) -> None:
         """Let go of all workers: the monitor ends them."""
@@ -144,8 +144,8 @@ class Relay:
 
     # --- waiting ------------------------------------------------------------------------------------
 
-    def _collect(self, mine: int, most: int) -> Any:
-        """Wait for answers; return the reply."""
+    def _collect(self, mine: int, most: int, *, is_poll: bool) -> Any:
+        """Wait for answers; return the reply. A call that carries nothing is not answered with nothing at once."""
         told: list[Frame] = []
         parts: list[Any] = []
         until = time.monotonic() + HOLD
@@ -154,7 +154,8 @@ class Relay:
             now, is_full = time.monotonic(), sum(map(len, parts)) >= most
             if told:
                 until = min(until, now + LINGER)
-            if not (waiting or self._asides) or self._newest != mine or now >= until or is_full:
+            is_done = not (waiting or self._asides) and (told or not is_poll)
+            if is_done or self._newest != mine or now >= until or is_full:
                 break
             for index in wait_any([one.awaited for one in waiting], until, self._bell):
                 waiting[index].look()
