@@ -170,7 +170,7 @@ class Courier:
             host = self._host = self._connect(lambda: not self._is_closing)
         except Exception as error:
             self.error = error
-            self._end(str(error))
+            self._end(str(error) or _short(error))
             return
         self.name = host.name
         try:
