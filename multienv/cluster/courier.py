@@ -147,7 +147,9 @@ class Courier:
     @property
     def channels(self) -> list[RelayChannel]:
         """Return those that are open."""
-        return [channel for channel in list(self._channels.values()) if channel.is_open]
+        # Not by values(), which other threads must not add to meanwhile.
+        known = [reference() for reference in self._channels.valuerefs()]
+        return [channel for channel in known if channel is not None and channel.is_open]
 
     def close(self) -> None:
         """End the host, soon. Takes no lock and does not wait."""
