@@ -137,11 +137,12 @@ class RelayChannel(Channel):
     def hear_answer(self, number: int, words: bytes, head: Any, rows: Any, mail: Any) -> None:
         """Put a reply where a worker beside the trainer would have written it; the number last."""
         segment = self.segment
+        banks = segment.banks  # held: another thread may let go of them in the next line
         if number not in (segment.words[REQUEST], self._expected) or segment.words[REPLY] == number:
             return  # it was told twice
-        if self._gone is not None or self._is_released:
+        if self._gone is not None or not banks:
             return
-        bank = segment.banks[number & 1]
+        bank = banks[number & 1]
         if rows:
             bank.view[bank.layout.rewards :] = rows
         if head[0]:  # of a woken snapshot the bank says nothing
