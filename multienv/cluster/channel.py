@@ -149,6 +149,7 @@ class RelayChannel(Channel):
             bank.view[: HEAD.size] = head
         segment.write_reply_mail(number, bytes(mail))
         self.hear_progress(words)
+        self._expected = 0  # it is told twice now and then, the second time among the answers to later requests
         segment.words[REPLY] = number
         if segment.words[TRAINER_SLEEPS]:
             self._bell.ring()
