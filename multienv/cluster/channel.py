@@ -84,7 +84,7 @@ class RelayChannel(Channel):
         """Post the request, unless that was done."""
         segment = self.segment
         segment.words[REQUEST] = number
-        if self._posted == number or self._gone is not None:
+        if self._posted == number or self._gone is not None or self._is_released:
             return
         bank = segment.banks[number & 1]
         kind, tag = bank.view[:2]
