@@ -6,6 +6,7 @@ takes a lock, and Ctrl-C may come anywhere: what was posted twice is executed on
 
 from __future__ import annotations
 
+import contextlib
 import select
 import time
 from collections.abc import Callable
@@ -233,4 +234,5 @@ class RelayChannel(Channel):
     def __del__(self) -> None:
         """Release a process whose channel was not closed."""
         if "name" in self.__dict__:
-            self.release()
+            with contextlib.suppress(IndexError):  # in a cycle that is collected its bell may have been closed before
+                self.release()
