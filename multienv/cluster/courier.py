@@ -241,7 +241,8 @@ class Courier:
         if again or call.size or not call.frames:
             pending = dict.fromkeys(self._asides, 0) | self._waiting
             awaited = [(frames.AWAIT, name, number) for name, number in pending.items()]
-        data = Sent(call.serial, call.frames, awaited, self._most_bytes).packed()
+        most = max(1, self._most_bytes // self._rounds)  # each of the calls under way may bring so much
+        data = Sent(call.serial, call.frames, awaited, most).packed()
         this = Call(call.serial, call.frames, len(data), time.monotonic())
         self._calls.append(this)
         host.call(data).add_done_callback(partial(self._note, this))
