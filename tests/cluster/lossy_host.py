@@ -8,12 +8,15 @@ replaced. What becomes of each call is said by a *schedule*: a function of the h
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
 import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from multienv.cluster import frames
@@ -22,6 +25,8 @@ from multienv.cluster.courier import UnansweredError
 from multienv.cluster.frames import Sent
 from multienv.cluster.options import RayOptions
 from multienv.cluster.relay import Relay
+from multienv.processes.launcher import Launch
+from multienv.wire.messages import KeepSnapshot
 
 FAULTS = {
     "lost": "not executed; the caller is told that nobody knows",
@@ -109,6 +114,7 @@ class LossyHost:
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
         self._held: list[tuple[Future[Any], Any]] = []
+        self._tokens: list[int] = []  # of kept snapshots
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="lossy-host")
 
     def call(self, data: bytes) -> Future[Any]:
@@ -125,6 +131,9 @@ class LossyHost:
             self._sent += len(data)
             self.most_sent = max(self.most_sent, self._sent)
             self.largest_sent = max(self.largest_sent, len(data))
+        for frame in sent.frames:
+            if frame[0] == frames.ASK and frame[-1] and isinstance(kept := pickle.loads(frame[-1]), KeepSnapshot):
+                self._tokens.append(kept.token)
         fault = self._cluster.schedule(self._index, number, sent)
         if fault:
             self.struck.append((number, fault))
@@ -146,11 +155,15 @@ class LossyHost:
         """Deliver the replies that were held back."""
         held, self._held = self._held, []
         for future, reply in held:
-            future.set_result(reply)
+            self._answer(future, reply, 0)
 
     def _end(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.relay.close()
+        for token in self._tokens:  # an actor's monitor, which is not shared with its trainer, ends with it
+            Launch("forkserver").free(token)
+        self.release()
+        self._open.clear()  # each knows its courier
         self.ended.set()
 
     def _carry(self, data: bytes, fault: str, future: Future[Any]) -> None:
@@ -280,7 +293,9 @@ class Clusters:
         """Stand in for the class ``Cluster``."""
         return self._known[str(options.address)]
 
-    def make(self, schedule: Schedule = faultless, *, suspect_after: float = 30.0, hosts: int = 1, **options: Any) -> Any:
+    def make(
+        self, schedule: Schedule = faultless, *, suspect_after: float = 30.0, hosts: int = 1, **options: Any
+    ) -> Any:
         """Return a cluster and the options of faces that are to run on it."""
         address = f"cluster {len(self._known)}"
         ours = {name: options.pop(name) for name in ("nodes_free", "on_its_way") if name in options}
@@ -305,12 +320,10 @@ class Clusters:
 @contextlib.contextmanager
 def fifo_gate(path: str) -> Iterator[Callable[[], None]]:
     """Make a FIFO; yield what lets one who waits at it pass."""
-    import os
-
     os.mkfifo(path)
 
     def let_pass() -> None:
-        with open(path, "wb") as gate:
+        with Path(path).open("wb") as gate:
             gate.write(b"\0")
 
     yield let_pass

