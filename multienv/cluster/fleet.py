@@ -236,6 +236,9 @@ class Fleet:
         for courier in couriers:
             courier.join(2.0)
         self.cluster.leave()
+        self._retired.clear()
+        for seat in self._seats:  # or a circle would hold the descriptors of couriers until the next collection
+            seat.courier = None
         self._ended.set()
 
     def close(self) -> None:

@@ -304,6 +304,8 @@ class Clusters:
 
     def forget(self) -> None:
         """Let go of all hosts, and of the bells of theirs."""
+        for cluster in self._known.values():
+            cluster.hosts.clear()
         self._known.clear()
 
     def assert_all_ended(self) -> None:

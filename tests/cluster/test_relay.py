@@ -98,22 +98,22 @@ def kill(pid: int | None) -> None:
 @pytest.mark.parametrize("fault", ["unanswered", "silent"])
 def test_request_whose_reply_is_lost_is_executed_once(clusters: Clusters, tmp_path: Path, fault: str) -> None:
     log = tmp_path / "log"
-    cluster, options = clusters.make(at(dict.fromkeys((2, 6, 9), fault)), suspect_after=LENIENT)
+    cluster, options = clusters.make(at(dict.fromkeys((2, 7), fault)), suspect_after=LENIENT)
     with RayEnv(partial(CountedEnv, log=str(log), horizon=5), ray=options) as env:
         assert_as_if_local(env, horizon=5)
         assert env.statistics().restarts == 0
     assert log.read_text() == "rsssssrsssssrssss"
-    assert cluster.struck == [fault] * 3
+    assert cluster.struck == [fault] * 2
     assert len(cluster.hosts) == 1
 
 
 @pytest.mark.parametrize("fault", ["lost", "swallowed"])
 def test_call_lost_before_it_is_executed_is_made_again(clusters: Clusters, fault: str) -> None:
-    cluster, options = clusters.make(at(dict.fromkeys((1, 5, 9), fault)), suspect_after=LENIENT)
+    cluster, options = clusters.make(at(dict.fromkeys((1, 7), fault)), suspect_after=LENIENT)
     with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
         assert_as_if_local(env, horizon=5)
         assert env.statistics().restarts == 0
-    assert cluster.struck == [fault] * 3
+    assert cluster.struck == [fault] * 2
     assert len(cluster.hosts) == 1
 
 
@@ -230,7 +230,7 @@ def ends(sent: Sent) -> bool:
 # --- hosts that are lost ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("first", [1, 3, 7])
 def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(clusters: Clusters, first: int) -> None:
     events: list[Any] = []
     cluster, options = clusters.make(silent_from(first), suspect_after=STRICT)
@@ -257,7 +257,7 @@ def test_what_a_host_says_after_it_was_given_up_is_dropped(clusters: Clusters) -
     assert len(cluster.hosts) > 1
 
 
-@pytest.mark.parametrize("call", [1, 2, 4, 7])
+@pytest.mark.parametrize("call", [1, 5])
 def test_envs_of_a_host_that_dies_are_brought_back_on_the_next_one(clusters: Clusters, call: int) -> None:
     cluster, options = clusters.make(at({call: "dead"}), suspect_after=30.0)
     envs = RayVectorEnv([partial(CounterEnv, horizon=4)] * 3, ray=options, envs_per_worker=1)
@@ -340,7 +340,7 @@ def test_env_that_hangs_is_killed_at_its_deadline_with_its_stack_and_the_others_
     cluster, options = clusters.make()
     hang = partial(FaultyEnv, fault=Fault("hang", "step", at=3, once=marker), horizon=4)
     env_fns = [partial(CounterEnv, horizon=4), hang, partial(CounterEnv, horizon=4)]
-    envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=1, deadlines=Deadlines(step=1.0), hooks=[events.append])
+    envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=1, deadlines=Deadlines(step=0.6), hooks=[events.append])
     try:
         assert_same_batches(envs, [partial(CounterEnv, horizon=4)] * 3, 8)
         assert [one.restarts for one in envs.statistics()] == [0, 1, 0]
@@ -355,7 +355,7 @@ def test_env_that_hangs_is_killed_at_its_deadline_with_its_stack_and_the_others_
 def test_kill_at_a_deadline_is_always_told_as_a_hang(clusters: Clusters) -> None:
     """The thread that waits for answers sees the end of the process, too: it must not tell it as a death."""
     _, options = clusters.make()
-    for _ in range(8):
+    for _ in range(4):
         hang = partial(FaultyEnv, fault=Fault("hang", "step"))
         policy = RestartPolicy(on_timeout="raise")
         with RayEnv(hang, ray=options, deadlines=Deadlines(step=0.05), restart=policy) as env:
@@ -545,6 +545,23 @@ def test_dropped_envs_leave_no_process(clusters: Clusters) -> None:
     assert becomes_true(lambda: not any(map(is_alive, pids)), within=5.0)
 
 
+def test_closed_env_needs_no_collection_to_close_its_descriptors(clusters: Clusters) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        cluster, options = clusters.make()
+        with RayEnv(CounterEnv, ray=options) as env:
+            env.reset(seed=1)
+            env.step(1)
+        assert cluster.hosts[0].ended.wait(5.0)
+        cluster.hosts.clear()  # they have bells, too
+        del env
+        assert becomes_true(lambda: len(os.listdir("/proc/self/fd")) <= before, within=5.0)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("close", [True, False])
 def test_one_env_that_ends_while_it_answers_does_not_disturb_the_others(clusters: Clusters, close: bool) -> None:
     """Envs come and go on a host whose other env steps on; their memory is let go of while an answer arrives."""
@@ -569,7 +586,7 @@ def test_one_env_that_ends_while_it_answers_does_not_disturb_the_others(clusters
 
 # --- chance ---------------------------------------------------------------------------------------------
 
-PROGRAMS, LENGTH, THREADS = 128, 10, 8
+PROGRAMS, LENGTH, THREADS = 64, 10, 8
 RANDOM_FAULTS = (*HARMLESS, "silent")  # and workers are killed, and hosts die
 
 
