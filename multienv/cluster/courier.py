@@ -186,6 +186,7 @@ class Courier:
 
     def _end(self, why: str) -> None:
         self.lost = self.lost or why
+        self._ended.clear()  # a future refers to its courier: no circle is to hold the bell
         for channel in self.channels:
             channel.hear_gone(self._loss_of(channel))
 
@@ -249,8 +250,9 @@ class Courier:
 
     def _note(self, call: Call, future: Future[Any]) -> None:
         """Note, in whatever thread, that a call has ended."""
-        self._ended.append((call, future))
-        self._bell.ring()
+        if not self.lost:
+            self._ended.append((call, future))
+            self._bell.ring()
 
     def _hear(self, host: Host, call: Call, future: Future[Any]) -> None:
         """Give the frames of a reply to their channels."""
