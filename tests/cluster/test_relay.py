@@ -42,13 +42,17 @@ from multienv import (
     SerialVectorEnv,
     SubprocessEnv,
 )
-from multienv.cluster import courier, fleet, relay
+from multienv.cluster import courier, fleet, frames, relay
 from multienv.cluster.courier import Courier
 from multienv.cluster.frames import Sent
 from multienv.cluster.ray_env import RayEnv
 from multienv.cluster.ray_vector_env import RayVectorEnv
+from multienv.cluster.relay import Relay
 from multienv.errors import WorkerHungError, WorkerLostError
+from multienv.processes.channel import Channel, Gone
 from multienv.testing import worker_pids
+from multienv.threads import Bell
+from multienv.wire.segment import Segment
 
 HOLD = 0.1
 # Seconds of silence: a host that is silent for good is given up soon; one that is only slow, on a busy machine, is not.
@@ -181,7 +185,10 @@ def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters
         assert kept
         env.step_async(3)
         time.sleep(HOLD / 2)
-        cluster.hosts[0].relay.exchange(kept[0])
+        one = cluster.hosts[0].relay
+        worker = next(iter(one._workers.values()))
+        one.exchange(kept[0])
+        assert worker.asked == worker.posted
         let_pass()
         env.step_wait()
         assert env.statistics().restarts == 0
@@ -225,6 +232,69 @@ def test_end_of_a_worker_is_told_though_the_reply_that_told_it_is_lost(clusters:
 
 def ends(sent: Sent) -> bool:
     return any(frame[0] in ("kill", "close") for frame in sent.frames)
+
+
+def test_call_that_carries_nothing_waits_until_there_is_something_to_tell() -> None:
+    began = time.monotonic()
+    assert frames.unpack_reply(Relay().exchange(Sent(1, [], [], 100).packed()))[0] == []
+    assert time.monotonic() - began > HOLD / 2
+
+
+class DyingChannel(Channel):
+    """Ends as soon as it is killed, though kill() takes a while to find out how."""
+
+    pid = 7
+
+    def __init__(self) -> None:
+        self.segment = Segment(-1)
+        self._bell, self._is_dead = Bell(), False
+
+    def ring(self, number: int) -> None: ...
+
+    def wait(self, number: int, until: float | None) -> bool:
+        if self._is_dead:
+            raise Gone("died", pid=7)
+        return False
+
+    def descriptors(self) -> tuple[int, ...]:
+        return (self._bell.descriptor,)
+
+    def attend(self) -> bool:
+        return self._is_dead
+
+    def stack(self) -> str:
+        return ""
+
+    def kill(self, *, cause: Any = "died", stack: bool = False, detail: str = "") -> Gone:
+        self._is_dead = True
+        self._bell.ring()
+        time.sleep(HOLD / 4)
+        return Gone(cause, pid=7, detail=detail)
+
+    def wake(self) -> None: ...
+
+    def close(self, timeout: float) -> None:
+        self.kill()
+        self.segment.unmap()
+
+    def release(self, *, keep_memory: bool = False) -> None: ...
+
+
+@pytest.mark.parametrize("last", [(frames.KILL, 1, "hung", True, "too slow"), (frames.CLOSE, 1, 1.0)])
+def test_end_of_a_worker_that_is_ended_is_told_once_by_what_ended_it(last: frames.Frame) -> None:
+    """The thread that waits for answers may see the end before the one that kills has found out how it was."""
+
+    class OneLaunch:
+        start = DyingChannel
+
+    one = Relay(lambda *how: OneLaunch())
+    asked = (frames.ASK, 1, 5, None, bytes(16), None)
+    reply = one.exchange(Sent(1, [(frames.LAUNCH, 1, "spawn", 1, ""), asked, last], [], 100).packed())
+    (told,), _ = frames.unpack_reply(reply)
+    assert told[:2] == (frames.GONE, 1)
+    if last[0] == frames.KILL:
+        assert told[2][0] == "hung"
+        assert told[3]["detail"] == "too slow"
 
 
 # --- hosts that are lost ------------------------------------------------------------------------------
@@ -412,12 +482,19 @@ def test_large_observations_go_through_arrays_and_are_right(clusters: Clusters, 
 
 def test_bytes_in_flight_stay_below_the_cap_and_one_frame(clusters: Clusters) -> None:
     side, cap = 100, 25_000  # two and a half pictures
-    cluster, options = clusters.make(bytes_in_flight=cap, on_its_way=0.003)
+    shares: set[int] = set()
+
+    def schedule(host: int, call: int, sent: Sent) -> str:
+        shares.add(sent.most)
+        return ""
+
+    cluster, options = clusters.make(schedule, bytes_in_flight=cap, on_its_way=0.003)
     env_fns = [partial(PictureEnv, side=side, horizon=4)] * 6
     envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=1)
     try:
         host = cluster.hosts[0]
         assert_same_batches(envs, env_fns, 8, host.forget_sizes)
+        assert shares == {cap // options.rounds_in_flight}
         # Each of the two calls under way may go beyond its share by an answer; some hundred bytes for the frames.
         assert side**2 < host.most_returned <= cap + 2 * (side**2 + 2000)
     finally:
@@ -425,7 +502,13 @@ def test_bytes_in_flight_stay_below_the_cap_and_one_frame(clusters: Clusters) ->
 
 
 def test_tiny_cap_lets_one_frame_travel_at_a_time(clusters: Clusters) -> None:
-    cluster, options = clusters.make(bytes_in_flight=1, on_its_way=0.001)
+    asked: list[int] = []
+
+    def schedule(host: int, call: int, sent: Sent) -> str:
+        asked.append(sum(frame[0] == frames.ASK for frame in sent.frames))
+        return ""
+
+    cluster, options = clusters.make(schedule, bytes_in_flight=1, on_its_way=0.001)
     env_fns = [partial(PictureEnv, side=60, horizon=4)] * 4
     envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=1)
     try:
@@ -433,6 +516,7 @@ def test_tiny_cap_lets_one_frame_travel_at_a_time(clusters: Clusters) -> None:
         assert_same_batches(envs, env_fns, 6, host.forget_sizes)
         assert 60**2 < host.largest_returned < 1.9 * 60**2
         assert host.most_sent < 2 * host.largest_sent
+        assert max(asked) == 1
     finally:
         envs.close()
 
@@ -485,6 +569,20 @@ def test_interrupted_step_of_a_batch_loses_nothing(clusters: Clusters) -> None:
     finally:
         envs.close()
     assert fired > 10
+
+
+def test_interrupted_launch_leaves_no_host(clusters: Clusters) -> None:
+    """At places of the trainer's thread, one after the other, while the host is made that it launches a worker on."""
+    fired = 0
+    for interruption in every_place(stride=2):
+        _, options = clusters.make()
+        shared = fleet.Fleet(options, 1)
+        launcher = shared.launcher(0, "forkserver", 1, "")
+        with interruption:
+            launcher.start()
+        fired += interruption.fired
+        launcher.close()
+    assert fired > 5
 
 
 def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
