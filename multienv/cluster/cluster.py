@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import multienv
+from multienv.cluster import frames
 from multienv.cluster.courier import UnansweredError
 from multienv.cluster.options import RayOptions
 from multienv.cluster.relay import Relay
@@ -27,6 +28,10 @@ _AGAIN = 0.25
 _UP_WITHIN = 30.0
 # Threads of a host: one waits for answers, one returns them, the others may come meanwhile.
 _THREADS = 4
+# Bytes of a part of a reply. Ray sends what is shorter than 100 kB with the reply itself. What is longer goes through
+# its object stores, which takes 6 ms from one node to another; up to so many bytes several parts are faster.
+PART = 90_000
+MOST_IN_PARTS = 2_000_000
 # Seconds between two looks at the nodes.
 WATCH_EVERY = 1.0
 
@@ -230,9 +235,10 @@ class HostActor:
         """Return the version of multienv on this node; the first call says that the host is up."""
         return multienv.__version__
 
-    def exchange(self, data: bytes) -> Any:
-        """Exchange frames; see ``Relay.exchange``."""
-        return self._relay.exchange(data)
+    def exchange(self, data: bytes, parts: int) -> Any:
+        """Exchange frames, see ``Relay.exchange``; the reply comes in so many parts."""
+        reply = self._relay.exchange(data)
+        return reply if parts == 1 else frames.split(reply, parts, PART)
 
 
 class RayHost:
@@ -242,18 +248,36 @@ class RayHost:
         self._ray, self._actor = ray, actor
         self.node = node
         self.name = f"node {node.name} ({node.id[:8]})"
+        self._parts = 1  # of the next reply
+        self._methods = {1: actor.exchange}
 
     def call(self, data: bytes) -> Future[Any]:
         """Call the relay."""
         refuse_if_disconnected(self._ray)
+        parts = self._parts
+        method = self._methods.get(parts)
+        if method is None:
+            method = self._methods[parts] = self._actor.exchange.options(num_returns=parts)
+        refs = method.remote(data, parts)
         answer: Future[Any] = Future()
-        self._actor.exchange.remote(data).future().add_done_callback(partial(self._answered, answer))
+        futures = [ref.future() for ref in ([refs] if parts == 1 else refs)]
+        futures[0].add_done_callback(partial(self._wait_for_next, answer, futures, 0))
         return answer
 
-    def _answered(self, answer: Future[Any], future: Future[Any]) -> None:
-        errors, error = self._ray.exceptions, future.exception()
+    def _wait_for_next(self, answer: Future[Any], futures: list[Future[Any]], place: int, future: Future[Any]) -> None:
+        """Wait for the parts of a reply, one after the other."""
+        if future.exception() is None and place + 1 < len(futures):
+            futures[place + 1].add_done_callback(partial(self._wait_for_next, answer, futures, place + 1))
+        else:
+            self._answer(answer, futures, future.exception())
+
+    def _answer(self, answer: Future[Any], futures: list[Future[Any]], error: BaseException | None) -> None:
+        errors = self._ray.exceptions
         if error is None:
-            answer.set_result(future.result())
+            reply = futures[0].result() if len(futures) == 1 else frames.join([one.result() for one in futures])
+            size = frames.size_of(reply)
+            self._parts = 1 + -(-size // PART) if frames.INLINE < size <= MOST_IN_PARTS else 1
+            answer.set_result(reply)
         elif isinstance(error, (errors.ActorUnavailableError, errors.ObjectLostError)):
             answer.set_exception(UnansweredError(str(error).strip().splitlines()[0]))
         else:
