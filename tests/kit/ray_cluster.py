@@ -144,8 +144,10 @@ class RayCluster:
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
             signal.signal(signal.SIGTERM, self._sigterm)
-            # Ray keeps its event loops and logs open for the life of the process.
-            kept_by_libraries.update(number for number, _ in snapshot_resources().descriptors.items() - self._before)
+            # Ray keeps its event loops, some sockets and its logs open for the life of the process.
+            new = snapshot_resources().descriptors.items() - self._before
+            own = ("anon_inode:", "socket:", self._directory)
+            kept_by_libraries.update(number for number, link in new if link.startswith(own))
 
     # --- what lives -----------------------------------------------------------------------------------
 
