@@ -26,27 +26,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# A driver's own time for a worker's answer, step by step: docs/benchmarks.md, "where a round goes", has 15 µs for two.
-OWN = 7.5e-6
-
 
 class Measured(NamedTuple):
-    """What one driver can do. The defaults are rounded figures of ``ray_capacity.py`` on two cores, which others used.
+    """What one driver can do. The defaults are rounded figures of ``ray_capacity.py`` on two cores that others used.
 
     Attributes:
         calls: C, calls a second.
         bytes: B, bytes a second.
         latency: L, seconds for a call there and back.
         answer: a, seconds of the driver for each env's answer.
-        relay: r, the same of its host; assumed, not measured.
+        relay: r, the same of its host; too long, because the envs shared the cores with it.
         record: s, seconds of the driver for each step in an answer; assumed, not measured.
     """
 
     calls: float = 2_000.0
-    bytes: float = 500e6
-    latency: float = 1e-3
-    answer: float = OWN + 1e-6
-    relay: float = 20e-6
+    bytes: float = 450e6
+    latency: float = 0.8e-3
+    answer: float = 50e-6
+    relay: float = 80e-6
     record: float = 1e-6
 
 

@@ -1,6 +1,7 @@
 """What one driver can do on Ray: calls a second, bytes a second, and what a call costs the driver's processor.
 
-Plain actors on a local Ray that is started for it and shut down again; nothing of multienv. All rows of a table take
+Plain actors on a local Ray that is started for it and shut down again; last a few rounds of multienv's RayVectorEnv,
+for what its own work costs beside Ray's. All rows of a table take
 short turns, in an order that is drawn anew each time; medians are shown, and the range beside them. The actors here
 share the cores and the memory with the driver. On a cluster they do not, but a network lies between. So read the
 column "driver": processor time of all threads of the driver for one call. No machine can make it do more calls a
@@ -16,7 +17,6 @@ import contextlib
 import itertools
 import json
 import os
-import pickle
 import queue
 import random
 import statistics
@@ -29,9 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from capacity_model import OWN, Measured, plot
+from capacity_model import Measured, plot
 from rich.console import Console
 from rich.table import Table
+from scaling import BusyEnv
+
+import multienv
 
 try:
     import ray
@@ -125,19 +128,6 @@ def by_future(actors: Sequence[Any], in_flight: int, data: bytes) -> Bench:
     return counted(go, 1)
 
 
-def unpacking(workers: int) -> Bench:
-    """What the driver does with a reply in any design: unpickle who answered, copy each answer into its place."""
-    told = pickle.dumps([("answer", name, 1234, bytes(64), 48, 0) for name in range(workers)])
-    stretch, places = np.zeros((workers, 48), np.uint8), [bytearray(48) for _ in range(workers)]
-
-    def go() -> None:
-        rows = memoryview(stretch.reshape(-1))
-        for (_, name, *_), place in zip(pickle.loads(told), places, strict=True):
-            place[:] = rows[48 * name : 48 * name + 48]
-
-    return counted(go, 1)
-
-
 def in_turns(benches: Mapping[Any, Bench], seconds: float, repeats: int) -> dict[Any, list[Sample]]:
     """Samples of all benches, in turns, in an order drawn for each; each is warmed up first."""
     samples: dict[Any, list[Sample]] = {name: [] for name in benches}
@@ -216,10 +206,42 @@ def replies(seconds: float, repeats: int) -> list[dict[str, Any]]:
     return [row(dict(zip(names, key, strict=True)), samples) for key, samples in sorted(found.items())]
 
 
-def unpacks(seconds: float, repeats: int) -> list[dict[str, Any]]:
-    """Replies unpacked a second, by the answers in one: 1 is the cost of a reply, the slope that of an answer."""
-    benches = {workers: unpacking(workers) for workers in (1, 8, 64)}
-    return [row({"answers": workers}, samples) for workers, samples in in_turns(benches, seconds, repeats).items()]
+def rounds(seconds: float, repeats: int) -> list[dict[str, Any]]:
+    """Rounds of a RayVectorEnv on one host with envs that do nothing, by workers and by steps of a fragment."""
+    if not hasattr(multienv, "RayVectorEnv"):
+        print("skipped: RayVectorEnv is not in this multienv", file=sys.stderr)
+        return []
+    options, benches = multienv.RayOptions(hosts=1, cpus_per_host=1), {}
+    with contextlib.ExitStack() as stack:
+        for workers in (1, 8):
+            fns = [partial(BusyEnv, 0.0, 16)] * workers
+            envs = stack.enter_context(multienv.RayVectorEnv(fns, ray=options, envs_per_worker=1))
+            envs.reset()
+            benches[workers, 1] = counted(partial(envs.step, np.zeros(workers, np.int64)), 1)
+            if hasattr(envs, "rollout"):
+                for steps in (100, 1_000):
+                    benches[workers, steps] = counted(partial(envs.rollout, stand_still, steps), 1)
+        found = in_turns(benches, seconds, repeats)
+    return [row({"workers": key[0], "steps": key[1]}, samples) for key, samples in found.items()]
+
+
+def stand_still(observations: Any) -> Any:
+    """Return the same action for each env: a policy that costs nothing."""
+    return np.zeros(len(observations), np.int64)
+
+
+def own(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What multienv's own work costs for each worker's answer, in the driver and on the host, and for each step."""
+    at = {(each["workers"], each["steps"]): each for each in rows}
+    if not at:
+        return {}
+    one, eight = at[1, 1], at[8, 1]
+    answer = (eight["driver"] - one["driver"]) / 7
+    # The envs' processes share the cores with the relay here: an upper bound.
+    found = {"answer": answer, "relay": (1 / eight["calls"] - 1 / one["calls"]) / 7 - answer}
+    if (8, 1_000) in at:
+        found["record"] = (at[8, 1_000]["driver"] - at[8, 100]["driver"]) / (8 * 900)
+    return {name: max(0.0, value) for name, value in found.items()}
 
 
 def measured(figures: Mapping[str, list[dict[str, Any]]]) -> Measured:
@@ -229,13 +251,11 @@ def measured(figures: Mapping[str, list[dict[str, Any]]]) -> Measured:
         return next(each for each in figures[table] if key.items() <= each.items())
 
     reply = one("replies", way="as Ray does", bytes=1_000_000, in_flight=2, copied="yes")
-    small, large = one("unpacks", answers=1), one("unpacks", answers=64)
     return Measured(
         calls=statistics.median(each["calls"] for each in figures["calls"] if each["in_flight"] == 2 < each["actors"]),
         bytes=reply["bytes"] * reply["calls"],
         latency=1 / one("calls", actors=1, in_flight=1, threads=4, by="get")["calls"],
-        answer=OWN + max(0.0, large["driver"] - small["driver"]) / 63,
-    )
+    )._replace(**own(figures["rounds"]))
 
 
 # --- what is shown --------------------------------------------------------------------------------
@@ -258,7 +278,7 @@ def show(title: str, rows: list[dict[str, Any]], keys: Sequence[str], console: C
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=0.25, help="of each turn")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each turn")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="the picture of capacity_model.py, with these figures")
@@ -271,8 +291,15 @@ def main() -> None:
         show("Calls of 100 bytes", figures["calls"], ["actors", "in_flight", "threads", "by"], console, False)
         figures["requests"] = requests(actor, *settings)
         show("Calls one at a time, by what is sent", figures["requests"], ["bytes"], console, False)
-    figures["unpacks"] = unpacks(*settings)
-    show("Unpacking a reply, without Ray", figures["unpacks"], ["answers"], console, False)
+        figures["rounds"] = rounds(*settings)
+        if figures["rounds"]:
+            show(
+                "Rounds of a RayVectorEnv, envs that do nothing",
+                figures["rounds"],
+                ["workers", "steps"],
+                console,
+                False,
+            )
     # Six sessions of twelve rows: shorter turns.
     figures["replies"] = replies(arguments.seconds / 3, max(2, arguments.repeats // 2))
     show("Replies of one actor", figures["replies"], ["way", "bytes", "in_flight", "copied"], console, True)
