@@ -92,9 +92,13 @@ class Cluster:
         address, ray = self._options.address, self._ray
         is_ours = address is None and not os.environ.get("RAY_ADDRESS")
         # "local": a Ray that runs on this machine already is somebody else's.
-        where = {"address": "local", "include_dashboard": False} if is_ours else {"address": address or "auto"}
+        where: dict[str, Any] = {"address": address or "auto"}
+        if is_ours:
+            # Ray's agents outlive a trainer that was killed by so many seconds; by default 60.
+            settings = {"gcs_rpc_server_reconnect_timeout_s": 5}
+            where = {"address": "local", "include_dashboard": False, "_system_config": settings}
         try:
-            ray.init(**where, configure_logging=False, log_to_driver=True, ignore_reinit_error=True)
+            ray.init(**where, logging_level=logging.ERROR, ignore_reinit_error=True)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(
                 f"Ray at {where['address']!r} cannot be reached: {error}. Give RayOptions(address=...) of a cluster "
