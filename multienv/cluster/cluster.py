@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -20,6 +21,7 @@ from multienv.cluster.options import RayOptions
 from multienv.cluster.relay import Relay
 from multienv.errors import ClusterError, ClusterLostError, NoCapacityError, UsageError
 from multienv.processes import launcher
+from multienv.threads import Bell
 
 logger = logging.getLogger("multienv")
 
@@ -90,9 +92,13 @@ class Cluster:
         address, ray = self._options.address, self._ray
         is_ours = address is None and not os.environ.get("RAY_ADDRESS")
         # "local": a Ray that runs on this machine already is somebody else's.
-        where = {"address": "local", "include_dashboard": False} if is_ours else {"address": address or "auto"}
+        where: dict[str, Any] = {"address": address or "auto"}
+        if is_ours:
+            # Ray's agents outlive a trainer that was killed by so many seconds; by default 60.
+            settings = {"gcs_rpc_server_reconnect_timeout_s": 5}
+            where = {"address": "local", "include_dashboard": False, "_system_config": settings}
         try:
-            ray.init(**where, configure_logging=False, log_to_driver=True, ignore_reinit_error=True)
+            ray.init(**where, logging_level=logging.ERROR, ignore_reinit_error=True)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(
                 f"Ray at {where['address']!r} cannot be reached: {error}. Give RayOptions(address=...) of a cluster "
@@ -304,12 +310,14 @@ class Watch:
     Args:
         cluster: What is asked.
         tell: Called with the living nodes.
+        end: Called when the thread has been told to end.
     """
 
-    def __init__(self, cluster: Cluster, tell: Callable[[list[Node]], None]) -> None:
-        self._cluster, self._tell = cluster, tell
+    def __init__(self, cluster: Cluster, tell: Callable[[list[Node]], None], end: Callable[[], None]) -> None:
+        self._cluster, self._tell, self._end = cluster, tell, end
         self._heard = time.monotonic()
-        self._is_over = threading.Event()
+        self._is_over = False
+        self._bell = Bell()
         threading.Thread(target=self._run, name="multienv-watch", daemon=True).start()
 
     @property
@@ -318,11 +326,14 @@ class Watch:
         return time.monotonic() - self._heard
 
     def close(self) -> None:
-        """End the thread, soon."""
-        self._is_over.set()
+        """End the thread, soon. Takes no lock and starts no thread: finalizers call it."""
+        self._is_over = True
+        self._bell.ring()
 
     def _run(self) -> None:
-        while not self._is_over.wait(WATCH_EVERY):
+        poller = select.poll()
+        poller.register(self._bell.descriptor, select.POLLIN)
+        while not poller.poll(WATCH_EVERY * 1000) and not self._is_over:
             try:
                 nodes = self._cluster.nodes()
             except Exception as error:  # whatever Ray makes of it
@@ -330,6 +341,7 @@ class Watch:
                 continue
             self._heard = time.monotonic()
             self._tell(nodes)
+        self._end()
 
 
 def in_order(nodes: Collection[Node], placement: Any, hosts: Collection[str], avoided: Collection[str]) -> list[Node]:
