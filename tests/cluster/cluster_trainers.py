@@ -84,4 +84,3 @@ def lost_head() -> None:
         for node in cluster.nodes:
             cluster.kill_node(node)
         assert not ray.is_initialized()
-

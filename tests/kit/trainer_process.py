@@ -32,7 +32,14 @@ import multienv
 
 TESTS = Path(__file__).parents[1]
 # And the library under test, wherever it has been imported from here.
-PLACES = [TESTS / "cluster", TESTS / "faults", TESTS / "invariants", TESTS / "cli", TESTS, Path(multienv.__file__).parents[1]]
+PLACES = [
+    TESTS / "cluster",
+    TESTS / "faults",
+    TESTS / "invariants",
+    TESTS / "cli",
+    TESTS,
+    Path(multienv.__file__).parents[1],
+]
 PATH = os.pathsep.join(map(str, PLACES))
 TOKEN_VARIABLE = "MULTIENV_TEST_TRAINER"
 
@@ -121,11 +128,11 @@ class Trainer:
                     found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
         return found
 
-    def assert_nothing_lives(self, seconds: float = GONE_WITHIN) -> None:
-        """Fail unless all that it started ends within so many seconds."""
-        if not becomes_true(lambda: not self.family(), seconds):
+    def assert_nothing_lives(self) -> None:
+        """Fail unless all that it started ends within GONE_WITHIN seconds."""
+        if not becomes_true(lambda: not self.family()):
             left = "\n  ".join(f"{pid}: {command}" for pid, command in self.family().items())
-            raise AssertionError(f"alive {seconds:g} s after the trainer:\n  {left}{self._diagnosis()}")
+            raise AssertionError(f"alive {GONE_WITHIN:g} s after the trainer:\n  {left}{self._diagnosis()}")
 
     def errors(self) -> str:
         """What it and its workers wrote on stderr."""
