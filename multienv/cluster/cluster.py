@@ -25,9 +25,11 @@ from multienv.threads import Bell
 
 logger = logging.getLogger("multienv")
 
-# Seconds between two looks for a node with CPUs free, and until a host that is pinned to a node must be up.
+# Seconds between two looks for a node with CPUs free.
 _AGAIN = 0.25
+# Seconds until a host that is pinned to a node must be up, and how many it has in any case.
 _UP_WITHIN = 30.0
+_UP_LEAST = 10.0
 _OUTLIVING = "RAY_gcs_rpc_server_reconnect_timeout_s"
 # Threads of a host: one waits for answers, one returns them, the others may come meanwhile.
 _THREADS = 4
@@ -208,7 +210,7 @@ class Cluster:
         actor = ray.remote(HostActor).options(**options).remote(hash_seed)
         errors = ray.exceptions
         try:
-            seconds = min(_UP_WITHIN, max(1.0, until - time.monotonic()))
+            seconds = max(_UP_LEAST, min(_UP_WITHIN, until - time.monotonic()))
             version = ray.get(actor.version.remote(), timeout=seconds)
         except (errors.ActorUnschedulableError, errors.GetTimeoutError, errors.NodeDiedError) as error:
             logger.info("no host came up on node %s (%s): another one is tried", node.name, error)
