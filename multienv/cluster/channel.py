@@ -6,6 +6,7 @@ takes a lock, and Ctrl-C may come anywhere: what was posted twice is executed on
 
 from __future__ import annotations
 
+import contextlib
 import select
 import time
 from collections.abc import Callable
@@ -84,7 +85,7 @@ class RelayChannel(Channel):
         """Post the request, unless that was done."""
         segment = self.segment
         segment.words[REQUEST] = number
-        if self._posted == number or self._gone is not None:
+        if self._posted == number or self._gone is not None or self._is_released:
             return
         bank = segment.banks[number & 1]
         kind, tag = bank.view[:2]
@@ -137,17 +138,19 @@ class RelayChannel(Channel):
     def hear_answer(self, number: int, words: bytes, head: Any, rows: Any, mail: Any) -> None:
         """Put a reply where a worker beside the trainer would have written it; the number last."""
         segment = self.segment
+        banks = segment.banks  # held: another thread may let go of them in the next line
         if number not in (segment.words[REQUEST], self._expected) or segment.words[REPLY] == number:
             return  # it was told twice
-        if self._gone is not None or self._is_released:
+        if self._gone is not None or not banks:
             return
-        bank = segment.banks[number & 1]
+        bank = banks[number & 1]
         if rows:
             bank.view[bank.layout.rewards :] = rows
         if head[0]:  # of a woken snapshot the bank says nothing
             bank.view[: HEAD.size] = head
         segment.write_reply_mail(number, bytes(mail))
         self.hear_progress(words)
+        self._expected = 0  # it is told twice now and then, the second time among the answers to later requests
         segment.words[REPLY] = number
         if segment.words[TRAINER_SLEEPS]:
             self._bell.ring()
@@ -231,4 +234,5 @@ class RelayChannel(Channel):
     def __del__(self) -> None:
         """Release a process whose channel was not closed."""
         if "name" in self.__dict__:
-            self.release()
+            with contextlib.suppress(IndexError):  # in a cycle that is collected its bell may have been closed before
+                self.release()

@@ -118,7 +118,7 @@ class Courier:
         self._failing_since = 0.0
         self._serials = itertools.count(1)
         self._waiting: dict[int, int] = {}  # channel → request that is not answered
-        self._asides: set[int] = set()  # channels that are being killed or closed, or asked for their stack
+        self._asides: set[int] = set()  # channels that are being killed or closed
         self._bell = Bell()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="multienv-courier", daemon=True)
@@ -147,7 +147,9 @@ class Courier:
     @property
     def channels(self) -> list[RelayChannel]:
         """Return those that are open."""
-        return [channel for channel in list(self._channels.values()) if channel.is_open]
+        # Not by values(), which other threads must not add to meanwhile.
+        known = [reference() for reference in self._channels.valuerefs()]
+        return [channel for channel in known if channel is not None and channel.is_open]
 
     def close(self) -> None:
         """End the host, soon. Takes no lock and does not wait."""
@@ -170,7 +172,7 @@ class Courier:
             host = self._host = self._connect(lambda: not self._is_closing)
         except Exception as error:
             self.error = error
-            self._end(str(error))
+            self._end(str(error) or _short(error))
             return
         self.name = host.name
         try:
@@ -184,6 +186,7 @@ class Courier:
 
     def _end(self, why: str) -> None:
         self.lost = self.lost or why
+        self._ended.clear()  # a future refers to its courier: no circle is to hold the bell
         for channel in self.channels:
             channel.hear_gone(self._loss_of(channel))
 
@@ -224,7 +227,7 @@ class Courier:
             frame = self._outbox.popleft()
             if frame[0] in (frames.ASK, frames.AWAIT):
                 self._waiting[frame[1]] = frame[2]
-            elif frame[0] in (frames.KILL, frames.CLOSE, frames.STACK):
+            elif frame[0] in (frames.KILL, frames.CLOSE):
                 self._asides.add(frame[1])
             elif frame[0] == frames.RELEASE:
                 self._forget(frame[1])
@@ -236,17 +239,20 @@ class Courier:
     def _call(self, host: Host, call: Call, *, again: bool = False) -> None:
         """Make a call, or make it once more: then all that is asked is asked again by its number."""
         awaited: list[Frame] = []
-        if again or call.size:
-            awaited = [(frames.AWAIT, name, number) for name, number in self._waiting.items()]
-        data = Sent(call.serial, call.frames, awaited, self._most_bytes).packed()
+        if again or call.size or not call.frames:
+            pending = dict.fromkeys(self._asides, 0) | self._waiting
+            awaited = [(frames.AWAIT, name, number) for name, number in pending.items()]
+        most = max(1, self._most_bytes // self._rounds)  # each of the calls under way may bring so much
+        data = Sent(call.serial, call.frames, awaited, most).packed()
         this = Call(call.serial, call.frames, len(data), time.monotonic())
         self._calls.append(this)
         host.call(data).add_done_callback(partial(self._note, this))
 
     def _note(self, call: Call, future: Future[Any]) -> None:
         """Note, in whatever thread, that a call has ended."""
-        self._ended.append((call, future))
-        self._bell.ring()
+        if not self.lost:
+            self._ended.append((call, future))
+            self._bell.ring()
 
     def _hear(self, host: Host, call: Call, future: Future[Any]) -> None:
         """Give the frames of a reply to their channels."""
@@ -288,10 +294,8 @@ class Courier:
                     channel.hear_gone(partial(Gone, *positional, **known))
             elif channel is not None and kind == frames.PROGRESS:
                 channel.hear_progress(*rest)
-            elif kind == frames.STACKS:
-                self._asides.discard(name)
-                if channel is not None:
-                    channel.hear_stack(*rest)
+            elif channel is not None and kind == frames.STACKS:
+                channel.hear_stack(*rest)
 
     def _forget(self, name: int) -> None:
         """Expect nothing more of a channel."""

@@ -23,6 +23,7 @@ from multienv.cluster.cluster import WATCH_EVERY, Cluster, Node, RayHost, Watch,
 from multienv.cluster.courier import Courier
 from multienv.cluster.options import RayOptions
 from multienv.errors import ClosedError, ClusterError, ClusterLostError, NoCapacityError
+from multienv.processes.worker_process import undisturbed
 
 # Seconds that a seat fails at once, after a host could not be made for it.
 _STILL = 5.0
@@ -215,9 +216,9 @@ class Fleet:
         """Return what launches the processes of the worker with this index."""
         seat = self._dealt[index % len(self._dealt)]
         name = next(self._names)
-        self._users.add(name)
         launcher = RelayLauncher(self, name, seat, (method, native_threads, title))
         weakref.finalize(launcher, self.drop, name).atexit = False
+        self._users.add(name)  # last: Ctrl-C may come in between
         return launcher
 
     def drop(self, name: int) -> None:
@@ -235,6 +236,9 @@ class Fleet:
         for courier in couriers:
             courier.join(2.0)
         self.cluster.leave()
+        self._retired.clear()
+        for seat in self._seats:  # or a circle would hold the descriptors of couriers until the next collection
+            seat.courier = None
         self._ended.set()
 
     def close(self) -> None:
@@ -269,7 +273,8 @@ class RelayLauncher:
     def start(self) -> RelayChannel:
         """Launch a process; does not wait for it."""
         self._fleet.refuse_if_lost()
-        return RelayChannel(self._seat.present(), lambda name: (frames.LAUNCH, name, *self._how))
+        # Undisturbed: a courier that is made when Ctrl-C comes must be known to the seat, or nobody ends its host.
+        return RelayChannel(undisturbed(self._seat.present), lambda name: (frames.LAUNCH, name, *self._how))
 
     def wake_kept(self, token: int) -> RelayChannel | None:
         """Wake the snapshot kept under this token; ``None``: its host is lost."""

@@ -23,7 +23,7 @@ WAKE = "wake"  # channel, the channel of the lost worker
 WAKE_KEPT = "wake kept"  # channel, token
 FREE = "free"  # token
 ASK = "ask"  # channel, number, layout of the banks or None if it is known, request part of the bank, mail or None
-AWAIT = "await"  # channel, number: its answer is wanted, once more if it was given
+AWAIT = "await"  # channel, number: its answer is wanted, or its end, once more if it was told; 0: only its end
 STACK = "stack"  # channel
 KILL = "kill"  # channel, cause, whether the stack is wanted, detail
 CLOSE = "close"  # channel, seconds
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
     Attributes:
         serial: Number of the call, from 1: its frames are carried out after those of the call before, and once.
         frames: In order.
-        again: Of the kind AWAIT: what is asked, and may have been lost; carried out in any case.
+        again: Of the kind AWAIT: what is asked, and may have been told in vain; carried out in any case.
         most: Bytes of answers wanted in one reply, about; more come with the next.
     """
 

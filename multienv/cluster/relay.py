@@ -46,6 +46,7 @@ class Relayed:
         self.asked = 0  # the request whose answer is to be told; 0: none
         self.posted = 0  # the newest request that it was given
         self.is_told = False  # that it is gone
+        self.is_ending = False  # a thread kills or closes it, and tells of its end
         self.looked = 0.0
 
     @property
@@ -57,7 +58,7 @@ class Relayed:
     def post(self, number: int, layout: BankLayout | None, part: bytes, mail: bytes | None) -> None:
         """Give the worker a request, unless it has it already."""
         self.asked = number
-        if self.posted == number or self.channel is None or self.gone is not None:
+        if self.posted == number or self.channel is None or self.is_ending or self.gone is not None:
             return
         segment = self.segment
         if layout is not None and layout != segment.layout:
@@ -121,7 +122,7 @@ class Relay:
         with self._turn:
             while self._inbox:
                 self._take(self._inbox.popleft())
-            return self._collect(mine, sent.most)
+            return self._collect(mine, sent.most, is_poll=not sent.frames)
 
     def close(self) -> None:
         """Let go of all workers: the monitor ends them."""
@@ -143,8 +144,8 @@ class Relay:
 
     # --- waiting ------------------------------------------------------------------------------------
 
-    def _collect(self, mine: int, most: int) -> Any:
-        """Wait for answers; return the reply."""
+    def _collect(self, mine: int, most: int, *, is_poll: bool) -> Any:
+        """Wait for answers; return the reply. A call that carries nothing is not answered with nothing at once."""
         told: list[Frame] = []
         parts: list[Any] = []
         until = time.monotonic() + HOLD
@@ -153,7 +154,8 @@ class Relay:
             now, is_full = time.monotonic(), sum(map(len, parts)) >= most
             if told:
                 until = min(until, now + LINGER)
-            if not (waiting or self._asides) or self._newest != mine or now >= until or is_full:
+            is_done = not (waiting or self._asides) and (told or not is_poll)
+            if is_done or self._newest != mine or now >= until or is_full:
                 break
             for index in wait_any([one.awaited for one in waiting], until, self._bell):
                 waiting[index].look()
@@ -175,7 +177,7 @@ class Relay:
             if worker.gone is not None and not worker.is_told:
                 worker.is_told, worker.asked = True, 0
                 told.append(_gone(name, worker.gone))
-            elif worker.asked and worker.channel is not None and worker.gone is None:
+            elif worker.asked and worker.channel is not None and worker.gone is None and not worker.is_ending:
                 if not worker.channel.answered(worker.asked):
                     waiting.append(worker)
                 elif size < most:
@@ -228,7 +230,9 @@ class Relay:
     def _do_await(self, name: int, number: int) -> None:
         worker = self._workers.get(name)
         if worker is not None:
-            worker.asked, worker.is_told = number, False
+            worker.is_told = False
+            if worker.posted in (0, number):  # else it is an old call that comes late, or one before its turn
+                worker.asked = number
 
     def _do_stack(self, name: int) -> None:
         worker = self._workers.get(name)
@@ -239,7 +243,7 @@ class Relay:
     def _do_kill(self, name: int, cause: Any, stack: bool, detail: str) -> None:
         worker = self._workers.get(name)
         if worker is not None and worker.channel is not None and worker.gone is None:
-            channel = worker.channel
+            channel, worker.is_ending = worker.channel, True
             self._aside(lambda: self._ended(name, worker, channel.kill(cause=cause, stack=stack, detail=detail)))
         elif worker is not None:
             worker.is_told = False
@@ -247,7 +251,7 @@ class Relay:
     def _do_close(self, name: int, seconds: float) -> None:
         worker = self._workers.get(name)
         if worker is not None and worker.channel is not None and worker.gone is None:
-            channel = worker.channel
+            channel, worker.is_ending = worker.channel, True
 
             def close() -> Frame:
                 channel.close(seconds)

@@ -1,0 +1,331 @@
+"""Hosts in this process, real but for Ray: a real relay with real workers, and calls that get lost, late or doubled.
+
+The real faces, fleet, couriers and channels run over them: only ``Cluster``, which is all that is asked of Ray, is
+replaced. What becomes of each call is said by a *schedule*: a function of the host's index, the number of the call
+(from 1) and what it brings, that names one of `FAULTS`, or ``""``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multienv.cluster import frames
+from multienv.cluster.cluster import Node
+from multienv.cluster.courier import UnansweredError
+from multienv.cluster.frames import Sent
+from multienv.cluster.options import RayOptions
+from multienv.cluster.relay import Relay
+from multienv.processes.launcher import Launch
+from multienv.wire.messages import KeepSnapshot
+
+FAULTS = {
+    "lost": "not executed; the caller is told that nobody knows",
+    "swallowed": "not executed; the caller never hears of it",
+    "unanswered": "executed; the caller is told that nobody knows",
+    "silent": "executed; the caller never hears of it, unless `release` is called",
+    "late": "executed after the next call",
+    "slow reply": "the reply comes after those of later calls",
+    "twice": "executed twice, at once; the reply to the first is heard",
+    "stale": "executed once more after the next call; the reply to the first is heard",
+    "dead": "the host dies, and the caller is told",
+}
+# Those after which the same host goes on, and no worker is lost.
+HARMLESS = ("lost", "swallowed", "unanswered", "late", "slow reply", "twice", "stale")
+# Seconds that a late call waits for another one.
+LATE = 0.05
+
+Schedule = Callable[[int, int, Sent], str]
+
+
+def faultless(host: int, call: int, sent: Sent) -> str:
+    """Have nothing go wrong."""
+    return ""
+
+
+def at(faults: dict[int, str], host: int = 0) -> Schedule:
+    """Have faults strike calls of these numbers, of one host."""
+    return lambda index, call, sent: faults.get(call, "") if index == host else ""
+
+
+def every(nth: int, fault: str) -> Schedule:
+    """Have a fault strike every n-th call."""
+    return lambda host, call, sent: fault if call % nth == 0 else ""
+
+
+def silent_from(first: int, host: int = 0) -> Schedule:
+    """Have a host that executes everything and answers nothing, from a call on."""
+    return lambda index, call, sent: "silent" if index == host and call >= first else ""
+
+
+def diced(seed: int, rate: float, faults: Collection[str] = HARMLESS) -> Schedule:
+    """Have faults strike by chance: the same ones for the same seed, host and number of the call."""
+
+    def schedule(host: int, call: int, sent: Sent) -> str:
+        dice = random.Random(f"{seed} {host} {call}")
+        return dice.choice(sorted(faults)) if dice.random() < rate else ""
+
+    return schedule
+
+
+def asks(sent: Sent) -> bool:
+    """Tell whether a call asks a worker for something."""
+    return any(frame[0] == frames.ASK for frame in sent.frames)
+
+
+class LossyHost:
+    """Is a host that a courier calls.
+
+    Args:
+        cluster: That it is part of.
+        index: Which of its hosts, in the order in which they were made.
+        node: Where it is said to be.
+
+    Attributes:
+        calls: Made so far.
+        struck: The faults that have struck, with the numbers of their calls.
+        arrays: Replies that had an array of their own.
+        most_sent, most_returned: Bytes that were under way at a time, at the most.
+        largest_sent, largest_returned: Bytes of a single call and of a single reply, at the most.
+        ended: It was told to end, and has let go of its workers.
+    """
+
+    def __init__(self, cluster: LocalCluster, index: int, node: Node) -> None:
+        self.name = node.name
+        self.relay = Relay()
+        self.calls = 0
+        self.struck: list[tuple[int, str]] = []
+        self.arrays = 0
+        self.most_sent = self.most_returned = self.largest_sent = self.largest_returned = 0
+        self.ended = threading.Event()
+        self._cluster, self._index = cluster, index
+        self._executed = 0
+        self._sent = self._returned = 0
+        self._is_dead = self._is_over = False
+        self._lock = threading.Lock()
+        self._open: set[Future[Any]] = set()
+        self._held: list[tuple[Future[Any], Any]] = []
+        self._tokens: list[int] = []  # of kept snapshots
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="lossy-host")
+
+    def call(self, data: bytes) -> Future[Any]:
+        """Carry a call to the relay, or what the schedule has in its place."""
+        future: Future[Any] = Future()
+        if self._is_dead or self._is_over:
+            future.set_exception(RuntimeError("the actor has died"))
+            return future
+        sent = Sent.of(data)
+        with self._lock:
+            self.calls += 1
+            number = self.calls
+            self._open.add(future)
+            self._sent += len(data)
+            self.most_sent = max(self.most_sent, self._sent)
+            self.largest_sent = max(self.largest_sent, len(data))
+        for frame in sent.frames:
+            if frame[0] == frames.ASK and frame[-1] and isinstance(kept := pickle.loads(frame[-1]), KeepSnapshot):
+                self._tokens.append(kept.token)
+        fault = self._cluster.schedule(self._index, number, sent)
+        if fault:
+            self.struck.append((number, fault))
+        self._pool.submit(self._carry, data, fault, future)
+        return future
+
+    def end(self) -> None:
+        """Let go of the workers, soon, as an actor that is killed does."""
+        if not self._is_over:
+            self._is_over = True
+            threading.Thread(target=self._end, name="lossy-host-end", daemon=True).start()
+
+    def forget_sizes(self, step: int) -> None:
+        """Begin to measure with the first step: what builds and resets envs carries more."""
+        if step == 0:
+            self.most_sent = self.most_returned = self.largest_sent = self.largest_returned = 0
+
+    def release(self) -> None:
+        """Deliver the replies that were held back."""
+        held, self._held = self._held, []
+        for future, reply in held:
+            self._answer(future, reply, 0)
+
+    def _end(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.relay.close()
+        for token in self._tokens:  # an actor's monitor, which is not shared with its trainer, ends with it
+            Launch("forkserver").free(token)
+        self.release()
+        self._open.clear()  # each knows its courier
+        self.ended.set()
+
+    def _carry(self, data: bytes, fault: str, future: Future[Any]) -> None:
+        with self._lock:
+            before = self._executed
+        try:
+            if fault == "dead":
+                self._die()
+                return
+            if fault == "lost":
+                self._answer(future, UnansweredError("lost on its way"), len(data))
+                return
+            if fault == "swallowed":
+                return
+            if fault == "late":
+                self._await_another(before)
+            again = self._pool.submit(self.relay.exchange, data) if fault == "twice" else None
+            reply = self._execute(data)
+            if again is not None:
+                again.result()
+            if fault == "unanswered":
+                self._answer(future, UnansweredError("its reply was lost"), len(data))
+            elif fault == "silent":
+                self._held.append((future, reply))
+            else:
+                if fault == "slow reply":
+                    self._await_another(before + 1)
+                self._deliver(future, reply, len(data))
+            if fault == "stale":
+                self._await_another(before + 1)
+                self._execute(data)
+        except Exception as error:  # a defect of the relay
+            self._answer(future, error, len(data))
+
+    def _execute(self, data: bytes) -> Any:
+        reply = self.relay.exchange(data)
+        with self._lock:
+            self._executed += 1
+        return reply
+
+    def _await_another(self, before: int) -> None:
+        """Wait, but not for long, until more than this number of calls has been executed."""
+        until = time.monotonic() + LATE
+        while self._executed <= before and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def _deliver(self, future: Future[Any], reply: Any, sent: int) -> None:
+        size = frames.size_of(reply)
+        with self._lock:
+            self.arrays += isinstance(reply, tuple)
+            self._returned += size
+            self.most_returned = max(self.most_returned, self._returned)
+            self.largest_returned = max(self.largest_returned, size)
+        time.sleep(self._cluster.on_its_way)
+        with self._lock:
+            self._returned -= size
+        self._answer(future, reply, sent)
+
+    def _answer(self, future: Future[Any], outcome: Any, sent: int) -> None:
+        with self._lock:
+            self._sent -= sent
+            if future not in self._open:
+                return
+            self._open.discard(future)
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    def _die(self) -> None:
+        self._is_dead = True
+        with self._lock:
+            pending, self._open = self._open, set()
+        for future in pending:
+            future.set_exception(RuntimeError("the actor has died"))
+
+
+@dataclass
+class LocalCluster:
+    """Stands in for ``Cluster``: its hosts are in this process.
+
+    Attributes:
+        schedule: What goes wrong.
+        nodes_free: CPUs of each node.
+        on_its_way: Seconds that a reply takes.
+        hosts: Those that were made, in order.
+        has_left: Its fleet has let go of it.
+    """
+
+    schedule: Schedule = faultless
+    nodes_free: tuple[int, ...] = (64, 64)
+    on_its_way: float = 0.0
+    hosts: list[LossyHost] = field(default_factory=list)
+    has_left: bool = False
+
+    def nodes(self) -> list[Node]:
+        return [Node(f"id {index}", f"node {index}", free, False) for index, free in enumerate(self.nodes_free)]
+
+    def place(
+        self, cpus: int, pick: Callable[..., Node | None], hash_seed: str, is_wanted: Callable[[], bool]
+    ) -> LossyHost:
+        node = pick(self.nodes(), set())
+        assert node is not None
+        host = LossyHost(self, len(self.hosts), node)
+        self.hosts.append(host)
+        return host
+
+    def leave(self) -> None:
+        self.has_left = True
+
+    def disconnect(self) -> None:
+        pass
+
+    @property
+    def struck(self) -> list[str]:
+        """Return the faults that have struck, of all hosts."""
+        return [fault for host in self.hosts for _, fault in host.struck]
+
+
+class Clusters:
+    """Has clusters by address: ``RayOptions(address=…)`` says which."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, LocalCluster] = {}
+
+    def __call__(self, options: RayOptions) -> LocalCluster:
+        """Stand in for the class ``Cluster``."""
+        return self._known[str(options.address)]
+
+    def make(
+        self, schedule: Schedule = faultless, *, suspect_after: float = 30.0, hosts: int = 1, **options: Any
+    ) -> Any:
+        """Return a cluster and the options of faces that are to run on it."""
+        address = f"cluster {len(self._known)}"
+        ours = {name: options.pop(name) for name in ("nodes_free", "on_its_way") if name in options}
+        cluster = self._known[address] = LocalCluster(schedule, **ours)
+        return cluster, RayOptions(address=address, suspect_after=suspect_after, hosts=hosts, **options)
+
+    def forget(self) -> None:
+        """Let go of all hosts, and of the bells of theirs."""
+        for cluster in self._known.values():
+            cluster.hosts.clear()
+        self._known.clear()
+
+    def assert_all_ended(self) -> None:
+        """Fail unless each fleet has ended its hosts, and let go of its cluster."""
+        until = time.monotonic() + 10.0
+        for address, cluster in self._known.items():
+            for host in cluster.hosts:
+                assert host.ended.wait(max(0.0, until - time.monotonic())), f"{address}: a host was not ended"
+            while cluster.hosts and not cluster.has_left:
+                assert time.monotonic() < until, f"{address}: its fleet has not ended"
+                time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def fifo_gate(path: str) -> Iterator[Callable[[], None]]:
+    """Make a FIFO; yield what lets one who waits at it pass."""
+    os.mkfifo(path)
+
+    def let_pass() -> None:
+        with Path(path).open("wb") as gate:
+            gate.write(b"\0")
+
+    yield let_pass

@@ -1,0 +1,696 @@
+"""Relay, courier and channel without Ray: calls that get lost, late or doubled, and hosts that fall silent or die.
+
+All but Ray is real: see ``lossy_host``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.lossy_host import (
+    HARMLESS,
+    Clusters,
+    asks,
+    at,
+    diced,
+    every,
+    fifo_gate,
+    silent_from,
+)
+from cluster.relayed_envs import CountedEnv, GateEnv, PictureEnv
+from kit import CounterEnv, Fault, FaultyEnv, assert_same_trajectory, first_difference, is_alive, rollout
+from kit.interruption import Ledger, every_place
+from kit.trainer_process import becomes_true
+from multienv import (
+    AsyncSubprocessEnvManager,
+    Deadlines,
+    RestartPolicy,
+    SerialVectorEnv,
+    SubprocessEnv,
+)
+from multienv.cluster import courier, fleet, relay
+from multienv.cluster.courier import Courier
+from multienv.cluster.frames import Sent
+from multienv.cluster.ray_env import RayEnv
+from multienv.cluster.ray_vector_env import RayVectorEnv
+from multienv.errors import WorkerHungError, WorkerLostError
+from multienv.testing import worker_pids
+
+HOLD = 0.1
+# Seconds of silence: a host that is silent for good is given up soon; one that is only slow, on a busy machine, is not.
+STRICT, LENIENT = 0.5, 1.6
+ACTIONS = [0, 1, 2, 1, 2, 0, 1, 1, 2, 0, 2, 2, 1, 0]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Have calls return after a tenth of a second, and no lost worker told of in the report."""
+    monkeypatch.setattr(relay, "HOLD", HOLD)
+    monkeypatch.setattr(courier, "HOLD", HOLD)
+    with caplog.at_level("CRITICAL", "multienv"):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def monitor() -> Iterator[None]:
+    """Have the monitor stay from test to test."""
+    with SubprocessEnv(CounterEnv):
+        yield
+
+
+@pytest.fixture
+def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clusters]:
+    made = Clusters()
+    monkeypatch.setattr(fleet, "Cluster", made)
+    yield made
+    gc.collect()
+    made.assert_all_ended()
+    made.forget()
+
+
+def assert_as_if_local(env: Any, **counter: Any) -> None:
+    """Fail unless the env does what a `CounterEnv` in this process does, to the bit."""
+    assert_same_trajectory(rollout(env, ACTIONS, seed=5), rollout(CounterEnv(**counter), ACTIONS, seed=5))
+
+
+def kill(pid: int | None) -> None:
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+# --- calls that get lost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["unanswered", "silent"])
+def test_request_whose_reply_is_lost_is_executed_once(clusters: Clusters, tmp_path: Path, fault: str) -> None:
+    log = tmp_path / "log"
+    cluster, options = clusters.make(at(dict.fromkeys((2, 7), fault)), suspect_after=LENIENT)
+    with RayEnv(partial(CountedEnv, log=str(log), horizon=5), ray=options) as env:
+        assert_as_if_local(env, horizon=5)
+        assert env.statistics().restarts == 0
+    assert log.read_text() == "rsssssrsssssrssss"
+    assert cluster.struck == [fault] * 2
+    assert len(cluster.hosts) == 1
+
+
+@pytest.mark.parametrize("fault", ["lost", "swallowed"])
+def test_call_lost_before_it_is_executed_is_made_again(clusters: Clusters, fault: str) -> None:
+    cluster, options = clusters.make(at(dict.fromkeys((1, 7), fault)), suspect_after=LENIENT)
+    with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
+        assert_as_if_local(env, horizon=5)
+        assert env.statistics().restarts == 0
+    assert cluster.struck == [fault] * 2
+    assert len(cluster.hosts) == 1
+
+
+@pytest.mark.parametrize("fault", ["late", "slow reply", "twice", "stale"])
+def test_calls_out_of_order_and_doubled_do_no_harm(clusters: Clusters, fault: str) -> None:
+    cluster, options = clusters.make(every(2, fault))
+    envs = RayVectorEnv([partial(CounterEnv, horizon=4)] * 3, ray=options, envs_per_worker=1)
+    try:
+        assert_same_batches(envs, [partial(CounterEnv, horizon=4)] * 3, 12)
+        assert [one.restarts for one in envs.statistics()] == [0] * 3
+    finally:
+        envs.close()
+    assert cluster.struck.count(fault) >= 4
+    assert len(cluster.hosts) == 1
+
+
+def assert_same_batches(envs: Any, env_fns: list[Any], steps: int, before: Callable[[int], object] = bool) -> None:
+    """Fail unless the batch does what one in this process does, to the bit."""
+    twin = SerialVectorEnv(env_fns)
+    try:
+        assert first_difference(envs.reset(seed=3)[0], twin.reset(seed=3)[0]) is None
+        for step in range(steps):
+            before(step)
+            actions = np.array([(step + index) % 3 for index in range(len(env_fns))])
+            assert first_difference(envs.step(actions)[:4], twin.step(actions)[:4]) is None, f"step {step}"
+    finally:
+        twin.close()
+
+
+def test_answer_that_a_doubled_call_has_taken_away_is_asked_for_again(clusters: Clusters, tmp_path: Path) -> None:
+    """The second of two equal calls gets the answer, and its reply reaches nobody."""
+    cluster, options = clusters.make(lambda host, call, sent: "twice" if asks(sent) else "")
+    with (
+        fifo_gate(str(tmp_path / "gate")) as let_pass,
+        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options) as env,
+    ):
+        env.reset(seed=1)
+        for _ in range(3):
+            env.step_async(3)
+            time.sleep(HOLD / 4)
+            let_pass()
+            env.step_wait()
+            before = cluster.hosts[0].calls
+            time.sleep(HOLD / 2)
+            assert cluster.hosts[0].calls <= before + 1
+        assert env.statistics().restarts == 0
+    assert cluster.struck.count("twice") >= 3
+
+
+def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters: Clusters, tmp_path: Path) -> None:
+    """A call that was made again asks again for all that was pending then; meanwhile that is another request."""
+    kept: list[bytes] = []
+
+    def schedule(host: int, call: int, sent: Sent) -> str:
+        if sent.again:
+            kept.append(sent.packed())
+        return "unanswered" if asks(sent) and not kept else ""
+
+    cluster, options = clusters.make(schedule)
+    with (
+        fifo_gate(str(tmp_path / "gate")) as let_pass,
+        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options, deadlines=Deadlines(step=10.0)) as env,
+    ):
+        env.reset(seed=1)
+        assert kept
+        env.step_async(3)
+        time.sleep(HOLD / 2)
+        cluster.hosts[0].relay.exchange(kept[0])
+        let_pass()
+        env.step_wait()
+        assert env.statistics().restarts == 0
+
+
+def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, tmp_path: Path) -> None:
+    """No loop runs hot on either side while an env is slow."""
+    cluster, options = clusters.make(every(4, "unanswered"))
+    with (
+        fifo_gate(str(tmp_path / "gate")) as let_pass,
+        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options) as env,
+    ):
+        env.reset(seed=1)
+        before = cluster.hosts[0].calls
+        env.step_async(3)
+        time.sleep(10 * HOLD)
+        assert cluster.hosts[0].calls - before <= 25
+        let_pass()
+        env.step_wait()
+
+
+@pytest.mark.parametrize("fault", ["unanswered", "twice"])
+def test_end_of_a_worker_is_told_though_the_reply_that_told_it_is_lost(clusters: Clusters, fault: str) -> None:
+    """close() and the kill at a deadline hear of the end, and need not wait for it in vain."""
+    struck: list[str] = []
+
+    def schedule(host: int, call: int, sent: Sent) -> str:
+        if ends(sent) and not struck:
+            struck.append(fault)
+            return fault
+        return ""
+
+    cluster, options = clusters.make(schedule)
+    began = time.monotonic()
+    with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
+        assert_as_if_local(env, horizon=5)
+    assert struck
+    assert time.monotonic() - began < 5.0
+    assert cluster.hosts[0].calls < 100
+
+
+def ends(sent: Sent) -> bool:
+    return any(frame[0] in ("kill", "close") for frame in sent.frames)
+
+
+# --- hosts that are lost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [1, 3, 7])
+def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(clusters: Clusters, first: int) -> None:
+    events: list[Any] = []
+    cluster, options = clusters.make(silent_from(first), suspect_after=STRICT)
+    began = time.monotonic()
+    with RayEnv(partial(CounterEnv, horizon=5), ray=options, hooks=[events.append]) as env:
+        assert_as_if_local(env, horizon=5)
+    assert time.monotonic() - began < 15.0
+    assert [host.name for host in cluster.hosts[:2]] == ["node 0", "node 1"]
+    assert "has been silent for" in events[0].detail
+    assert "node 0" in events[0].detail
+
+
+def test_what_a_host_says_after_it_was_given_up_is_dropped(clusters: Clusters) -> None:
+    cluster, options = clusters.make(silent_from(5), suspect_after=STRICT)
+    with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
+        twin = rollout(CounterEnv(horizon=5), ACTIONS, seed=5)
+
+        def late_replies(step: int) -> None:
+            for host in cluster.hosts[:-1]:
+                host.release()
+
+        assert_same_trajectory(rollout(env, ACTIONS, seed=5, before_step=late_replies), twin)
+        cluster.hosts[0].release()
+    assert len(cluster.hosts) > 1
+
+
+@pytest.mark.parametrize("call", [1, 5])
+def test_envs_of_a_host_that_dies_are_brought_back_on_the_next_one(clusters: Clusters, call: int) -> None:
+    cluster, options = clusters.make(at({call: "dead"}), suspect_after=30.0)
+    envs = RayVectorEnv([partial(CounterEnv, horizon=4)] * 3, ray=options, envs_per_worker=1)
+    try:
+        assert_same_batches(envs, [partial(CounterEnv, horizon=4)] * 3, 12)
+    finally:
+        envs.close()
+    assert cluster.struck == ["dead"]
+    assert len(cluster.hosts) == 2
+
+
+def test_host_that_cannot_be_made_for_a_reason_without_words_ends_its_channels(clusters: Clusters) -> None:
+    def connect(is_wanted: Any) -> Any:
+        raise TimeoutError
+
+    carrier = Courier(connect, suspect_after=1.0)
+    carrier.join(5.0)
+    assert "TimeoutError" in carrier.lost
+
+
+# --- workers that are lost ------------------------------------------------------------------------------
+
+
+def test_killed_worker_is_healed_by_its_snapshot_on_the_same_host(clusters: Clusters) -> None:
+    events: list[Any] = []
+    cluster, options = clusters.make()
+    policy = RestartPolicy(snapshot_every=2)
+    with RayEnv(partial(CounterEnv, horizon=5), ray=options, restart=policy, hooks=[events.append]) as env:
+        kills = {4, 8, 9}
+
+        def strike(step: int) -> None:
+            if step in kills:
+                kill(env.statistics().pid)
+
+        twin = rollout(CounterEnv(horizon=5), ACTIONS, seed=5)
+        assert_same_trajectory(rollout(env, ACTIONS, seed=5, before_step=strike), twin)
+    assert [event.rung for event in events if hasattr(event, "rung")] == ["snapshot"] * 3
+    assert [event.exit_code for event in events if hasattr(event, "exit_code")] == [-signal.SIGKILL] * 3
+    assert len(cluster.hosts) == 1
+
+
+@pytest.mark.parametrize("fault", ["unanswered", "twice", "slow reply"])
+def test_killed_worker_is_healed_by_its_snapshot_though_calls_are_lost(clusters: Clusters, fault: str) -> None:
+    cluster, options = clusters.make(every(2, fault))
+    policy = RestartPolicy(snapshot_every=2)
+    with RayEnv(partial(CounterEnv, horizon=5), ray=options, restart=policy) as env:
+        twin = rollout(CounterEnv(horizon=5), ACTIONS, seed=5)
+        strike = lambda step: step in (3, 4, 8) and kill(env.statistics().pid)  # noqa: E731
+        assert_same_trajectory(rollout(env, ACTIONS, seed=5, before_step=strike), twin)
+        assert env.statistics().restarts == 3
+    assert len(cluster.hosts) == 1
+
+
+def test_stale_answer_of_a_woken_snapshot_is_not_taken_for_that_to_a_later_request(clusters: Clusters) -> None:
+    """It arrives twice, the second time after the snapshot was asked for more."""
+    told: list[Any] = []
+    _cluster, options = clusters.make()
+    with RayEnv(partial(CounterEnv, horizon=None), ray=options, restart=RestartPolicy(snapshot_every=1)) as env:
+        env.reset(seed=5)
+        env.step(1)
+        env.step(1)
+        kill(env.statistics().pid)
+        env.step(1)
+        channel = env._supervisor.channel
+        assert channel is not None
+        expected = channel._awaited  # type: ignore[attr-defined]
+        assert expected
+        before = channel.segment.words[8]
+        words = bytes(8 * 8)
+        channel.hear_answer(expected, words, bytes(16), b"", b"")  # type: ignore[attr-defined]
+        assert channel.segment.words[8] == before
+        told.append(env.step(1)[0][0])
+    assert told == [4]
+
+
+def test_env_that_hangs_is_killed_at_its_deadline_with_its_stack_and_the_others_go_on(
+    clusters: Clusters, marker: str
+) -> None:
+    events: list[Any] = []
+    cluster, options = clusters.make()
+    hang = partial(FaultyEnv, fault=Fault("hang", "step", at=3, once=marker), horizon=4)
+    env_fns = [partial(CounterEnv, horizon=4), hang, partial(CounterEnv, horizon=4)]
+    envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=1, deadlines=Deadlines(step=0.6), hooks=[events.append])
+    try:
+        assert_same_batches(envs, [partial(CounterEnv, horizon=4)] * 3, 8)
+        assert [one.restarts for one in envs.statistics()] == [0, 1, 0]
+    finally:
+        envs.close()
+    loss = events[0]
+    assert loss.cause == "hung"
+    assert "in _end_or_hang" in loss.stack
+    assert len(cluster.hosts) == 1
+
+
+def test_kill_at_a_deadline_is_always_told_as_a_hang(clusters: Clusters) -> None:
+    """The thread that waits for answers sees the end of the process, too: it must not tell it as a death."""
+    _, options = clusters.make()
+    for _ in range(4):
+        hang = partial(FaultyEnv, fault=Fault("hang", "step"))
+        policy = RestartPolicy(on_timeout="raise")
+        with RayEnv(hang, ray=options, deadlines=Deadlines(step=0.05), restart=policy) as env:
+            env.reset(seed=1)
+            with pytest.raises(WorkerLostError, match="_end_or_hang") as caught:
+                env.step(1)
+            assert isinstance(caught.value, WorkerHungError)
+            del caught
+
+
+# --- the order of arrival -------------------------------------------------------------------------------
+
+
+def test_slow_env_does_not_hold_up_the_fast_ones(clusters: Clusters, tmp_path: Path) -> None:
+    _cluster, options = clusters.make()
+    env_fns = [partial(GateEnv, gate=str(tmp_path / "gate"), horizon=None), *[partial(CounterEnv, horizon=None)] * 2]
+    with fifo_gate(str(tmp_path / "gate")) as let_pass:
+        manager = AsyncSubprocessEnvManager(env_fns, backend="ray", ray=options)
+        manager.launch()
+        try:
+            manager.step({0: 3, 1: 1, 2: 1})
+            seen = {1: 1, 2: 1}
+            while min(seen.values()) < 10:
+                ready = list(manager.ready_obs)
+                assert 0 not in ready
+                for index in ready:
+                    seen[index] += 1
+                manager.step(dict.fromkeys(ready, 1))
+            let_pass()
+            until = time.monotonic() + 30.0
+            while 0 not in manager.ready_obs:
+                assert time.monotonic() < until
+                manager.step({})
+            assert manager.ready_obs[0][0] == 1
+        finally:
+            manager.close()
+
+
+# --- much data ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", [80, 200])
+def test_large_observations_go_through_arrays_and_are_right(clusters: Clusters, side: int) -> None:
+    """Of 26 kB a round all travel with the frames, of 160 kB beside them."""
+    cluster, options = clusters.make(every(5, "unanswered"))
+    env_fns = [partial(PictureEnv, side=side, horizon=4)] * 4
+    envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=2)
+    try:
+        assert_same_batches(envs, env_fns, 10)
+    finally:
+        envs.close()
+    assert (cluster.hosts[0].arrays > 5) == (side == 200)
+
+
+def test_bytes_in_flight_stay_below_the_cap_and_one_frame(clusters: Clusters) -> None:
+    side, cap = 100, 25_000  # two and a half pictures
+    cluster, options = clusters.make(bytes_in_flight=cap, on_its_way=0.003)
+    env_fns = [partial(PictureEnv, side=side, horizon=4)] * 6
+    envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=1)
+    try:
+        host = cluster.hosts[0]
+        assert_same_batches(envs, env_fns, 8, host.forget_sizes)
+        # Each of the two calls under way may go beyond its share by an answer; some hundred bytes for the frames.
+        assert side**2 < host.most_returned <= cap + 2 * (side**2 + 2000)
+    finally:
+        envs.close()
+
+
+def test_tiny_cap_lets_one_frame_travel_at_a_time(clusters: Clusters) -> None:
+    cluster, options = clusters.make(bytes_in_flight=1, on_its_way=0.001)
+    env_fns = [partial(PictureEnv, side=60, horizon=4)] * 4
+    envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=1)
+    try:
+        host = cluster.hosts[0]
+        assert_same_batches(envs, env_fns, 6, host.forget_sizes)
+        assert 60**2 < host.largest_returned < 1.9 * 60**2
+        assert host.most_sent < 2 * host.largest_sent
+    finally:
+        envs.close()
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["", "unanswered"])
+def test_interrupted_step_loses_nothing(clusters: Clusters, fault: str) -> None:
+    """At places of the trainer's own code, one after the other, in a step and in the next one."""
+    cluster, options = clusters.make(every(5, fault))
+    ledger, fired = Ledger(horizon=None), 0
+    with RayEnv(partial(CounterEnv, horizon=None), ray=options) as env:
+        ledger.reset(env.reset(seed=3), 3)
+        for interruption in every_place(stride=3):
+            given = interruption.place % 3
+            with interruption:
+                ledger.step(env.step(given), [given])
+            fired += interruption.fired
+            if interruption.fired:
+                # Whether it was asked or not: this call has its outcome, or takes the step.
+                ledger.step(env.step(1), [given, 1])
+        assert env.statistics().restarts == 0
+    assert fired > 15
+    assert len(cluster.hosts) == 1
+
+
+def test_interrupted_step_of_a_batch_loses_nothing(clusters: Clusters) -> None:
+    _cluster, options = clusters.make()
+    envs = RayVectorEnv([partial(CounterEnv, horizon=None)] * 2, ray=options, envs_per_worker=1)
+    dice, fired, steps = random.Random(0), 0, 0
+    try:
+        envs.reset(seed=3)
+        for place in range(0, 600, 7):
+            from kit.interruption import Interruption
+
+            interruption = Interruption(place)
+            given = np.array([dice.randrange(3), dice.randrange(3)])
+            outcome = None
+            with interruption:
+                outcome = envs.step(given)
+            fired += interruption.fired
+            if outcome is None:
+                outcome = envs.step(given)
+            steps += 1
+            assert outcome[0][:, 0].tolist() == [steps, steps], interruption.where
+            assert outcome[0][:, 3].tolist() == given.tolist()
+            if not interruption.fired:
+                break
+    finally:
+        envs.close()
+    assert fired > 10
+
+
+def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
+    """While a host is made, it is not yet known to those that would end it."""
+    fired = 0
+    for interruption in every_place(stride=29):
+        _cluster, options = clusters.make()
+        with interruption:
+            env = RayEnv(CounterEnv, ray=options)
+            env.close()
+        fired += interruption.fired
+        env = None  # type: ignore[assignment]
+    assert fired > 3
+    gc.collect()
+
+
+# --- the end --------------------------------------------------------------------------------------------
+
+
+def test_close_while_a_step_is_under_way(clusters: Clusters, tmp_path: Path) -> None:
+    cluster, options = clusters.make()
+    os.mkfifo(tmp_path / "gate")
+    env = RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options).initialize()
+    env.reset(seed=1)
+    env.step_async(3)
+    began = time.monotonic()
+    env.close()
+    assert time.monotonic() - began < 8.0
+    assert becomes_true(cluster.hosts[0].ended.is_set, within=5.0)
+
+
+def test_close_of_an_env_whose_host_is_silent_is_bounded(clusters: Clusters) -> None:
+    cluster, options = clusters.make(silent_from(5), suspect_after=1.0)
+    env = RayEnv(CounterEnv, ray=options, deadlines=Deadlines(close=1.0)).initialize()
+    env.reset(seed=1)
+    while cluster.hosts[0].calls < 5:
+        env.step_async(1)
+        time.sleep(0.05)
+        if cluster.hosts[0].calls < 5:
+            env.step_wait()
+    began = time.monotonic()
+    env.close()
+    assert time.monotonic() - began < 10.0
+    assert len(cluster.hosts) == 1
+
+
+def test_dropped_envs_leave_no_process(clusters: Clusters) -> None:
+    _, options = clusters.make()
+    env = RayEnv(CounterEnv, ray=options).initialize()
+    envs = RayVectorEnv([CounterEnv] * 2, ray=options, envs_per_worker=1)
+    env.reset(seed=1)
+    envs.reset(seed=1)
+    envs.step_async(np.array([1, 1]))
+    pids = [*worker_pids(env), *worker_pids(envs)]
+    assert len(pids) == 3
+    del env, envs
+    gc.collect()
+    assert becomes_true(lambda: not any(map(is_alive, pids)), within=5.0)
+
+
+def test_closed_env_needs_no_collection_to_close_its_descriptors(clusters: Clusters) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        cluster, options = clusters.make()
+        with RayEnv(CounterEnv, ray=options) as env:
+            env.reset(seed=1)
+            env.step(1)
+        assert cluster.hosts[0].ended.wait(5.0)
+        cluster.hosts.clear()  # they have bells, too
+        del env
+        assert becomes_true(lambda: len(os.listdir("/proc/self/fd")) <= before, within=5.0)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_one_env_that_ends_while_it_answers_does_not_disturb_the_others(clusters: Clusters, close: bool) -> None:
+    """Envs come and go on a host whose other env steps on; their memory is let go of while an answer arrives."""
+    cluster, options = clusters.make()
+    shared = fleet.Fleet(options, 2)
+    shared.seat_workers(2)
+    with RayEnv(partial(CounterEnv, horizon=None), ray=shared, env_index=0) as lasting:
+        lasting.reset(seed=1)
+        for turn in range(8):
+            env = RayEnv(CounterEnv, ray=shared, env_index=1).initialize()
+            env.reset(seed=1)
+            env.step_async(1)
+            if turn % 3:
+                time.sleep(0.001 * turn)
+            if close:
+                env.close()
+            del env
+            assert lasting.step(1)[0][0] == turn + 1
+        assert lasting.statistics().restarts == 0
+    assert len(cluster.hosts) == 1
+
+
+# --- chance ---------------------------------------------------------------------------------------------
+
+PROGRAMS, LENGTH, THREADS = 64, 10, 8
+RANDOM_FAULTS = (*HARMLESS, "silent")  # and workers are killed, and hosts die
+
+
+class Played:
+    """Plays programs, by seed, on one env at a time, against a `CounterEnv` in this process.
+
+    Args:
+        clusters: Where hosts come from.
+        seed: Of the first program.
+        programs: How many, one after the other, on one env.
+    """
+
+    def __init__(self, clusters: Clusters, seed: int, programs: int) -> None:
+        self.seeds = range(seed, seed + programs)
+        self.truncated = self.steps = 0
+        self.kinds: set[str] = set()
+        self._clusters = clusters
+        self.error: BaseException | None = None
+        self.env: Any = None
+        self.is_doomed = False
+
+    def play(self) -> None:
+        dice = random.Random(self.seeds[0])
+        self.schedule = diced(self.seeds[0], 0.1, RANDOM_FAULTS)
+        cluster, options = self._clusters.make(self._fault, suspect_after=0.7)
+        seed = self.seeds[0]
+        policy = RestartPolicy(snapshot_every=dice.choice([1, 3, None]), backoff=0.0)
+        try:
+            with RayEnv(partial(CounterEnv, horizon=7), ray=options, restart=policy) as env:
+                self.env, self.twin = env, CounterEnv(horizon=7)
+                for seed in self.seeds:
+                    self._program(random.Random(seed))
+        except BaseException as error:
+            struck = [host.struck for host in cluster.hosts]
+            self.error = AssertionError(f"program {seed} of {self.seeds}: {error!r}; faults: {struck}")
+            self.error.__cause__ = error
+        finally:
+            self.env = None  # the fleet knows the schedule, and its finalizer knows the fleet
+
+    def _fault(self, host: int, call: int, sent: Sent) -> str:
+        if self.is_doomed:
+            self.is_doomed = False
+            return "dead"
+        return self.schedule(host, call, sent)
+
+    def _program(self, dice: random.Random) -> None:
+        env, twin = self.env, self.twin
+        kept: Any = None
+        self._reset(dice.randrange(100))
+        for _ in range(LENGTH):
+            op = dice.choices(["step", "reset", "call", "kill", "keep", "restore", "die"], [12, 1, 2, 2, 1, 2, 0.3])[0]
+            self.kinds.add(op)
+            if op == "kill":
+                with contextlib.suppress(ProcessLookupError):
+                    kill(env.statistics().pid)
+            elif op == "die":
+                self.is_doomed = True
+            elif op == "call":
+                amount = dice.random()
+                assert env.call("poke", amount) == twin.poke(amount)
+            elif op == "keep":
+                kept = env.snapshot(), copy.deepcopy(twin)
+            elif op == "restore" and kept is not None:
+                env.restore(kept[0])
+                twin = self.twin = copy.deepcopy(kept[1])
+            elif op == "reset" or not twin._running:
+                self._reset(dice.choice([None, dice.randrange(100)]))
+            else:
+                self._step(dice.randrange(4))
+
+    def _reset(self, seed: int | None) -> None:
+        assert first_difference(self.env.reset(seed=seed)[0], self.twin.reset(seed=seed)[0]) is None
+
+    def _step(self, action: int) -> None:
+        seen = self.env.step(np.int64(action))
+        self.steps += 1
+        if seen[3] and "multienv" in seen[4] and "truncat" in str(seen[4]["multienv"]):  # honest: it says so
+            self.truncated += 1
+            self._reset(self.steps)
+            return
+        assert first_difference(tuple(seen[:4]), tuple(self.twin.step(np.int64(action))[:4])) is None
+
+
+def play(clusters: Clusters, first: int, programs: int) -> list[Played]:
+    each = programs // THREADS
+    played = [Played(clusters, first + turn * each, each) for turn in range(THREADS)]
+    threads = [threading.Thread(target=one.play) for one in played]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in played:
+        if one.error is not None:
+            raise one.error
+    return played
+
+
+def test_random_programs_on_random_hosts_are_exact(clusters: Clusters) -> None:
+    played = play(clusters, 0, PROGRAMS)
+    assert sum(one.truncated for one in played) <= sum(one.steps for one in played) // 100
+    assert set.union(*[one.kinds for one in played]) >= {"step", "reset", "call", "kill", "keep", "restore", "die"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(10_000, 20_000, 1_000))
+def test_many_random_programs_on_random_hosts_are_exact(clusters: Clusters, first: int) -> None:
+    play(clusters, first, 1_000)
