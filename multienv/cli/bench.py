@@ -27,6 +27,7 @@ from multienv.cli.options import (
     first_line,
     plain_console,
     refuse,
+    share_import_path,
     vector_env_code,
     working_env,
 )
@@ -69,6 +70,8 @@ def bench(
     load = os.getloadavg()[0]
     with at_work("building ...", as_json=as_json) as status:
         found = working_env(env, env_kwargs)
+        if ray is not None:
+            share_import_path()
         try:
             result = measure(
                 found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, ray=ray, told=status.update

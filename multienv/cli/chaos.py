@@ -20,6 +20,7 @@ from multienv.cli.options import (
     first_line,
     plain_console,
     refuse,
+    share_import_path,
     working_env,
 )
 from multienv.config import Deadlines, RestartPolicy
@@ -70,7 +71,10 @@ def chaos(
         found = working_env(env, env_kwargs)
         try:
             # Each node has room for all envs: none is to end because the others are full.
-            cluster = stack.enter_context(RayCluster(nodes, cpus=num_envs)) if on_ray else None
+            cluster = None
+            if on_ray:
+                share_import_path()
+                cluster = stack.enter_context(RayCluster(nodes, cpus=num_envs))
             result = run_chaos(
                 found.env_fn,
                 num_envs=num_envs,

@@ -76,8 +76,6 @@ def checked_backend(backend: str) -> str:
             import_ray()
         except UsageError as error:
             refuse(first_line(error))
-        # The nodes of a Ray that starts on this machine inherit it, and find the env's module as this process does.
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in [os.getcwd(), *sys.path] if path)
     return backend
 
 
@@ -98,6 +96,11 @@ def working_env(env: str, env_kwargs: str) -> Named:
     except MultienvError as error:
         refuse(f"{env} does not work: {first_line(error)} `multienv doctor {env}` says more.")
     return found
+
+
+def share_import_path() -> None:
+    """Have a Ray that this process starts find the env's module as this process does: its nodes inherit this."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
 
 @contextlib.contextmanager

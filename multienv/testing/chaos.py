@@ -109,7 +109,7 @@ class _Strikes:
             self._rare["host"] = (_HOST_EVERY, cluster.kill_host)
         if cluster is not None and kill_nodes:
             self._rare["node"] = (_NODE_EVERY, cluster.kill_node)
-        self._due = {kind: every // 2 for kind, (every, _) in self._rare.items()}
+        self._due = {kind: every // 4 for kind, (every, _) in self._rare.items()}
 
     def victims(self, face: Any, goes_on: Callable[[], bool]) -> list[int]:
         """Return the worker that is to be struck, if any."""
