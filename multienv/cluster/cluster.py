@@ -28,6 +28,7 @@ logger = logging.getLogger("multienv")
 # Seconds between two looks for a node with CPUs free, and until a host that is pinned to a node must be up.
 _AGAIN = 0.25
 _UP_WITHIN = 30.0
+_OUTLIVING = "RAY_gcs_rpc_server_reconnect_timeout_s"
 # Threads of a host: one waits for answers, one returns them, the others may come meanwhile.
 _THREADS = 4
 # Bytes of a part of a reply. Ray sends what is shorter than 100 kB with the reply itself. What is longer goes through
@@ -92,18 +93,21 @@ class Cluster:
         address, ray = self._options.address, self._ray
         is_ours = address is None and not os.environ.get("RAY_ADDRESS")
         # "local": a Ray that runs on this machine already is somebody else's.
-        where: dict[str, Any] = {"address": address or "auto"}
-        if is_ours:
-            # Ray's agents outlive a trainer that was killed by so many seconds; by default 60.
-            settings = {"gcs_rpc_server_reconnect_timeout_s": 5}
-            where = {"address": "local", "include_dashboard": False, "_system_config": settings}
+        where = {"address": "local", "include_dashboard": False} if is_ours else {"address": address or "auto"}
+        # Ray's agents outlive a trainer that was killed by so many seconds; they take it from their environment.
+        kept = os.environ.get(_OUTLIVING)
         try:
+            if is_ours:
+                os.environ[_OUTLIVING] = kept or "5"
             ray.init(**where, logging_level=logging.ERROR, ignore_reinit_error=True)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(
                 f"Ray at {where['address']!r} cannot be reached: {error}. Give RayOptions(address=...) of a cluster "
                 "that runs, or none for a local one."
             ) from error
+        finally:
+            if is_ours and kept is None:
+                os.environ.pop(_OUTLIVING, None)
         Cluster._is_ours, Cluster._users = is_ours, 0
 
     def disconnect(self) -> None:

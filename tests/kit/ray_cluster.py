@@ -140,6 +140,7 @@ class RayCluster:
                     ray.shutdown()
                 if cluster is not None:
                     cluster.shutdown()
+                    self._kill_agents()
             self._assert_gone()
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -228,6 +229,13 @@ class RayCluster:
 
     def _mark(self, node: Node, token: str) -> None:
         self._marks[node.node_id] = Mark(node.all_processes["raylet"][0].process.pid, token)
+
+    def _kill_agents(self) -> None:
+        """Kill what waits for a dead head: Ray's helpers of a node do so for a minute."""
+        for pid, process in self.processes().items():
+            if process.command in OWN:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _assert_gone(self) -> None:
         deadline = time.monotonic() + GONE_WITHIN
