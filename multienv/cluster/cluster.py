@@ -282,6 +282,7 @@ class RayHost:
             futures[place + 1].add_done_callback(partial(self._wait_for_next, answer, futures, place + 1))
         else:
             self._answer(answer, futures, future.exception())
+            futures.clear()  # each holds this list by its callback: a cycle that would keep the reply
 
     def _answer(self, answer: Future[Any], futures: list[Future[Any]], error: BaseException | None) -> None:
         errors = self._ray.exceptions
