@@ -52,7 +52,7 @@ def advice_after(name: str, mode: AutoresetMode) -> tuple[str, str]:
     """Return two sentences for an error: what to do after some envs failed in a call, and how the others are."""
     if name.startswith("reset"):
         return "Reset them again.", "The others are reset."
-    if not name.startswith("step"):
+    if name != "rollout" and not name.startswith("step"):
         return "All episodes go on.", "The others answered."
     advice = "The next step() begins an episode where an env raised; reset() does where a process was lost."
     if mode is AutoresetMode.DISABLED:
@@ -88,9 +88,10 @@ def settle(fan: FanOut, name: str, note: Callable[[Round], None] | None = None) 
             f"Calling `{name}` while waiting for a pending call to `{asked}` to complete. Call {asked}_wait() first.",
             asked,
         )
-    if asked == "step" and not name.startswith("reset"):
+    if asked in ("step", "rollout") and not name.startswith("reset"):
         raise CallPendingError(
-            f"Calling `{name}` after a step that was interrupted. Call step() to complete it, or reset() to drop it.",
+            f"Calling `{name}` after a {asked} that was interrupted. Call {asked}() to complete it, or reset() to drop "
+            "it.",
             asked,
         )
     fan.resume()
@@ -136,6 +137,14 @@ class Calls:
         if unfinished is not None and unfinished.name == "step" and is_interrupted(unfinished):
             return self._outcome(fan.resume())
         return self.ask("step", action)
+
+    def rollout(self, message: Callable[[], Message]) -> tuple[Any, bool]:
+        """Make a rollout, or complete an interrupted one; return the reply, and whether it is that."""
+        fan = self._fan
+        unfinished = fan.unfinished
+        if unfinished is not None and unfinished.name == "rollout" and is_interrupted(unfinished):
+            return self._outcome(fan.resume()), True
+        return self.ask("rollout", message()), False
 
     def ask(self, name: str, request: Any) -> Any:
         """Send a message or the action of a step; return the answer, or raise the error that is the answer."""

@@ -153,7 +153,9 @@ class Lifecycle:
         channel = self.channel
         assert channel is not None
         slot = (0 if len(self._record.seeds) == 1 else gone.slot) if gone.number == number else -1
-        if request.kind is Kind.STEP:
+        if request.steps and gone.number >= number:  # a step has a number of its own, and the policy is no env
+            slot = gone.slot
+        if request.is_plain_step:
             self._pending.save(channel.segment, number)
         self._journal.cut(committed)
         self._fate = gone.fate

@@ -112,6 +112,13 @@ class Segment:
         self.words[BANK_SIZE] = layout.size
         self._memory, self.layout, self.banks = memory, layout, banks
 
+    def aside(self) -> Segment:
+        """Return a segment of this process alone with the same layout and, shared with this one, the control words."""
+        aside = Segment(-1)
+        aside.words, aside.times = self.words, self.times
+        aside.lay_out(self.layout)
+        return aside
+
     def kind_of(self, number: int) -> int:
         """Return the kind of request ``number``, read by a process that does not know the layout; 0: not known."""
         size, side = self.words[BANK_SIZE], number & 1
