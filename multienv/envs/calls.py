@@ -138,13 +138,19 @@ class Calls:
             return self._outcome(fan.resume())
         return self.ask("step", action)
 
-    def rollout(self, message: Callable[[], Message]) -> tuple[Any, bool]:
-        """Make a rollout, or complete an interrupted one; return the reply, and whether it is that."""
+    def rollout(self, message: Callable[[], Message] | None, make: Callable[[Any, bool], Any]) -> Any:
+        """Make a rollout, or complete an interrupted one.
+
+        Args:
+            message: Makes the request; ``None``: one was interrupted.
+            make: Returns the outcome, or the error to raise, given the answer and whether the call was interrupted.
+        """
         fan = self._fan
-        unfinished = fan.unfinished
-        if unfinished is not None and unfinished.name == "rollout" and is_interrupted(unfinished):
-            return self._outcome(fan.resume()), True
-        return self.ask("rollout", message()), False
+        if self.resumes_rollout():
+            return self._outcome(fan.resume(), make)
+        self.settle("rollout")
+        assert message is not None
+        return self._outcome(fan.ask("rollout", (message(),)), make)
 
     def ask(self, name: str, request: Any) -> Any:
         """Send a message or the action of a step; return the answer, or raise the error that is the answer."""
@@ -168,7 +174,14 @@ class Calls:
 
     def resume(self) -> Any:
         """Return the answer to the last request, even if it was collected before."""
-        return self._supervisor.resume() if self._fan.unfinished is None else self._outcome(self._fan.resume())
+        if self._fan.unfinished is None:
+            return self._supervisor.resume()
+        return self._outcome(self._fan.resume())
+
+    def resumes_rollout(self) -> bool:
+        """Tell whether a rollout was interrupted, which :meth:`rollout` completes."""
+        unfinished = self._fan.unfinished
+        return unfinished is not None and unfinished.name == "rollout"
 
     def settle(self, name: str) -> None:
         """Finish what an earlier call has left unfinished, as :func:`settle` does; refuse if the worker is closed."""
@@ -177,13 +190,18 @@ class Calls:
             self._supervisor.refuse(name)
         settle(self._fan, name)
 
-    def _outcome(self, current: Round) -> Any:
-        """Return the answer of a call or raise its error; the call is finished then."""
+    def _outcome(self, current: Round, make: Callable[[Any, bool], Any] | None = None) -> Any:
+        """Return the answer of a call, or what is made of it, or raise its error; the call is finished then."""
         for error in current.failures.values():
             self._fan.finish()
             raise error
         answer = current.answers[0]
         if current.resumed and current.name == "step":
             answer = resumed(answer)
+        if make is not None:
+            answer = make(answer, current.resumed)
+        failed = make is not None and isinstance(answer, Exception)
         self._fan.finish()
+        if failed:
+            raise answer
         return answer

@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 
 from multienv.config import integer
-from multienv.errors import UsageError
+from multienv.errors import EnvError, UsageError
 from multienv.recovery.rollouts import RolledReply, split
 from multienv.wire.messages import Rollout
 from multienv.wire.rollouts import Values, joined, slot_of
@@ -74,10 +74,21 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
         ) from error
 
 
-def fragment_of_one(reply: RolledReply, *, resumed: bool) -> Fragment:
-    """Return the fragment of a single env."""
+def fragment_of_one(reply: RolledReply, resumed: bool) -> Fragment | Exception:
+    """Return the fragment of a single env, or the error to raise, which has it."""
+    fragment = _fragment_of(reply, resumed=resumed)
+    for error in reply.errors.values():
+        if isinstance(error, EnvError):
+            error.fragment = fragment
+        return error
+    assert fragment is not None
+    return fragment
+
+
+def _fragment_of(reply: RolledReply, *, resumed: bool = False) -> Fragment | None:
     values = reply.values
-    assert values is not None
+    if values is None:
+        return None
     observations, final = split(values)
     return Fragment(
         observations,
@@ -107,7 +118,7 @@ def fragment_of_slot(reply: RolledReply, slot: int) -> Fragment | None:
         {},
     )
     infos: dict[int, Any] = {step: [(0, dict(infos).get(slot))] for step, infos in reply.infos.items()}
-    return fragment_of_one(RolledReply(own, infos), resumed=False)
+    return _fragment_of(RolledReply(own, infos))
 
 
 def fragment_of_all(replies: Sequence[RolledReply], infos: Mapping[int, Any], *, resumed: bool) -> Fragment:
@@ -128,4 +139,6 @@ def fragment_of_all(replies: Sequence[RolledReply], infos: Mapping[int, Any], *,
         joined([part.truncated for part in parts]),
         {},
     )
-    return replace(fragment_of_one(RolledReply(values), resumed=resumed), infos=infos)
+    fragment = _fragment_of(RolledReply(values), resumed=resumed)
+    assert fragment is not None
+    return replace(fragment, infos=infos)

@@ -17,6 +17,7 @@ from multienv.envs.calls import Calls, call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 from multienv.events import Hook, Statistics
+from multienv.recovery.rollouts import RolledReply
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import close_at_once
@@ -189,17 +190,20 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
                 the next episode follows it, if a reset succeeded.
             ResetNeededError: No episode is running.
         """
-        reply, resumed = self._calls.rollout(lambda: rollout_message(policy, steps))
-        fragment = None if reply.values is None else fragment_of_one(reply, resumed=resumed)
-        for error in reply.errors.values():
-            error.fragment = fragment
-            raise error
-        assert fragment is not None
+        fragment: Fragment = self._calls.rollout(lambda: rollout_message(policy, steps), fragment_of_one)
         return fragment
 
     def resume(self) -> Any:
-        """Return what the last step or reset returned, collected before or not: to go on after an interruption."""
-        return self._calls.resume()
+        """Return what the last step, reset or rollout returned, collected before or not: to go on after an interruption."""
+        if self._calls.resumes_rollout():
+            return self._calls.rollout(None, fragment_of_one)
+        answer = self._calls.resume()
+        if not isinstance(answer, RolledReply):
+            return answer
+        told = fragment_of_one(answer, False)
+        if isinstance(told, Exception):
+            raise told
+        return told
 
     def render(self) -> Any:
         """Draw the env where it is; returns what its ``render`` returns."""
