@@ -194,7 +194,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         return fragment
 
     def resume(self) -> Any:
-        """Return what the last step, reset or rollout returned, collected before or not: to go on after an interruption."""
+        """Return what the last step, reset or rollout returned, collected before or not: after an interruption."""
         if self._calls.resumes_rollout():
             return self._calls.rollout(None, fragment_of_one)
         answer = self._calls.resume()
