@@ -10,11 +10,14 @@ Rooms: each imports only from rooms above it in this list (``tests/unit/test_arc
     reports                  what is said of a loss, and crash reports
     recovery                 state machine, hot path, journal, ladder, verification: the supervisor of one worker
     fanout                   ask several workers, collect, recover in threads, go on after Ctrl-C
-    envs, vector, managers   the faces
+    envs, vector             the faces
+    cluster                  the same on the nodes of a Ray cluster
+    managers                 envs by id
     adapters                 the faces as other libraries want them
     testing, cli             faulty envs, a killer, checks; the command line
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from multienv.config import Deadlines, RestartPolicy
@@ -34,6 +37,9 @@ from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
 from multienv.worker.state_hooks import register_state_hook
 
 if TYPE_CHECKING:
+    from multienv.cluster.options import RayOptions
+    from multienv.cluster.ray_env import RayEnv, create_ray_envs
+    from multienv.cluster.ray_vector_env import RayVectorEnv
     from multienv.envs.async_env import AsyncEnv
 
 __version__ = "0.2.0"
@@ -47,6 +53,9 @@ __all__ = [
     "Fragment",
     "Loss",
     "MultiEnv",
+    "RayEnv",
+    "RayOptions",
+    "RayVectorEnv",
     "Recovery",
     "Recycled",
     "RestartPolicy",
@@ -59,6 +68,7 @@ __all__ = [
     "SubprocessVectorEnv",
     "SyncSubprocessEnvManager",
     "Timestep",
+    "create_ray_envs",
     "create_subprocess_envs",
     "flat_statistics",
     "make_vec",
@@ -67,10 +77,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import AsyncEnv when it is first asked for: workers and most trainers need no asyncio."""
-    if name == "AsyncEnv":
-        from multienv.envs.async_env import AsyncEnv
+# Imported when first asked for: workers and most trainers need no asyncio and no cluster.
+_LATER = {
+    "AsyncEnv": "multienv.envs.async_env",
+    "RayEnv": "multienv.cluster.ray_env",
+    "RayOptions": "multienv.cluster.options",
+    "RayVectorEnv": "multienv.cluster.ray_vector_env",
+    "create_ray_envs": "multienv.cluster.ray_env",
+}
 
-        return AsyncEnv
+
+def __getattr__(name: str) -> Any:
+    """Import one of the names above."""
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

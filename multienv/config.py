@@ -19,12 +19,13 @@ _ON_LOSS = ("replay", "truncate", "raise")
 _ON_ERROR = ("raise", "truncate")
 
 
-class _Named:
+class Named:
     """Refuses positional arguments, and shows only what is not as it is by default."""
 
     __slots__ = ()
 
     def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Refuse positional arguments."""
         if positional:
             first = next(iter(cls.__annotations__))
             raise UsageError(f"{cls.__name__}({positional[0]!r:.50}): say which it is: {cls.__name__}({first}=...).")
@@ -72,7 +73,7 @@ def checked_seed(seed: Any) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Deadlines(_Named):
+class Deadlines(Named):
     """Says how long the env may take for one request, in seconds; ``None`` is for ever.
 
     A process that has not answered when its deadline passes counts as hung: its Python stack is taken,
@@ -103,7 +104,7 @@ class Deadlines(_Named):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RestartPolicy(_Named):
+class RestartPolicy(Named):
     """Says what happens when a worker is lost, and how often.
 
     ``"replay"`` brings the same episode back, verified, or truncates it where that cannot be shown to be

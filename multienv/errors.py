@@ -27,6 +27,9 @@
     │   ├── PoisonError                       the same request kills every process it is given to
     │   │   └── HangingPoisonError              … by making them hang (also a WorkerHungError)
     │   └── RestartBudgetExceeded             it was lost more often than the policy allows
+    ├── ClusterError                        the cluster's: it cannot be reached, or a host cannot be made
+    │   ├── NoCapacityError                   no node has room for a host
+    │   └── ClusterLostError                  its head is gone
     ├── NotRestoredError                    load_state_dict() could not have the env as it was
     ├── NotForkableError                    snapshot() is not possible for this env
     └── EnvsFailedError                     several envs: failures by index, results of the others
@@ -268,6 +271,21 @@ class HangingPoisonError(PoisonError, WorkerHungError):
 
 class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the public contract
     """Raised when the env was lost more often than its ``RestartPolicy`` allows."""
+
+
+# --- the cluster's --------------------------------------------------------------------------
+
+
+class ClusterError(MultienvError):
+    """Raised when a cluster cannot be reached, or a host cannot be made on its nodes."""
+
+
+class NoCapacityError(ClusterError):
+    """Raised when no node of the cluster has room for a host, for ``RayOptions.placement_timeout`` seconds."""
+
+
+class ClusterLostError(ClusterError):
+    """Raised when the head of the cluster is gone: nothing can be brought back without it."""
 
 
 # --- several envs ---------------------------------------------------------------------------

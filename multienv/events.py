@@ -31,6 +31,7 @@ class Loss:
         stack: Python and native stack, where one was taken.
         stderr: The last lines it wrote.
         deadline: Seconds the request was allowed, ``None``: no limit.
+        detail: What else is known: that its host on a cluster is lost, for instance.
     """
 
     env_index: int | None
@@ -43,6 +44,7 @@ class Loss:
     stack: str = ""
     stderr: str = ""
     deadline: float | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 from multienv.config import check_seconds
 from multienv.cores import Turns
-from multienv.errors import CallPendingError, MultienvError, WaitTimeout
+from multienv.errors import CallPendingError, ClusterError, MultienvError, WaitTimeout
 from multienv.processes.channel import Channel, wait_any
 from multienv.recovery import hot_path
 from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_HALF
@@ -509,7 +509,8 @@ class FanOut:
             An error that is no failure of the env, which stays asked: the trainer has run out of descriptors, say.
         """
         supervised, short = place not in self._blocking and bool(current.marks), None
-        if task.error is not None and supervised and not isinstance(task.error, MultienvError):
+        is_of_env = isinstance(task.error, MultienvError) and not isinstance(task.error, ClusterError)
+        if task.error is not None and supervised and not is_of_env:
             short = task.error
         elif task.error is not None:
             self._fail(current, place, task.error)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import gymnasium
@@ -22,6 +22,7 @@ from multienv.processes.channel import Channel
 from multienv.processes.environment import module_path, worker_environment, working_directory
 from multienv.processes.launcher import Launch, method_of
 from multienv.processes.serial import SerialChannel
+from multienv.recovery.ladder import Launcher
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
@@ -33,6 +34,57 @@ from multienv.worker.state_hooks import registered_hooks
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 
+class Backend(Protocol):
+    """Says where workers live: in processes beside the trainer, or on the nodes of a cluster."""
+
+    def launcher(self, title: str) -> Launcher:
+        """Return what launches the processes of the next worker; ``title`` is what ``ps`` shows."""
+        ...
+
+    def setting(self) -> Setting:
+        """Return what each of its processes must have in common with the trainer."""
+        ...
+
+
+class Processes:
+    """Has workers live in processes beside the trainer.
+
+    Args:
+        context: Start method; see :class:`~multienv.SubprocessEnv`.
+        native_threads: Threads of native libraries.
+    """
+
+    def __init__(self, context: Any, native_threads: int | None) -> None:
+        self._method, self._native_threads = method_of(context), checked_threads(native_threads)
+
+    def launcher(self, title: str) -> Launcher:
+        """Return what launches the processes of a worker."""
+        return Launch(self._method, self._native_threads, title)
+
+    def setting(self) -> Setting:
+        """Return the trainer's import path, arguments and so on."""
+        return Setting(
+            path=tuple(module_path()),
+            arguments=arguments(),
+            directory=working_directory(),
+            environment=worker_environment(self._native_threads),
+            registrations=registrations(),
+            authkey=bytes(multiprocessing.current_process().authkey),
+        )
+
+
+def checked_threads(native_threads: int | None) -> int | None:
+    """Return the number of threads of native libraries; raise UsageError for anything but a positive one or None."""
+    if native_threads is not None and (integer(native_threads) or 0) < 1:
+        raise UsageError(f"native_threads is {native_threads!r}; give an integer of at least 1, or None.")
+    return native_threads
+
+
+def arguments() -> tuple[str, ...]:
+    """Return ``sys.argv``; an embedded interpreter has none."""
+    return tuple(getattr(sys, "argv", None) or ())
+
+
 class Workers:
     """Makes supervised workers that have these options in common; see :class:`~multienv.SubprocessEnv` for them.
 
@@ -42,23 +94,20 @@ class Workers:
 
     def __init__(
         self,
+        backend: Backend,
         *,
         restart: RestartPolicy,
         deadlines: Deadlines,
-        context: Any,
-        native_threads: int | None,
         hooks: Sequence[Hook],
         reports: str | os.PathLike[str] | None,
     ) -> None:
-        if native_threads is not None and (integer(native_threads) or 0) < 1:
-            raise UsageError(f"native_threads is {native_threads!r}; give an integer of at least 1, or None.")
         if not isinstance(restart, RestartPolicy):
             example = f"on_crash={restart!r}" if restart in ("replay", "truncate", "raise") else ""
             raise UsageError(f"restart is {restart!r:.100}; give a RestartPolicy: restart=RestartPolicy({example}).")
         if not isinstance(deadlines, Deadlines):
             seconds = deadlines if isinstance(deadlines, int | float) and not isinstance(deadlines, bool) else 60.0
             raise UsageError(f"deadlines is {deadlines!r:.100}; give Deadlines: deadlines=Deadlines(step={seconds}).")
-        self._launch = partial(Launch, method_of(context), native_threads)
+        self._backend = backend
         self._restart = restart
         self._supervisor = partial(
             Supervisor,
@@ -67,15 +116,7 @@ class Workers:
             hooks=checked_hooks(hooks),
             reports=directory_for(reports),
         )
-        # The import path, arguments and so on that a fresh process must have in common with this one.
-        self._setting = Setting(
-            path=tuple(module_path()),
-            arguments=tuple(getattr(sys, "argv", None) or ()),  # an embedded interpreter has none
-            directory=working_directory(),
-            environment=worker_environment(native_threads),
-            registrations=registrations(),
-            authkey=bytes(multiprocessing.current_process().authkey),
-        )
+        self._setting = backend.setting()
 
     def make(
         self,
@@ -115,7 +156,7 @@ class Workers:
             state_hooks=registered_hooks(),
             title=title,
         )
-        return self._supervisor(self._launch(title), build, index=index)
+        return self._supervisor(self._backend.launcher(title), build, index=index)
 
 
 def serial_worker(
@@ -152,6 +193,9 @@ class _SerialLaunch:
 
     def free(self, token: int) -> None:
         """Do nothing: there are no snapshots."""
+
+    def close(self) -> None:
+        """Do nothing: the channel closes the envs."""
 
 
 def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:

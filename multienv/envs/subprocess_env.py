@@ -6,13 +6,13 @@ import copy
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium
 
 from multienv.config import Deadlines, RestartPolicy, checked_seed
 from multienv.cores import spread
-from multienv.envs.building import EnvFn, Workers, build_all, check_env_fn, listed_env_fns, serial_worker
+from multienv.envs.building import EnvFn, Processes, Workers, build_all, check_env_fn, listed_env_fns, serial_worker
 from multienv.envs.calls import Calls, call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
@@ -27,6 +27,7 @@ from multienv.wire.messages import Call, GetAttribute, Method, Render, Reset, Se
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Face = TypeVar("Face", bound="SupervisedEnv")
 _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
 _SPACES = frozenset(("observation_space", "action_space"))
 
@@ -413,10 +414,9 @@ class SubprocessEnv(SupervisedEnv):
     ) -> None:
         check_env_fn(env_fn)
         workers = Workers(
+            Processes(context, native_threads),
             restart=restart,
             deadlines=deadlines,
-            context=context,
-            native_threads=native_threads,
             hooks=hooks,
             reports=reports,
         )
@@ -466,7 +466,22 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
             cause. With a single cause it is catchable by that cause's own type.
     """
     fns = listed_env_fns("create_subprocess_envs", env_fns)
-    envs = [SubprocessEnv(env_fn, env_index=index, **options) for index, env_fn in enumerate(fns)]
+    return built_envs(
+        "create_subprocess_envs()",
+        [SubprocessEnv(env_fn, env_index=index, **options) for index, env_fn in enumerate(fns)],
+    )
+
+
+def built_envs(what: str, envs: list[Face]) -> list[Face]:
+    """Start all envs, build them in parallel and return them; close them all if one fails.
+
+    Args:
+        what: What the caller called, for messages.
+        envs: Not started.
+
+    Raises:
+        EnvsFailedError: Some could not be built.
+    """
     try:
         failures = initialize_all(envs)
     except BaseException:
@@ -476,7 +491,7 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[Sub
         close_all(envs)
         results = [None if index in failures else env for index, env in enumerate(envs)]
         raise EnvsFailedError.collect(
-            "create_subprocess_envs()", failures, results, "All of them have been closed; mend the env_fns named below."
+            what, failures, results, "All of them have been closed; mend the env_fns named below."
         )
     return envs
 

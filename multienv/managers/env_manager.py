@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import gymnasium
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from multienv.config import RestartPolicy, checked_seed
 from multienv.envs.building import EnvFn
 from multienv.envs.calls import call_message, refuse_copy
-from multienv.envs.subprocess_env import SubprocessEnv, close_all, initialize_all, supervisor_of
+from multienv.envs.subprocess_env import SubprocessEnv, SupervisedEnv, close_all, initialize_all, supervisor_of
 from multienv.errors import (
     CallPendingError,
     ClosedError,
@@ -33,6 +34,8 @@ from multienv.wire.messages import GetAttribute, Message, Method, Render, SetAtt
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from multienv.cluster.options import RayOptions
 
 ResetParam = Mapping[int, Mapping[str, Any] | None]
 
@@ -54,6 +57,8 @@ class EnvManager:
         hooks: Called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery` and
             :class:`~multienv.events.Recycled`.
         native_threads: As for :class:`SubprocessEnv`.
+        backend: Where the processes are: ``"subprocess"``, beside the trainer, or ``"ray"``, on the nodes of a cluster.
+        ray: With ``backend="ray"``: :class:`~multienv.RayOptions`; ``None``: a local Ray.
         reports: As for :class:`SubprocessEnv`.
         **options: Options of the config, by name.
 
@@ -77,8 +82,14 @@ class EnvManager:
         hooks: Sequence[Hook] = (),
         native_threads: int | None = 1,
         reports: str | os.PathLike[str] | None = None,
+        backend: Literal["subprocess", "ray"] = "subprocess",
+        ray: RayOptions | None = None,
         **options: Any,
     ) -> None:
+        if backend not in ("subprocess", "ray") or (ray is not None and backend != "ray"):
+            asked = f"backend is {backend!r:.100}{'' if ray is None else ' and ray is given'}"
+            raise UsageError(f"{asked}; choose 'subprocess', or 'ray' with ray=RayOptions(...).")
+        self._backend, self._ray = backend, ray
         if callable(env_fn):
             raise UsageError("env_fn is a single function; give a list of them, one for each env.")
         self._env_fns = list(env_fn)
@@ -94,7 +105,7 @@ class EnvManager:
             "context": self.config.context,
         }
         self._rollout: Rollout | None = None
-        self._envs: list[SubprocessEnv] = []
+        self._envs: list[SupervisedEnv] = []
         self._reference: EnvReference | None = None
         self._seeds: dict[int, int] = {}
         self._dynamic_seed = True
@@ -121,9 +132,7 @@ class EnvManager:
             raise UsageError("launch(): the manager is launched already. Call close() first.")
         params = _checked_params(reset_param, self.env_num)
         self.close()  # a launch() that was interrupted
-        envs = self._envs = [
-            SubprocessEnv(env_fn, env_index=index, **self._options) for index, env_fn in enumerate(self._env_fns)
-        ]
+        envs = self._envs = self._make_envs()
         try:
             _build(envs)
             self._reference = self._reference or _reference_of(envs[0])
@@ -137,6 +146,14 @@ class EnvManager:
             if closed and isinstance(error, MultienvError):
                 raise ClosedError("launch(): the manager was closed meanwhile. Call launch() again.") from error
             raise
+
+    def _make_envs(self) -> list[SupervisedEnv]:
+        """Return the envs, not started."""
+        if self._backend == "ray":
+            # By a string: it lies in a room above, which few programs enter.
+            make: Callable[..., list[SupervisedEnv]] = importlib.import_module("multienv.cluster.ray_env").unbuilt_envs
+            return make(self._env_fns, self._ray, **self._options)
+        return [SubprocessEnv(env_fn, env_index=index, **self._options) for index, env_fn in enumerate(self._env_fns)]
 
     def close(self) -> None:
         """End all processes side by side, in the time of the slowest. A second call does nothing.
@@ -496,7 +513,7 @@ def _checked_seeds(seed: Any, env_num: int) -> dict[int, int]:
     return {index: checked_seed(one) for index, one in given.items()}  # type: ignore[misc]
 
 
-def _build(envs: Sequence[SubprocessEnv]) -> None:
+def _build(envs: Sequence[SupervisedEnv]) -> None:
     """Build envs side by side in their processes; raise SpaceMismatchError unless their spaces are equal."""
     failures = initialize_all(envs)
     if failures:
@@ -511,7 +528,7 @@ def _build(envs: Sequence[SubprocessEnv]) -> None:
                 )
 
 
-def _reference_of(env: SubprocessEnv) -> EnvReference:
+def _reference_of(env: SupervisedEnv) -> EnvReference:
     """Return the properties that all envs share, read from this one, which is built."""
     reward_space = env.get_attr("reward_space") if env.has_wrapper_attr("reward_space") else None
     return EnvReference(

@@ -51,7 +51,7 @@ PRELOAD = (
 # (autogroups), and workers in a session of their own step half as fast.
 _APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 # Of all workers, or a set would be iterated in another order in a replacement; the trainer's own cannot be had.
-_HASH_SEED = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
+_hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
 # Seconds until an order that the monitor's socket does not take is given up.
 _LONGEST_SEND = 30.0
 # The monitor has ended, or takes no more orders.
@@ -119,6 +119,9 @@ class Launch:
             with contextlib.suppress(OSError):
                 client.send(Order(FREE, token=token), patience=0.0)
 
+    def close(self) -> None:
+        """Do nothing: the monitor ends by itself."""
+
 
 class MonitorClient:
     """Connects the trainer to its monitor, which it launches; orders wait in its socket until the monitor is up."""
@@ -133,7 +136,7 @@ class MonitorClient:
                     _command(handed.fileno()),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[handed.fileno()],
-                    env=worker_environment() | {"PYTHONHASHSEED": _HASH_SEED},
+                    env=worker_environment() | {"PYTHONHASHSEED": _hash_seed},
                     **_APART,
                 )
         except BaseException:
@@ -190,6 +193,12 @@ class MonitorClient:
 _client: MonitorClient | None = None
 _lock = threading.Lock()
 _is_shutting_down = False
+
+
+def set_hash_seed(seed: str) -> None:
+    """Have workers that are launched from now on iterate over sets in the order of this seed: of PYTHONHASHSEED."""
+    global _hash_seed
+    _hash_seed = seed
 
 
 def _launched(order: Order) -> ProcessChannel:

@@ -19,6 +19,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from multienv.config import Deadlines, RestartPolicy
+from multienv.errors import NoCapacityError
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.journal import Plan
 from multienv.recovery.policy import Effort, RestartBudget
@@ -70,6 +71,10 @@ class Launcher(Protocol):
 
     def free(self, token: int) -> None:
         """End the snapshot kept under this token."""
+        ...
+
+    def close(self) -> None:
+        """Note that no process will be launched any more."""
         ...
 
 
@@ -236,6 +241,7 @@ class Ladder:
         current, self._current = self._current, None
         if current is not None:
             current.release()
+        self._launcher.close()
 
     def free(self, token: int) -> None:
         """End the snapshot kept under this token."""
@@ -364,7 +370,10 @@ class Ladder:
             self._check_time(effort)
             effort.attempts += 1
             self.restarts += not effort.planned
-            channel, number = self.launch(replacement=not effort.planned)
+            try:
+                channel, number = self.launch(replacement=not effort.planned)
+            except NoCapacityError as error:
+                raise Unrecoverable(str(error)) from error.with_traceback(None)
             try:
                 self.await_build(channel, number, self.start_deadline(effort))
             except Gone as gone:

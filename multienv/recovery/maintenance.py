@@ -9,7 +9,7 @@ from multienv.processes.channel import Channel, Gone
 from multienv.recovery.journal import Journal
 from multienv.recovery.ladder import Ladder, RequestFailedError
 from multienv.recovery.policy import Recycling, StatePacing
-from multienv.recovery.record import Record, resident_bytes
+from multienv.recovery.record import Record, memory_of
 from multienv.wire.messages import CaptureState
 from multienv.wire.segment import OBSTACLE, SNAPSHOTS, STEP_SECONDS
 from multienv.worker.snapshots import OBSTACLES
@@ -45,6 +45,10 @@ class Maintenance:
         self.recycling.begin(record.steps, record.episodes)
         self.is_due, self.recycling_due, self.state_due = False, "", False
 
+    def leave(self, why: str) -> None:
+        """Have the process replaced before the next request."""
+        self.recycling_due, self.is_due = why, True
+
     def look(self, journal: Journal, record: Record, channel: Channel) -> None:
         """Find out what is due; called after one step in 64, and when an episode ends or begins."""
         policy, steps = self._policy, record.steps
@@ -52,7 +56,7 @@ class Maintenance:
         capacity = policy.replay_limit / seconds
         journal.trim(policy.journal_limit, capacity, steps)
         if self.recycling.wanted and not self.recycling_due:
-            self.recycling_due = self.recycling.due(steps, record.episodes, lambda: resident_bytes(channel.pid))
+            self.recycling_due = self.recycling.due(steps, record.episodes, lambda: memory_of(channel))
         if self.pacing.may_ask(steps, hurry=True) and journal.wants_state(policy.journal_limit, capacity, steps):
             # Half of all that may be held has come since the last anchor: soon the older half is forgotten.
             hurry = journal.wants_state(policy.journal_limit * 2, capacity * 2, steps)

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 from multienv.errors import WorkerLostError
 from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
-from multienv.processes.channel import Gone
+from multienv.processes.channel import Channel, Gone
 from multienv.recovery.policy import Effort
 from multienv.reports.crash import Case, CrashReports
 from multienv.reports.texts import LostKind, env_error, lost_error, outcome_text, what_happened
 from multienv.wire.messages import Failure
+from multienv.wire.segment import RESIDENT
 
 logger = logging.getLogger("multienv")
 _KEPT_TIMES = 1000
@@ -142,8 +143,9 @@ class Record:
             pid=gone.pid,
             exit_code=fate.code,
             stack=fate.stack,
-            stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail else ""),
+            stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail and gone.cause != "died" else ""),
             deadline=limit if gone.cause == "hung" else None,
+            detail=gone.detail,
         )
         self._losses += 1
         self.last_loss = loss
@@ -217,6 +219,7 @@ class Record:
         *,
         state: str,
         pid: int | None,
+        rss: int | None,
         restarts: int,
         step_seconds: float | None,
         journal_bytes: int,
@@ -242,10 +245,15 @@ class Record:
             no_snapshots=snapshots[1],
             state_anchors=state_anchors[0],
             no_state_anchors=state_anchors[1],
-            rss=resident_bytes(pid),
+            rss=rss,
             last_loss=self.last_loss,
             last_recovery=self.last_recovery,
         )
+
+
+def memory_of(channel: Channel) -> int | None:
+    """Return the resident memory of a channel's process, ``None`` where it is not known."""
+    return channel.segment.words[RESIDENT] or resident_bytes(channel.pid)
 
 
 def resident_bytes(pid: int | None) -> int | None:

@@ -56,7 +56,7 @@ from multienv.recovery.ladder import Ladder, Launcher, RequestFailedError, Unrec
 from multienv.recovery.lifecycle import Lifecycle
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
-from multienv.recovery.record import Record
+from multienv.recovery.record import Record, memory_of
 from multienv.recovery.rollouts import RolledReader, RolledReply
 from multienv.recovery.state_machine import (
     Asked,
@@ -470,7 +470,7 @@ class Supervisor:
             if loss is None:
                 unbuilt: Exception = UsageError(f"It could not be started: {why}.")
             else:
-                unbuilt = self.record.lost_error(loss, f"It could not be started again: {why}.")
+                unbuilt = self.record.lost_error(loss, f"It could not be started again: {str(why).rstrip('.')}.")
             self._give_up_request(unbuilt)
             raise unbuilt from why
         self.adopt(channel)
@@ -751,6 +751,9 @@ class Supervisor:
         self.lifecycle.channel, self.segment, self.line = channel, segment, line
         self.ladder.handed_over()
         self.maintenance.begin(self.record)
+        channel.on_leaving = self.maintenance.leave
+        if channel.leaving:
+            self.maintenance.leave(channel.leaving)
         channel.prefer(self.core, sharing=self._sharing)
         if old is not None and old is not channel:
             old.kill()
@@ -1000,6 +1003,7 @@ class Supervisor:
         return self.record.statistics(
             state=_name_of(state, started=self.ladder.description is not None),
             pid=channel.pid if alive and channel is not None else None,
+            rss=memory_of(channel) if alive and channel is not None else None,
             restarts=self.ladder.restarts,
             step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
             journal_bytes=len(self.journal),

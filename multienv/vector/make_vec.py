@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,19 @@ from multienv.vector.hosted_vector_env import HostedVectorEnv
 from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
 
 _Env = gymnasium.Env[Any, Any]
-_FACES: dict[str, Callable[..., HostedVectorEnv]] = {"subprocess": SubprocessVectorEnv, "serial": SerialVectorEnv}
+
+
+def _on_a_cluster(*arguments: Any, **options: Any) -> HostedVectorEnv:
+    """Make a RayVectorEnv. By a string: the face lies in a room above, which few programs enter."""
+    face: Callable[..., HostedVectorEnv] = importlib.import_module("multienv.cluster.ray_vector_env").RayVectorEnv
+    return face(*arguments, **options)
+
+
+_FACES: dict[str, Callable[..., HostedVectorEnv]] = {
+    "subprocess": SubprocessVectorEnv,
+    "serial": SerialVectorEnv,
+    "ray": _on_a_cluster,
+}
 _OF_GYMNASIUM = {"async": "subprocess", "sync": "serial"}  # in gymnasium's words
 # What a spec may hold that a call to make_vec() has left there.
 _OWN = ("num_envs", "vectorization", "vector_kwargs", "wrappers")
@@ -43,8 +56,9 @@ def make_vec(
         id: A registered id (``"module:Env-v0"`` imports the module first), an ``EnvSpec``, or a function that builds
             one env. The ``spec`` of what this returned makes the same again.
         num_envs: How many.
-        vectorization: ``"subprocess"``, a :class:`SubprocessVectorEnv`; or ``"serial"``, a :class:`SerialVectorEnv`.
-            In gymnasium's words ``"async"`` and ``"sync"``; ``vectorization_mode=`` says the same.
+        vectorization: ``"subprocess"``, a :class:`SubprocessVectorEnv`; ``"serial"``, a :class:`SerialVectorEnv`; or
+            ``"ray"``, a :class:`RayVectorEnv`. The first two are ``"async"`` and ``"sync"`` in gymnasium's words;
+            ``vectorization_mode=`` says the same.
         vector_kwargs: What else the constructor of that class takes.
         wrappers: Put around each env, the first innermost; each is called with the env alone.
         **make_kwargs: For ``gymnasium.make``, or the function, in every process: the env's own, ``render_mode`` and
@@ -97,7 +111,7 @@ def _word(mode: Any) -> Any:
 def _check(num_envs: Any, vectorization: Any) -> None:
     if vectorization not in _FACES:
         raise UsageError(
-            f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' ('async') or 'serial' ('sync')."
+            f"make_vec(): vectorization is {vectorization!r}; choose 'subprocess' ('async'), 'serial' ('sync'), 'ray'."
         )
     if (integer(num_envs) or 0) < 1:
         raise UsageError(f"make_vec(): num_envs is {num_envs!r}; give an integer of at least 1.")

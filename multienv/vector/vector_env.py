@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv.config import Deadlines, RestartPolicy
 from multienv.cores import busy_cores, spread
-from multienv.envs.building import EnvFn, Workers, listed_env_fns, serial_worker
+from multienv.envs.building import EnvFn, Processes, Workers, listed_env_fns, serial_worker
 from multienv.errors import UsageError
 from multienv.events import Hook
 from multienv.vector.batching import deal
@@ -102,19 +102,14 @@ class SubprocessVectorEnv(HostedVectorEnv):
                 "could not be brought back. Leave it out, and put what it does into env_fn or a wrapper."
             )
         workers = Workers(
+            Processes(context, native_threads),
             restart=restart,
             deadlines=deadlines,
-            context=context,
-            native_threads=native_threads,
             hooks=hooks,
             reports=reports,
         )
         sizes = deal(len(self.env_fns), envs_per_worker, busy_cores(), max_concurrency)
-        if restart.recycle_after_episodes is not None and max(sizes) > 1:
-            raise UsageError(
-                "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
-                "give envs_per_worker=1, or recycle_after_steps, recycle_after or max_rss."
-            )
+        refuse_episode_recycling(restart, sizes)
         self._owner = os.getpid()
         super().__init__(
             self.env_fns,
@@ -181,6 +176,15 @@ class SerialVectorEnv(HostedVectorEnv):
 
     def __del__(self) -> None:
         """Do nothing: gymnasium before 1.2 closes the envs here."""
+
+
+def refuse_episode_recycling(restart: RestartPolicy, sizes: Sequence[int]) -> None:
+    """Raise UsageError if processes with several envs are to be recycled by episodes."""
+    if restart.recycle_after_episodes is not None and max(sizes) > 1:
+        raise UsageError(
+            "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
+            "give envs_per_worker=1, or recycle_after_steps, recycle_after or max_rss."
+        )
 
 
 def _noted(env_fn: EnvFn, envs: list[Any], index: int) -> Any:

@@ -23,7 +23,8 @@ class Setting:
         path: ``sys.path``.
         arguments: ``sys.argv``.
         directory: The working directory.
-        environment: ``os.environ``.
+        environment: ``os.environ``; ``None``: path, directory and environment are those of the process itself, on
+            another machine.
         registrations: Pickled specs of the envs the trainer has registered; needed only if an id is unknown.
         authkey: multiprocessing's, for proxies that an ``env_fn`` may hold.
     """
@@ -31,7 +32,7 @@ class Setting:
     path: tuple[str, ...]
     arguments: tuple[str, ...]
     directory: str
-    environment: dict[str, str]
+    environment: dict[str, str] | None
     registrations: bytes
     authkey: bytes
 

@@ -48,6 +48,7 @@ PID = 56  # the process that serves this segment (worker)
 SNAPSHOTS = 57  # forked snapshots it has taken (worker)
 OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
 STEP_SECONDS = 59  # float64: env time of a step, smoothed; 0: not known (worker)
+RESIDENT = 60  # its resident memory in bytes, where its process is on another machine; 0: ask the system (relay)
 
 _SHORT_MAIL = 2048
 _SHORT = 512

@@ -285,8 +285,10 @@ def _find_place(build: Build, snapshots: Snapshots) -> None:
     if setting is None:
         return
     multiprocessing.current_process().authkey = setting.authkey
-    sys.path[:] = setting.path
     sys.argv[:] = setting.arguments
+    if setting.environment is None:  # on another machine
+        return
+    sys.path[:] = setting.path
     with contextlib.suppress(OSError):
         os.chdir(setting.directory)
     kept = {name: os.environ[name] for name in (MARK_VARIABLE,) if name in os.environ}

@@ -201,7 +201,7 @@ def test_make_vec_imports_the_module_that_registers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "match"),
     [
-        (("CartPole-v1", 2, "threads"), {}, UsageError, r"choose 'subprocess' \('async'\) or 'serial'"),
+        (("CartPole-v1", 2, "threads"), {}, UsageError, r"choose 'subprocess' \('async'\), 'serial'"),
         (("CartPole-v1", 2), {"vectorization_mode": "vector_entry_point"}, UsageError, "'vector_entry_point'; choose"),
         (("CartPole-v1", 0), {}, UsageError, "num_envs is 0"),
         (("CartPole-v1", 2.0), {}, UsageError, "num_envs is 2.0"),

@@ -276,6 +276,9 @@ class SimulatedLauncher:
     def free(self, token: int) -> None:
         self.simulation.kept.pop(token, None)
 
+    def close(self) -> None:
+        pass
+
     def wake(self, parent: SimulatedProcess, fork: tuple[int, int]) -> Channel | None:
         """Return a process that has executed what its parent had when it forked."""
         simulation = self.simulation

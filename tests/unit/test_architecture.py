@@ -26,7 +26,9 @@ FLOORS = [
     ["recovery"],
     ["fanout"],
     ["envs"],
-    ["vector", "managers"],
+    ["vector"],
+    ["cluster"],
+    ["managers"],
     ["adapters"],
     ["testing"],
     ["cli"],
@@ -34,7 +36,7 @@ FLOORS = [
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ORDERED = {"errors": 0, "config": 1, "events": 2}  # inside the first line
-ON_TOP = {"adapters", "testing", "cli", "__main__"}
+ON_TOP = {"cluster", "adapters", "testing", "cli", "__main__"}
 MOST_FLOORS = 12
 # What extras install; imported where it is used, with an error that names the extra. And what only AsyncEnv needs.
 HEAVY = [
@@ -210,9 +212,9 @@ def test_the_core_imports_nothing_but_its_dependencies():
 # --- the public face ----------------------------------------------------------------------------
 
 NAMES = {
-    "AsyncEnv", "AsyncSubprocessEnvManager", "AutoResetWrapper", "Deadlines", "EnvManagerConfig", "Fragment", "Loss", "MultiEnv", "Recovery",
-    "Recycled", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
-    "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "create_subprocess_envs", "flat_statistics", "make_vec",
+    "AsyncEnv", "AsyncSubprocessEnvManager", "AutoResetWrapper", "Deadlines", "EnvManagerConfig", "Fragment", "Loss", "MultiEnv", "RayEnv",
+    "RayOptions", "RayVectorEnv", "Recovery", "Recycled", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
+    "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "create_ray_envs", "create_subprocess_envs", "flat_statistics", "make_vec",
     "register_state_hook",
 }  # fmt: skip
 

@@ -1,0 +1,366 @@
+"""All that is asked of Ray: to connect, which nodes there are, to have a host made, and to call it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import multienv
+from multienv.cluster import frames
+from multienv.cluster.courier import UnansweredError
+from multienv.cluster.options import RayOptions
+from multienv.cluster.relay import Relay
+from multienv.errors import ClusterError, ClusterLostError, NoCapacityError, UsageError
+from multienv.processes import launcher
+from multienv.threads import Bell
+
+logger = logging.getLogger("multienv")
+
+# Seconds between two looks for a node with CPUs free, and until a host that is pinned to a node must be up.
+_AGAIN = 0.25
+_UP_WITHIN = 30.0
+# Threads of a host: one waits for answers, one returns them, the others may come meanwhile.
+_THREADS = 4
+# Bytes of a part of a reply. Ray sends what is shorter than 100 kB with the reply itself. What is longer goes through
+# its object stores, which takes 6 ms from one node to another; up to so many bytes several parts are faster.
+PART = 90_000
+MOST_IN_PARTS = 2_000_000
+# Seconds between two looks at the nodes.
+WATCH_EVERY = 1.0
+
+
+def import_ray() -> Any:
+    """Return the module; raise UsageError where the extra is not installed."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise UsageError('Envs on a Ray cluster need the extra "ray": pip install "multienv[ray]".') from error
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A living node of the cluster.
+
+    Attributes:
+        id: As Ray has it, in hexadecimal digits.
+        name: Its address, for messages.
+        free: CPUs that nobody has reserved; may be some tenths of a second old.
+        is_leaving: It is being drained.
+    """
+
+    id: str
+    name: str
+    free: int
+    is_leaving: bool
+
+
+class Cluster:
+    """Connects this process to Ray.
+
+    Args:
+        options: Where it is.
+
+    Raises:
+        UsageError: Ray is not installed.
+        ClusterError: It cannot be reached.
+    """
+
+    _lock = threading.Lock()
+    _users = 0  # of a local Ray that was started here
+    _is_ours = False
+
+    def __init__(self, options: RayOptions) -> None:
+        ray = self._ray = import_ray()
+        self._options = options
+        self._is_used = False
+        with Cluster._lock:
+            if not ray.is_initialized():
+                self._connect()
+            if Cluster._is_ours:
+                Cluster._users, self._is_used = Cluster._users + 1, True
+
+    def _connect(self) -> None:
+        address, ray = self._options.address, self._ray
+        is_ours = address is None and not os.environ.get("RAY_ADDRESS")
+        # "local": a Ray that runs on this machine already is somebody else's.
+        where: dict[str, Any] = {"address": address or "auto"}
+        if is_ours:
+            # Ray's agents outlive a trainer that was killed by so many seconds; by default 60.
+            settings = {"gcs_rpc_server_reconnect_timeout_s": 5}
+            where = {"address": "local", "include_dashboard": False, "_system_config": settings}
+        try:
+            ray.init(**where, logging_level=logging.ERROR, ignore_reinit_error=True)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise ClusterError(
+                f"Ray at {where['address']!r} cannot be reached: {error}. Give RayOptions(address=...) of a cluster "
+                "that runs, or none for a local one."
+            ) from error
+        Cluster._is_ours, Cluster._users = is_ours, 0
+
+    def disconnect(self) -> None:
+        """Disconnect from a cluster whose head is gone: else Ray ends this process, 60 s after it has noticed."""
+        with Cluster._lock:
+            Cluster._is_ours = self._is_used = False
+            if self._ray.is_initialized():
+                self._ray.shutdown()
+
+    def leave(self) -> None:
+        """Shut a local Ray that was started here down, if nobody else uses it. Again does nothing."""
+        with Cluster._lock:
+            if self._is_used:
+                self._is_used = False
+                Cluster._users -= 1
+                if Cluster._is_ours and not Cluster._users:
+                    Cluster._is_ours = False
+                    self._ray.shutdown()
+
+    def nodes(self) -> list[Node]:
+        """Return the living nodes. Raises what Ray raises when its head is gone; may block then."""
+        refuse_if_disconnected(self._ray)
+        state = importlib.import_module("ray._private.state")
+        free = state.available_resources_per_node()
+        leaving = state.state.get_draining_nodes()
+        return [
+            Node(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                int(free.get(node["NodeID"], {}).get("CPU", 0)),
+                node["NodeID"] in leaving,
+            )
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def place(
+        self,
+        cpus: int,
+        pick: Callable[[list[Node], Collection[str]], Node | None],
+        hash_seed: str,
+        is_wanted: Callable[[], bool],
+    ) -> RayHost:
+        """Have a host made on a node that has so many CPUs free.
+
+        A node may have died without anybody knowing, and its host would never come up; so a host is pinned to one node
+        and, when it is not there in time, the next one is tried.
+
+        Args:
+            cpus: That it reserves.
+            pick: Chooses one of the nodes, except those with these ids.
+            hash_seed: Of all workers, for sets to have the same order in each.
+            is_wanted: False: nobody waits any more.
+
+        Raises:
+            NoCapacityError: No node had room for ``placement_timeout`` seconds.
+            ClusterError: The host cannot be made: multienv is missing on its node, for instance.
+        """
+        until = time.monotonic() + self._options.placement_timeout
+        tried: set[str] = set()
+        late = ""
+        while is_wanted():
+            node = pick(self.nodes(), tried)
+            if node is not None:
+                host = self._make_host(node, cpus, hash_seed, until)
+                if host is not None:
+                    return host
+                tried.add(node.id)
+                late = node.name
+                continue
+            tried.clear()
+            if time.monotonic() >= until:
+                break
+            time.sleep(_AGAIN)
+        seconds = f"{self._options.placement_timeout:g} s"
+        if late:
+            raise NoCapacityError(
+                f"No host came up within {seconds} (RayOptions.placement_timeout), tried last: {late}."
+            )
+        raise NoCapacityError(
+            f"No node has had {cpus} CPUs free for a host, for {seconds}. Add nodes, or ask for less: "
+            "RayOptions(cpus_per_host=..., hosts=...)."
+        )
+
+    def _make_host(self, node: Node, cpus: int, hash_seed: str, until: float) -> RayHost | None:
+        """Return a host on this node; ``None`` if it is not up in time."""
+        ray = self._ray
+        affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        options: dict[str, Any] = {
+            "num_cpus": cpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "max_concurrency": _THREADS,
+            "scheduling_strategy": affinity(node.id, soft=False),
+        }
+        if self._options.runtime_env:
+            options["runtime_env"] = dict(self._options.runtime_env)
+        actor = ray.remote(HostActor).options(**options).remote(hash_seed)
+        errors = ray.exceptions
+        try:
+            seconds = min(_UP_WITHIN, max(1.0, until - time.monotonic()))
+            version = ray.get(actor.version.remote(), timeout=seconds)
+        except (errors.ActorUnschedulableError, errors.GetTimeoutError, errors.NodeDiedError) as error:
+            logger.info("no host came up on node %s (%s): another one is tried", node.name, error)
+            ray.kill(actor)
+            return None
+        except errors.ActorDiedError as error:
+            if "creation task" in str(error) or "__init__" in str(error):
+                raise ClusterError(
+                    f"A host cannot be made on node {node.name}: {error}. multienv, gymnasium and what the envs import "
+                    "must be installed there, or named in RayOptions(runtime_env=...)."
+                ) from error
+            return None
+        if version != multienv.__version__:
+            ray.kill(actor)
+            raise ClusterError(
+                f"Node {node.name} has multienv {version}, the trainer has {multienv.__version__}. Install the same, "
+                "or give RayOptions(runtime_env=...)."
+            )
+        return RayHost(ray, actor, node)
+
+
+class HostActor:
+    """The actor: a relay on a node.
+
+    Args:
+        hash_seed: Of all workers of a face, on whatever node: a set is iterated in the same order then.
+    """
+
+    def __init__(self, hash_seed: str) -> None:
+        launcher.set_hash_seed(hash_seed)
+        self._relay = Relay()
+
+    def version(self) -> str:
+        """Return the version of multienv on this node; the first call says that the host is up."""
+        return multienv.__version__
+
+    def exchange(self, data: bytes, parts: int) -> Any:
+        """Exchange frames, see ``Relay.exchange``; the reply comes in so many parts."""
+        reply = self._relay.exchange(data)
+        return reply if parts == 1 else frames.split(reply, parts, PART)
+
+
+class RayHost:
+    """Is a host that a courier calls."""
+
+    def __init__(self, ray: Any, actor: Any, node: Node) -> None:
+        self._ray, self._actor = ray, actor
+        self.node = node
+        self.name = f"node {node.name} ({node.id[:8]})"
+        self._parts = 1  # of the next reply
+        self._methods = {1: actor.exchange}
+
+    def call(self, data: bytes) -> Future[Any]:
+        """Call the relay."""
+        refuse_if_disconnected(self._ray)
+        parts = self._parts
+        method = self._methods.get(parts)
+        if method is None:
+            method = self._methods[parts] = self._actor.exchange.options(num_returns=parts)
+        refs = method.remote(data, parts)
+        answer: Future[Any] = Future()
+        futures = [ref.future() for ref in ([refs] if parts == 1 else refs)]
+        futures[0].add_done_callback(partial(self._wait_for_next, answer, futures, 0))
+        return answer
+
+    def _wait_for_next(self, answer: Future[Any], futures: list[Future[Any]], place: int, future: Future[Any]) -> None:
+        """Wait for the parts of a reply, one after the other."""
+        if future.exception() is None and place + 1 < len(futures):
+            futures[place + 1].add_done_callback(partial(self._wait_for_next, answer, futures, place + 1))
+        else:
+            self._answer(answer, futures, future.exception())
+
+    def _answer(self, answer: Future[Any], futures: list[Future[Any]], error: BaseException | None) -> None:
+        errors = self._ray.exceptions
+        if error is None:
+            reply = futures[0].result() if len(futures) == 1 else frames.join([one.result() for one in futures])
+            size = frames.size_of(reply)
+            self._parts = 1 + -(-size // PART) if frames.INLINE < size <= MOST_IN_PARTS else 1
+            answer.set_result(reply)
+        elif isinstance(error, (errors.ActorUnavailableError, errors.ObjectLostError)):
+            answer.set_exception(UnansweredError(str(error).strip().splitlines()[0]))
+        else:
+            answer.set_exception(error)
+
+    def end(self) -> None:
+        """Kill the actor; the monitor sees that and kills the workers."""
+        try:
+            refuse_if_disconnected(self._ray)
+            self._ray.kill(self._actor)
+        except Exception as error:  # the head is gone, or this process is not connected any more
+            logger.debug("host on %s: %s", self.name, error)
+
+
+def refuse_if_disconnected(ray: Any) -> None:
+    """Raise ClusterLostError after a ``ray.shutdown()``: Ray would start anew, or join any cluster that it finds."""
+    if not ray.is_initialized():
+        raise ClusterLostError("This process is not connected to its Ray cluster any more: ray.shutdown() was called.")
+
+
+class Watch:
+    """Looks at the nodes now and then, in a thread of its own, because Ray blocks while its head is gone.
+
+    Args:
+        cluster: What is asked.
+        tell: Called with the living nodes.
+        end: Called when the thread has been told to end.
+    """
+
+    def __init__(self, cluster: Cluster, tell: Callable[[list[Node]], None], end: Callable[[], None]) -> None:
+        self._cluster, self._tell, self._end = cluster, tell, end
+        self._heard = time.monotonic()
+        self._is_over = False
+        self._bell = Bell()
+        threading.Thread(target=self._run, name="multienv-watch", daemon=True).start()
+
+    @property
+    def silence(self) -> float:
+        """Return the seconds since the head has answered."""
+        return time.monotonic() - self._heard
+
+    def close(self) -> None:
+        """End the thread, soon. Takes no lock and starts no thread: finalizers call it."""
+        self._is_over = True
+        self._bell.ring()
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._bell.descriptor, select.POLLIN)
+        while not poller.poll(WATCH_EVERY * 1000) and not self._is_over:
+            try:
+                nodes = self._cluster.nodes()
+            except Exception as error:  # whatever Ray makes of it
+                logger.debug("the head of the Ray cluster does not answer: %s", error)
+                continue
+            self._heard = time.monotonic()
+            self._tell(nodes)
+        self._end()
+
+
+def in_order(nodes: Collection[Node], placement: Any, hosts: Collection[str], avoided: Collection[str]) -> list[Node]:
+    """Put nodes into the order in which they are tried for the next host.
+
+    Args:
+        nodes: Those that live.
+        placement: As ``RayOptions.placement``.
+        hosts: Node ids of the face's other hosts, with repetitions.
+        avoided: Node ids that come last: a host there was lost.
+    """
+    if not isinstance(placement, str):
+        wanted = list(placement)
+        nodes = [node for node in nodes if node.id in wanted]
+    sign = 1 if placement == "pack" else -1
+    held = list(hosts)
+
+    def rank(node: Node) -> Any:
+        count = held.count(node.id)
+        return node.id in avoided, -count if placement == "pack" else count, sign * node.free, node.id
+
+    return sorted((node for node in nodes if not node.is_leaving), key=rank)

@@ -1,0 +1,59 @@
+"""How envs run on a Ray cluster, as one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from multienv.config import Named, check_seconds, integer
+from multienv.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RayOptions(Named):
+    """Says how envs run on a Ray cluster. A *host* is an actor on a node, with a monitor and workers of its own.
+
+    Args:
+        address: As for ``ray.init``: ``"auto"``, ``"ray-head:6379"``. ``None``: the Ray that this process is connected
+            to; else the one that ``RAY_ADDRESS`` names; else a local one, which is shut down again when the last env is
+            closed.
+        hosts: How many; ``None``: one on each node that has a CPU free, but not more than there are workers.
+        cpus_per_host: CPUs that a host reserves; ``None``: one for each of its workers, as far as its node has them
+            free. A host that is lost needs a node with as many free.
+        placement: Which nodes are taken first: ``"spread"``, those with most CPUs free, in turn; ``"pack"``, as few as
+            will do; or a list of node ids, taken in turn.
+        runtime_env: As for ``ray.init``: what the hosts are to have installed, and their files. multienv, gymnasium and
+            what the envs import must be there.
+        suspect_after: Seconds after which a silent host is given up, and its envs are brought back on another node.
+        placement_timeout: Seconds that a host may wait for a node with so many CPUs free.
+        rounds_in_flight: Calls under way to a host, at most.
+        bytes_in_flight: Bytes under way to a host, and from it, at most; one request or answer may be larger.
+        drain_notices: Move envs away from a node that is being drained, between two steps.
+    """
+
+    address: str | None = None
+    hosts: int | None = None
+    cpus_per_host: int | None = None
+    placement: str | Sequence[str] = "spread"
+    runtime_env: Mapping[str, Any] | None = field(default=None, hash=False)
+    suspect_after: float = 10.0
+    placement_timeout: float = 60.0
+    rounds_in_flight: int = 2
+    bytes_in_flight: int = 2**28
+    drain_notices: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a value that makes no sense."""
+        for name in ("suspect_after", "placement_timeout"):
+            check_seconds(f"RayOptions.{name}", getattr(self, name))
+            if getattr(self, name) is None:
+                raise UsageError(f"RayOptions.{name} is None; give a number of seconds.")
+        for name in ("hosts", "cpus_per_host", "rounds_in_flight", "bytes_in_flight"):
+            value = getattr(self, name)
+            if value is None and name in ("hosts", "cpus_per_host"):
+                continue
+            if (integer(value) or 0) < 1:
+                raise UsageError(f"RayOptions.{name} is {value!r:.100}; give an integer of at least 1.")
+        if isinstance(self.placement, str) and self.placement not in ("spread", "pack"):
+            raise UsageError(f"RayOptions.placement is {self.placement!r:.100}; choose 'spread', 'pack' or node ids.")

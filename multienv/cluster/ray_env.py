@@ -1,0 +1,143 @@
+"""One env on a node of a Ray cluster, and several of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from multienv.cluster.fleet import Fleet, RelayLauncher
+from multienv.cluster.options import RayOptions
+from multienv.config import Deadlines, RestartPolicy
+from multienv.envs.building import EnvFn, Workers, arguments, check_env_fn, checked_threads, listed_env_fns
+from multienv.envs.subprocess_env import SupervisedEnv, built_envs
+from multienv.errors import UsageError
+from multienv.events import Hook
+from multienv.processes.launcher import method_of
+from multienv.wire.messages import Setting
+from multienv.worker.registrations import registrations
+
+# Seconds that close() waits, with the last env, until the hosts have been told to end and a local Ray is shut down.
+CLOSE_PATIENCE = 10.0
+
+
+class Nodes:
+    """Has workers live on the hosts of a fleet: a backend.
+
+    Args:
+        fleet: Whose.
+        context, native_threads: As for :class:`~multienv.SubprocessEnv`.
+        first: Index of the first worker.
+    """
+
+    def __init__(self, fleet: Fleet, context: Any, native_threads: int | None, first: int = 0) -> None:
+        self._fleet = fleet
+        self._method, self._native_threads = method_of(context), checked_threads(native_threads)
+        self._next = first
+
+    def launcher(self, title: str) -> RelayLauncher:
+        """Return what launches the processes of the next worker."""
+        index, self._next = self._next, self._next + 1
+        return self._fleet.launcher(index, self._method, self._native_threads, title)
+
+    def setting(self) -> Setting:
+        """Return what a worker takes from the trainer; path, directory and environment are those of its node."""
+        authkey = bytes(multiprocessing.current_process().authkey)
+        return Setting((), arguments(), "", None, registrations(), authkey)
+
+
+class RayEnv(SupervisedEnv):
+    """A :class:`~multienv.SubprocessEnv` whose process is on a node of a Ray cluster.
+
+    The journal stays with the trainer. So an env whose process dies is brought back where it was, from a forked
+    snapshot; and one whose node is lost is brought back on another node, from the journal: exactly, or its episode ends
+    with ``truncated=True``.
+
+    Args:
+        env_fn: Builds the env, on the node: it travels by cloudpickle, and what it imports must be installed there.
+        ray: Where and how; or a :class:`~multienv.cluster.fleet.Fleet` that several envs share.
+        restart, deadlines, context, native_threads, env_index, hooks, reports: As for
+            :class:`~multienv.SubprocessEnv`.
+
+    Raises:
+        UsageError: Ray is not installed, or an option makes no sense.
+        ClusterError: The cluster cannot be reached, or has no CPU free.
+        EnvFnError: ``env_fn`` is not callable or cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        ray: RayOptions | Fleet = RayOptions(),  # noqa: B008 - frozen
+        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        context: Any = None,
+        native_threads: int | None = 1,
+        env_index: int | None = None,
+        hooks: Sequence[Hook] = (),
+        reports: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_env_fn(env_fn)
+        fleet = self._fleet = ray if isinstance(ray, Fleet) else fleet_for(ray, 1)
+        try:
+            workers = Workers(
+                Nodes(fleet, context, native_threads, env_index or 0),
+                restart=restart,
+                deadlines=deadlines,
+                hooks=hooks,
+                reports=reports,
+            )
+            super().__init__(workers.make([env_fn], env_index, exact=True))
+        except BaseException:
+            fleet.close()
+            raise
+        self._owner = os.getpid()
+
+    def close(self) -> None:
+        """End the process; with the last env of the fleet its hosts too, and a local Ray that was started for them."""
+        super().close()
+        self._fleet.wait(CLOSE_PATIENCE)
+
+    def __del__(self) -> None:
+        """Let go of the process, which ends by itself, if close() was not called."""
+        if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
+            self._supervisor.abandon()
+
+
+def fleet_for(options: Any, envs: int) -> Fleet:
+    """Return a new fleet for so many envs with a process each. Raises UsageError, ClusterError."""
+    if not isinstance(options, RayOptions):
+        raise UsageError(f"ray is {options!r:.100}; give RayOptions: ray=RayOptions(address=...).")
+    fleet = Fleet(options, envs)
+    fleet.seat_workers(envs)
+    return fleet
+
+
+def create_ray_envs(env_fns: Iterable[EnvFn], *, ray: RayOptions = RayOptions(), **options: Any) -> list[RayEnv]:  # noqa: B008
+    """Make envs on the nodes of a Ray cluster, each in a process of its own, all started first, then built in parallel.
+
+    Args:
+        env_fns: One function for each env.
+        ray: Where and how.
+        **options: Of :class:`RayEnv`, for all of them.
+
+    Returns:
+        The initialized envs, in order; each knows its index.
+
+    Raises:
+        EnvsFailedError: Some could not be built; all are closed again.
+        ClusterError: The cluster cannot be reached, or has no CPU free.
+    """
+    return built_envs("create_ray_envs()", unbuilt_envs(listed_env_fns("create_ray_envs", env_fns), ray, **options))
+
+
+def unbuilt_envs(env_fns: Sequence[EnvFn], ray: RayOptions | None, **options: Any) -> list[RayEnv]:
+    """Return envs that share their hosts, not started; see :func:`create_ray_envs`."""
+    fleet = fleet_for(RayOptions() if ray is None else ray, len(env_fns))
+    try:
+        return [RayEnv(env_fn, ray=fleet, env_index=index, **options) for index, env_fn in enumerate(env_fns)]
+    except BaseException:
+        fleet.close()
+        raise
