@@ -82,7 +82,8 @@ class State(NamedTuple):
         idle: Those of the absent slots that are not even reset in the pending step, because it is their reset that ends
             processes.
         owed: Slots whose episode is lost, which the caller is yet to be told, and why: absent from the next step.
-        deaths: Slot and number of processes that ended while they executed the pending request for that slot.
+        deaths: Slot and number of processes that ended while they executed the pending request for that slot. In a
+            rollout the slot behind the last one stands for the policy.
         killed: The same for those killed from outside, which may have been the slot's doing (memory) or not.
         losses: Processes lost since the pending request was asked.
         what: What happened when the last of them was lost, in a sentence.
@@ -161,7 +162,8 @@ class Lost:
 
     Attributes:
         cause: It died, hung, or answered what cannot be read.
-        slot: The slot whose env it was executing; -1: none (it had died before it was asked), or not known.
+        slot: The slot whose env it was executing, in a rollout the one behind the last for the policy; -1: none (it had
+            died before it was asked), or not known.
         outside: It was killed from outside (SIGKILL, the monitor's end), which says nothing against the request.
         what: What happened, in a sentence.
     """
@@ -354,7 +356,7 @@ def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Ins
     request = state.request
     assert request is not None
     poisoned = _poisoned(state, rules)
-    if request.kind is Kind.CALL or (poisoned and _is_of_policy(state)):
+    if request.kind is Kind.CALL or rules.slots in poisoned:
         owes = event.strays and rules.slots == 1 and state.episode is Episode.RUNNING
         episode = Episode.OWED if owes else state.episode
         after = after._replace(owed=_merged(state.owed, event.strays), episode=episode)
@@ -408,11 +410,6 @@ def _discarded(state: State, event: Discarded, rules: Rules) -> tuple[State, Ins
 
 def _closed(state: State, event: Closed, rules: Rules) -> tuple[State, Instruction]:
     return State(process=Process.CLOSED), Instruction.RELEASE
-
-
-def _is_of_policy(state: State) -> bool:
-    """Tell whether a rollout has lost all its processes while no env was called."""
-    return state.request is not None and state.request.steps > 0 and not state.deaths and not state.killed
 
 
 def _poisoned(state: State, rules: Rules) -> dict[int, str]:
