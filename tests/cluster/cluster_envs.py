@@ -93,3 +93,17 @@ class InStep:
         """The last recovery of each worker that had one."""
         found = [statistics.last_recovery for statistics in self.envs.statistics()]
         return [one for one in found if one is not None]
+
+
+class Noisy:
+    """Is a policy that draws from a generator it carries."""
+
+    def __init__(self, name: str, seed: int = 3) -> None:
+        self.space = make(name).action_space
+        self.seed = seed
+
+    def __call__(self, observations: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        self.space.seed(self.seed)
+        self.seed += 1
+        actions = np.stack([self.space.sample() for _ in observations])
+        return actions, {"seed": np.full(len(observations), self.seed)}
