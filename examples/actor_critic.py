@@ -4,10 +4,11 @@
     python examples/actor_critic.py --chaos            # ... while workers are killed at random
     python examples/actor_critic.py --chaos --verify   # ... and show that the killing changed nothing
     python examples/actor_critic.py --vector --chaos   # ... with several environments in each worker
+    python examples/actor_critic.py --backend ray      # ... on a Ray cluster; without --address on a local one
 
 The learner is plain A2C with generalised advantage estimation.  Terminated and truncated are kept
 apart: a terminated episode is worth nothing beyond its end, a truncated one is worth what the critic
-makes of its final observation.  ``MultiEnv`` and ``SubprocessVectorEnv`` reset on the step after the
+makes of its final observation.  ``MultiEnv`` and the vector environments reset on the step after the
 one that ended an episode (``AutoresetMode.NEXT_STEP``), so that final observation is simply the next
 one in the rollout, and the step that only performed the reset is left out of the loss.
 
@@ -37,7 +38,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from multienv import MultiEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import MultiEnv, RayOptions, RayVectorEnv, SubprocessVectorEnv, create_subprocess_envs
 
 try:
     from matplotlib.figure import Figure
@@ -47,7 +48,7 @@ except ImportError as error:
     sys.exit(f'{error}: this example draws with rich and matplotlib; from a checkout, pip install -e ".[examples]"')
 
 Floats = NDArray[np.float32]
-Envs = MultiEnv | SubprocessVectorEnv
+Envs = MultiEnv | SubprocessVectorEnv | RayVectorEnv
 
 HORIZON = 16  # steps of every environment between two updates
 HIDDEN = 32  # units in each of the two hidden layers
@@ -251,9 +252,11 @@ def chaos(envs: Envs, run: Run, rate: float | None) -> Iterator[None]:
 
 
 def build(options: argparse.Namespace) -> Envs:
-    """One environment in each worker, lists in and lists out; or several, in batches."""
+    """One environment in each worker, lists in and lists out; or several, in batches, here or on a cluster."""
     env_fns = [partial(gymnasium.make, options.env)] * options.num_envs
     reports = None if options.chaos is None else ""  # none of deaths that are wanted
+    if options.backend == "ray":
+        return RayVectorEnv(env_fns, ray=RayOptions(address=options.address), reports=reports)
     if options.vector:
         return SubprocessVectorEnv(env_fns, reports=reports)
     return MultiEnv(create_subprocess_envs(env_fns, reports=reports))
@@ -364,6 +367,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--env", default="CartPole-v1", help="an environment with flat observations and discrete actions")
     add("--num-envs", type=int, default=8, metavar="N")
     add("--vector", action="store_true", help="several environments in each worker (SubprocessVectorEnv)")
+    add("--backend", choices=("subprocess", "ray"), default="subprocess", help="ray: RayVectorEnv")
+    add("--address", default=os.environ.get("RAY_ADDRESS"), help="of a Ray cluster; without it a local Ray is started")
     add("--seed", type=int, default=0)
     add("--total-steps", type=int, default=500_000, metavar="N", help="give up after this many environment steps")
     add("--chaos", type=float, nargs="?", const=CHAOS, metavar="KILLS", help="kill workers, this many per 1000 steps")
@@ -372,6 +377,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.verify and options.chaos is None:
         options.chaos = CHAOS
+    if options.chaos is not None and options.backend == "ray" and options.address:
+        print(f"nothing is killed: the workers are on the nodes of {options.address}")  # a pid means another one here
+        options.chaos = None
     if min(options.num_envs, options.total_steps) < 1 or (options.chaos is not None and options.chaos <= 0):
         parser.error("--num-envs, --total-steps and --chaos must be positive")
     if not options.plot.absolute().parent.is_dir():

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from multienv.config import Deadlines, RestartPolicy
 from multienv.envs.autoreset import AutoResetWrapper
+from multienv.envs.fragments import Fragment
 from multienv.envs.multi_env import MultiEnv
 from multienv.envs.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import *  # noqa: F403 - the error tree, see there
@@ -49,6 +50,7 @@ __all__ = [
     "AutoResetWrapper",
     "Deadlines",
     "EnvManagerConfig",
+    "Fragment",
     "Loss",
     "MultiEnv",
     "RayEnv",

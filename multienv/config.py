@@ -82,7 +82,7 @@ class Deadlines(Named):
     Args:
         start: From the launch of the process to the built env.
         reset: One ``reset``.
-        step: One ``step``.
+        step: One ``step``; of a ``rollout`` each.
         call: One ``call``, ``get_attr``, ``set_attr`` or ``render``.
         close: ``close``, after which the process is killed.
         recovery: Bringing back one lost env, all attempts together. Past it the step is truncated.

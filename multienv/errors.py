@@ -11,6 +11,7 @@
     │   ├── NothingPendingError               a wait without a request
     │   ├── ReportError                       a crash report cannot be read or replayed so
     │   ├── ActionError                       an action that does not fit the action space
+    │   ├── PolicyError                       the policy of a rollout() raised
     │   ├── SeedError                         a seed that is none (also a gymnasium.error.Error)
     │   ├── EnvFnError                        env_fn cannot be sent to a process
     │   ├── SpaceMismatchError                envs with different spaces in one batch (also a RuntimeError)
@@ -92,6 +93,18 @@ class ActionError(UsageError, gymnasium.error.InvalidAction):
     """Raised by an action that does not fit the action space."""
 
 
+class PolicyError(UsageError):
+    """Raised when the policy of a ``rollout()`` raised, or returned what are no actions; that is its ``__cause__``.
+
+    The steps that it chose before are done and not returned; the episodes go on.
+
+    Attributes:
+        remote_traceback: The traceback in the worker, as text.
+    """
+
+    remote_traceback: str = ""
+
+
 class SeedError(UsageError, gymnasium.error.Error):
     """Raised by a seed that is not a non-negative integer; gymnasium's own type for that is a base class."""
 
@@ -130,6 +143,7 @@ class EnvError(MultienvError):
         remote_traceback: The traceback in the worker, as text; where unpickling failed, that in the trainer.
         returned: What ``step()`` had returned, if it ended an episode and the reset of the same step raised:
             observation, reward, terminated, truncated and info. Else ``None``.
+        fragment: What a ``rollout()`` came to all the same, of this env; else ``None``.
     """
 
     env_index: int | None = None
@@ -138,6 +152,7 @@ class EnvError(MultienvError):
     seed: int | None = None
     remote_traceback: str = ""
     returned: tuple[Any, float, bool, bool, dict[str, Any]] | None = None
+    fragment: Any = None
 
 
 class EnvRaisedError(EnvError):

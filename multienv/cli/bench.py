@@ -14,16 +14,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from multienv.cli.measuring import PEERS, WORTH_IT, Bench, measure
+from multienv import RayOptions
+from multienv.cli.measuring import PEERS, WORTH_IT, Bench, Rounds, measure
 from multienv.cli.options import (
+    BackendOption,
     EnvArgument,
     JsonOption,
     KwargsOption,
     NumEnvsOption,
     at_work,
+    checked_backend,
     first_line,
     plain_console,
     refuse,
+    share_import_path,
     vector_env_code,
     working_env,
 )
@@ -37,6 +41,8 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.01, help="How long each turn takes.")] = 0.25,
     repeats: Annotated[int, typer.Option(min=1, help="How many turns each contender has.")] = 7,
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this file.", metavar="FILE")] = None,
+    backend: BackendOption = "subprocess",
+    address: Annotated[str | None, typer.Option(help="With ray: of the cluster. Else a local one is started.")] = None,
     env_kwargs: KwargsOption = "{}",
     as_json: JsonOption = False,
 ) -> None:
@@ -52,15 +58,24 @@ def bench(
     multienv bench CartPole-v1 --envs 32
 
     multienv bench my_envs.py:MyEnv --against gymnasium,sb3 --plot bench.png
+
+    multienv bench CartPole-v1 --backend ray --address ray-head:6379
     """
     peers = _peers(against)
+    ray = RayOptions(address=address) if checked_backend(backend) == "ray" else None
+    if address is not None and ray is None:
+        refuse("--address is that of a Ray cluster: give --backend ray, too.")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         refuse('--plot needs matplotlib: pip install -e ".[plot]" in a checkout of multienv.')
     load = os.getloadavg()[0]
     with at_work("building ...", as_json=as_json) as status:
         found = working_env(env, env_kwargs)
+        if ray is not None:
+            share_import_path()
         try:
-            result = measure(found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, told=status.update)
+            result = measure(
+                found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, ray=ray, told=status.update
+            )
         except Exception as error:  # of the env, of other libraries
             refuse(f"{env} cannot be measured: {first_line(error)} `multienv doctor {env}` says more.")
     code = vector_env_code(found, num_envs, result.recommended.options or "")
@@ -104,6 +119,17 @@ def _document(result: Bench) -> dict[str, Any]:
         "time": {"env_steps": best.ratio(limit), "everything_else": 1 - best.ratio(limit)},
         "kill_to_next_step": {"seconds": result.kills, "exact": result.exact},
         "recommended": best.name,
+        **({} if result.rounds is None else {"ray": _ray_document(result.rounds)}),
+    }
+
+
+def _ray_document(rounds: Rounds) -> dict[str, Any]:
+    return {
+        "rounds_per_second": rounds.rate,
+        "steps_per_second": rounds.steps.rate,
+        "steps_per_second_in_fragments": None if rounds.fragments is None else rounds.fragments.rate,
+        "share_of_env_steps": rounds.share_of_steps,
+        "network_limits": rounds.network_limits,
     }
 
 
@@ -127,9 +153,20 @@ def _show(console: Console, title: str, result: Bench, code: str) -> None:
     console.print(f"From SIGKILL to the next step: {killed:.0f} ms, recovered {how}.")
     if any(one.is_local and one.ratio(best) > WORTH_IT for one in result.contenders):
         console.print("In this very process it is faster: from processes this env gains nothing but survival.")
+    if result.rounds is not None:
+        _show_rounds(console, result.rounds)
     console.print("Recommended:")
     for line in code.splitlines():
         console.print(f"    {line}", soft_wrap=True)
+
+
+def _show_rounds(console: Console, rounds: Rounds) -> None:
+    told = f"On Ray: {rounds.rate:,.0f} rounds/s, {rounds.steps.rate:,.0f} steps/s"
+    if rounds.fragments is not None:
+        told += f"; in fragments {rounds.fragments.rate:,.0f} steps/s"
+    console.print(f"{told}. A round takes {1000 / rounds.rate:.1f} ms, {rounds.share_of_steps:.0%} of it env steps.")
+    if rounds.network_limits:
+        console.print("The call over the network is what limits there: ask for many steps a call, envs.rollout().")
 
 
 def _draw(path: Path, title: str, result: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Annotated, Any
 
@@ -9,19 +10,23 @@ import typer
 from rich.table import Table
 
 from multienv.cli.options import (
+    BackendOption,
     EnvArgument,
     JsonOption,
     KwargsOption,
     NumEnvsOption,
     at_work,
+    checked_backend,
     first_line,
     plain_console,
     refuse,
+    share_import_path,
     working_env,
 )
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import MultienvError
 from multienv.testing.chaos import Chaos, run_chaos
+from multienv.testing.ray_cluster import RayCluster
 
 
 def chaos(
@@ -36,11 +41,14 @@ def chaos(
     pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two strikes, in seconds.")] = 0.05,
     snapshot_every: Annotated[int | None, typer.Option(min=1, help="Steps between two snapshots.")] = None,
     snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or by replay alone.")] = True,
+    backend: BackendOption = "subprocess",
+    nodes: Annotated[int, typer.Option(min=2, help="With ray: nodes of the cluster, all on this machine.")] = 3,
+    kill_nodes: Annotated[bool, typer.Option("--kill-nodes", help="With ray: kill whole nodes, too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Step an env while its workers are killed, and hold every transition against an undisturbed run.
 
-    Workers are killed, crashed and stopped at random moments.
+    Workers are killed, crashed and stopped at random moments; with ray the actors that they belong to are killed, too.
     An episode that could not be brought back exactly ends with a reason.
 
     Exit code 0: nothing differed silently.
@@ -52,11 +60,21 @@ def chaos(
     multienv chaos CartPole-v1 --kills 200
 
     multienv chaos my_envs:make_my_env --kills 50 --no-snapshots
+
+    multienv chaos CartPole-v1 --backend ray --kill-nodes
     """
+    on_ray = checked_backend(backend) == "ray"
+    if kill_nodes and not on_ray:
+        refuse("--kill-nodes needs --backend ray: processes of this machine have no nodes.")
     policy = RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000)
-    with at_work("building ...", as_json=as_json) as status:
+    with at_work("building ...", as_json=as_json) as status, contextlib.ExitStack() as stack:
         found = working_env(env, env_kwargs)
         try:
+            # Each node has room for all envs: none is to end because the others are full.
+            cluster = None
+            if on_ray:
+                share_import_path()
+                cluster = stack.enter_context(RayCluster(nodes, cpus=num_envs))
             result = run_chaos(
                 found.env_fn,
                 num_envs=num_envs,
@@ -64,6 +82,8 @@ def chaos(
                 seconds=float("inf") if minutes is None else 60 * minutes,
                 seed=seed,
                 interval=(0.0, pause),
+                cluster=cluster,
+                kill_nodes=kill_nodes,
                 progress=lambda so_far: status.update(
                     f"{so_far.kills} of {kills} workers lost, {so_far.steps:,} steps ..."
                 ),

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.vector.utils import batch_space
 
-from multienv import SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import RayOptions, RayVectorEnv, SerialVectorEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.cli.env_functions import EnvFn
 from multienv.cli.options import first_line
 from multienv.config import Deadlines
@@ -34,6 +36,10 @@ _WARM_UP = 0.1
 # Another layout than "auto" must be faster by so much to be recommended.
 WORTH_IT = 1.05
 _KILLS = 5
+# Steps of a fragment.
+_FRAGMENT = 64
+# Where less of a round than this share goes into env steps, the call over the network is what limits.
+_BUSY = 0.5
 
 
 @dataclass
@@ -71,6 +77,40 @@ class Contender:
 
 
 @dataclass
+class Rounds:
+    """Tells how a batch on Ray steps: a round is one call to each host.
+
+    Attributes:
+        steps: What was measured, step by step.
+        fragments: The same, many steps a call; ``None``: it was not measured.
+        limit: As of the whole measurement.
+        num_envs: How many envs step in a round.
+        per_process: How many of them share a process, at most.
+    """
+
+    steps: Contender
+    fragments: Contender | None
+    limit: Contender
+    num_envs: int
+    per_process: int
+
+    @property
+    def rate(self) -> float:
+        """Return the rounds a second."""
+        return self.steps.rate / self.num_envs
+
+    @property
+    def share_of_steps(self) -> float:
+        """Return which share of a round a process spends in env steps, if its cores are as fast as those here."""
+        return min(1.0, self.steps.ratio(self.limit) * len(cores()) * self.per_process / self.num_envs)
+
+    @property
+    def network_limits(self) -> bool:
+        """Tell whether most of a round goes into the call over the network."""
+        return self.share_of_steps < _BUSY
+
+
+@dataclass
 class Bench:
     """Tells what was measured.
 
@@ -80,6 +120,7 @@ class Bench:
         left_out: Why others could not, by name.
         kills: Seconds from the SIGKILL of a worker to the return of the next step, in the recommended layout.
         exact: How many of the kills were recovered from exactly.
+        rounds: On Ray, if that was measured.
     """
 
     limit: Contender
@@ -87,6 +128,7 @@ class Bench:
     left_out: dict[str, str] = field(default_factory=dict)
     kills: list[float] = field(default_factory=list)
     exact: int = 0
+    rounds: Rounds | None = None
 
     @property
     def recommended(self) -> Contender:
@@ -103,6 +145,7 @@ def measure(
     *,
     seconds: float,
     repeats: int,
+    ray: RayOptions | None = None,
     told: Callable[[str], object] = lambda text: None,
 ) -> Bench:
     """Build all contenders, and have them step in turns, in another order each time.
@@ -113,6 +156,7 @@ def measure(
         against: Some of ``PEERS``.
         seconds: Of each turn.
         repeats: Turns of each contender.
+        ray: Measure RayVectorEnv, too, on this cluster.
         told: Called with what is being done.
 
     Raises:
@@ -126,7 +170,8 @@ def measure(
         # First: an env that ends its process shows it there, and not in this process.
         bench = Bench(_limit(env_fn, stack))
         bench.limit.step_for(_WARM_UP)
-        for one in _contenders(env_fn, num_envs, against):
+        on_ray = [] if ray is None else [_on_ray(env_fn, num_envs, ray)]
+        for one in (*_contenders(env_fn, num_envs, against), *on_ray):
             told(f"building {one.name} ...")
             try:
                 one.batch = one.make()
@@ -139,6 +184,8 @@ def measure(
                 bench.contenders.append(one)
         if not any(one.options is not None for one in bench.contenders):
             raise UsageError("; ".join(f"{name}: {why}" for name, why in bench.left_out.items()))
+        if on_ray and on_ray[0] in bench.contenders:
+            bench.rounds = _rounds(bench, on_ray[0], num_envs)
         turns = [bench.limit, *bench.contenders]
         for number in range(repeats):
             told(f"turn {number + 1} of {repeats} ...")
@@ -168,6 +215,46 @@ def _contenders(env_fn: EnvFn, num_envs: int, against: list[str]) -> Iterator[Co
         yield from _of_stable_baselines3(env_fns)
 
 
+def _on_ray(env_fn: EnvFn, num_envs: int, options: RayOptions) -> Contender:
+    where = "" if options.address is None else f", ray={options!r}"
+    make = partial(RayVectorEnv, [env_fn] * num_envs, ray=options, reports="")
+    return Contender("multienv", f"RayVectorEnv(env_fns{where})", make)
+
+
+def _rounds(bench: Bench, steps: Contender, num_envs: int) -> Rounds:
+    """Have the batch on Ray step in fragments, too, if it can."""
+    batch, fragments = steps.batch, None
+    if hasattr(batch, "rollout"):
+        name = f"RayVectorEnv(env_fns).rollout(policy, {_FRAGMENT})"
+        policy = RandomPolicy(batch.single_action_space)
+        fragments = Contender("multienv", name, steps.make, batch=batch)
+        fragments.step_for = partial(_take, lambda: batch.rollout(policy, _FRAGMENT), num_envs * _FRAGMENT)
+        fragments.step_for(_WARM_UP)
+        bench.contenders.append(fragments)
+    return Rounds(steps, fragments, bench.limit, num_envs, max(batch.envs_per_worker))
+
+
+class RandomPolicy:
+    """Chooses random actions, beside the envs.
+
+    Args:
+        space: Of the actions of one env.
+    """
+
+    def __init__(self, space: Any) -> None:
+        self._space = space
+        self._spaces: dict[int, Any] = {}  # by how many envs share a process
+
+    def __call__(self, observations: Any) -> Any:
+        """Return the batch of actions for a batch of observations."""
+        leaf = observations
+        while isinstance(leaf, Mapping | tuple):  # of a Dict or Tuple space
+            leaf = next(iter(leaf.values() if isinstance(leaf, Mapping) else leaf))
+        if len(leaf) not in self._spaces:
+            self._spaces[len(leaf)] = batch_space(self._space, len(leaf))
+        return self._spaces[len(leaf)].sample()
+
+
 def _of_stable_baselines3(env_fns: list[EnvFn]) -> Iterator[Contender]:
     from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
@@ -188,14 +275,17 @@ def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
     else:
         actions = [np.array([space.sample() for _ in range(num_envs)]) for _ in range(64)]
 
-    def step_for(seconds: float) -> float:
-        began, steps = time.perf_counter(), 0
-        while not steps or (spent := time.perf_counter() - began) < seconds:
-            batch.step(actions[steps % 64])
-            steps += 1
-        return num_envs * steps / spent
+    turn = itertools.cycle(actions)
+    return partial(_take, lambda: batch.step(next(turn)), num_envs)
 
-    return step_for
+
+def _take(step: Callable[[], object], env_steps: int, seconds: float) -> float:
+    """Step for some seconds, so many env steps at once; return the env steps a second."""
+    began, calls = time.perf_counter(), 0
+    while not calls or (spent := time.perf_counter() - began) < seconds:
+        step()
+        calls += 1
+    return env_steps * calls / spent
 
 
 def _limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Contender:

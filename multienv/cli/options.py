@@ -18,6 +18,7 @@ from rich.status import Status
 from multienv import SubprocessEnv
 from multienv.cli.env_functions import Named, named
 from multienv.cli.texts import visible
+from multienv.cluster.cluster import import_ray
 from multienv.config import Deadlines
 from multienv.errors import EnvsFailedError, MultienvError, UsageError
 from multienv.testing.probe import RAISE, walk
@@ -33,6 +34,7 @@ EnvArgument = Annotated[
 KwargsOption = Annotated[str, typer.Option(help="Arguments of the env, as JSON.", metavar="JSON")]
 NumEnvsOption = Annotated[int, typer.Option("--envs", "--num-envs", min=1, help="How many of it.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
+BackendOption = Annotated[str, typer.Option(help="Where the envs are: subprocess or ray.")]
 
 _TRIAL = Deadlines(reset=60.0, step=30.0)
 _TRIAL_STEPS = 20
@@ -65,6 +67,18 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
     return arguments
 
 
+def checked_backend(backend: str) -> str:
+    """Return the name of a backend; end the command if there is none of it, or what it needs is not installed."""
+    if backend not in ("subprocess", "ray"):
+        refuse(f"--backend {backend}: choose subprocess or ray.")
+    if backend == "ray":
+        try:
+            import_ray()
+        except UsageError as error:
+            refuse(first_line(error))
+    return backend
+
+
 def named_env(env: str, env_kwargs: str) -> Named:
     """Return what builds the env, by its name on the command line; end the command if there is none."""
     try:
@@ -82,6 +96,11 @@ def working_env(env: str, env_kwargs: str) -> Named:
     except MultienvError as error:
         refuse(f"{env} does not work: {first_line(error)} `multienv doctor {env}` says more.")
     return found
+
+
+def share_import_path() -> None:
+    """Have a Ray that this process starts find the env's module as this process does: its nodes inherit this."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -14,19 +15,28 @@ from functools import partial
 from typing import Any
 
 import multienv
+from multienv.cluster import frames
 from multienv.cluster.courier import UnansweredError
 from multienv.cluster.options import RayOptions
 from multienv.cluster.relay import Relay
 from multienv.errors import ClusterError, ClusterLostError, NoCapacityError, UsageError
 from multienv.processes import launcher
+from multienv.threads import Bell
 
 logger = logging.getLogger("multienv")
 
-# Seconds between two looks for a node with CPUs free, and until a host that is pinned to a node must be up.
+# Seconds between two looks for a node with CPUs free.
 _AGAIN = 0.25
+# Seconds until a host that is pinned to a node must be up, and how many it has in any case.
 _UP_WITHIN = 30.0
+_UP_LEAST = 10.0
+_OUTLIVING = "RAY_gcs_rpc_server_reconnect_timeout_s"
 # Threads of a host: one waits for answers, one returns them, the others may come meanwhile.
 _THREADS = 4
+# Bytes of a part of a reply. Ray sends what is shorter than 100 kB with the reply itself. What is longer goes through
+# its object stores, which takes 6 ms from one node to another; up to so many bytes several parts are faster.
+PART = 90_000
+MOST_IN_PARTS = 2_000_000
 # Seconds between two looks at the nodes.
 WATCH_EVERY = 1.0
 
@@ -86,13 +96,20 @@ class Cluster:
         is_ours = address is None and not os.environ.get("RAY_ADDRESS")
         # "local": a Ray that runs on this machine already is somebody else's.
         where = {"address": "local", "include_dashboard": False} if is_ours else {"address": address or "auto"}
+        # Ray's agents outlive a trainer that was killed by so many seconds; they take it from their environment.
+        kept = os.environ.get(_OUTLIVING)
         try:
-            ray.init(**where, configure_logging=False, log_to_driver=True, ignore_reinit_error=True)
+            if is_ours:
+                os.environ[_OUTLIVING] = kept or "5"
+            ray.init(**where, logging_level=logging.ERROR, ignore_reinit_error=True)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(
                 f"Ray at {where['address']!r} cannot be reached: {error}. Give RayOptions(address=...) of a cluster "
                 "that runs, or none for a local one."
             ) from error
+        finally:
+            if is_ours and kept is None:
+                os.environ.pop(_OUTLIVING, None)
         Cluster._is_ours, Cluster._users = is_ours, 0
 
     def disconnect(self) -> None:
@@ -193,7 +210,7 @@ class Cluster:
         actor = ray.remote(HostActor).options(**options).remote(hash_seed)
         errors = ray.exceptions
         try:
-            seconds = min(_UP_WITHIN, max(1.0, until - time.monotonic()))
+            seconds = max(_UP_LEAST, min(_UP_WITHIN, until - time.monotonic()))
             version = ray.get(actor.version.remote(), timeout=seconds)
         except (errors.ActorUnschedulableError, errors.GetTimeoutError, errors.NodeDiedError) as error:
             logger.info("no host came up on node %s (%s): another one is tried", node.name, error)
@@ -230,9 +247,10 @@ class HostActor:
         """Return the version of multienv on this node; the first call says that the host is up."""
         return multienv.__version__
 
-    def exchange(self, data: bytes) -> Any:
-        """Exchange frames; see ``Relay.exchange``."""
-        return self._relay.exchange(data)
+    def exchange(self, data: bytes, parts: int) -> Any:
+        """Exchange frames, see ``Relay.exchange``; the reply comes in so many parts."""
+        reply = self._relay.exchange(data)
+        return reply if parts == 1 else frames.split(reply, parts, PART)
 
 
 class RayHost:
@@ -242,18 +260,37 @@ class RayHost:
         self._ray, self._actor = ray, actor
         self.node = node
         self.name = f"node {node.name} ({node.id[:8]})"
+        self._parts = 1  # of the next reply
+        self._methods = {1: actor.exchange}
 
     def call(self, data: bytes) -> Future[Any]:
         """Call the relay."""
         refuse_if_disconnected(self._ray)
+        parts = self._parts
+        method = self._methods.get(parts)
+        if method is None:
+            method = self._methods[parts] = self._actor.exchange.options(num_returns=parts)
+        refs = method.remote(data, parts)
         answer: Future[Any] = Future()
-        self._actor.exchange.remote(data).future().add_done_callback(partial(self._answered, answer))
+        futures = [ref.future() for ref in ([refs] if parts == 1 else refs)]
+        futures[0].add_done_callback(partial(self._wait_for_next, answer, futures, 0))
         return answer
 
-    def _answered(self, answer: Future[Any], future: Future[Any]) -> None:
-        errors, error = self._ray.exceptions, future.exception()
+    def _wait_for_next(self, answer: Future[Any], futures: list[Future[Any]], place: int, future: Future[Any]) -> None:
+        """Wait for the parts of a reply, one after the other."""
+        if future.exception() is None and place + 1 < len(futures):
+            futures[place + 1].add_done_callback(partial(self._wait_for_next, answer, futures, place + 1))
+        else:
+            self._answer(answer, futures, future.exception())
+            futures.clear()  # each holds this list by its callback: a cycle that would keep the reply
+
+    def _answer(self, answer: Future[Any], futures: list[Future[Any]], error: BaseException | None) -> None:
+        errors = self._ray.exceptions
         if error is None:
-            answer.set_result(future.result())
+            reply = futures[0].result() if len(futures) == 1 else frames.join([one.result() for one in futures])
+            size = frames.size_of(reply)
+            self._parts = 1 + -(-size // PART) if frames.INLINE < size <= MOST_IN_PARTS else 1
+            answer.set_result(reply)
         elif isinstance(error, (errors.ActorUnavailableError, errors.ObjectLostError)):
             answer.set_exception(UnansweredError(str(error).strip().splitlines()[0]))
         else:
@@ -280,12 +317,14 @@ class Watch:
     Args:
         cluster: What is asked.
         tell: Called with the living nodes.
+        end: Called when the thread has been told to end.
     """
 
-    def __init__(self, cluster: Cluster, tell: Callable[[list[Node]], None]) -> None:
-        self._cluster, self._tell = cluster, tell
+    def __init__(self, cluster: Cluster, tell: Callable[[list[Node]], None], end: Callable[[], None]) -> None:
+        self._cluster, self._tell, self._end = cluster, tell, end
         self._heard = time.monotonic()
-        self._is_over = threading.Event()
+        self._is_over = False
+        self._bell = Bell()
         threading.Thread(target=self._run, name="multienv-watch", daemon=True).start()
 
     @property
@@ -294,11 +333,14 @@ class Watch:
         return time.monotonic() - self._heard
 
     def close(self) -> None:
-        """End the thread, soon."""
-        self._is_over.set()
+        """End the thread, soon. Takes no lock and starts no thread: finalizers call it."""
+        self._is_over = True
+        self._bell.ring()
 
     def _run(self) -> None:
-        while not self._is_over.wait(WATCH_EVERY):
+        poller = select.poll()
+        poller.register(self._bell.descriptor, select.POLLIN)
+        while not poller.poll(WATCH_EVERY * 1000) and not self._is_over:
             try:
                 nodes = self._cluster.nodes()
             except Exception as error:  # whatever Ray makes of it
@@ -306,6 +348,7 @@ class Watch:
                 continue
             self._heard = time.monotonic()
             self._tell(nodes)
+        self._end()
 
 
 def in_order(nodes: Collection[Node], placement: Any, hosts: Collection[str], avoided: Collection[str]) -> list[Node]:

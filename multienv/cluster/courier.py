@@ -183,6 +183,7 @@ class Courier:
             self.lost = self.lost or _short(error)
         self._end(self.lost or "it was closed")
         host.end()
+        self._ended = deque(maxlen=0)  # what ends now would be kept for ever: it holds this object
 
     def _end(self, why: str) -> None:
         self.lost = self.lost or why
@@ -258,20 +259,18 @@ class Courier:
         """Give the frames of a reply to their channels."""
         # Of those made before it that were silent for long, the replies were lost: the relay answers one at a time.
         self._calls = [one for one in self._calls if one is not call and not (one.is_doubted and one.made < call.made)]
-        try:
-            told, stretch = frames.unpack_reply(future.result())
-        except UnansweredError as error:
+        error = future.exception()  # raised, it would hold this frame, and that the future: a cycle that keeps the bell
+        if isinstance(error, UnansweredError):
             now = self._failed_at = time.monotonic()
             self._failing_since = self._failing_since or now
             self._failed.append(call)
             if now - self._failing_since >= self._suspect_after:
                 self.lost = f"it cannot be reached: {error}"
-            return
-        except Exception as error:
+        elif error is not None:
             self.lost = _short(error)
-            return
-        self._failing_since = 0.0
-        self._hand_out(told, stretch)
+        else:
+            self._failing_since = 0.0
+            self._hand_out(*frames.unpack_reply(future.result()))
 
     def _hand_out(self, told: list[Frame], stretch: memoryview) -> None:
         """Give frames of the relay to their channels; the parts of answers follow each other in ``stretch``."""

@@ -120,7 +120,7 @@ class Fleet:
             raise
         self.cores = sum(seat.cpus for seat in self._seats)
         self._dealt = self._seats  # the seat of each worker
-        self._watch = Watch(self.cluster, self._look)
+        self._watch = Watch(self.cluster, self._look, self._end)
 
     def _plan(self, envs: int) -> list[Seat]:
         options = self.options
@@ -226,10 +226,10 @@ class Fleet:
         self._users.discard(name)
         if not self._users and not self._is_over:
             self._is_over = True
-            threading.Thread(target=self._end, name="multienv-fleet").start()
+            self._watch.close()
 
     def _end(self) -> None:
-        self._watch.close()
+        """End the hosts, in the thread that has watched the nodes; then a local Ray."""
         couriers = [*self._retired, *(seat.courier for seat in self._seats if seat.courier is not None)]
         for courier in couriers:
             courier.close()
@@ -248,7 +248,7 @@ class Fleet:
 
     def wait(self, seconds: float) -> None:
         """Wait until a fleet that is over has ended; return at once while it is used."""
-        if self._is_over:
+        if self._is_over and not self._lost:
             self._ended.wait(seconds)
 
     @property

@@ -98,6 +98,20 @@ def unpack_reply(reply: Any) -> tuple[list[Frame], memoryview]:
     return pickle.loads(told), memoryview(stretch)
 
 
+def split(reply: Any, parts: int, size: int) -> list[Any]:
+    """Cut a packed reply into so many parts of ``size`` bytes; the last one has all that is left."""
+    if isinstance(reply, bytes):
+        return [reply, *([None] * (parts - 1))]
+    told, stretch = reply
+    cuts = [min(place * size, len(stretch)) for place in range(parts - 1)]
+    return [told, *(stretch[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(stretch)], strict=True))]
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Return the packed reply that :func:`split` has cut."""
+    return parts[0] if parts[1] is None else (parts[0], np.concatenate(parts[1:]))
+
+
 def size_of(reply: Any) -> int:
     """Return how many bytes a reply takes."""
     return len(reply) if isinstance(reply, bytes) else len(reply[0]) + len(reply[1])

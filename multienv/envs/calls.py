@@ -52,7 +52,7 @@ def advice_after(name: str, mode: AutoresetMode) -> tuple[str, str]:
     """Return two sentences for an error: what to do after some envs failed in a call, and how the others are."""
     if name.startswith("reset"):
         return "Reset them again.", "The others are reset."
-    if not name.startswith("step"):
+    if name != "rollout" and not name.startswith("step"):
         return "All episodes go on.", "The others answered."
     advice = "The next step() begins an episode where an env raised; reset() does where a process was lost."
     if mode is AutoresetMode.DISABLED:
@@ -88,9 +88,10 @@ def settle(fan: FanOut, name: str, note: Callable[[Round], None] | None = None) 
             f"Calling `{name}` while waiting for a pending call to `{asked}` to complete. Call {asked}_wait() first.",
             asked,
         )
-    if asked == "step" and not name.startswith("reset"):
+    if asked in ("step", "rollout") and not name.startswith("reset"):
         raise CallPendingError(
-            f"Calling `{name}` after a step that was interrupted. Call step() to complete it, or reset() to drop it.",
+            f"Calling `{name}` after a {asked} that was interrupted. Call {asked}() to complete it, or reset() to drop "
+            "it.",
             asked,
         )
     fan.resume()
@@ -137,6 +138,20 @@ class Calls:
             return self._outcome(fan.resume())
         return self.ask("step", action)
 
+    def rollout(self, message: Callable[[], Message] | None, make: Callable[[Any, bool], Any]) -> Any:
+        """Make a rollout, or complete an interrupted one.
+
+        Args:
+            message: Makes the request; ``None``: one was interrupted.
+            make: Returns the outcome, or the error to raise, given the answer and whether the call was interrupted.
+        """
+        fan = self._fan
+        if self.resumes_rollout():
+            return self._outcome(fan.resume(), make)
+        self.settle("rollout")
+        assert message is not None
+        return self._outcome(fan.ask("rollout", (message(),)), make)
+
     def ask(self, name: str, request: Any) -> Any:
         """Send a message or the action of a step; return the answer, or raise the error that is the answer."""
         if self._fan.unfinished is not None:
@@ -159,7 +174,14 @@ class Calls:
 
     def resume(self) -> Any:
         """Return the answer to the last request, even if it was collected before."""
-        return self._supervisor.resume() if self._fan.unfinished is None else self._outcome(self._fan.resume())
+        if self._fan.unfinished is None:
+            return self._supervisor.resume()
+        return self._outcome(self._fan.resume())
+
+    def resumes_rollout(self) -> bool:
+        """Tell whether a rollout was interrupted, which :meth:`rollout` completes."""
+        unfinished = self._fan.unfinished
+        return unfinished is not None and unfinished.name == "rollout"
 
     def settle(self, name: str) -> None:
         """Finish what an earlier call has left unfinished, as :func:`settle` does; refuse if the worker is closed."""
@@ -168,13 +190,18 @@ class Calls:
             self._supervisor.refuse(name)
         settle(self._fan, name)
 
-    def _outcome(self, current: Round) -> Any:
-        """Return the answer of a call or raise its error; the call is finished then."""
+    def _outcome(self, current: Round, make: Callable[[Any, bool], Any] | None = None) -> Any:
+        """Return the answer of a call, or what is made of it, or raise its error; the call is finished then."""
         for error in current.failures.values():
             self._fan.finish()
             raise error
         answer = current.answers[0]
         if current.resumed and current.name == "step":
             answer = resumed(answer)
+        if make is not None:
+            answer = make(answer, current.resumed)
+        failed = make is not None and isinstance(answer, Exception)
         self._fan.finish()
+        if failed:
+            raise answer
         return answer

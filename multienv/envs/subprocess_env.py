@@ -14,8 +14,10 @@ from multienv.config import Deadlines, RestartPolicy, checked_seed
 from multienv.cores import spread
 from multienv.envs.building import EnvFn, Processes, Workers, build_all, check_env_fn, listed_env_fns, serial_worker
 from multienv.envs.calls import Calls, call_message, refuse_copy
+from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 from multienv.events import Hook, Statistics
+from multienv.recovery.rollouts import RolledReply
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import close_at_once
@@ -162,9 +164,47 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         transition: Transition = self._calls.wait("step", timeout)
         return transition
 
+    def rollout(self, policy: Policy, steps: int) -> Fragment:
+        """Take many steps in one request: the policy runs beside the env, in its process.
+
+        It does what this loop does, to the bit, and what comes after it is the same as well::
+
+            for _ in range(steps):
+                action = policy(observation)
+                observation, reward, terminated, truncated, info = env.step(action)
+                if terminated or truncated:
+                    observation, info = env.reset()
+
+        The info of a step that ended an episode is that of the reset, with ``final_obs`` and ``final_info`` of the
+        step, as ``AutoResetWrapper`` has it with ``SAME_STEP``. A rollout that Ctrl-C interrupted is completed by the
+        next call, whatever its arguments; the fragment then is ``resumed``.
+
+        Args:
+            policy: One observation → its action, or a pair of action and a dict of further values. It travels by
+                cloudpickle and is unpickled for each call: chance that it draws should be from a generator that it
+                carries, so that a fragment which is computed again after a loss is the same.
+            steps: How many.
+
+        Raises:
+            PolicyError: The policy raised; the env stands where it was then.
+            EnvError: The env raised. ``error.fragment`` has all steps: the one that raised is ``truncated`` there, and
+                the next episode follows it, if a reset succeeded.
+            ResetNeededError: No episode is running.
+        """
+        fragment: Fragment = self._calls.rollout(lambda: rollout_message(policy, steps), fragment_of_one)
+        return fragment
+
     def resume(self) -> Any:
-        """Return what the last step or reset returned, collected before or not: to go on after an interruption."""
-        return self._calls.resume()
+        """Return what the last step, reset or rollout returned, collected before or not: after an interruption."""
+        if self._calls.resumes_rollout():
+            return self._calls.rollout(None, fragment_of_one)
+        answer = self._calls.resume()
+        if not isinstance(answer, RolledReply):
+            return answer
+        told = fragment_of_one(answer, False)
+        if isinstance(told, Exception):
+            raise told
+        return told
 
     def render(self) -> Any:
         """Draw the env where it is; returns what its ``render`` returns."""

@@ -110,6 +110,10 @@ class ExactAnswers:
         observation, reward, terminated, truncated, _ = answer
         return observation, reward, terminated, truncated, info
 
+    def shown(self, segment: Segment) -> Any:
+        """Return the observation that the caller saw last."""
+        return self._codec.observation(segment, self.seen, self._evidence_seen())
+
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""
         return {"seen": self.seen, "evidence": self._evidence_seen(), "bank": _rows_of(segment, self.seen)}
@@ -217,6 +221,12 @@ class RowsAnswers:
         extras, illegible = foreign(partial(unpack_extras, mail), Illegible)
         errors: dict[int, Exception] = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, extras, errors)
+
+    def shown(self, segment: Segment) -> Any:
+        """Return what the caller saw last: the arrays of the rows, or each slot's observation as it travelled."""
+        if not self._codec.has_rows:
+            return list(self._loose)
+        return [leaf.copy() for leaf in self._codec.rows(segment, self.seen).leaves]
 
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""

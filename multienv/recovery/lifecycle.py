@@ -152,8 +152,11 @@ class Lifecycle:
         assert request is not None
         channel = self.channel
         assert channel is not None
-        slot = (0 if len(self._record.seeds) == 1 else gone.slot) if gone.number == number else -1
-        if request.kind is Kind.STEP:
+        slots, is_policy = len(self._record.seeds), False
+        slot = (0 if slots == 1 else gone.slot) if gone.number == number else -1
+        if request.steps and gone.number >= number:  # each step of it has a number of its own
+            slot, is_policy = gone.slot, gone.slot < 0
+        if request.is_plain_step:
             self._pending.save(channel.segment, number)
         self._journal.cut(committed)
         self._fate = gone.fate
@@ -163,6 +166,7 @@ class Lifecycle:
             entry = self._pending.entry(channel.segment, number, request, codec.layout)
         self.loss = self._record.loss(gone, request.name, slot, self._pending.limit, self._case(entry))
         self._effort = self.ladder.begin()
+        slot = slots if is_policy else slot
         return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))
 
     def drop_lost(self, instruction: Instruction, state: State) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 
 from multienv.processes.channel import Channel
-from multienv.recovery.state_machine import Kind, Request, State
+from multienv.recovery.state_machine import Request, State
 from multienv.wire.actions import PICKLED
 from multienv.wire.banks import ABSENT, BEGIN, HEAD, IDLE, MESSAGE, STEP, STEPPED, U32, BankLayout, Entry
 from multienv.wire.messages import BEGINNING, Message
@@ -90,7 +90,7 @@ class Pending:
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
             flag = ABSENT if state.absent else 0
-            if request.kind is Kind.STEP:
+            if request.is_plain_step:
                 bank.view[1] = bank.view[1] & ~ABSENT | flag
             else:
                 if self.message is BEGINNING:
@@ -157,11 +157,11 @@ class Pending:
 
     def mail_of(self, segment: Segment, number: int, request: Request) -> bytes:
         """Return what the request carries beside its bank."""
-        return _request_of(segment, number)[1] if request.kind is Kind.STEP else self.mail
+        return _request_of(segment, number)[1] if request.is_plain_step else self.mail
 
     def entry(self, segment: Segment, number: int, request: Request, layout: BankLayout) -> bytes:
         """Return the request as a journal entry without a reply, for a crash report."""
-        if request.kind is not Kind.STEP:
+        if not request.is_plain_step:
             kind = BEGIN if self.message is BEGINNING else MESSAGE
             part, mail = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.mail
         else:

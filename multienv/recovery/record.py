@@ -78,7 +78,7 @@ class Record:
 
     def episode_steps(self, slot: int, command: str) -> int | None:
         """Return the steps of a slot's episode, if ``command`` is in one; of slot -1, that of a worker with one env."""
-        known = (slot >= 0 or len(self.seeds) == 1) and command not in ("initialize", "reset")
+        known = (slot >= 0 or len(self.seeds) == 1) and command not in ("initialize", "reset", "rollout")
         return max(0, self.steps - self.steps_before[max(slot, 0)]) if known else None
 
     def error_of(self, slot: int, failure: Failure, command: str) -> Exception:

@@ -59,12 +59,19 @@ class Request(NamedTuple):
         whole: The caller waits for the answer in the same call. If a later call finds the request pending, that call
             was interrupted; if false, it is ``step_async`` or its like whose answer has not been collected.
         touched: A reset: which slots it resets; ``None``: all.
+        steps: A rollout: how many steps it is, each of which begins the next episode after one that ended; else 0.
     """
 
     kind: Kind
     name: str
     whole: bool = True
     touched: tuple[bool, ...] | None = None
+    steps: int = 0
+
+    @property
+    def is_plain_step(self) -> bool:
+        """Whether it is one step, which lies in its bank; anything else travels as a message."""
+        return self.kind is Kind.STEP and not self.steps
 
 
 class State(NamedTuple):
@@ -75,7 +82,8 @@ class State(NamedTuple):
         idle: Those of the absent slots that are not even reset in the pending step, because it is their reset that ends
             processes.
         owed: Slots whose episode is lost, which the caller is yet to be told, and why: absent from the next step.
-        deaths: Slot and number of processes that ended while they executed the pending request for that slot.
+        deaths: Slot and number of processes that ended while they executed the pending request for that slot. In a
+            rollout the slot behind the last one stands for the policy.
         killed: The same for those killed from outside, which may have been the slot's doing (memory) or not.
         losses: Processes lost since the pending request was asked.
         what: What happened when the last of them was lost, in a sentence.
@@ -154,7 +162,8 @@ class Lost:
 
     Attributes:
         cause: It died, hung, or answered what cannot be read.
-        slot: The slot whose env it was executing; -1: none (it had died before it was asked), or not known.
+        slot: The slot whose env it was executing, in a rollout the one behind the last for the policy; -1: none (it had
+            died before it was asked), or not known.
         outside: It was killed from outside (SIGKILL, the monitor's end), which says nothing against the request.
         what: What happened, in a sentence.
     """
@@ -267,7 +276,12 @@ def instruction_of(state: State, rules: Rules) -> Instruction:
 def _is_all_absent(state: State, rules: Rules) -> bool:
     """Tell whether a step needs no process: no slot takes part in it, and none is reset in it."""
     is_step = state.request is not None and state.request.kind is Kind.STEP
-    return is_step and len(state.absent) == rules.slots and not rules.resets_itself
+    return is_step and len(state.absent) == rules.slots and not _resets_itself(state, rules)
+
+
+def _resets_itself(state: State, rules: Rules) -> bool:
+    """Tell whether the worker begins the next episode of an env in or after the pending step that ends one."""
+    return rules.resets_itself or (state.request is not None and state.request.steps > 0)
 
 
 def decide(state: State, event: Event, rules: Rules) -> tuple[State, Instruction]:
@@ -342,7 +356,7 @@ def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Ins
     request = state.request
     assert request is not None
     poisoned = _poisoned(state, rules)
-    if request.kind is Kind.CALL:
+    if request.kind is Kind.CALL or rules.slots in poisoned:
         owes = event.strays and rules.slots == 1 and state.episode is Episode.RUNNING
         episode = Episode.OWED if owes else state.episode
         after = after._replace(owed=_merged(state.owed, event.strays), episode=episode)
@@ -376,7 +390,7 @@ def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]
         return _given_up(after, everyone, running=running), Instruction.RAISE_LOST
     if request.kind is Kind.STEP:
         after = after._replace(absent=_merged(state.absent, everyone))
-        return after, Instruction.LAUNCH if rules.resets_itself else Instruction.TRUNCATE
+        return after, Instruction.LAUNCH if _resets_itself(state, rules) else Instruction.TRUNCATE
     # A reset begins new episodes in its slots; the slots that it does not touch owe the end of their episode.
     touched = request.touched
     owed = {} if touched is None or not running else {slot: reason for slot in everyone if not touched[slot]}

@@ -28,6 +28,7 @@ from multienv.errors import (
     ClosedError,
     NothingPendingError,
     NotInitializedError,
+    PolicyError,
     ResetNeededError,
     UsageError,
     WaitTimeout,
@@ -56,6 +57,7 @@ from multienv.recovery.lifecycle import Lifecycle
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
 from multienv.recovery.record import Record, memory_of
+from multienv.recovery.rollouts import RolledReader, RolledReply
 from multienv.recovery.state_machine import (
     Asked,
     BuildFailed,
@@ -75,7 +77,7 @@ from multienv.recovery.state_machine import (
     decide,
     instruction_of,
 )
-from multienv.wire.banks import FAILED, entry_of
+from multienv.wire.banks import FAILED, entry_of, split_entries
 from multienv.wire.codecs import Codec, RowsReply
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
@@ -87,11 +89,13 @@ from multienv.wire.messages import (
     Message,
     Render,
     Reset,
+    Rollout,
     SetAttribute,
     Unpicklable,
     foreign,
     pack_message,
 )
+from multienv.wire.rollouts import Rolled
 from multienv.wire.segment import REQUEST, STEP_SECONDS, Segment
 
 logger = logging.getLogger("multienv")
@@ -347,7 +351,11 @@ class Supervisor:
                 self.refuse(name)
             if message is BEGINNING and self._send_beginning(whole):
                 return
-            is_reset = isinstance(message, Reset)
+            is_reset, steps = isinstance(message, Reset), 0
+            if isinstance(message, Rollout):
+                if self.state.episode not in (Episode.RUNNING, Episode.OWED):
+                    self.refuse(name)
+                steps = message.steps
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
                 self.look_at_limits()
             if self.maintenance.is_due or (is_reset and self.maintenance.recycling_due):
@@ -356,6 +364,8 @@ class Supervisor:
             if isinstance(message, Reset):
                 self.record.asked = message.seeds
                 message, touched = self._anchored(message), message.mask
+            if isinstance(message, Rollout):
+                message = replace(message, observations=self.answers.shown(self.segment))
             try:
                 mail = pack_message(message)
             except Unpicklable as unpicklable:
@@ -364,8 +374,12 @@ class Supervisor:
                     f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
                     "Nothing was sent."
                 ) from error
-            self.pending.begin(message, mail, self._deadlines.reset if is_reset else self._deadlines.call)
-            self._happen(Asked(Request(Kind.RESET if is_reset else Kind.CALL, name, whole, touched)))
+            limit = self._deadlines.reset if is_reset else self._deadlines.call
+            if steps:
+                limit = None if self._deadlines.step is None else steps * self._deadlines.step
+            self.pending.begin(message, mail, limit)
+            kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
+            self._happen(Asked(Request(kind, name, whole, touched, steps)))
             if self.state.process is Process.READY:
                 self._publish()
 
@@ -538,6 +552,9 @@ class Supervisor:
         segment, request, channel = self.segment, self.state.request, self.channel
         assert request is not None
         assert channel is not None
+        if request.steps:
+            self._take_rollout(number)
+            return
         bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
         message = None if request.kind is Kind.STEP else self.pending.message
         failed = bank.view[2] == FAILED
@@ -571,6 +588,64 @@ class Supervisor:
         last = number if self.answers.seen == number else number + 1
         self._commit(last, Replied(ended=ended, failed=failed), answer)
         self._count(request, message, failed, generators)
+
+    def _take_rollout(self, number: int) -> None:
+        """Read, journal and commit the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
+        segment, channel, answers, journal = self.segment, self.channel, self.answers, self.journal
+        assert channel is not None
+        try:
+            rolled = foreign(partial(pickle.loads, segment.read_reply_mail(number)), Illegible)
+        except Illegible as illegible:
+            raise channel.kill(cause="broken", detail=str(illegible)) from illegible
+        if not isinstance(rolled, Rolled):
+            raise channel.kill(cause="broken", detail=f"it answered a rollout by {rolled!r:.1000}")
+        answer = self._rolled_reader().reply(rolled, self.state.absent)
+        journal.cut(self.number)
+        if rolled.is_plain and journal.recording:
+            journal.entries[journal.base + number * journal.stride :] = rolled.entries
+        elif not rolled.is_plain:
+            for place, entry in enumerate(split_entries(rolled.entries, journal.stride)):
+                journal.log(number + place, entry.packed())
+        last = number + max(rolled.requests, 1) - 1
+        if rolled.seen is not None:
+            answers.stand(segment, {**rolled.seen, "seen": last})
+        elif (last - answers.seen) & 1:  # as after any reply that shows no rows
+            last += 1
+        if last > number + rolled.requests - 1:
+            journal.skip(last)
+        segment.banks[number & 1].absent[:] = 0
+        state, _ = decide(self.state, Replied(ended=not rolled.is_running), self.rules)
+        self.last_answer = answer
+        # Adjacent stores: no signal handler comes in between.
+        self.number, self.state = last, interned(state)
+        self._count_rollout(rolled, answer)
+
+    def _rolled_reader(self) -> RolledReader:
+        build = self.ladder.build
+        return RolledReader(
+            self.rules.slots,
+            exact=build.exact,
+            same_step=build.autoreset == "SAME_STEP",
+            truncates=self._policy.on_error == "truncate",
+            error_of=lambda slot, failure: self.record.error_of(slot, failure, "rollout"),
+            told=self.record.truncation,
+        )
+
+    def _count_rollout(self, rolled: Rolled, answer: RolledReply | PolicyError) -> None:
+        """Count the steps and episodes of a rollout, and see what is due."""
+        record, build, before = self.record, self.ladder.build, self.record.steps
+        assert self.channel is not None
+        for slot, error in answer.truncated_errors if isinstance(answer, RolledReply) else ():
+            record.truncated_error(slot, error, self.channel.pid)
+        for step, slots in rolled.ends:
+            if build.exact and step in rolled.begun:
+                record.steps = before + step + 1
+                record.reset((None,), BEGINNING.touches)
+            else:
+                record.steps = before + step
+                record.ended(slots, build.autoreset)
+        record.steps = before + rolled.steps
+        self.look_at_limits()
 
     def _answer(self, number: int, request: Request, message: Any, rest: bytes) -> Any:
         """Return what the reply to a request shows."""

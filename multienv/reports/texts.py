@@ -155,7 +155,7 @@ def env_error(failure: Failure, *, index: int | None, command: str, step: int | 
     else:
         env = "The env" if index is None else f"Env {index}"
         message = f"{env} raised {failure.type_name}: {failure.text}\n{place}."
-        original = _original(failure)
+        original = original_of(failure)
         error = catchable_as(EnvRaisedError, original, message) if original else EnvRaisedError(message)
         remote = RemoteTraceback(failure.traceback)
         if original is not None:
@@ -170,7 +170,8 @@ def env_error(failure: Failure, *, index: int | None, command: str, step: int | 
     return error
 
 
-def _original(failure: Failure) -> BaseException | None:
+def original_of(failure: Failure) -> BaseException | None:
+    """Return the exception of a failure, or ``None`` if it cannot be had here."""
     if failure.exception is None:
         return None
     try:

@@ -16,17 +16,21 @@ from gymnasium.vector.utils import batch_space
 
 from multienv.envs.building import EnvFn, build_all, mode_of
 from multienv.envs.calls import advice_after, call_message, checked_seeds, is_interrupted, refuse_copy, settle
+from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
 from multienv.errors import (
     ClosedError,
+    EnvError,
     EnvsFailedError,
     MultienvError,
     NothingPendingError,
+    PolicyError,
     ResetNeededError,
     ResultNotPicklableError,
     UsageError,
 )
 from multienv.events import Statistics
 from multienv.fanout import FanOut, Round
+from multienv.recovery.rollouts import RolledReply, first_policy_error
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
@@ -42,7 +46,7 @@ from multienv.vector.batching import (
 )
 from multienv.vector.rendering import Frame, tile_images
 from multienv.wire.codecs import RowsReply
-from multienv.wire.infos import InfoMerger
+from multienv.wire.infos import Extras, InfoMerger
 from multienv.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
 
 if TYPE_CHECKING:
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Infos = dict[str, Any] | list[dict[str, Any]]  # merged as gymnasium does, or one for each env
 Batch = tuple[Any, Array, Array, Array, Any]
+_NOTHING: Array = np.empty(0)
 
 
 class HostedVectorEnv(VectorEnv[Any, Any, Any]):
@@ -189,7 +194,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         def make() -> Any:
             self._note(current)
-            return self._error_of(current) or (self._rows.observations(current.answers, current), self._infos(current))
+            return self._error_of(current) or (
+                self._rows.observations(current.answers, current),
+                self._infos(current.answers),
+            )
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
 
@@ -269,7 +277,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         error = self._error_of(current)
         if error is not None:
             return error
-        infos = self._infos(current)
+        infos = self._infos(current.answers)
         if current.resumed:
             for index in range(self.num_envs):
                 if isinstance(infos, list):
@@ -278,12 +286,86 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     self._add_info(infos, {"multienv": {"resumed": True}}, index)
         return (*self._rows.batch(current.answers, current), infos)
 
-    def _refuse_without_episodes(self) -> NoReturn:
+    def _refuse_without_episodes(self, name: str = "step") -> NoReturn:
         missing = np.flatnonzero(~self._begun).tolist()
         raise ResetNeededError(
-            f"step(): there is no episode in envs {missing}. Call reset() first; options={{'reset_mask': mask}} has it "
-            "leave out the others. Nothing was sent."
+            f"{name}(): there is no episode in envs {missing}. Call reset() first; options={{'reset_mask': mask}} has "
+            "it leave out the others. Nothing was sent."
         )
+
+    # --- many steps -------------------------------------------------------------------------------
+
+    def rollout(self, policy: Policy, steps: int) -> Fragment:
+        """Take many steps in one request to each worker: the policy runs beside the envs, in each worker's process.
+
+        It does what this loop does, to the bit, and what comes after it is the same as well::
+
+            for _ in range(steps):
+                observations, rewards, terminations, truncations, infos = envs.step(policy(observations))
+
+        A rollout that Ctrl-C interrupted is completed by the next call, whatever its arguments; the fragment then is
+        ``resumed``.
+
+        Args:
+            policy: A batch of observations → the batch of their actions, or a pair of these and a dict of arrays, with
+                a row for each observation. It gets the batch of its worker's envs, not of all, so each row should be
+                computed by itself. It travels by cloudpickle and is unpickled for each call: chance that it draws
+                should be from a generator that it carries, so that a fragment which is computed again after a loss is
+                the same.
+            steps: How many.
+
+        Raises:
+            PolicyError: The policy raised in some worker. Its envs stand where they were then.
+            EnvsFailedError: Some envs raised. ``results`` has the fragment of each other env. Of an env that raised
+                ``failures[index].fragment`` has all steps; the one that raised is ``truncated`` there, and the next
+                episode follows it.
+            UsageError: With ``autoreset_mode="DISABLED"``, or the policy cannot be pickled.
+        """
+        unfinished = self._fanout.unfinished
+        if unfinished is not None and unfinished.name == "rollout" and is_interrupted(unfinished) and not self.closed:
+            return self._fragment(self._fanout.resume())
+        self._settle("rollout")
+        if self._is_disabled:
+            raise UsageError(
+                "rollout(): with autoreset_mode='DISABLED' nobody begins the next episode. Make the envs with "
+                "'NEXT_STEP' or 'SAME_STEP'. Nothing was sent."
+            )
+        if not self._all_begun:
+            self._refuse_without_episodes("rollout")
+        message = rollout_message(policy, steps)
+        return self._fragment(self._fanout.ask("rollout", [message] * len(self._workers)))
+
+    def _fragment(self, current: Round) -> Fragment:
+        def make() -> Any:
+            policy_error = first_policy_error(list(current.failures.values()))
+            if policy_error is not None:
+                return policy_error
+            failures = self._failures_of(current)
+            if failures:
+                return self._fragment_error(current, failures)
+            steps = sorted({step for reply in current.answers for step in reply.infos})
+            infos = {step: self._infos_of_step(current.answers, step) for step in steps}
+            return fragment_of_all(current.answers, infos, resumed=current.resumed)
+
+        return self._handed_over(current, make)  # type: ignore[no-any-return]
+
+    def _infos_of_step(self, replies: Sequence[RolledReply], step: int) -> Infos:
+        """Return the infos of one step of a rollout as :meth:`step` returns them."""
+        extras = [Extras(reply.infos[step]) if step in reply.infos else None for reply in replies]
+        rows = [RowsReply([], _NOTHING, _NOTHING, _NOTHING, one) for one in extras]
+        infos = self._plain_infos(rows)
+        return self._infos(rows) if infos is None else infos
+
+    def _fragment_error(self, current: Round, failures: dict[int, BaseException]) -> EnvsFailedError:
+        results: list[Any] = [None] * self.num_envs
+        for rows, reply in zip(self._slices, current.answers, strict=True):
+            for slot, index in enumerate(range(rows.start, rows.stop) if reply is not None else ()):
+                fragment, error = fragment_of_slot(reply, slot), failures.get(index)
+                if error is None:
+                    results[index] = fragment
+                elif isinstance(error, EnvError):
+                    error.fragment = fragment
+        return _collect("rollout", failures, results, *advice_after("rollout", self.autoreset_mode))
 
     # --- what came back ---------------------------------------------------------------------------
 
@@ -300,7 +382,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 self._fanout.finish()
                 del current.answers[:]  # no call
             raise
-        failed = isinstance(outcome, EnvsFailedError)
+        failed = isinstance(outcome, EnvsFailedError | PolicyError)
         self._fanout.finish()
         del current.answers[:]  # no call from here on: a handler that comes in would keep the outcome from the caller
         if failed:
@@ -330,7 +412,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             if worker in current.failures:
                 failures |= dict.fromkeys(range(rows.start, rows.stop), current.failures[worker])
             elif answer is not None:
-                errors = answer.errors if isinstance(answer, RowsReply) else answer[1]
+                errors = answer[1] if isinstance(answer, tuple) else answer.errors
                 failures |= {rows.start + slot: error for slot, error in errors.items()}
         return failures
 
@@ -348,12 +430,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                     results[index] = (seen, reply.rewards[slot], *ended) if current.name == "step" else seen
         return _collect(current.name, failures, results, *advice_after(current.name, self.autoreset_mode))
 
-    def _infos(self, current: Round) -> Infos:
+    def _infos(self, replies: Sequence[RowsReply]) -> Infos:
         """Return the infos as gymnasium merges them, or one for each env."""
         if not self._merges:
-            return self._listed_infos(current.answers)
+            return self._listed_infos(replies)
         infos: dict[str, Any] = {}
-        for rows, reply in zip(self._slices, current.answers, strict=True):
+        for rows, reply in zip(self._slices, replies, strict=True):
             for slot, info in reply.extras.infos if reply.extras is not None else ():
                 if "final_obs" in info:  # in gymnasium's order: those of the episode that ended come first
                     final = {key: info[key] for key in ("final_obs", "final_info") if key in info}

@@ -214,6 +214,22 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollout:
+    """Take many steps, each with what a policy returns for the observations before it; the answer is a ``Rolled``.
+
+    Attributes:
+        policy: Pickled by cloudpickle.
+        steps: How many.
+        observations: What the caller saw last, which the first actions are chosen for: the arrays of the rows; of
+            several envs whose observations have no rows each of them pickled; of a single env its observation.
+    """
+
+    policy: bytes
+    steps: int
+    observations: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Close the envs and end the process."""
 
@@ -229,6 +245,7 @@ Message = (
     | KeepSnapshot
     | CaptureState
     | Replay
+    | Rollout
     | Close
 )
 # Those that may change an env for longer than an episode.

@@ -72,14 +72,27 @@ class Segment:
         banks: For even and for odd requests.
     """
 
-    __slots__ = ("_control", "_letters", "_memory", "_short", "banks", "descriptor", "layout", "times", "words")
+    __slots__ = (
+        "_control",
+        "_flags",
+        "_letters",
+        "_memory",
+        "_short",
+        "banks",
+        "descriptor",
+        "layout",
+        "times",
+        "words",
+    )
 
     def __init__(self, descriptor: int, *, read_only: bool = False) -> None:
         self.descriptor = descriptor
         if descriptor >= 0 and not read_only and os.fstat(descriptor).st_size < CONTROL_SIZE:
             os.ftruncate(descriptor, CONTROL_SIZE)
         access = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
-        self._control: mmap.mmap | None = mmap.mmap(descriptor, CONTROL_SIZE, prot=access)
+        # A forked snapshot must not share memory with its worker; the file it is handed anew.
+        self._flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE
+        self._control: mmap.mmap | None = mmap.mmap(descriptor, CONTROL_SIZE, self._flags, access)
         self._memory: mmap.mmap | None = None
         self._letters: dict[int, bytes] = {}  # mail, where there is no file
         view = memoryview(self._control)
@@ -107,11 +120,18 @@ class Segment:
         if self.descriptor >= 0 and os.fstat(self.descriptor).st_size < size:
             # A byte written behind the banks only ever makes the file longer. Both sides may do it at the same time.
             os.pwrite(self.descriptor, b"\0", size)
-        memory = mmap.mmap(self.descriptor, size)
+        memory = mmap.mmap(self.descriptor, size, self._flags)
         view = memoryview(memory)
         banks = tuple(Bank(layout, view, CONTROL_SIZE + side * layout.size) for side in (0, 1))
         self.words[BANK_SIZE] = layout.size
         self._memory, self.layout, self.banks = memory, layout, banks
+
+    def aside(self) -> Segment:
+        """Return a segment of this process alone with the same layout and, shared with this one, the control words."""
+        aside = Segment(-1)
+        aside.words, aside.times = self.words, self.times
+        aside.lay_out(self.layout)
+        return aside
 
     def kind_of(self, number: int) -> int:
         """Return the kind of request ``number``, read by a process that does not know the layout; 0: not known."""

@@ -24,7 +24,8 @@ from multienv.worker.env_group import EnvGroup
 from multienv.worker.failures import pickled, wrong_result
 from multienv.worker.replies import answer_failure, answer_rows
 
-Handle = Callable[[int], None]
+# Executes a request; returns what the worker's loop is to know of it, see Host.handle.
+Handle = Callable[[int], Any]
 
 STEP_RESULT = "observation, reward, terminated, truncated, info"
 _ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
@@ -75,12 +76,11 @@ class ExactStepper:
             for side, (bank, cell, digest) in enumerate(zip(segment.banks, self._cells(), self._digests, strict=True))
         ]
 
-        def handle(number: int) -> None:
+        def handle(number: int) -> Any:
             side = number & 1
             view, integer, cell, rewards, set_flags, digest, mail = targets[side]
             if view[0] != STEP:
-                otherwise(number)
-                return
+                return otherwise(number)
             words[BUSY] = number
             words[SLOT] = 1
             try:
@@ -122,6 +122,7 @@ class ExactStepper:
                 answer_failure(segment, number, error)
             words[SLOT] = 0
             words[BUSY] = 0
+            return None
 
         return handle
 

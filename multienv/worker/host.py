@@ -14,8 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 from multienv.wire.banks import (
+    ABSENT,
     BEGIN,
     FAILED,
     HEAD,
@@ -44,6 +46,7 @@ from multienv.wire.messages import (
     Render,
     Replay,
     Reset,
+    Rollout,
     SetAttribute,
     dumps,
 )
@@ -54,6 +57,7 @@ from multienv.worker.exact import ExactStepper, Handle
 from multienv.worker.failures import failure_of, pickled
 from multienv.worker.registrations import built
 from multienv.worker.replies import answer, answer_failure
+from multienv.worker.rollouts import Roller
 from multienv.worker.rows import RowsStepper
 from multienv.worker.state_hooks import register_all
 
@@ -71,7 +75,8 @@ class Host:
 
     Attributes:
         handle: Executes the request of the given number; raises only what ends a process. To be read anew after each
-            request that is not a step.
+            request that is not a step. Returns of a rollout the number of its last request and the seconds that the
+            envs took for a step, else ``None``.
         closing: The envs have been closed because that was asked for.
     """
 
@@ -91,6 +96,8 @@ class Host:
         self._env_fns = env_fns
         self._group: EnvGroup | None = None
         self._stepper: ExactStepper | RowsStepper | None = None
+        self._roller: Roller | None = None  # made when it is first needed
+        self._rolled: tuple[int, float] | None = None
 
     def move(self, segment: Segment) -> None:
         """Go on with another segment, which has the same layout: this process is a snapshot that was woken."""
@@ -101,12 +108,13 @@ class Host:
     def close_envs(self) -> None:
         """Close the envs, once. Raises what one of them raises, when all are closed."""
         group, self._group, self._stepper, self.handle = self._group, None, None, self._handle
+        self._roller = None
         if group is not None:
             group.close()
 
-    def _handle(self, number: int) -> None:
+    def _handle(self, number: int) -> tuple[int, float] | None:
         """Execute a request that is not a step."""
-        words = self._segment.words
+        words, self._rolled = self._segment.words, None
         words[BUSY] = number
         try:
             if self._segment.banks[number & 1].view[0] == BEGIN:
@@ -120,14 +128,20 @@ class Host:
             answer_failure(self._segment, number, error)
         words[SLOT] = 0
         words[BUSY] = 0
+        return self._rolled
 
     def _lay_out(self, layout: BankLayout) -> None:
         """Use banks with this layout, and compile what executes steps."""
         group, segment = self._envs(), self._segment
         segment.lay_out(layout)
         group.words = segment.words
-        self._stepper = ExactStepper(group, segment) if group.exact else RowsStepper(group, segment)
+        self._stepper = self._make_stepper(segment)
         self.handle = self._stepper.compile(self._handle)
+        self._roller = None
+
+    def _make_stepper(self, segment: Segment) -> ExactStepper | RowsStepper:
+        group = self._envs()
+        return ExactStepper(group, segment) if group.exact else RowsStepper(group, segment)
 
     def _envs(self) -> EnvGroup:
         if self._group is None:
@@ -171,6 +185,15 @@ class Host:
         generators = seeding.capture(self._envs().envs) if message.anchor else b""
         assert self._stepper is not None
         self._stepper.reset(number, message, generators)
+
+    def _rollout(self, number: int, message: Rollout) -> None:
+        group, bank = self._envs(), self._segment.banks[number & 1]
+        if self._roller is None:
+            self._roller = Roller(group, self._segment, self._make_stepper)
+        absent = bank.absent.copy() if bank.view[1] & ABSENT else np.zeros(group.slots, np.uint8)
+        rolled, seconds = self._roller.run(number, message, absent)
+        self._answer(number, rolled, "rollout")
+        self._rolled = number + max(0, rolled.requests - 1), seconds
 
     def _call(self, number: int, message: Call) -> None:
         answer(self._segment, number, VALUE, self._envs().call(message))
@@ -249,6 +272,7 @@ class Host:
 _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     Build: Host._build,
     Reset: Host._reset,
+    Rollout: Host._rollout,
     Call: Host._call,
     GetAttribute: Host._get,
     IsWrapped: Host._is_wrapped,

@@ -141,28 +141,35 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
                 return
             number = words[REQUEST]
             if number & unseen:
-                host.handle(number)
+                rolled = host.handle(number)
                 if forks.is_astray:
                     os._exit(0)
                 words[REPLY] = last = number
                 if words[TRAINER_SLEEPS]:
                     _wake_trainer(segment, line)
+                if rolled is None:
+                    continue
+                is_step = False
+            else:
+                is_step = segment.banks[number & 1].view[0] == STEP
+                began = clock()
+                rolled = host.handle(number)
+                seconds = clock() - began
+                if forks.is_astray:
+                    os._exit(0)
+                words[REPLY] = last = number
+                if words[TRAINER_SLEEPS]:
+                    _wake_trainer(segment, line)
+            if rolled is not None:  # many steps: the number of the last one
+                number, seconds = rolled
+            elif not is_step:
                 continue
-            is_step = segment.banks[number & 1].view[0] == STEP
-            began = clock()
-            host.handle(number)
-            seconds = clock() - began
-            if forks.is_astray:
-                os._exit(0)
-            words[REPLY] = last = number
-            if words[TRAINER_SLEEPS]:
-                _wake_trainer(segment, line)
+            before = times[STEP_SECONDS] or seconds
+            smoothed = times[STEP_SECONDS] = before + _SMOOTHING * (seconds - before)
+            unseen = 0 if smoothed > SLOW or snapshots.watches_all else SAMPLE
             if is_step:
-                before = times[STEP_SECONDS] or seconds
-                smoothed = times[STEP_SECONDS] = before + _SMOOTHING * (seconds - before)
-                unseen = 0 if smoothed > SLOW or snapshots.watches_all else SAMPLE
                 affinity.consider(seconds, unseen + 1)
-                snapshots.consider(number, smoothed)
+            snapshots.consider(number, smoothed)
     finally:
         affinity.end()
 

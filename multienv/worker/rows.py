@@ -63,11 +63,10 @@ class RowsStepper:
         ]
         key, is_loose = self._sides[0].key, self._sides[0].loose is not None
 
-        def handle(number: int) -> None:  # noqa: C901
+        def handle(number: int) -> Any:  # noqa: C901
             side, view, cells, rewards, digest = targets[number & 1]
             if view[0] != STEP:
-                otherwise(number)
-                return
+                return otherwise(number)
             words[BUSY] = number
             infos: Infos = []
             failures: Failures = {}
@@ -113,6 +112,7 @@ class RowsStepper:
                 answer_failure(segment, number, error)
             words[SLOT] = 0
             words[BUSY] = 0
+            return None
 
         return handle
 

@@ -144,7 +144,9 @@ def test_self_play_learns_to_beat_a_random_player_while_its_workers_are_killed(t
 
 def blocks(page: Path) -> list[str]:
     """The Python of a page, less what stands behind a comment ``<!-- not run: why -->``."""
-    found = re.findall(r"(^<!-- not run: .+ -->\n+)?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"(^<!-- not run: [^\n]+ -->\n+)?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    )
     return [block for opted_out, block in found if not opted_out]
 
 

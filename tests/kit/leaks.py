@@ -26,6 +26,7 @@ __all__ = [
     "LeakError",
     "Resources",
     "assert_nothing_left",
+    "kept_by_libraries",
     "multiprocessing_helpers",
     "new_names",
     "no_leaks",
@@ -34,6 +35,9 @@ __all__ = [
 ]
 
 POLL_SECONDS = 0.01
+
+# Descriptors of this process that a library has opened and will not close. Who makes one do so adds them.
+kept_by_libraries: set[int] = set()
 
 
 class LeakError(AssertionError):
@@ -65,14 +69,17 @@ class Ignored:
 
 
 def multiprocessing_helpers() -> Ignored:
-    """Python's own helpers of this process: the resource tracker and the fork server, with our ends of their pipes."""
+    """Python's own helpers of this process: the resource tracker and the fork server, with our ends of their pipes.
+
+    And what is `kept_by_libraries`.
+    """
     tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
     server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
     pids = (getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None))
     descriptors = (getattr(tracker, "_fd", None), getattr(server, "_forkserver_alive_fd", None))
     return Ignored(
         pids=frozenset(pid for pid in pids if pid is not None),
-        descriptors=frozenset(descriptor for descriptor in descriptors if descriptor is not None),
+        descriptors=frozenset(descriptor for descriptor in descriptors if descriptor is not None) | kept_by_libraries,
     )
 
 

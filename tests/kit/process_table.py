@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Mark", "ProcessRecord", "descendants", "family", "is_alive", "mark_descendants"]
+__all__ = ["Mark", "ProcessRecord", "descendants", "family", "is_alive", "mark_descendants", "record"]
 
 MARK_VARIABLE = "MULTIENV_TESTING_MARKS"
 GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
@@ -60,6 +60,12 @@ def is_alive(pid: int) -> bool:
     """Whether a process of this pid exists and is not a zombie."""
     stat = _stat(pid)
     return stat is not None and stat.state not in _ENDED
+
+
+def record(pid: int) -> ProcessRecord | None:
+    """The line of a process, zombie or not; None if there is none."""
+    stat = _stat(pid)
+    return None if stat is None else _record(stat)
 
 
 def descendants(pid: int) -> dict[int, ProcessRecord]:

@@ -32,7 +32,14 @@ import multienv
 
 TESTS = Path(__file__).parents[1]
 # And the library under test, wherever it has been imported from here.
-PLACES = [TESTS / "faults", TESTS / "invariants", TESTS / "cli", TESTS, Path(multienv.__file__).parents[1]]
+PLACES = [
+    TESTS / "cluster",
+    TESTS / "faults",
+    TESTS / "invariants",
+    TESTS / "cli",
+    TESTS,
+    Path(multienv.__file__).parents[1],
+]
 PATH = os.pathsep.join(map(str, PLACES))
 TOKEN_VARIABLE = "MULTIENV_TEST_TRAINER"
 

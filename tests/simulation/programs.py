@@ -68,7 +68,8 @@ class Case:
         face: A key of :data:`FACES`.
         policy: A key of :data:`POLICIES`.
         ops: What the trainer calls: ``("reset", seed)``, ``("step", number)``, ``("halves", number)`` (a step in two
-            halves; a MultiEnv has none, and takes a whole one), ``("call", amount)``,
+            halves; a MultiEnv has none, and takes a whole one), ``("roll", number, steps)`` (a rollout, or so many steps
+            where a face has none), ``("call", amount)``,
             ``("ask",)``, ``("set", value)``, ``("snapshot",)``, ``("restore",)``, ``("save",)``, ``("load",)``.
         faults: What goes wrong.
         eager: See :class:`Simulation`.
@@ -87,6 +88,12 @@ class Case:
 
 def actions_of(number: int) -> list[np.int64]:
     return [np.int64((number * (env + 2) + env) % 4) for env in range(NUM_ENVS)]
+
+
+def policy_of(number: int, observation: Any) -> Any:
+    """Return an action, or a batch of them, and what they were computed from."""
+    chosen = ((observation[..., 0] * 3 + observation[..., 2] * 1000).astype(np.int64) + number) % 4
+    return (np.int64(chosen) if observation.ndim == 1 else chosen), {"seen": observation.copy()}
 
 
 class World:
@@ -245,13 +252,14 @@ class Run:
 
     def _do(self, op: tuple[Any, ...]) -> None:
         ended = [world.has_ended for world in self.worlds]
-        if any(ended) and self.worlds[0].mode == "DISABLED" and op[0] in ("step", "halves", "call", "set"):
+        if any(ended) and self.worlds[0].mode == "DISABLED" and op[0] in ("step", "halves", "roll", "call", "set"):
             self._do_reset(None, ended)
         began, struck = self.simulation.now, len(self.simulation.struck)
         getattr(self, f"_do_{op[0]}")(*op[1:])
         self._struck = struck
         if len(self.simulation.struck) > struck:
-            assert self.simulation.now - began < STEP_LIMIT + RECOVERY_LIMIT + 1.0, (
+            limit = STEP_LIMIT * (op[2] if op[0] == "roll" else 1)
+            assert self.simulation.now - began < limit + RECOVERY_LIMIT + 1.0, (
                 f"{op} took {self.simulation.now - began:.0f} s, longer than its deadlines allow"
             )
 
@@ -302,14 +310,47 @@ class Run:
         if told is None:
             return
         for env, row in enumerate(self._rows(told)):
-            info = {key: value for key, value in (row.info or {}).items() if key != "multienv"}
-            ours = (row.info or {}).get("multienv", {})
-            row = row._replace(info=info, terminated=bool(row.terminated), truncated=bool(row.truncated))
-            if ours.get("recovery") == "truncated":
-                self._excuse(env)
-                self.worlds[env].truncate(row)
-            else:
-                self.worlds[env].step(actions[env], row)
+            self._check_step(env, actions[env], row)
+
+    def _check_step(self, env: int, action: Any, row: Row) -> None:
+        info = {key: value for key, value in (row.info or {}).items() if key != "multienv"}
+        ours = (row.info or {}).get("multienv", {})
+        row = row._replace(info=info, terminated=bool(row.terminated), truncated=bool(row.truncated))
+        if ours.get("recovery") == "truncated":
+            self._excuse(env)
+            self.worlds[env].truncate(row)
+        else:
+            self.worlds[env].step(action, row)
+
+    def _do_roll(self, number: int, steps: int) -> None:
+        one = self.case.face == "subprocess_env"
+        if self.case.face in ("multi_env", "DISABLED"):
+            for step in range(steps):
+                self._do(("step", number + step))
+            return
+        told = self._told(partial(self.envs.rollout, partial(policy_of, number), steps))
+        if told is None:
+            return
+        assert len(told) == steps
+        assert np.array_equal(told.extras["seen"], told.observations)
+        assert np.array_equal(told.actions, policy_of(number, told.observations)[0])
+        seen = [*told.observations, told.final_observations]
+        for world, first in zip(self.worlds, [seen[0]] if one else seen[0], strict=True):
+            assert np.array_equal(first, world.last), "it does not begin where the last call ended"
+        for step in range(steps):
+            values = told.rewards[step], told.terminations[step], told.truncations[step], told.infos.get(step, {})
+            if not one:
+                for env, row in enumerate(self._rows((seen[step + 1], *values))):
+                    self._check_step(env, told.actions[step, env], row)
+                continue
+            info = dict(values[3])  # as with SAME_STEP
+            final, last = info.pop("final_obs", None), info.pop("final_info", {})
+            info |= {"multienv": last["multienv"]} if "multienv" in last else {}
+            self.worlds[0].mode = "SAME_STEP"
+            self._check_step(
+                0, told.actions[step], Row(seen[step + 1], *map(float, values[:1]), *values[1:3], info, final)
+            )
+            self.worlds[0].mode = "DISABLED"
 
     def _do_call(self, amount: float) -> None:
         call = partial(self.envs.call, "poke", amount)

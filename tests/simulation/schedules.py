@@ -38,6 +38,18 @@ BRANCHES = (
     ("load",),
     ("step", 3),
 )
+# One of rollouts, which end episodes, among steps.
+ROLLOUTS = (
+    ("reset", 5),
+    ("roll", 0, 3),
+    ("step", 1),
+    ("roll", 2, 4),
+    ("roll", 3, 1),
+    ("call", 0.5),
+    ("roll", 4, 6),
+    ("step", 5),
+)
+ROLLING = ("subprocess_env", "NEXT_STEP", "SAME_STEP")
 
 
 def singles(case: Case) -> Iterator[Case]:
@@ -71,11 +83,14 @@ def bases() -> Iterator[Case]:
         yield Case(face, policy, WITHOUT_REPLAY if policy in ("truncate", "raise") else EPISODES, eager=eager)
     for face, policy, eager in product(BRANCHING, REPLAYS, (False, True)):
         yield Case(face, policy, BRANCHES, eager=eager)
+    for face, policy, eager in product(ROLLING, POLICIES, (False, True)):
+        ops = tuple(op for op in ROLLOUTS if op[0] != "call" or policy in REPLAYS)
+        yield Case(face, policy, ops, eager=eager)
 
 
 def name_of(case: Case) -> str:
     """Return the name of such a program in a list of tests."""
-    program = "branches" if case.ops is BRANCHES else "episodes"
+    program = "branches" if case.ops is BRANCHES else "rollouts" if ("roll", 0, 3) in case.ops else "episodes"
     return f"{case.face}-{case.policy}-{program}-{'eager' if case.eager else 'lazy'}"
 
 

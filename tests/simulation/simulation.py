@@ -374,7 +374,7 @@ class SimulatedProcess:
         side = self.segment.banks[number & 1]
         self.past.append((number, bytes(side.view), self.segment.read_request_mail(number)))
         try:
-            self._handle(number)
+            rolled = self._handle(number)
         except SimulatedDeath:
             return
         if fault is not None and point == "torn" and side.view[2] == STEPPED:
@@ -388,8 +388,9 @@ class SimulatedProcess:
         words[REPLY] = number
         if number > 0:
             launcher.is_answered = launcher.is_answered or point != "garbage"
-            if 0 < self.every <= number - (self.snapshot or (0, 0))[0] and side.view[0] == STEP:
-                self.snapshot = number, len(self.past)
+            last = number if rolled is None else rolled[0]
+            if 0 < self.every <= last - (self.snapshot or (0, 0))[0] and (side.view[0] == STEP or rolled is not None):
+                self.snapshot = last, len(self.past)
         if fault is not None and point == "replied":
             self.end(fault.code)
         if point == "interrupted after":
@@ -440,10 +441,10 @@ class SimulatedProcess:
             self.end(fault.code)
             raise SimulatedDeath
 
-    def _handle(self, number: int) -> None:
+    def _handle(self, number: int) -> Any:
         outer, _running.process = getattr(_running, "process", None), self
         try:
-            self.host.handle(number)
+            return self.host.handle(number)
         finally:
             _running.process = outer
 

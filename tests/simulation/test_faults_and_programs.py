@@ -94,6 +94,7 @@ seeds = st.one_of(st.none(), st.integers(0, 5))
 plain_ops: st.SearchStrategy[Any] = st.one_of(
     *[st.tuples(st.just("step"), st.integers(0, 9))] * 3,
     st.tuples(st.just("halves"), st.integers(0, 9)),
+    st.tuples(st.just("roll"), st.integers(0, 9), st.integers(1, 7)),
     st.tuples(st.just("reset"), seeds),
     st.tuples(st.just("call"), st.sampled_from([0.0, 0.5])),
     st.tuples(st.just("set"), st.sampled_from([0.25, 1.5])),

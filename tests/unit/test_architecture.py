@@ -212,7 +212,7 @@ def test_the_core_imports_nothing_but_its_dependencies():
 # --- the public face ----------------------------------------------------------------------------
 
 NAMES = {
-    "AsyncEnv", "AsyncSubprocessEnvManager", "AutoResetWrapper", "Deadlines", "EnvManagerConfig", "Loss", "MultiEnv", "RayEnv",
+    "AsyncEnv", "AsyncSubprocessEnvManager", "AutoResetWrapper", "Deadlines", "EnvManagerConfig", "Fragment", "Loss", "MultiEnv", "RayEnv",
     "RayOptions", "RayVectorEnv", "Recovery", "Recycled", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
     "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "create_ray_envs", "create_subprocess_envs", "flat_statistics", "make_vec",
     "register_state_hook",

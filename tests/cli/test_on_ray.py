@@ -1,0 +1,109 @@
+"""The commands and the example on Ray, as they are typed. What is left of Ray afterwards fails the test."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_command import run, run_process, run_python
+
+from kit import assert_nothing_left, monitor_itself, snapshot_resources
+from multienv import RayVectorEnv
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "actor_critic.py"
+# A raylet that is told to end takes some seconds to take its helpers with it.
+GONE_WITHIN = 10.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before = snapshot_resources()
+    yield
+    gc.collect()
+    assert_nothing_left(before, timeout=GONE_WITHIN, ignore=monitor_itself)
+
+
+@pytest.fixture
+def a_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No other test joins what is started here; and workers of a busy machine get their share."""
+    pytest.importorskip("ray")
+    directory = tempfile.mkdtemp(prefix="ray-")  # short, because sockets lie in it
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name, value in {"RAY_TMPDIR": directory, "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("a_ray_of_its_own")
+def test_chaos_kills_workers_hosts_and_nodes_and_nothing_differs() -> None:
+    few = ("--kills", "10", "--envs", "3", "--nodes", "2", "--pause", "0.05", "--json")
+    done = run_process("chaos", "CartPole-v1", "--backend", "ray", "--kill-nodes", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["strikes"]["host"] >= 1
+    assert told["strikes"]["node"] >= 1
+    assert told["losses"]["died: its host was lost"] >= 1
+    assert sum(told["losses"].values()) == told["kills"] >= 10
+    assert told["rungs"].keys() == {"journal", "snapshot"}
+    assert sum(told["rungs"].values()) == told["kills"]
+    assert told["mismatches"] == told["inexact"] == []
+
+
+@pytest.mark.usefixtures("a_ray_of_its_own")
+def test_bench_measures_an_env_of_a_file_and_says_that_the_network_limits_short_steps(tmp_path: Path) -> None:
+    file = tmp_path / "my_envs.py"
+    file.write_text("from kit import CounterEnv\ndef make(): return CounterEnv()\n")
+    few = ("--envs", "2", "--seconds", "0.05", "--repeats", "3", "--against", "none", "--json")
+    done = run_process("bench", f"{file}:make", "--backend", "ray", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["left_out"] == {}
+    rates = {one["name"]: one["steps_per_second"] for one in told["contenders"]}
+    ray = told["ray"]
+    assert ray["steps_per_second"] == rates["RayVectorEnv(env_fns)"] == 2 * ray["rounds_per_second"] > 0
+    assert ray["share_of_env_steps"] < 0.5
+    assert ray["network_limits"]
+    if hasattr(RayVectorEnv, "rollout"):
+        assert ray["steps_per_second_in_fragments"] > ray["steps_per_second"]
+
+
+@pytest.mark.usefixtures("a_ray_of_its_own")
+def test_the_actor_critic_learns_on_ray_what_it_learns_here_while_workers_are_killed(tmp_path: Path) -> None:
+    few = (str(EXAMPLE), "--total-steps", "2000")
+    struck, calm = (
+        run_python(*few, *others, cwd=tmp_path) for others in (("--backend", "ray", "--chaos", "6"), ("--vector",))
+    )
+    assert (struck.returncode, calm.returncode) == (0, 0), struck.stdout + struck.stderr + calm.stderr
+    killed = re.search(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost", struck.stdout)
+    assert killed is not None, struck.stdout
+    assert int(killed[1]) == int(killed[2]) > 0
+    assert struck.stdout.splitlines()[0] == calm.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("chaos", "--backend", "ray"), 'need the extra "ray"'),
+        (("bench", "--backend", "ray"), 'need the extra "ray"'),
+        (("chaos", "--kill-nodes"), "--kill-nodes needs --backend ray"),
+        (("bench", "--address", "auto"), "give --backend ray"),
+        (("chaos", "--backend", "dask"), "choose subprocess or ray"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result, _ = run(*arguments, "CartPole-v1")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1

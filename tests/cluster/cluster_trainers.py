@@ -1,0 +1,86 @@
+"""Trainers in processes of their own, which are killed, or whose Ray loses something."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+from cluster_envs import CountingEnv
+
+from multienv import RayOptions, RayVectorEnv
+from multienv.cluster import courier
+
+
+def local_ray(way: str) -> None:
+    """Step envs on a local Ray, and end in this way."""
+    gate = Path(os.environ.get("TMPDIR", "/tmp")) / f"hangs-{os.getpid()}"
+    gate.touch()
+    envs = RayVectorEnv([partial(CountingEnv, hangs=str(gate))] * 3, ray=RayOptions(hosts=1), envs_per_worker=1)
+    envs.reset(seed=1)
+    envs.step([0, 0, 0])
+    if way == "kill_while_an_env_hangs":
+        envs.step_async([0, 1, 0])
+        while gate.exists():
+            time.sleep(0.01)
+    gate.unlink(missing_ok=True)
+    print("ready", flush=True)
+    if way.startswith("kill"):
+        time.sleep(1000)
+    if way == "raise_without_close":
+        raise SystemExit(3)
+    if way == "close":
+        envs.close()
+
+
+def lost_replies(log: str) -> None:
+    """Take 100 steps, while Ray throws some replies away; tell what was seen."""
+    lost = 0
+
+    def count(error: object) -> None:
+        nonlocal lost
+        lost += 1
+
+    class Counted(courier.UnansweredError):
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            count(text)
+
+    from multienv.cluster import cluster
+
+    cluster.UnansweredError = Counted
+    with RayVectorEnv([partial(CountingEnv, log)], ray=RayOptions(hosts=1, cpus_per_host=1)) as envs:
+        envs.reset(seed=1)
+        observations = [int(envs.step([0])[0][0, 0]) for _ in range(100)]
+        losses = envs.statistics()[0].losses
+    print(json.dumps({"lost": lost, "observations": observations, "losses": losses}))
+
+
+def lost_head() -> None:
+    """Have the head of a cluster killed between two steps; tell what the next steps raise."""
+    import ray
+
+    from kit.ray_cluster import RayCluster
+
+    with RayCluster(nodes=1) as cluster:
+        envs = RayVectorEnv([CountingEnv] * 2, ray=RayOptions(cpus_per_host=2, suspect_after=3.0))
+        envs.reset(seed=1)
+        envs.step([0, 0])
+        cluster.kill_head()
+        errors, message, until = [], "", time.monotonic() + 60
+        while len(errors) < 2 and time.monotonic() < until:
+            try:
+                envs.step([0, 0])
+                time.sleep(0.05)
+            except Exception as error:
+                errors.append(type(error).__name__)
+                message = str(error)
+        began = time.monotonic()
+        envs.close()
+        closed = time.monotonic() - began
+        print(json.dumps({"errors": errors, "message": message, "closed": closed}), flush=True)
+        for node in cluster.nodes:
+            cluster.kill_node(node)
+        assert not ray.is_initialized()

@@ -1,0 +1,79 @@
+"""How a trainer on a cluster ends, and what ends with it; and a reply that is lost after it was executed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import multienv
+from kit.trainer_process import PATH, Trainer, becomes_true
+
+pytest.importorskip("ray")
+
+# Seconds: Ray's raylet looks for its head now and then.
+GONE_WITHIN = 10.0
+
+
+@pytest.mark.parametrize(
+    "way", ["kill", "kill_while_an_env_hangs", "end_without_close", "raise_without_close", "close"]
+)
+def test_nothing_is_left_of_a_local_ray_however_the_trainer_ends(way):
+    with Trainer("cluster_trainers", "local_ray", way) as trainer:
+        trainer.expect("ready")
+        if way.startswith("kill"):
+            trainer.signal(signal.SIGKILL)
+        trainer.wait()
+        # Two agents of Ray's wait for their head, some seconds as a rule, a minute if they were just starting.
+        becomes_true(lambda: all("Agent" in command for command in trainer.family().values()), GONE_WITHIN)
+        assert all("Agent" in command for command in trainer.family().values()), trainer.family()
+        for pid in trainer.family():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        trainer.assert_nothing_lives()
+
+
+def test_a_reply_lost_after_the_step_was_executed_is_asked_again_and_executed_once(tmp_path):
+    """Ray throws the reply away: its own means to test what is built on it."""
+    log = tmp_path / "steps"
+    fault = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 3, "resp_failure_prob": 5}}
+    told = run_trainer("lost_replies", str(log), RAY_testing_rpc_failure=json.dumps(fault))
+    assert told["lost"] >= 1, "no reply was lost"
+    assert told["observations"] == list(range(1, 101))
+    assert [int(line) for line in log.read_text().split()] == told["observations"]
+    assert told["losses"] == 0
+
+
+def test_a_head_that_dies_is_a_typed_error_and_the_trainer_lives_on():
+    told = run_trainer("lost_head")
+    assert told["errors"] == ["ClusterLostError", "ClusterLostError"]
+    assert "checkpoint" in told["message"]
+    assert told["closed"] < 20
+
+
+def test_without_the_extra_there_is_one_clear_line(tmp_path):
+    code = "import sys; sys.modules['ray'] = None; import multienv; multienv.RayEnv(lambda: None)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment())
+    assert told.returncode == 1
+    assert told.stderr.strip().splitlines()[-1] == (
+        'multienv.errors.UsageError: Envs on a Ray cluster need the extra "ray": pip install "multienv[ray]".'
+    )
+
+
+def environment(**more: str) -> dict[str, str]:
+    here = os.pathsep.join([str(Path(__file__).parent), PATH, str(Path(multienv.__file__).parents[1])])
+    return {**os.environ, "PYTHONPATH": here, "RAY_AUTH_MODE": "disabled", **more}
+
+
+def run_trainer(function: str, *arguments: str, **more: str) -> dict:
+    code = f"import sys, cluster_trainers; cluster_trainers.{function}(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, *arguments]
+    told = subprocess.run(command, capture_output=True, text=True, env=environment(**more), timeout=110, check=False)
+    assert told.returncode == 0, told.stderr[-3000:]
+    return json.loads(told.stdout.strip().splitlines()[-1])

@@ -1,0 +1,181 @@
+"""What is lost on a real cluster of three nodes, and how it comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+
+pytest.importorskip("ray")
+
+from cluster_envs import ENVS, CountingEnv, FramesEnv, InStep, make
+
+from kit.ray_cluster import wait_until
+from multienv import (
+    AsyncSubprocessEnvManager,
+    Deadlines,
+    MultiEnv,
+    RayEnv,
+    RayOptions,
+    RayVectorEnv,
+    create_ray_envs,
+)
+
+# Three hosts of two CPUs on nodes of four: what is lost with a node has room on the others.
+OPTIONS = RayOptions(cpus_per_host=2, suspect_after=5.0)
+
+
+def batch(env_fns, **options):
+    return RayVectorEnv(env_fns, **{"ray": OPTIONS, **options})
+
+
+def pids(envs):
+    return [statistics.pid for statistics in envs.statistics()]
+
+
+@pytest.mark.parametrize("name", list(ENVS))
+def test_a_node_killed_in_the_middle_of_a_rollout_leaves_the_trajectory_whole_to_the_bit(ray_cluster, name):
+    env_fns = [partial(make, name)] * 6
+    with batch(env_fns) as envs:
+        run = InStep(envs, env_fns)
+        run.step(40)
+        assert {ray_cluster.node_of(pid).node_id for pid in pids(envs)} == {one.node_id for one in ray_cluster.nodes}
+        lost = ray_cluster.node_of(pids(envs)[0])
+        ray_cluster.kill_node(lost)
+        run.step(80)
+        assert {(one.outcome, one.rung) for one in run.recoveries} == {("exact", "journal")}
+        assert all("is lost" in one.loss.detail for one in run.recoveries)
+    ray_cluster.nodes.remove(lost)
+    ray_cluster.add_node()
+
+
+def test_a_worker_killed_inside_a_host_is_woken_from_its_snapshot_and_no_actor_is_restarted(ray_cluster):
+    env_fns = [partial(make, "CartPole-v1")] * 6
+    with batch(env_fns) as envs:
+        run = InStep(envs, env_fns)
+        before = [ray_cluster.actors_of(node) for node in ray_cluster.nodes]
+        # A snapshot is taken now and then: by env time, and CartPole takes little.
+        wait_until(lambda: (run.step(50), envs.statistics()[0].snapshots)[1], "a snapshot was taken")
+        os.kill(pids(envs)[0], signal.SIGKILL)
+        run.step(30)
+        assert [(one.outcome, one.rung) for one in run.recoveries] == [("exact", "snapshot")]
+        assert run.recoveries[0].loss.exit_code == -signal.SIGKILL
+        assert [ray_cluster.actors_of(node) for node in ray_cluster.nodes] == before
+
+
+def test_a_host_that_dies_is_replaced_and_the_other_hosts_stay(ray_cluster):
+    env_fns = [partial(make, "CartPole-v1")] * 6
+    with batch(env_fns) as envs:
+        run = InStep(envs, env_fns)
+        run.step(20)
+        node = ray_cluster.node_of(pids(envs)[0])
+        (actor,), kept = ray_cluster.actors_of(node), pids(envs)[2:]
+        os.kill(actor, signal.SIGKILL)
+        run.step(50)
+        assert [(one.outcome, one.rung) for one in run.recoveries] == [("exact", "journal")] * 2
+        assert pids(envs)[2:] == kept
+
+
+def test_a_stopped_host_is_given_up_and_what_it_answers_late_is_dropped(ray_cluster):
+    env_fns = [partial(make, "CartPole-v1")] * 6
+    with batch(env_fns) as envs:
+        run = InStep(envs, env_fns)
+        run.step(20)
+        node = ray_cluster.node_of(pids(envs)[0])
+        (actor,) = ray_cluster.actors_of(node)
+        family = [actor, *[pid for pid in ray_cluster.processes_of(node) if pid in pids(envs)]]
+        for pid in family:
+            os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        run.step(1)
+        assert time.monotonic() - began < 30
+        assert ["silent" in one.loss.detail for one in run.recoveries] == [True, True]
+        for pid in family:
+            os.kill(pid, signal.SIGCONT)
+        run.step(200)  # its late answers have come meanwhile, and its workers have ended
+        wait_until(lambda: not any(pid in ray_cluster.processes_of(node) for pid in family), "the old host has ended")
+
+
+def test_a_worker_that_hangs_is_killed_on_its_node_with_its_stack(ray_cluster, tmp_path):
+    gate = tmp_path / "hangs"
+    gate.touch()
+    with RayEnv(partial(CountingEnv, hangs=str(gate)), ray=OPTIONS, deadlines=Deadlines(step=1.0)) as env:
+        env.reset(seed=1)
+        expected = [env.step(0)[0].tolist() for _ in range(3)]
+        assert env.step(1)[0].tolist()[0] == len(expected) + 1
+        recovery = env.statistics().last_recovery
+        assert (recovery.outcome, recovery.loss.cause) == ("exact", "hung")
+        assert "cluster_envs.py" in recovery.loss.stack
+
+
+def test_a_drained_node_loses_no_step(ray_cluster):
+    env_fns = [partial(make, "LunarLander-v3")] * 6
+    with batch(env_fns) as envs:
+        run = InStep(envs, env_fns)
+        run.step(30)
+        node = ray_cluster.node_of(pids(envs)[0])
+        ray_cluster.drain_node(node)
+        wait_until(lambda: (run.step(5), sum(one.recycled for one in envs.statistics()))[1] == 2, "both have moved")
+        run.step(30)
+        assert not any(one.losses for one in envs.statistics())
+        assert node.node_id not in {ray_cluster.node_of(pid).node_id for pid in pids(envs)}
+        wait_until(lambda: not ray_cluster.actors_of(node), "its host has ended")
+    ray_cluster.kill_node(node)
+    ray_cluster.nodes.remove(node)
+    ray_cluster.add_node()
+
+
+def test_without_room_for_a_new_host_the_episodes_are_truncated_in_bounded_time_and_go_on_with_a_new_node(ray_cluster):
+    options = RayOptions(cpus_per_host=4, suspect_after=5.0, placement_timeout=5.0)
+    with batch([CountingEnv] * 3, ray=options, envs_per_worker=1, autoreset_mode="Disabled") as envs:
+        envs.reset(seed=3)
+        envs.step([0, 0, 0])
+        node = ray_cluster.node_of(pids(envs)[0])
+        ray_cluster.kill_node(node)
+        began = time.monotonic()
+        observations, rewards, _, truncations, infos = envs.step([0, 0, 0])
+        assert time.monotonic() - began < 60
+        assert truncations.tolist() == [True, False, False]
+        assert observations[:, 0].tolist() == [1, 2, 2]
+        assert rewards.tolist() == [0, 2, 2]
+        assert "CPUs free" in infos["multienv"]["reason"][0]
+        ray_cluster.nodes.remove(node)
+        ray_cluster.add_node()
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                envs.reset(options={"reset_mask": truncations})
+                break
+            except Exception:
+                assert time.monotonic() < deadline
+        assert envs.step([0, 0, 0])[1].tolist() == [1, 3, 3]
+
+
+def test_frames_of_many_envs_come_whole_and_in_parts(ray_cluster):
+    for count in (1, 4, 40):  # 28 kB, 110 kB, 1.1 MB
+        env_fns = [FramesEnv] * count
+        with batch(env_fns, ray=RayOptions(hosts=1, cpus_per_host=2)) as envs:
+            InStep(envs, env_fns).step(8)
+
+
+def test_few_bytes_in_flight_hold_back_and_lose_nothing(ray_cluster):
+    env_fns = [FramesEnv] * 6
+    with batch(env_fns, ray=RayOptions(cpus_per_host=2, bytes_in_flight=1000, rounds_in_flight=1)) as envs:
+        InStep(envs, env_fns).step(10)
+
+
+def test_lists_snapshots_and_managers_work_on_the_cluster(ray_cluster):
+    with MultiEnv(create_ray_envs([CountingEnv] * 4, ray=OPTIONS)) as envs:
+        envs.reset(seed=5)
+        assert [one[0] for one in envs.step([0] * 4)[0]] == [1] * 4
+        kept = envs.envs[0].snapshot()
+        observations = [envs.step([0] * 4)[0][0] for _ in range(2)]
+        envs.envs[0].restore(kept)
+        assert [envs.envs[0].step(0)[0].tolist() for _ in range(2)] == [one.tolist() for one in observations]
+    manager = AsyncSubprocessEnvManager([CountingEnv] * 4, backend="ray", ray=OPTIONS, episode_num=1)
+    with manager:
+        steps = [manager.step(dict.fromkeys(manager.ready_obs, 0)) for _ in range(10)]
+    assert sum(map(len, steps)) >= 10

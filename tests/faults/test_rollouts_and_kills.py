@@ -1,0 +1,171 @@
+"""Rollouts while workers are killed, in the middle of fragments and between them: the trajectory is the undisturbed one."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SlowEnv, first_difference
+from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
+from multienv.testing import Killer
+
+sys.path.append(str(Path(__file__).parents[1] / "contract"))
+
+from rollout_policies import Linear, constant
+
+POLICIES = {
+    "snapshot": RestartPolicy(snapshot_every=20, backoff=0.0),
+    "journal": RestartPolicy(snapshots=False, backoff=0.0),
+}
+MAKERS = {
+    "CartPole": partial(gymnasium.make, "CartPole-v1"),
+    "LunarLander": partial(gymnasium.make, "LunarLander-v3"),
+    "HalfCheetah": partial(gymnasium.make, "HalfCheetah-v5", max_episode_steps=60),
+    # Long enough for most kills to come in the middle of a fragment.
+    "SlowEnv": partial(SlowEnv, step_seconds=0.0005),
+}
+
+
+def expect_same(one: Any, other: Any) -> None:
+    difference = first_difference(vars(one), vars(other))
+    assert difference is None, difference
+
+
+@pytest.mark.parametrize(("policy", "mode"), [("snapshot", "NEXT_STEP"), ("journal", "SAME_STEP")])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_batch_that_is_killed_at_random_moments_shows_the_undisturbed_fragments(
+    name: str, policy: str, mode: str
+) -> None:
+    env_fns = [MAKERS[name]] * 4
+    with (
+        SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=POLICIES[policy], autoreset_mode=mode) as envs,
+        SerialVectorEnv(env_fns, autoreset_mode=mode) as twin,
+    ):
+        chosen = Linear(envs.single_action_space)
+        observations = envs.reset(seed=21)[0]
+        assert observations.tobytes() == twin.reset(seed=21)[0].tobytes()
+        with Killer(envs, interval=(0.25, 0.5), kills=4, seed=5) as killer:
+            for turn in range(4000):
+                fragment = envs.rollout(chosen, 50)
+                expect_same(fragment, twin.rollout(chosen, 50))
+                if turn % 5 == 0:  # a step in between, which a replay must find
+                    actions = chosen(fragment.final_observations)[0]
+                    one, other = envs.step(actions), twin.step(actions)
+                    assert first_difference(one, other) is None
+                if killer.delivered >= 4:
+                    break
+        assert killer.delivered >= 4
+        recovered = sum(worker.exact_recoveries for worker in envs.statistics())
+        assert recovered >= 2
+        assert not any(worker.truncated_recoveries for worker in envs.statistics())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["HalfCheetah", "SlowEnv"])
+def test_one_env_that_is_killed_at_random_moments_shows_the_undisturbed_fragments(name: str, policy: str) -> None:
+    with SubprocessEnv(MAKERS[name], restart=POLICIES[policy]) as env, SerialEnv(MAKERS[name]) as twin:
+        twin.initialize()
+        chosen = Linear(env.action_space)
+        for one in (env, twin):
+            one.reset(seed=21)
+        with Killer(env, interval=(0.25, 0.5), kills=4, seed=5) as killer:
+            for _ in range(6000):
+                expect_same(env.rollout(chosen, 50), twin.rollout(chosen, 50))
+                if killer.delivered >= 4:
+                    break
+        assert killer.delivered >= 4
+        assert env.statistics().exact_recoveries >= 2
+        assert not env.statistics().truncated_recoveries
+
+
+class Unrepeatable:
+    """Chooses by chance from outside: no two computations of a fragment agree."""
+
+    def __call__(self, observations: Any) -> Any:
+        import os
+
+        return np.array([byte % 4 for byte in os.urandom(len(observations))])
+
+
+def test_what_was_delivered_is_replayed_with_the_recorded_actions() -> None:
+    """The policy would choose others: only the journal can bring the envs to where the caller saw them."""
+    with SubprocessVectorEnv([CounterEnv] * 2, envs_per_worker=2, restart=POLICIES["journal"]) as envs:
+        envs.reset(seed=4)
+        actions = envs.rollout(Unrepeatable(), 30).actions
+        killer = Killer(envs)
+        assert killer.strike()
+        with SerialVectorEnv([CounterEnv] * 2) as twin:
+            twin.reset(seed=4)
+            for action in actions:
+                twin.step(action)
+            expect_same(envs.rollout(constant, 30), twin.rollout(constant, 30))
+        (told,) = envs.statistics()
+        assert (told.exact_recoveries, told.truncated_recoveries) == (1, 0)
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+def test_an_env_that_cannot_be_replayed_is_truncated_in_the_first_step(mode: str) -> None:
+    """Only that env: its neighbours in the worker go on to the bit."""
+    env_fns = [CounterEnv, partial(NondeterministicEnv, horizon=None), CounterEnv]
+    with (
+        SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=POLICIES["journal"], autoreset_mode=mode) as envs,
+        SerialVectorEnv([CounterEnv] * 3, autoreset_mode=mode) as twin,
+    ):
+        for one in (envs, twin):
+            one.reset(seed=4)
+        last = envs.rollout(constant, 7).final_observations
+        twin.rollout(constant, 7)
+        assert Killer(envs).strike()
+        fragment, expected = envs.rollout(constant, 12), twin.rollout(constant, 12)
+        for index in (0, 2):
+            assert fragment.observations[:, index].tobytes() == expected.observations[:, index].tobytes()
+            assert fragment.truncations[:, index].tolist() == expected.truncations[:, index].tolist()
+        assert fragment.truncations[:, 1].tolist() == [True] + [False] * 11
+        assert fragment.rewards[0, 1] == 0.0
+        info = fragment.infos[0] if mode == "NEXT_STEP" else fragment.infos[0]["final_info"]
+        assert info["_multienv"].tolist() == [False, True, False]
+        assert "does not match" in info["multienv"]["reason"][1]
+        if mode == "NEXT_STEP":
+            assert fragment.observations[1, 1].tobytes() == last[1].tobytes()
+            assert fragment.observations[2, 1][0] == 0
+        else:
+            assert fragment.infos[0]["final_obs"][1].tobytes() == last[1].tobytes()
+            assert fragment.observations[1, 1][0] == 0
+    with SubprocessEnv(env_fns[1], restart=POLICIES["journal"]) as env:
+        env.reset(seed=4)
+        last = env.rollout(constant, 7).final_observations
+        assert Killer(env).strike()
+        fragment = env.rollout(constant, 5)
+        assert fragment.truncations.tolist() == [True] + [False] * 4
+        assert fragment.infos[0]["final_obs"].tobytes() == last.tobytes()
+        assert "does not match" in fragment.infos[0]["final_info"]["multienv"]["reason"]
+        assert fragment.observations[:, 0].tolist()[1:] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+def test_an_env_that_ends_every_process_sits_the_fragment_out(mode: str) -> None:
+    """It crashes in each of its episodes: its neighbour goes on, and each of its own steps says that it is none."""
+    env_fns = [CounterEnv, partial(FaultyEnv, fault=Fault("segv", "step", at=4, per="episode"))]
+    with (
+        SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=POLICIES["journal"], autoreset_mode=mode) as envs,
+        SerialVectorEnv([CounterEnv] * 2, autoreset_mode=mode) as twin,
+    ):
+        for one in (envs, twin):
+            one.reset(seed=4)
+        fragment, expected = envs.rollout(constant, 12), twin.rollout(constant, 12)
+        assert fragment.observations[:, 0].tobytes() == expected.observations[:, 0].tobytes()
+        assert fragment.truncations[:, 1].all()
+        assert not fragment.rewards[:, 1].any()
+        fragment = envs.rollout(constant, 3)  # short enough for its next episode
+        assert not fragment.truncations[:, 1].any()
+    with SubprocessEnv(env_fns[1], restart=POLICIES["journal"]) as env:
+        env.reset(seed=4)
+        assert env.rollout(constant, 12).truncations.all()
+        env.reset()
+        assert not env.rollout(constant, 3).truncations.any()
