@@ -162,9 +162,8 @@ def _show(console: Console, title: str, result: Bench, code: str) -> None:
 
 def _show_rounds(console: Console, rounds: Rounds) -> None:
     told = f"{rounds.rate:,.0f} rounds/s, {rounds.steps.rate:,.0f} steps/s; in fragments {rounds.fragments.rate:,.0f}"
-    console.print(
-        f"On Ray: {told} steps/s. A round takes {1000 / rounds.rate:.1f} ms, {rounds.share_of_steps:.0%} of it env steps."
-    )
+    share = f"{1000 / rounds.rate:.1f} ms, {rounds.share_of_steps:.0%} of it env steps"
+    console.print(f"On Ray: {told} steps/s. A round takes {share}.")
     if rounds.network_limits:
         console.print("The call over the network is what limits there: ask for many steps a call, envs.rollout().")
 
