@@ -349,6 +349,7 @@ class Watch:
             self._heard = time.monotonic()
             self._tell(nodes)
         self._end()
+        del self._tell, self._end  # the fleet knows this object: no circle is to hold the bell
 
 
 def in_order(nodes: Collection[Node], placement: Any, hosts: Collection[str], avoided: Collection[str]) -> list[Node]:

@@ -225,8 +225,8 @@ class Fleet:
         """Note that a launcher is not used any more; with the last one the hosts end. Finalizers call it: no locks."""
         self._users.discard(name)
         if not self._users and not self._is_over:
-            self._is_over = True
             self._watch.close()
+            self._is_over = True  # last: after an interruption in between the next call does both
 
     def _end(self) -> None:
         """End the hosts, in the thread that has watched the nodes; then a local Ray."""
