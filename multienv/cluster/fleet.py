@@ -237,7 +237,7 @@ class Fleet:
             courier.join(2.0)
         self.cluster.leave()
         self._retired.clear()
-        for seat in self._seats:  # or a circle would hold the descriptors of couriers until the next collection
+        for seat in self._seats:  # an env that is closed holds its fleet, until a collection
             seat.courier = None
         self._ended.set()
 
