@@ -870,16 +870,16 @@ class Supervisor:
                 self.lifecycle.drop_lost(instruction, self.state)
             if instruction is not Instruction.ASK:
                 raise self.lifecycle.error(instruction, self.state) from None
+            self._happen(Replied())
         except BaseException:  # Ctrl-C, or no descriptor is left: no call may find that request pending
             if self.state.process is Process.LOST:
                 channel = self.channel
                 assert channel is not None
                 channel.kill()  # it may be one that is not verified; the next request finds it lost
                 self.stand(before)
-            raise
-        finally:
-            if self.state.request is not None:
+            elif self.state.request is not None:
                 self._happen(Replied())
+            raise
 
     def note_closed(self) -> None:
         """Be closed from now on."""
