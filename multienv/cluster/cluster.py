@@ -292,7 +292,7 @@ class RayHost:
             self._parts = 1 + -(-size // PART) if frames.INLINE < size <= MOST_IN_PARTS else 1
             answer.set_result(reply)
         elif isinstance(error, (errors.ActorUnavailableError, errors.ObjectLostError)):
-            answer.set_exception(UnansweredError(str(error).strip().splitlines()[0]))
+            answer.set_exception(UnansweredError(str(error).strip().partition("\n")[0]))
         else:
             answer.set_exception(error)
 
@@ -344,11 +344,10 @@ class Watch:
         while not poller.poll(WATCH_EVERY * 1000) and not self._is_over:
             try:
                 nodes = self._cluster.nodes()
+                self._heard = time.monotonic()
+                self._tell(nodes)
             except Exception as error:  # whatever Ray makes of it
                 logger.debug("the head of the Ray cluster does not answer: %s", error)
-                continue
-            self._heard = time.monotonic()
-            self._tell(nodes)
         self._end()
         self._bell = None  # an env that is closed holds its fleet, until a collection
 

@@ -27,7 +27,7 @@ class RayOptions(Named):
             what the envs import must be there.
         suspect_after: Seconds after which a silent host is given up, and its envs are brought back on another node.
         placement_timeout: Seconds that a host may wait for a node with so many CPUs free.
-        rounds_in_flight: Calls under way to a host, at most.
+        rounds_in_flight: Calls under way to a host, at most; at least 2, for the next one ends the waiting of the last.
         bytes_in_flight: Bytes under way to a host, and from it, at most; one request or answer may be larger.
         drain_notices: Move envs away from a node that is being drained, between two steps.
     """
@@ -53,7 +53,8 @@ class RayOptions(Named):
             value = getattr(self, name)
             if value is None and name in ("hosts", "cpus_per_host"):
                 continue
-            if (integer(value) or 0) < 1:
-                raise UsageError(f"RayOptions.{name} is {value!r:.100}; give an integer of at least 1.")
+            least = 2 if name == "rounds_in_flight" else 1
+            if (integer(value) or 0) < least:
+                raise UsageError(f"RayOptions.{name} is {value!r:.100}; give an integer of at least {least}.")
         if isinstance(self.placement, str) and self.placement not in ("spread", "pack"):
             raise UsageError(f"RayOptions.placement is {self.placement!r:.100}; choose 'spread', 'pack' or node ids.")

@@ -137,7 +137,11 @@ class Relay:
             self._early[sent.serial] = sent.frames
         while self._serial in self._early:
             for frame in self._early.pop(self._serial):
-                self._HANDLERS[frame[0]](self, *frame[1:])
+                try:
+                    self._HANDLERS[frame[0]](self, *frame[1:])
+                except Exception as error:  # no memory, no thread: that of one worker, not of the host
+                    if frame[0] != frames.FREE:
+                        self._break(frame[1], error)
             self._serial += 1
         for frame in sent.again:
             self._do_await(*frame[1:])
@@ -194,6 +198,12 @@ class Relay:
         parts += bank.view[: HEAD.size], rows, mail
         worker.asked = 0
         return len(rows) + len(mail)
+
+    def _break(self, name: int, error: Exception) -> None:
+        """Have a worker be lost because its relay failed."""
+        worker = self._workers.setdefault(name, Relayed(None))
+        if worker.gone is None:
+            worker.gone = Gone("broken", detail=f"its relay failed: {type(error).__name__}: {error}")
 
     # --- what the trainer asks ----------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ def test_frames_of_many_envs_come_whole_and_in_parts(ray_cluster):
 
 def test_few_bytes_in_flight_hold_back_and_lose_nothing(ray_cluster):
     env_fns = [FramesEnv] * 6
-    with batch(env_fns, ray=RayOptions(cpus_per_host=2, bytes_in_flight=1000, rounds_in_flight=1)) as envs:
+    with batch(env_fns, ray=RayOptions(cpus_per_host=2, bytes_in_flight=1000)) as envs:
         InStep(envs, env_fns).step(10)
 
 

@@ -794,3 +794,16 @@ def test_random_programs_on_random_hosts_are_exact(clusters: Clusters) -> None:
 @pytest.mark.parametrize("first", range(10_000, 20_000, 1_000))
 def test_many_random_programs_on_random_hosts_are_exact(clusters: Clusters, first: int) -> None:
     play(clusters, first, 1_000)
+
+
+def test_what_fails_in_a_relay_for_one_worker_is_that_workers_own() -> None:
+    class Failing:
+        def __init__(self, *_: object) -> None:
+            raise MemoryError("no room")
+
+    here = Relay(launch=Failing)
+    sent = Sent(1, [(frames.LAUNCH, 1, "spawn", None, "")], [], 1000)
+    (told,), _ = frames.unpack_reply(here.exchange(sent.packed()))
+    assert told[:2] == (frames.GONE, 1)
+    assert "no room" in told[3]["detail"]
+    assert frames.unpack_reply(here.exchange(Sent(2, [(frames.RELEASE, 1)], [], 1000).packed()))[0] == []

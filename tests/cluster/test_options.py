@@ -1,0 +1,40 @@
+"""RayOptions and the faces' arguments: what makes no sense is refused by name, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from multienv import AsyncSubprocessEnvManager, RayEnv, RayOptions, RayVectorEnv
+from multienv.errors import UsageError
+
+WRONG = {
+    "hosts": [0, -1, 1.5, True],
+    "cpus_per_host": [0, "4"],
+    "rounds_in_flight": [1, None],
+    "bytes_in_flight": [0, None],
+    "suspect_after": [0, -1.0, None, "10"],
+    "placement_timeout": [0, None],
+    "placement": ["near"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_an_option_that_makes_no_sense_is_refused_by_name(name, value):
+    with pytest.raises(UsageError, match=name):
+        RayOptions(**{name: value})
+
+
+def test_only_what_was_chosen_is_shown():
+    assert repr(RayOptions(hosts=2, placement="pack")) == "RayOptions(hosts=2, placement='pack')"
+
+
+@pytest.mark.parametrize("face", [lambda ray: RayEnv(dict, ray=ray), lambda ray: RayVectorEnv([dict], ray=ray)])
+def test_options_of_another_type_are_refused(face):
+    with pytest.raises(UsageError, match="give RayOptions"):
+        face({"hosts": 2})
+
+
+@pytest.mark.parametrize("options", [{"backend": "dask"}, {"ray": RayOptions()}])
+def test_a_manager_refuses_an_unknown_backend_and_ray_options_without_ray(options):
+    with pytest.raises(UsageError, match="backend"):
+        AsyncSubprocessEnvManager([dict], **options)
