@@ -2,7 +2,7 @@
 
     python benchmarks/ray_recovery.py --times 5
 
-A killed node is declared dead by Ray within some 3 s here, because the cluster is started with eager health checks; with
+A killed node is declared dead by Ray within some 3 s here, as the cluster is started with eager health checks. With
 Ray's own settings that takes 10 to 25 s, and ``suspect_after`` decides before that.
 """
 
