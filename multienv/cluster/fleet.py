@@ -253,7 +253,7 @@ class Fleet:
 
     @property
     def silence(self) -> float:
-        """Return the seconds since the head of the cluster has answered."""
+        """Return for how many seconds the head of the cluster has left a question unanswered."""
         return self._watch.silence
 
 

@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -241,6 +242,28 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
     assert [host.name for host in cluster.hosts[:2]] == ["node 0", "node 1"]
     assert "has been silent for" in events[0].detail
     assert "node 0" in events[0].detail
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(
+    clusters: Clusters, tmp_path: Path, is_waiting: bool
+) -> None:
+    """As Ctrl-Z and ``fg`` have it."""
+    gate = str(tmp_path / "gate")
+    cluster, options = clusters.make(suspect_after=STRICT)
+    with fifo_gate(gate) as let_pass, RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
+        env.reset(seed=5)
+        if is_waiting:
+            env.step_async(3)
+        me = os.getpid()
+        subprocess.run(["sh", "-c", f"(sleep 4; kill -CONT {me}) & kill -STOP {me}"], check=True)
+        if is_waiting:
+            time.sleep(3 * HOLD)
+            let_pass()
+            env.step_wait()
+        assert_as_if_local(env)
+        assert env.statistics().losses == 0
+    assert len(cluster.hosts) == 1
 
 
 def test_what_a_host_says_after_it_was_given_up_is_dropped(clusters: Clusters) -> None:
