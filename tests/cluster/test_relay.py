@@ -43,6 +43,7 @@ from multienv import (
     SerialVectorEnv,
     SubprocessEnv,
 )
+from multienv.cluster import cluster as cluster_module
 from multienv.cluster import courier, fleet, relay
 from multienv.cluster.courier import Courier
 from multienv.cluster.frames import Sent
@@ -278,6 +279,31 @@ def test_what_a_host_says_after_it_was_given_up_is_dropped(clusters: Clusters) -
         assert_same_trajectory(rollout(env, ACTIONS, seed=5, before_step=late_replies), twin)
         cluster.hosts[0].release()
     assert len(cluster.hosts) > 1
+
+
+def test_drained_node_is_left_as_soon_as_another_one_has_room(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "WATCH_EVERY", 0.05)
+    cluster, options = clusters.make(nodes_free=(2, 1), cpus_per_host=2)
+    env_fns = [partial(CounterEnv, horizon=99)] * 2
+    with RayVectorEnv(env_fns, ray=options, envs_per_worker=1) as envs, SerialVectorEnv(env_fns) as twin:
+        envs.reset(seed=1), twin.reset(seed=1)
+        cluster.leaving = (0,)
+        time.sleep(0.5)
+        for _ in range(3):
+            assert first_difference(envs.step([1, 2])[:4], twin.step([1, 2])[:4]) is None
+        assert [host.name for host in cluster.hosts] == ["node 0"]
+        cluster.nodes_free = (0, 2)
+        assert becomes_true(
+            lambda: (
+                first_difference(envs.step([1, 2])[:4], twin.step([1, 2])[:4]) is None
+                and [one.recycled for one in envs.statistics()] == [1, 1]
+            ),
+            10.0,
+        )
+        assert [host.name for host in cluster.hosts] == ["node 0", "node 1"]
+        assert becomes_true(cluster.hosts[0].ended.is_set, 10.0)
 
 
 @pytest.mark.parametrize("call", [1, 5])
