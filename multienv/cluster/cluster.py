@@ -322,15 +322,16 @@ class Watch:
 
     def __init__(self, cluster: Cluster, tell: Callable[[list[Node]], None], end: Callable[[], None]) -> None:
         self._cluster, self._tell, self._end = cluster, tell, end
-        self._heard = time.monotonic()
+        self._asked = 0.0  # when the question was put that is not answered yet; 0: none
         self._is_over = False
         self._bell: Bell | None = Bell()
         threading.Thread(target=self._run, args=(self._bell,), name="multienv-watch", daemon=True).start()
 
     @property
     def silence(self) -> float:
-        """Return the seconds since the head has answered."""
-        return time.monotonic() - self._heard
+        """Return for how many seconds the head has left a question unanswered: a trainer that was stopped asks none."""
+        asked = self._asked
+        return time.monotonic() - asked if asked else 0.0
 
     def close(self) -> None:
         """End the thread, soon. Takes no lock and starts no thread: finalizers call it."""
@@ -342,9 +343,10 @@ class Watch:
         poller = select.poll()
         poller.register(bell.descriptor, select.POLLIN)
         while not poller.poll(WATCH_EVERY * 1000) and not self._is_over:
+            self._asked = self._asked or time.monotonic()
             try:
                 nodes = self._cluster.nodes()
-                self._heard = time.monotonic()
+                self._asked = 0.0
                 self._tell(nodes)
             except Exception as error:  # whatever Ray makes of it
                 logger.debug("the head of the Ray cluster does not answer: %s", error)

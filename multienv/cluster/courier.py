@@ -37,6 +37,8 @@ from multienv.wire.banks import HEAD
 
 # Seconds before a call that has failed is made again.
 _PAUSE = 0.05
+# Seconds by which a look that is due may come late. Later, and this process was stopped (Ctrl-Z), or kept from running.
+_LATE = 1.0
 
 
 class UnansweredError(Exception):
@@ -116,6 +118,7 @@ class Courier:
         self._failed: list[Call] = []  # to be made once more
         self._failed_at = 0.0
         self._failing_since = 0.0
+        self._looked = 0.0
         self._serials = itertools.count(1)
         self._waiting: dict[int, int] = {}  # channel → request that is not answered
         self._asides: set[int] = set()  # channels that are being killed or closed
@@ -202,10 +205,11 @@ class Courier:
         while self._ended:
             self._hear(host, *self._ended.popleft())
         now = time.monotonic()
+        self._excuse(now)
         self._doubt(host, now)
         self._send(host, now)
         if not self.lost:
-            until = min((self._due_of(call) for call in self._calls), default=now + HOLD)
+            until = min([now + HOLD, *map(self._due_of, self._calls)])
             if self._failed:
                 until = min(until, self._failed_at + _PAUSE)
             poller = select.poll()
@@ -308,6 +312,15 @@ class Courier:
     def _due_of(self, call: Call) -> float:
         """Return when a call is silent for too long: to be doubted first, then for good."""
         return call.made + HOLD + self._suspect_after * (1.0 if call.is_doubted else 0.5)
+
+    def _excuse(self, now: float) -> None:
+        """Leave the time in which this process was stopped out of account: it could not hear anybody."""
+        late = now - self._looked - HOLD
+        if self._looked and late > _LATE:
+            for call in self._calls:
+                call.made += late
+            self._failing_since += late * bool(self._failing_since)
+        self._looked = now
 
     def _doubt(self, host: Host, now: float) -> None:
         """See whether a call is silent for too long."""

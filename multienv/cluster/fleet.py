@@ -201,14 +201,24 @@ class Fleet:
     def _look(self, nodes: list[Node]) -> None:
         """Move away from nodes that are being drained, and let go of hosts that have no worker any more."""
         if self.options.drain_notices:
-            leaving = {node.id: node.name for node in nodes if node.is_leaving}
-            for seat in self._seats:
-                if seat.courier is not None and seat.courier.is_up and seat.node in leaving:
-                    seat.leave(f"its node {leaving[seat.node]} is drained")
+            self._look_for_notices(nodes)
         for courier in list(self._retired):
             if not courier.channels:
                 self._retired.remove(courier)
                 courier.close()
+
+    def _look_for_notices(self, nodes: list[Node]) -> None:
+        """Have seats leave nodes that are being drained, as far as others have room: who waits for room waits long."""
+        leaving = {node.id: node.name for node in nodes if node.is_leaving}
+        free = sorted(node.free for node in in_order(nodes, self.options.placement, (), ()))
+        seats = dict.fromkeys(self._dealt)
+        drained = [seat for seat in seats if seat.courier is not None and seat.courier.is_up and seat.node in leaving]
+        for seat in [*(seat for seat in seats if seat.courier is None), *drained]:  # first those that have left
+            if free and free[-1] >= seat.cpus:
+                free[-1] -= seat.cpus
+                free.sort()
+                if seat in drained:
+                    seat.leave(f"its node {leaving[seat.node]} is drained")
 
     # --- launchers ------------------------------------------------------------------------------------
 
@@ -253,7 +263,7 @@ class Fleet:
 
     @property
     def silence(self) -> float:
-        """Return the seconds since the head of the cluster has answered."""
+        """Return for how many seconds the head of the cluster has left a question unanswered."""
         return self._watch.silence
 
 

@@ -248,6 +248,7 @@ class LocalCluster:
     Attributes:
         schedule: What goes wrong.
         nodes_free: CPUs of each node.
+        leaving: Indices of the nodes that are being drained.
         on_its_way: Seconds that a reply takes.
         hosts: Those that were made, in order.
         has_left: Its fleet has let go of it.
@@ -255,12 +256,16 @@ class LocalCluster:
 
     schedule: Schedule = faultless
     nodes_free: tuple[int, ...] = (64, 64)
+    leaving: Collection[int] = ()
     on_its_way: float = 0.0
     hosts: list[LossyHost] = field(default_factory=list)
     has_left: bool = False
 
     def nodes(self) -> list[Node]:
-        return [Node(f"id {index}", f"node {index}", free, False) for index, free in enumerate(self.nodes_free)]
+        return [
+            Node(f"id {index}", f"node {index}", free, index in self.leaving)
+            for index, free in enumerate(self.nodes_free)
+        ]
 
     def place(
         self, cpus: int, pick: Callable[..., Node | None], hash_seed: str, is_wanted: Callable[[], bool]

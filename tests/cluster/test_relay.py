@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ from multienv import (
     SerialVectorEnv,
     SubprocessEnv,
 )
+from multienv.cluster import cluster as cluster_module
 from multienv.cluster import courier, fleet, frames, relay
 from multienv.cluster.courier import Courier
 from multienv.cluster.frames import Sent
@@ -315,6 +317,28 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
     assert "node 0" in events[0].detail
 
 
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(
+    clusters: Clusters, tmp_path: Path, is_waiting: bool
+) -> None:
+    """As Ctrl-Z and ``fg`` have it."""
+    gate = str(tmp_path / "gate")
+    cluster, options = clusters.make(suspect_after=STRICT)
+    with fifo_gate(gate) as let_pass, RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
+        env.reset(seed=5)
+        if is_waiting:
+            env.step_async(3)
+        me = os.getpid()
+        subprocess.run(["sh", "-c", f"(sleep 4; kill -CONT {me}) & kill -STOP {me}"], check=True)
+        if is_waiting:
+            time.sleep(3 * HOLD)
+            let_pass()
+            env.step_wait()
+        assert_as_if_local(env)
+        assert env.statistics().losses == 0
+    assert len(cluster.hosts) == 1
+
+
 def test_what_a_host_says_after_it_was_given_up_is_dropped(clusters: Clusters) -> None:
     cluster, options = clusters.make(silent_from(5), suspect_after=STRICT)
     with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
@@ -327,6 +351,31 @@ def test_what_a_host_says_after_it_was_given_up_is_dropped(clusters: Clusters) -
         assert_same_trajectory(rollout(env, ACTIONS, seed=5, before_step=late_replies), twin)
         cluster.hosts[0].release()
     assert len(cluster.hosts) > 1
+
+
+def test_drained_node_is_left_as_soon_as_another_one_has_room(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "WATCH_EVERY", 0.05)
+    cluster, options = clusters.make(nodes_free=(2, 1), cpus_per_host=2)
+    env_fns = [partial(CounterEnv, horizon=99)] * 2
+    with RayVectorEnv(env_fns, ray=options, envs_per_worker=1) as envs, SerialVectorEnv(env_fns) as twin:
+        envs.reset(seed=1), twin.reset(seed=1)
+        cluster.leaving = (0,)
+        time.sleep(0.5)
+        for _ in range(3):
+            assert first_difference(envs.step([1, 2])[:4], twin.step([1, 2])[:4]) is None
+        assert [host.name for host in cluster.hosts] == ["node 0"]
+        cluster.nodes_free = (0, 2)
+        assert becomes_true(
+            lambda: (
+                first_difference(envs.step([1, 2])[:4], twin.step([1, 2])[:4]) is None
+                and [one.recycled for one in envs.statistics()] == [1, 1]
+            ),
+            10.0,
+        )
+        assert [host.name for host in cluster.hosts] == ["node 0", "node 1"]
+        assert becomes_true(cluster.hosts[0].ended.is_set, 10.0)
 
 
 @pytest.mark.parametrize("call", [1, 5])
