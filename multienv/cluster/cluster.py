@@ -27,7 +27,8 @@ logger = logging.getLogger("multienv")
 
 # Seconds between two looks for a node with CPUs free.
 _AGAIN = 0.25
-# Seconds until a host that is pinned to a node must be up, and how many it has in any case.
+# Seconds until a host that is pinned to a node must be up, and how many it has in any case. With a ``runtime_env`` it
+# has all of ``placement_timeout``: packages may have to be installed.
 _UP_WITHIN = 30.0
 _UP_LEAST = 10.0
 _OUTLIVING = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -186,8 +187,9 @@ class Cluster:
             time.sleep(_AGAIN)
         seconds = f"{self._options.placement_timeout:g} s"
         if late:
+            cause = " Ray's log there tells of its runtime_env." if self._options.runtime_env else ""
             raise NoCapacityError(
-                f"No host came up within {seconds} (RayOptions.placement_timeout), tried last: {late}."
+                f"No host came up within {seconds} (RayOptions.placement_timeout), tried last: {late}.{cause}"
             )
         raise NoCapacityError(
             f"No node has had {cpus} CPUs free for a host, for {seconds}. Add nodes, or ask for less: "
@@ -207,10 +209,14 @@ class Cluster:
         }
         if self._options.runtime_env:
             options["runtime_env"] = dict(self._options.runtime_env)
-        actor = ray.remote(HostActor).options(**options).remote(hash_seed)
+        try:
+            actor = ray.remote(HostActor).options(**options).remote(hash_seed)
+        except (TypeError, ValueError) as error:
+            raise ClusterError(f"Ray takes no host with these RayOptions(runtime_env=...): {error}") from error
         errors = ray.exceptions
         try:
-            seconds = max(_UP_LEAST, min(_UP_WITHIN, until - time.monotonic()))
+            longest = self._options.placement_timeout if self._options.runtime_env else _UP_WITHIN
+            seconds = max(_UP_LEAST, min(longest, until - time.monotonic()))
             version = ray.get(actor.version.remote(), timeout=seconds)
         except (errors.ActorUnschedulableError, errors.GetTimeoutError, errors.NodeDiedError) as error:
             logger.info("no host came up on node %s (%s): another one is tried", node.name, error)

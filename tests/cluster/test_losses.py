@@ -16,6 +16,7 @@ from cluster_envs import ENVS, CountingEnv, FramesEnv, InStep, make
 from kit.ray_cluster import wait_until
 from multienv import (
     AsyncSubprocessEnvManager,
+    ClusterError,
     Deadlines,
     MultiEnv,
     RayEnv,
@@ -152,6 +153,11 @@ def test_without_room_for_a_new_host_the_episodes_are_truncated_in_bounded_time_
             except Exception:
                 assert time.monotonic() < deadline
         assert envs.step([0, 0, 0])[1].tolist() == [1, 3, 3]
+
+
+def test_a_runtime_env_that_ray_refuses_is_told_of_as_such(ray_cluster):
+    with pytest.raises(ClusterError, match=r"runtime_env=.*not a valid path"):
+        batch([CountingEnv], ray=RayOptions(cpus_per_host=1, runtime_env={"working_dir": "/nowhere"}))
 
 
 def test_frames_of_many_envs_come_whole_and_in_parts(ray_cluster):
