@@ -76,11 +76,16 @@ class Seat:
         finally:
             self.is_placing = False
 
-    def leave(self, reason: str) -> None:
-        """Have the workers of the present host moved to another one, between two steps."""
+    def vacate(self) -> Courier | None:
+        """Give up the present host and return its courier; one that is being made in another thread is waited for."""
         with self._lock:
             courier, self.courier = self.courier, None
-            self.avoided.add(self.node)
+            return courier
+
+    def leave(self, reason: str) -> None:
+        """Have the workers of the present host moved to another one, between two steps."""
+        courier = self.vacate()
+        self.avoided.add(self.node)
         if courier is not None:
             self._fleet.retire(courier)
             for channel in courier.channels:
@@ -240,15 +245,13 @@ class Fleet:
 
     def _end(self) -> None:
         """End the hosts, in the thread that has watched the nodes; then a local Ray."""
-        couriers = [*self._retired, *(seat.courier for seat in self._seats if seat.courier is not None)]
+        couriers = [*self._retired, *filter(None, [seat.vacate() for seat in self._seats])]
         for courier in couriers:
             courier.close()
         for courier in couriers:
             courier.join(2.0)
         self.cluster.leave()
-        self._retired.clear()
-        for seat in self._seats:  # an env that is closed holds its fleet, until a collection
-            seat.courier = None
+        self._retired.clear()  # an env that is closed holds its fleet, until a collection
         self._ended.set()
 
     def close(self) -> None:

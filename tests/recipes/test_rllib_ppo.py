@@ -18,8 +18,8 @@ FOUND = [str(Path(multienv.__file__).parents[1]), str(ROOT / "examples" / "recip
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None,
-    reason="Ray is not installed: it is of the extra rllib, in a virtual environment of its own",
+    importlib.util.find_spec("ray") is None or importlib.util.find_spec("pyarrow") is None,
+    reason="RLlib is not installed: it is of the extra rllib, in a virtual environment of its own",
 )
 def test_an_iteration_of_ppo_sees_the_same_episodes_while_its_workers_are_killed(tmp_path):
     done = subprocess.run(
