@@ -74,7 +74,8 @@ class Bell:
             os.read(self._pipes[0][0], 4096)
 
     def __del__(self) -> None:
-        for descriptor in self._pipes.pop() if self._pipes else ():
+        pipes = self.__dict__.get("_pipes")  # an interruption may come before there are any
+        for descriptor in pipes.pop() if pipes else ():
             os.close(descriptor)
 
 

@@ -127,7 +127,7 @@ def _ray_document(rounds: Rounds) -> dict[str, Any]:
     return {
         "rounds_per_second": rounds.rate,
         "steps_per_second": rounds.steps.rate,
-        "steps_per_second_in_fragments": None if rounds.fragments is None else rounds.fragments.rate,
+        "steps_per_second_in_fragments": rounds.fragments.rate,
         "share_of_env_steps": rounds.share_of_steps,
         "network_limits": rounds.network_limits,
     }
@@ -161,10 +161,9 @@ def _show(console: Console, title: str, result: Bench, code: str) -> None:
 
 
 def _show_rounds(console: Console, rounds: Rounds) -> None:
-    told = f"On Ray: {rounds.rate:,.0f} rounds/s, {rounds.steps.rate:,.0f} steps/s"
-    if rounds.fragments is not None:
-        told += f"; in fragments {rounds.fragments.rate:,.0f} steps/s"
-    console.print(f"{told}. A round takes {1000 / rounds.rate:.1f} ms, {rounds.share_of_steps:.0%} of it env steps.")
+    told = f"{rounds.rate:,.0f} rounds/s, {rounds.steps.rate:,.0f} steps/s; in fragments {rounds.fragments.rate:,.0f}"
+    share = f"{1000 / rounds.rate:.1f} ms, {rounds.share_of_steps:.0%} of it env steps"
+    console.print(f"On Ray: {told} steps/s. A round takes {share}.")
     if rounds.network_limits:
         console.print("The call over the network is what limits there: ask for many steps a call, envs.rollout().")
 

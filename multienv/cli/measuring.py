@@ -82,14 +82,14 @@ class Rounds:
 
     Attributes:
         steps: What was measured, step by step.
-        fragments: The same, many steps a call; ``None``: it was not measured.
+        fragments: The same, many steps a call.
         limit: As of the whole measurement.
         num_envs: How many envs step in a round.
         per_process: How many of them share a process, at most.
     """
 
     steps: Contender
-    fragments: Contender | None
+    fragments: Contender
     limit: Contender
     num_envs: int
     per_process: int
@@ -222,15 +222,13 @@ def _on_ray(env_fn: EnvFn, num_envs: int, options: RayOptions) -> Contender:
 
 
 def _rounds(bench: Bench, steps: Contender, num_envs: int) -> Rounds:
-    """Have the batch on Ray step in fragments, too, if it can."""
-    batch, fragments = steps.batch, None
-    if hasattr(batch, "rollout"):
-        name = f"RayVectorEnv(env_fns).rollout(policy, {_FRAGMENT})"
-        policy = RandomPolicy(batch.single_action_space)
-        fragments = Contender("multienv", name, steps.make, batch=batch)
-        fragments.step_for = partial(_take, lambda: batch.rollout(policy, _FRAGMENT), num_envs * _FRAGMENT)
-        fragments.step_for(_WARM_UP)
-        bench.contenders.append(fragments)
+    """Have the batch on Ray step in fragments, too."""
+    batch = steps.batch
+    policy = RandomPolicy(batch.single_action_space)
+    fragments = Contender("multienv", f"{steps.name}.rollout(policy, {_FRAGMENT})", steps.make, batch=batch)
+    fragments.step_for = partial(_take, lambda: batch.rollout(policy, _FRAGMENT), num_envs * _FRAGMENT)
+    fragments.step_for(_WARM_UP)
+    bench.contenders.append(fragments)
     return Rounds(steps, fragments, bench.limit, num_envs, max(batch.envs_per_worker))
 
 

@@ -135,14 +135,18 @@ class RelayChannel(Channel):
 
     # --- news, in a thread of the courier ---------------------------------------------------------
 
-    def hear_answer(self, number: int, words: bytes, head: Any, rows: Any, mail: Any) -> None:
-        """Put a reply where a worker beside the trainer would have written it; the number last."""
+    def hear_answer(self, number: int, words: bytes, head: Any, rows: Any, mail: Any) -> bool:
+        """Put a reply where a worker beside the trainer would have written it, the number last.
+
+        Returns:
+            Whether somebody sleeps until it is there, and is to be roused.
+        """
         segment = self.segment
         banks = segment.banks  # held: another thread may let go of them in the next line
         if number not in (segment.words[REQUEST], self._expected) or segment.words[REPLY] == number:
-            return  # it was told twice
+            return False  # it was told twice
         if self._gone is not None or not banks:
-            return
+            return False
         bank = banks[number & 1]
         if rows:
             bank.view[bank.layout.rewards :] = rows
@@ -152,8 +156,11 @@ class RelayChannel(Channel):
         self.hear_progress(words)
         self._expected = 0  # it is told twice now and then, the second time among the answers to later requests
         segment.words[REPLY] = number
-        if segment.words[TRAINER_SLEEPS]:
-            self._bell.ring()
+        return bool(segment.words[TRAINER_SLEEPS])
+
+    def rouse(self) -> None:
+        """Wake whatever waits for news of this channel."""
+        self._bell.ring()
 
     def hear_progress(self, words: bytes) -> None:
         """Note what the worker is at."""

@@ -330,8 +330,8 @@ class Watch:
         self._cluster, self._tell, self._end = cluster, tell, end
         self._asked = 0.0  # when the question was put that is not answered yet; 0: none
         self._is_over = False
-        self._bell = Bell()
-        threading.Thread(target=self._run, name="multienv-watch", daemon=True).start()
+        self._bell: Bell | None = Bell()
+        threading.Thread(target=self._run, args=(self._bell,), name="multienv-watch", daemon=True).start()
 
     @property
     def silence(self) -> float:
@@ -341,12 +341,13 @@ class Watch:
 
     def close(self) -> None:
         """End the thread, soon. Takes no lock and starts no thread: finalizers call it."""
-        self._is_over = True
-        self._bell.ring()
+        self._is_over, bell = True, self._bell
+        if bell is not None:
+            bell.ring()
 
-    def _run(self) -> None:
+    def _run(self, bell: Bell) -> None:
         poller = select.poll()
-        poller.register(self._bell.descriptor, select.POLLIN)
+        poller.register(bell.descriptor, select.POLLIN)
         while not poller.poll(WATCH_EVERY * 1000) and not self._is_over:
             self._asked = self._asked or time.monotonic()
             try:
@@ -357,6 +358,7 @@ class Watch:
             self._asked = 0.0
             self._tell(nodes)
         self._end()
+        self._bell = None  # an env that is closed holds its fleet, until a collection
 
 
 def in_order(nodes: Collection[Node], placement: Any, hosts: Collection[str], avoided: Collection[str]) -> list[Node]:

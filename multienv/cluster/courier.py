@@ -278,7 +278,7 @@ class Courier:
 
     def _hand_out(self, told: list[Frame], stretch: memoryview) -> None:
         """Give frames of the relay to their channels; the parts of answers follow each other in ``stretch``."""
-        place = 0
+        place, sleepers = 0, []
         for kind, name, *rest in told:
             channel = self._channels.get(name)
             if kind == frames.ANSWER:
@@ -286,7 +286,9 @@ class Courier:
                 middle, end = place + HEAD.size + rows, place + HEAD.size + rows + mail
                 if channel is not None:
                     head = stretch[place : place + HEAD.size]
-                    channel.hear_answer(number, words, head, stretch[place + HEAD.size : middle], stretch[middle:end])
+                    rows, letter = stretch[place + HEAD.size : middle], stretch[middle:end]
+                    if channel.hear_answer(number, words, head, rows, letter):
+                        sleepers.append(channel)
                 place = end
                 if self._waiting.get(name) == number:
                     del self._waiting[name]
@@ -299,6 +301,8 @@ class Courier:
                 channel.hear_progress(*rest)
             elif channel is not None and kind == frames.STACKS:
                 channel.hear_stack(*rest)
+        for channel in sleepers:  # last: the trainer finds all answers when it is woken once
+            channel.rouse()
 
     def _forget(self, name: int) -> None:
         """Expect nothing more of a channel."""

@@ -235,8 +235,8 @@ class Fleet:
         """Note that a launcher is not used any more; with the last one the hosts end. Finalizers call it: no locks."""
         self._users.discard(name)
         if not self._users and not self._is_over:
-            self._is_over = True
             self._watch.close()
+            self._is_over = True  # last: after an interruption in between the next call does both
 
     def _end(self) -> None:
         """End the hosts, in the thread that has watched the nodes; then a local Ray."""
@@ -247,7 +247,7 @@ class Fleet:
             courier.join(2.0)
         self.cluster.leave()
         self._retired.clear()
-        for seat in self._seats:  # or a circle would hold the descriptors of couriers until the next collection
+        for seat in self._seats:  # an env that is closed holds its fleet, until a collection
             seat.courier = None
         self._ended.set()
 

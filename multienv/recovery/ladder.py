@@ -328,8 +328,8 @@ class Ladder:
                 try:
                     channel = self.restart(effort)
                 except RequestFailedError as failed:
-                    effort.deaths[_BUILDING] += 1
-                    if effort.deaths[_BUILDING] >= self._policy.poison_after:
+                    effort.deaths[_BUILDING, False] += 1
+                    if effort.deaths[_BUILDING, False] >= self._policy.poison_after:
                         why = f"env_fn raised {failed.failure.type_name}: {failed}"
                         # Without its frames, which would keep a segment mapped as long as the caller keeps the error.
                         raise Unrecoverable(why) from failed.with_traceback(None)
@@ -421,13 +421,13 @@ class Ladder:
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
         """Count a death; return why this rung is given up if too many died at this place, else ``""``."""
-        effort.deaths[place] += 1
-        outside = place == _BUILDING or gone.fate.code in (None, -9)
-        allowed = _PATIENCE if outside and gone.cause != "hung" else self._policy.poison_after
-        if effort.deaths[place] < allowed:
+        outside = (place == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
+        effort.deaths[place, outside] += 1
+        deaths = effort.deaths[place, outside]
+        if deaths < (_PATIENCE if outside else self._policy.poison_after):
             return ""
         what = "while being built" if place == _BUILDING else f"while running request {place + 1} of its replay"
-        return f"{effort.deaths[place]} processes ended {'when their replay was over' if place == -1 else what}"
+        return f"{deaths} processes ended {'when their replay was over' if place == -1 else what}"
 
     def _check_time(self, effort: Effort) -> None:
         if self._closed:

@@ -27,7 +27,7 @@ class Effort:
     attempts: int = 0
     replayed: int = 0
     rung: Rung = ""
-    deaths: Counter[int] = field(default_factory=Counter)
+    deaths: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
 
 class RestartBudget:

@@ -855,18 +855,31 @@ class Supervisor:
                 maintenance.is_due = was_due
                 return answer
             except Gone as gone:
-                # As the loss of a request that asks for nothing: the ladder brings the envs back.
-                self._happen(Asked(Request(Kind.CALL, "snapshot")))
-                self.pending.begin(message, b"", limit)
-                instruction = self._happen(self.lifecycle.lost(gone, self.state, self.number + 1, self.number))
-                if instruction is Instruction.RECOVER:
-                    instruction = self._do_recover(None)
-                else:
-                    self.lifecycle.drop_lost(instruction, self.state)
-                if instruction is not Instruction.ASK:
-                    raise self.lifecycle.error(instruction, self.state) from None
-                state, _ = decide(self.state, Replied(), self.rules)
-                self.state = interned(state)
+                self._heal_between(gone, message, limit)
+
+    def _heal_between(self, gone: Gone, message: Message, limit: float) -> None:
+        """Bring the envs back after a loss between two requests, as after that of a request that asks for nothing."""
+        before = self.state
+        try:
+            self._happen(Asked(Request(Kind.CALL, "snapshot")))
+            self.pending.begin(message, b"", limit)
+            instruction = self._happen(self.lifecycle.lost(gone, self.state, self.number + 1, self.number))
+            if instruction is Instruction.RECOVER:
+                instruction = self._do_recover(None)
+            else:
+                self.lifecycle.drop_lost(instruction, self.state)
+            if instruction is not Instruction.ASK:
+                raise self.lifecycle.error(instruction, self.state) from None
+            self._happen(Replied())
+        except BaseException:  # Ctrl-C, or no descriptor is left: no call may find that request pending
+            if self.state.process is Process.LOST:
+                channel = self.channel
+                assert channel is not None
+                channel.kill()  # it may be one that is not verified; the next request finds it lost
+                self.stand(before)
+            elif self.state.request is not None:
+                self._happen(Replied())
+            raise
 
     def note_closed(self) -> None:
         """Be closed from now on."""

@@ -20,7 +20,21 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from multienv.errors import ActionError
 from multienv.wire.actions import action_encoder, misfit
-from multienv.wire.banks import ABSENT, BEGIN, FAILED, HEAD, IDLE, IRREGULAR, STEPPED, U32, Bank, entry_of, is_plain
+from multienv.wire.banks import (
+    ABSENT,
+    BEGIN,
+    ENDED,
+    FAILED,
+    HEAD,
+    IDLE,
+    IRREGULAR,
+    RAISED,
+    STEPPED,
+    U32,
+    Bank,
+    entry_of,
+    is_plain,
+)
 from multienv.wire.codecs import ExactCodec, mail_of
 from multienv.wire.messages import BEGINNING, Failure, Rollout
 from multienv.wire.rollouts import Rolled, Values, stacked
@@ -43,20 +57,24 @@ class _Progress:
         next: Number of the next request.
         shown: What was shown last: for rows the arrays of its leaves, or each slot's observation pickled; of a single
             env its observation.
-        observations: What the policy was given, each a copy that the policy cannot change.
+        rewards, terminated, truncated: Of all steps, of which the first ``steps`` are done.
+        leaves: For rows, those of all observations: they begin with what was shown before the first step.
+        observations: The same for all others, as a list.
         seconds: Time of the envs.
     """
 
     next: int
     shown: Any
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    leaves: list[Array]
+    steps: int = 0
     observations: list[Any] = field(default_factory=list)
     entries: list[bytes] = field(default_factory=list)
     is_plain: bool = True
     actions: list[Any] = field(default_factory=list)
     extras: list[dict[str, Array]] = field(default_factory=list)
-    rewards: list[Any] = field(default_factory=list)
-    terminated: list[Any] = field(default_factory=list)
-    truncated: list[Any] = field(default_factory=list)
     ends: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     mails: dict[int, bytes] = field(default_factory=dict)
     raised: dict[int, bytes] = field(default_factory=dict)
@@ -105,9 +123,10 @@ class Roller:
         Returns:
             The answer, and the seconds that the envs have taken for a step.
         """
-        progress, words = _Progress(number, message.observations), self._segment.words
+        progress, words = self._begun(number, message), self._segment.words
         after = self._after_rows if self._codec is None else self._after_exact
-        self._show(progress)
+        idle = np.where(absent == IDLE, absent, 0)
+        is_short, stays_short = absent.any(), idle.any()
         try:
             policy = cloudpickle.loads(message.policy)
         except Exception as error:
@@ -121,13 +140,29 @@ class Roller:
             except Exception as error:
                 progress.failure, progress.by_policy = failure_of(error), True
                 break
-            missing = absent if step == 0 else np.where(absent == IDLE, absent, 0)
-            bank = self._aside.banks[progress.next & 1]
-            if missing.any():
+            missing = (idle if step else absent) if is_short else None
+            if missing is not None:
+                bank = self._aside.banks[progress.next & 1]
                 bank.view[1] |= ABSENT
-            bank.absent[:] = missing
-            after(progress, step, missing, self._ask(progress))
-        return self._rolled(progress), progress.seconds / max(1, len(progress.rewards))
+                bank.absent[:] = missing
+            after(progress, missing, self._ask(progress))
+            is_short = stays_short
+        for bank in self._aside.banks:
+            bank.absent[:] = 0
+        return self._rolled(progress), progress.seconds / max(1, progress.steps)
+
+    def _begun(self, number: int, message: Rollout) -> _Progress:
+        """Return the progress of a rollout that has not been begun."""
+        shown, steps, slots = message.observations, message.steps, self._group.slots
+        shape = (steps,) if self._group.exact else (steps, slots)
+        leaves = [np.empty((steps + 1, *leaf.shape), leaf.dtype) for leaf in self._leaves[0]]
+        progress = _Progress(
+            number, shown, np.zeros(shape), np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), leaves
+        )
+        for leaf, first in zip(leaves, shown if leaves else (), strict=True):
+            leaf[0] = first
+        self._show(progress)
+        return progress
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -167,9 +202,11 @@ class Roller:
             chosen, extras = chosen
         space, exact = self._group.action_space, self._group.exact
         if not exact and type(space) in _SOLID:
-            chosen = np.array(chosen)
+            chosen = np.array(chosen)  # a copy, which the policy cannot change
             if type(space) is spaces.Discrete:
                 self._check_integers(space, chosen)
+        else:
+            chosen = _copied(chosen)
         taken = {name: np.array(value) for name, value in extras.items()}
         for name, value in taken.items():
             if not exact and value.shape[:1] != (self._group.slots,):
@@ -180,13 +217,14 @@ class Roller:
         if progress.extras and taken.keys() != progress.extras[0].keys():
             raise ValueError(f"The policy returned {list(taken)}, and {list(progress.extras[0])} at the first step.")
         self._encode(progress.next, chosen)
-        progress.actions.append(_copied(chosen))
+        progress.actions.append(chosen)
         progress.extras.append(taken)
 
     def _check_integers(self, space: spaces.Discrete, actions: Array) -> None:
         first, last = int(space.start), int(space.start) + int(space.n) - 1
         if actions.shape == (self._group.slots,) and actions.dtype.kind in "iub":
-            if first <= actions.min() and actions.max() <= last:
+            values = actions.tolist()
+            if first <= min(values) and max(values) <= last:
                 return
             raise ActionError(next(filter(None, (misfit(space, action) for action in actions))))
         raise ActionError(
@@ -210,51 +248,66 @@ class Roller:
 
     def _show(self, progress: _Progress) -> None:
         """Note what was shown last, which nothing changes any more."""
-        progress.observations.append(progress.shown if self._group.exact else self._batch_of(progress.shown))
+        if not progress.leaves:
+            progress.observations.append(progress.shown if self._group.exact else self._batch_of(progress.shown))
 
     # --- after a step -----------------------------------------------------------------------------
 
-    def _after_rows(self, progress: _Progress, step: int, missing: Array, bank: Bank) -> None:
-        """Note what came of a step of several envs."""
-        number, same_step = progress.next - 1, self._group.autoreset == "SAME_STEP"
+    def _after_rows(self, progress: _Progress, missing: Array | None, bank: Bank) -> None:
+        """Note what came of a step of several envs; ``missing`` says who was left out, if anybody was."""
+        number, step = progress.next - 1, progress.steps
         evidence, rest = mail_of(self._aside, number)
         if bank.view[2] == FAILED:
             progress.failure = pickle.loads(rest)
             return
-        rewards, terminated, truncated = bank.rewards.copy(), bank.terminated.copy(), bank.truncated.copy()
-        failed = bank.failed.copy()
-        absent = missing > 0
-        blank = (missing == IDLE) | (failed & ~truncated) if same_step else absent | failed
-        progress.truncated_errors |= {(step, slot) for slot in np.flatnonzero(failed & truncated).tolist()}
-        leaves = self._leaves[number & 1]
-        if self._has_rows:
-            for leaf, before in zip(leaves, progress.shown, strict=True):
-                leaf[blank] = before[blank]  # as the caller will see it: what was shown last, once more
-            progress.shown = [leaf.copy() for leaf in leaves]
-        else:
-            loose = zip(pickle.loads(evidence), progress.shown, strict=True)
-            progress.shown = [before if one is None else one for one, before in loose]
-        # What an env raised, or an absent env, ends its episode: the next transition belongs to another one.
-        gone = absent | failed
-        rewards[gone], terminated[gone], truncated[gone] = 0.0, False, True
+        before, blank = progress.shown, None
+        rewards = progress.rewards[step]
+        rewards[:] = bank.rewards
+        if missing is not None or bank.view[3] & (ENDED | RAISED):
+            blank = self._end_rows(progress, missing, bank)
+        if not self._has_rows:
+            pairs = zip(pickle.loads(evidence), before, strict=True)
+            progress.shown = [old if new is None else new for new, old in pairs]
+        elif progress.leaves:
+            for leaf, own in zip(self._leaves[number & 1], progress.leaves, strict=True):
+                if blank is not None:
+                    leaf[blank] = own[step][blank]  # as the caller will see it: what was shown last, once more
+                own[step + 1] = leaf
+            progress.shown = [own[step + 1] for own in progress.leaves]
         if rest:
             progress.mails[step] = rest
-        ended = terminated | truncated
+        progress.steps += 1
+        self._show(progress)
+        loose = [None] * self._group.slots if self._has_rows else progress.shown
+        progress.seen = {"seen": number, "loose": loose}
+
+    def _end_rows(self, progress: _Progress, missing: Array | None, bank: Bank) -> Array:
+        """Note which episodes a step has ended; return the slots that have no row of their own."""
+        step, same_step = progress.steps, self._group.autoreset == "SAME_STEP"
+        failed, truncated = bank.failed.copy(), bank.truncated.copy()
+        absent = np.zeros_like(failed) if missing is None else missing > 0
+        idle = absent if missing is None else missing == IDLE
+        progress.truncated_errors |= {(step, slot) for slot in np.flatnonzero(failed & truncated).tolist()}
+        # What an env raised, or an absent env, ends its episode: the next transition belongs to another one.
+        gone = absent | failed
+        progress.rewards[step][gone] = 0.0
+        progress.terminated[step] = bank.terminated & ~gone
+        progress.truncated[step] = truncated | gone
+        ended = progress.terminated[step] | progress.truncated[step]
         if ended.any():
             progress.ends.append((step, tuple(np.flatnonzero(ended).tolist())))
-        self._note(progress, rewards, terminated, truncated)
-        progress.seen = {"seen": number, "bank": bytes(bank.view[bank.layout.rewards :])}
-        progress.seen["loose"] = [None] * self._group.slots if self._has_rows else progress.shown
+        blank: Array = idle | (failed & ~truncated) if same_step else gone
+        return blank
 
-    def _after_exact(self, progress: _Progress, step: int, missing: Array, bank: Bank) -> None:
+    def _after_exact(self, progress: _Progress, missing: Array | None, bank: Bank) -> None:
         """Note what came of a step of a single env; where it ended the episode, begin the next one."""
-        number, codec = progress.next - 1, self._codec
+        number, step, codec = progress.next - 1, progress.steps, self._codec
         assert codec is not None
         evidence, rest = mail_of(self._aside, number)
         before, reward, terminated, truncated = progress.shown, 0.0, False, True
         if bank.view[2] == FAILED:
             progress.raised[step] = rest
-        elif not missing[0]:
+        elif missing is None:
             progress.shown, reward, terminated, truncated = codec.transition(self._aside, number, evidence)
             before = progress.shown
             progress.seen = self._standing(number, bank, evidence)
@@ -263,8 +316,11 @@ class Roller:
         if terminated or truncated:
             progress.ends.append((step, (0,)))
             progress.ending[step] = _copied(before)
-            progress.is_running = missing[0] != IDLE and self._begin_next(progress, step)
-        self._note(progress, reward, bool(terminated), bool(truncated))
+            is_idle = missing is not None and missing[0] == IDLE
+            progress.is_running = not is_idle and self._begin_next(progress, step)
+        progress.rewards[step], progress.terminated[step], progress.truncated[step] = reward, terminated, truncated
+        progress.steps += 1
+        self._show(progress)
 
     def _begin_next(self, progress: _Progress, step: int) -> bool:
         """Begin the next episode of a single env; return whether it has begun."""
@@ -286,16 +342,13 @@ class Roller:
     def _standing(self, number: int, bank: Bank, evidence: bytes) -> dict[str, Any]:
         return {"seen": number, "bank": bytes(bank.view[bank.layout.rewards :]), "evidence": evidence}
 
-    def _note(self, progress: _Progress, reward: Any, terminated: Any, truncated: Any) -> None:
-        progress.rewards.append(reward)
-        progress.terminated.append(terminated)
-        progress.truncated.append(truncated)
-        self._show(progress)
-
     # --- the answer -------------------------------------------------------------------------------
 
     def _rolled(self, progress: _Progress) -> Rolled:
-        steps, values = len(progress.rewards), b""
+        steps, values = progress.steps, b""
+        if progress.seen is not None and "bank" not in progress.seen:
+            bank = self._aside.banks[progress.seen["seen"] & 1]
+            progress.seen["bank"] = bytes(bank.view[bank.layout.rewards :])
         if steps and not progress.by_policy:
             try:
                 values = pickled("rollout", self._values(progress, steps))
@@ -319,14 +372,18 @@ class Roller:
         )
 
     def _values(self, progress: _Progress, steps: int) -> Values:
-        extras = progress.extras[:steps]
+        extras, space = progress.extras[:steps], self._group.observation_space
+        if progress.leaves:
+            observations = nested(space, [leaf[: steps + 1] for leaf in progress.leaves])
+        else:
+            observations = stacked(space, progress.observations)
         return Values(
-            observations=stacked(self._group.observation_space, progress.observations),
+            observations=observations,
             actions=stacked(self._group.action_space, progress.actions[:steps]),
             extras={name: np.stack([one[name] for one in extras]) for name in extras[0]},
-            rewards=np.array(progress.rewards, np.float64),
-            terminated=np.array(progress.terminated, np.bool_),
-            truncated=np.array(progress.truncated, np.bool_),
+            rewards=progress.rewards[:steps],
+            terminated=progress.terminated[:steps],
+            truncated=progress.truncated[:steps],
             ending=progress.ending,
         )
 

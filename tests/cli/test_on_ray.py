@@ -16,7 +16,6 @@ import pytest
 from cli_command import run, run_process, run_python
 
 from kit import assert_nothing_left, monitor_itself, snapshot_resources
-from multienv import RayVectorEnv
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "actor_critic.py"
 # A raylet that is told to end takes some seconds to take its helpers with it.
@@ -45,7 +44,7 @@ def a_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("a_ray_of_its_own")
 def test_chaos_kills_workers_hosts_and_nodes_and_nothing_differs() -> None:
-    few = ("--kills", "10", "--envs", "3", "--nodes", "2", "--pause", "0.05", "--json")
+    few = ("--kills", "10", "--envs", "3", "--nodes", "2", "--pause", "0.2", "--json")
     done = run_process("chaos", "CartPole-v1", "--backend", "ray", "--kill-nodes", *few)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
@@ -53,7 +52,7 @@ def test_chaos_kills_workers_hosts_and_nodes_and_nothing_differs() -> None:
     assert told["strikes"]["node"] >= 1
     assert told["losses"]["died: its host was lost"] >= 1
     assert sum(told["losses"].values()) == told["kills"] >= 10
-    assert told["rungs"].keys() == {"journal", "snapshot"}
+    assert {"journal"} <= told["rungs"].keys() <= {"journal", "snapshot"}
     assert sum(told["rungs"].values()) == told["kills"]
     assert told["mismatches"] == told["inexact"] == []
 
@@ -72,8 +71,7 @@ def test_bench_measures_an_env_of_a_file_and_says_that_the_network_limits_short_
     assert ray["steps_per_second"] == rates["RayVectorEnv(env_fns)"] == 2 * ray["rounds_per_second"] > 0
     assert ray["share_of_env_steps"] < 0.5
     assert ray["network_limits"]
-    if hasattr(RayVectorEnv, "rollout"):
-        assert ray["steps_per_second_in_fragments"] > ray["steps_per_second"]
+    assert ray["steps_per_second_in_fragments"] > ray["steps_per_second"]
 
 
 @pytest.mark.usefixtures("a_ray_of_its_own")

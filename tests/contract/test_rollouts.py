@@ -9,10 +9,10 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from rollout_policies import Fails, Linear, Sampling, constant
 from vector_pairs import expect_same
 
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, example_spaces, first_difference
+from kit.policies import Fails, Linear, Sampling, constant
 from multienv import (
     Deadlines,
     Fragment,
@@ -261,7 +261,7 @@ def test_a_policy_that_raises_is_told_and_the_envs_go_on_exactly(face: Any, at: 
         with pytest.raises(PolicyError) as told:
             env.rollout(Fails(at, what), 9)
         assert ("KeyError: 'no such layer'" if what == "raise" else "78") in str(told.value)
-        assert "rollout_policies.py" in told.value.remote_traceback or what == "wrong"
+        assert "policies.py" in told.value.remote_traceback or what == "wrong"
         assert isinstance(told.value.__cause__, KeyError if what == "raise" else UsageError)
         for _ in range(at - 1):
             twin.step(1 if one else np.ones(3, np.int64))

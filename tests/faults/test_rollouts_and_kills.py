@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -12,12 +10,9 @@ import numpy as np
 import pytest
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SlowEnv, first_difference
+from kit.policies import Linear, constant
 from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
-
-sys.path.append(str(Path(__file__).parents[1] / "contract"))
-
-from rollout_policies import Linear, constant
 
 POLICIES = {
     "snapshot": RestartPolicy(snapshot_every=20, backoff=0.0),

@@ -248,7 +248,9 @@ class Run:
                 assert len(self.simulation.struck) > struck
                 self._interrupted += 1  # what was asked is completed later
             except NotRestoredError:  # the env is as it was before
-                assert "hang" in {fault.point for fault in self.simulation.struck[struck:]}
+                assert any(
+                    is_forced(self.simulation.struck[struck:], worker, self.case.policy) for worker in self.workers
+                )
 
     def _do(self, op: tuple[Any, ...]) -> None:
         ended = [world.has_ended for world in self.worlds]
@@ -278,21 +280,23 @@ class Run:
         for env, (world, row) in enumerate(zip(self.worlds, rows, strict=True)):
             if mask is None or mask[env]:
                 is_anew = self._is_forced(self.workers[env])  # lost for good, and begun in a new life
-                for _ in range(self._interrupted):  # completed before the next call did its own
+                for nth in range(self._interrupted):  # completed before the next call did its own
                     if self._was_begun(
-                        lambda bare: row.observation.tobytes() != bare.reset(seed=seed)[0].tobytes(), env
+                        nth, lambda bare: row.observation.tobytes() != bare.reset(seed=seed)[0].tobytes(), env
                     ):
                         world.bare.reset(seed=None if seed is None else seed + env)
                 world.reset(None if seed is None else seed + env, row, is_anew=is_anew)
             elif face != "multi_env":
                 assert np.array_equal(row.observation, world.last), "an env that is left out shows what it showed"
 
-    def _was_begun(self, differs: Any, env: int) -> bool:
-        """Tell whether an interrupted call counts as begun. It does, unless it was broken off in its very first lines.
+    def _was_begun(self, nth: int, differs: Any, env: int) -> bool:
+        """Tell whether an interrupted call, the ``nth`` in a row, counts as begun.
 
-        Both are honest: an interruption adds a possible world, and what the next call returns says which it is.
+        It does, unless it was broken off in its very first lines, or while it completed the interrupted call before it.
+        All are honest: an interruption adds a possible world, and what the next call returns says which it is.
         """
-        return not self.interruption.fired or bool(differs(copy.deepcopy(self.worlds[env].bare)))
+        is_certain = nth == 0 and not self.interruption.fired
+        return is_certain or bool(differs(copy.deepcopy(self.worlds[env].bare)))
 
     def _do_halves(self, number: int) -> None:
         self._do_step(number, self._step_in_halves if self.case.face != "multi_env" else None)
@@ -355,10 +359,10 @@ class Run:
     def _do_call(self, amount: float) -> None:
         call = partial(self.envs.call, "poke", amount)
         told = self._told(call)
-        for failed in [set() for _ in range(self._interrupted)] + self._failed:  # called all the same
+        for nth, failed in enumerate([set() for _ in range(self._interrupted)] + self._failed):  # called all the same
             for env, world in enumerate(self.worlds):
                 was_begun = told is None or self._was_begun(
-                    lambda bare, env=env: np.atleast_1d(told)[env] != bare.poke(amount), env
+                    nth, lambda bare, env=env: np.atleast_1d(told)[env] != bare.poke(amount), env
                 )
                 if env not in failed and was_begun:
                     world.bare.poke(amount)

@@ -4,7 +4,7 @@ To add one, paste the literal that a failure prints, with a sentence that says w
 """
 
 from simulation.programs import Case
-from simulation.simulation import Fault
+from simulation.simulation import CRASHED, KILLED, Fault
 
 REGRESSIONS: dict[str, Case] = {
     # After restore() the numbers of requests come again. A worker died in the step after it; what it was asked once more
@@ -23,5 +23,24 @@ REGRESSIONS: dict[str, Case] = {
         "journal",
         (("reset", 3), ("step", 0), ("save",), ("step", 2), ("load",), ("step", 3)),
         (Fault(0, "request", 1, "torn"),),
+    ),
+    # snapshot() found its process lost, and no descriptor was left for another one. A request that no call of the
+    # caller's could complete stayed pending: snapshot(), step() and reset() refused, each for the sake of the others.
+    "a_snapshot_whose_recovery_is_broken_off_leaves_nothing_pending": Case(
+        "subprocess_env",
+        "journal",
+        (("reset", 3), ("step", 0), ("snapshot",), ("step", 1), ("restore",), ("step", 2)),
+        (Fault(0, "ask", 1, "hang"), Fault(0, "launch", 2, "no descriptors")),
+    ),
+    # One replay was killed from outside, the next one crashed at the same request: that counted as two crashes.
+    "a_replay_that_is_killed_and_then_crashes_is_tried_again": Case(
+        "subprocess_env",
+        "journal",
+        (("reset", 7), ("step", 0), ("step", 1)),
+        (
+            Fault(0, "request", 2, "executed"),
+            Fault(0, "replay", 1, "in the env", code=KILLED),
+            Fault(0, "replay", 2, "in the env", code=CRASHED),
+        ),
     ),
 }

@@ -15,6 +15,7 @@ FAULTS = {
     "no loss": (),
     "a loss": (Fault(0, "request", 4, "executed"),),
     "a loss in a loss": (Fault(0, "request", 4, "executed"), Fault(0, "wake", 1, "dead")),
+    "a loss between two calls": (Fault(0, "request", 2, "replied"),),
 }
 
 
