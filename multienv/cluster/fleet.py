@@ -27,6 +27,8 @@ from multienv.processes.worker_process import undisturbed
 
 # Seconds that a seat fails at once, after a host could not be made for it.
 _STILL = 5.0
+# Seconds between two looks for a node with a CPU free.
+_AGAIN = 0.25
 
 
 class Seat:
@@ -129,7 +131,13 @@ class Fleet:
 
     def _plan(self, envs: int) -> list[Seat]:
         options = self.options
-        nodes = [node for node in in_order(self.cluster.nodes(), options.placement, (), ()) if node.free > 0]
+        until = time.monotonic() + options.placement_timeout
+        while True:  # the CPUs of a face that was closed just now are free some tenths of a second later
+            known = in_order(self.cluster.nodes(), options.placement, (), ())
+            nodes = [node for node in known if node.free > 0]
+            if nodes or not known or time.monotonic() >= until:
+                break
+            time.sleep(_AGAIN)
         if options.placement == "pack" and options.hosts is None:
             totals = itertools.accumulate(node.free for node in nodes)
             nodes = nodes[: 1 + sum(total < envs for total in totals)]

@@ -50,7 +50,7 @@ from multienv.cluster.frames import Sent
 from multienv.cluster.ray_env import RayEnv
 from multienv.cluster.ray_vector_env import RayVectorEnv
 from multienv.cluster.relay import Relay
-from multienv.errors import WorkerHungError, WorkerLostError
+from multienv.errors import NoCapacityError, WorkerHungError, WorkerLostError
 from multienv.processes.channel import Channel, Gone
 from multienv.testing import worker_pids
 from multienv.threads import Bell
@@ -376,6 +376,16 @@ def test_drained_node_is_left_as_soon_as_another_one_has_room(
         )
         assert [host.name for host in cluster.hosts] == ["node 0", "node 1"]
         assert becomes_true(cluster.hosts[0].ended.is_set, 10.0)
+
+
+def test_new_face_waits_for_the_cpus_of_one_that_was_closed_just_now(clusters: Clusters) -> None:
+    cluster, options = clusters.make(nodes_free=(0, 0))
+    threading.Timer(0.3, setattr, (cluster, "nodes_free", (0, 2))).start()
+    with RayEnv(CounterEnv, ray=options) as env:
+        assert_as_if_local(env)
+    _, options = clusters.make(nodes_free=(0, 0), placement_timeout=0.1)
+    with pytest.raises(NoCapacityError):
+        RayEnv(CounterEnv, ray=options)
 
 
 @pytest.mark.parametrize("call", [1, 5])
