@@ -17,14 +17,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
-import multienv
+from kit import trainer_process
 from kit.leaks import LeakError, kept_by_libraries, snapshot_resources
 from kit.process_table import Mark, ProcessRecord, family, record
 
@@ -51,7 +50,7 @@ GONE_WITHIN = 10.0
 OWN = {"ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE"}
 
 # Where actors find the library under test, and the modules of tests.
-PLACES = [str(Path(multienv.__file__).parents[1]), str(Path(__file__).parents[1] / "cluster")]
+PLACES = list(map(str, trainer_process.PLACES))
 
 Node = Any  # ray._private.node.Node
 
