@@ -39,7 +39,7 @@ def test_nothing_is_left_of_a_local_ray_however_the_trainer_ends(way):
 def test_a_reply_lost_after_the_step_was_executed_is_asked_again_and_executed_once(tmp_path):
     """Ray throws the reply away: its own means to test what is built on it."""
     log = tmp_path / "steps"
-    fault = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 3, "resp_failure_prob": 5}}
+    fault = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 3, "resp_failure_prob": 10}}
     told = run_trainer("lost_replies", str(log), RAY_testing_rpc_failure=json.dumps(fault))
     assert told["lost"] >= 1, "no reply was lost"
     assert told["observations"] == list(range(1, 101))
