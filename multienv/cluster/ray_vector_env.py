@@ -35,8 +35,9 @@ class RayVectorEnv(HostedVectorEnv):
         env_fns: Each builds one env, on a node.
         ray: Where and how.
         envs_per_worker: How many envs share a process. ``"auto"``: one process for each CPU that the hosts can have.
-        restart, deadlines, context, native_threads, hooks, reports, copy, observation_mode, autoreset_mode,
-            merge_infos, shared_memory, max_concurrency: As for :class:`~multienv.SubprocessVectorEnv`.
+        shared_memory, copy, observation_mode, autoreset_mode: As for :class:`~multienv.SubprocessVectorEnv`.
+        max_concurrency, merge_infos, restart, deadlines: The same.
+        context, native_threads, hooks, reports: The same.
 
     Raises:
         UsageError: Ray is not installed, or an argument makes no sense.
