@@ -26,11 +26,12 @@ from multienv.threads import Bell
 logger = logging.getLogger("multienv")
 
 # Seconds between two looks for a node with CPUs free.
-_AGAIN = 0.25
+AGAIN = 0.25
 # Seconds until a host that is pinned to a node must be up, and how many it has in any case. With a ``runtime_env`` it
 # has all of ``placement_timeout``: packages may have to be installed.
 _UP_WITHIN = 30.0
 _UP_LEAST = 10.0
+# Variable: seconds that Ray's own processes wait for a head that is gone.
 _OUTLIVING = "RAY_gcs_rpc_server_reconnect_timeout_s"
 # Threads of a host: one waits for answers, one returns them, the others may come meanwhile.
 _THREADS = 4
@@ -184,7 +185,7 @@ class Cluster:
             tried.clear()
             if time.monotonic() >= until:
                 break
-            time.sleep(_AGAIN)
+            time.sleep(AGAIN)  # Ray tells nobody when a CPU gets free
         seconds = f"{self._options.placement_timeout:g} s"
         if late:
             cause = " Ray's log there tells of its runtime_env." if self._options.runtime_env else ""
@@ -255,7 +256,7 @@ class Cluster:
 
 
 class HostActor:
-    """The actor: a relay on a node.
+    """Runs a relay on a node, as an actor.
 
     Args:
         hash_seed: Of all workers of a face, on whatever node: a set is iterated in the same order then.

@@ -159,11 +159,6 @@ class Courier:
         self._is_closing = True
         self._bell.ring()
 
-    def lose(self, why: str) -> None:
-        """Give the host up: its channels end."""
-        self.lost = self.lost or why
-        self._bell.ring()
-
     def join(self, seconds: float) -> None:
         """Wait until the host was told to end."""
         self._thread.join(seconds)
@@ -190,7 +185,6 @@ class Courier:
 
     def _end(self, why: str) -> None:
         self.lost = self.lost or why
-        self._ended.clear()  # a future refers to its courier: no circle is to hold the bell
         for channel in self.channels:
             channel.hear_gone(self._loss_of(channel))
 
@@ -255,9 +249,8 @@ class Courier:
 
     def _note(self, call: Call, future: Future[Any]) -> None:
         """Note, in whatever thread, that a call has ended."""
-        if not self.lost:
-            self._ended.append((call, future))
-            self._bell.ring()
+        self._ended.append((call, future))
+        self._bell.ring()
 
     def _hear(self, host: Host, call: Call, future: Future[Any]) -> None:
         """Give the frames of a reply to their channels."""

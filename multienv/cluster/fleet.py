@@ -19,7 +19,7 @@ from functools import partial
 
 from multienv.cluster import frames
 from multienv.cluster.channel import RelayChannel
-from multienv.cluster.cluster import WATCH_EVERY, Cluster, Node, RayHost, Watch, in_order
+from multienv.cluster.cluster import AGAIN, WATCH_EVERY, Cluster, Node, RayHost, Watch, in_order
 from multienv.cluster.courier import Courier
 from multienv.cluster.options import RayOptions
 from multienv.errors import ClosedError, ClusterError, ClusterLostError, NoCapacityError
@@ -27,8 +27,6 @@ from multienv.processes.worker_process import undisturbed
 
 # Seconds that a seat fails at once, after a host could not be made for it.
 _STILL = 5.0
-# Seconds between two looks for a node with a CPU free.
-_AGAIN = 0.25
 
 
 class Seat:
@@ -137,7 +135,7 @@ class Fleet:
             nodes = [node for node in known if node.free > 0]
             if nodes or not known or time.monotonic() >= until:
                 break
-            time.sleep(_AGAIN)
+            time.sleep(AGAIN)  # Ray tells nobody when a CPU gets free
         if options.placement == "pack" and options.hosts is None:
             totals = itertools.accumulate(node.free for node in nodes)
             nodes = nodes[: 1 + sum(total < envs for total in totals)]
@@ -271,11 +269,6 @@ class Fleet:
         """Wait until a fleet that is over has ended; return at once while it is used."""
         if self._is_over and not self._lost:
             self._ended.wait(seconds)
-
-    @property
-    def silence(self) -> float:
-        """Return for how many seconds the head of the cluster has left a question unanswered."""
-        return self._watch.silence
 
 
 class RelayLauncher:

@@ -20,7 +20,7 @@ Infos = NumberInfos | list[tuple[int, Any]]  # slot and info of those that have 
 
 @dataclass(slots=True)
 class RolledReply:
-    """What a worker answered to a rollout.
+    """Holds what a worker answered to a rollout.
 
     Attributes:
         values: Observations, actions, rewards and flags; ``None``: they cannot be read here.

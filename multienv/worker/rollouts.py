@@ -51,7 +51,7 @@ _SOLID = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
 
 @dataclass
 class _Progress:
-    """What has come of a rollout so far; see :class:`~multienv.wire.rollouts.Rolled` for what is not said here.
+    """Holds what has come of a rollout so far; see :class:`~multienv.wire.rollouts.Rolled` for what is not said here.
 
     Attributes:
         next: Number of the next request.
