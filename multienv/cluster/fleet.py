@@ -115,7 +115,6 @@ class Fleet:
         self._names = itertools.count()
         self._retired: list[Courier] = []
         self._lost = ""
-        self._is_over = False
         self._ended = threading.Event()
         self._picking = threading.Lock()
         try:
@@ -206,7 +205,7 @@ class Fleet:
         """Raise ClusterLostError if the head of the cluster is gone, ClosedError if this fleet has ended."""
         if self.trouble():
             raise ClusterLostError(self._lost)
-        if self._is_over:
+        if self._watch.is_over:  # said before its thread looks at the seats: no later launch makes a host unseen
             raise ClosedError("Its hosts have ended: all envs of this cluster were closed.")
 
     def _look(self, nodes: list[Node]) -> None:
@@ -245,9 +244,8 @@ class Fleet:
     def drop(self, name: int) -> None:
         """Note that a launcher is not used any more; with the last one the hosts end. Finalizers call it: no locks."""
         self._users.discard(name)
-        if not self._users and not self._is_over:
+        if not self._users:
             self._watch.close()
-            self._is_over = True  # last: after an interruption in between the next call does both
 
     def _end(self) -> None:
         """End the hosts, in the thread that has watched the nodes; then a local Ray."""
@@ -262,12 +260,11 @@ class Fleet:
 
     def close(self) -> None:
         """End the hosts of a face that could not be made."""
-        if not self._users and not self._is_over:
-            self.drop(-1)
+        self.drop(-1)
 
     def wait(self, seconds: float) -> None:
         """Wait until a fleet that is over has ended; return at once while it is used."""
-        if self._is_over and not self._lost:
+        if self._watch.is_over and not self._lost:
             self._ended.wait(seconds)
 
 

@@ -50,7 +50,7 @@ from multienv.cluster.frames import Sent
 from multienv.cluster.ray_env import RayEnv
 from multienv.cluster.ray_vector_env import RayVectorEnv
 from multienv.cluster.relay import Relay
-from multienv.errors import NoCapacityError, WorkerHungError, WorkerLostError
+from multienv.errors import ClosedError, NoCapacityError, WorkerHungError, WorkerLostError
 from multienv.processes.channel import Channel, Gone
 from multienv.testing import worker_pids
 from multienv.threads import Bell
@@ -644,6 +644,25 @@ def test_interrupted_launch_leaves_no_host(clusters: Clusters) -> None:
         fired += interruption.fired
         launcher.close()
     assert fired > 5
+
+
+def test_launch_that_comes_after_the_hosts_were_told_to_end_makes_none(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the thread that told them gets no CPU after that: Ctrl-C may leave a launch that is still under way."""
+    cluster, options = clusters.make()
+    shared = fleet.Fleet(options, 1)
+    launcher = shared.launcher(0, "forkserver", 1, "")
+
+    def close_and_launch(close: Callable[[], None] = shared._watch.close) -> None:
+        close()
+        assert becomes_true(lambda: cluster.has_left, 5.0)
+        with contextlib.suppress(ClosedError):
+            launcher.start()
+
+    monkeypatch.setattr(shared._watch, "close", close_and_launch)
+    launcher.close()
+    assert not cluster.hosts
 
 
 def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
