@@ -34,7 +34,6 @@ from multienv.managers.stacked import StackedSubprocessEnvManager
 from multienv.recovery.checkpoint import Snapshot
 from multienv.vector.make_vec import make_vec
 from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
-from multienv.worker.state_hooks import register_state_hook
 
 if TYPE_CHECKING:
     from multienv.cluster.options import RayOptions
@@ -72,7 +71,6 @@ __all__ = [
     "create_subprocess_envs",
     "flat_statistics",
     "make_vec",
-    "register_state_hook",
     *_errors,
 ]
 

@@ -85,7 +85,8 @@ class Deadlines(Named):
         step: One ``step``; of a ``rollout`` each.
         call: One ``call``, ``get_attr``, ``set_attr`` or ``render``.
         close: ``close``, after which the process is killed.
-        recovery: Bringing back one lost env, all attempts together. Past it the step is truncated.
+        recovery: Bringing back the envs of one lost worker, all attempts together. Past it the step is truncated. An
+            attempt that is not the last one may use half of what is left.
     """
 
     start: float | None = 120.0
@@ -123,29 +124,26 @@ class RestartPolicy(Named):
             each further one, with jitter. The first restart is immediate.
         max_backoff: The longest such wait, seconds.
         poison_after: The number of processes the same request may kill before it is taken for poison.
-        journal_limit: Bytes of memory an env's journal may take. While all that drove the env fits it, a replay begins
-            with the construction of the env. Past it the oldest part is forgotten, half of it is kept, and a replay
-            begins there: at a reset, with the random generators put back, or at a state of the env, whichever lies
-            further back. Without either the env cannot be replayed until there is one of them, and a lost episode is
-            truncated. With 0, and a policy that replays nothing, crash reports have no journal either.
-        replay_limit: Seconds of env time a replay may take; the journal is shortened likewise.
-        state_anchors: The env is asked for its state whenever a quarter of these limits has come since the last one,
-            if that takes 1 % of its time at most: pickled, or as its ``get_state()``, ALE or
-            :func:`~multienv.register_state_hook` say. A replay that begins at a state is verified as any other is, on
-            64 steps at the least. An env whose state cannot be had has none; ``statistics().no_state_anchors`` says
-            why. Without effect unless ``on_crash`` and ``on_timeout`` are ``"replay"``.
+        journal_limit: Bytes of memory that the journal may take for each env. It is for replays: each env is replayed
+            from a reset of its own, about two episodes back, however long the run is; while the worker is young from
+            the construction on. An episode that outgrows this or ``replay_limit`` cannot be replayed: unless there is
+            a snapshot, a loss truncates it. The other envs of the worker are brought back. With 0, and a policy that
+            replays nothing, crash reports have no journal either.
+        replay_limit: Seconds of env time, resets included, that a replay may take for each env.
         snapshots: Workers fork themselves now and then, on Linux only: a lost one is brought
             back from its frozen copy, exactly whatever the env is made of. An env with threads, child
             processes, sockets, shared memory or a GPU has none; ``statistics().no_snapshots`` says so.
         snapshot_every: Steps between two snapshots; ``None`` finds out what is good: 1 % of the env's time at most.
         max_snapshots: How many that ``env.snapshot()`` has taken may be kept at a time; each is a frozen process.
-        recycle_after_steps: A process that has taken so many steps is replaced by a new one, between two
-            steps and without a trace in the trajectory: the same replay as after a loss. An env that cannot be
-            replayed exactly keeps its process until the next reset. For simulators that leak. This and what follows is
+        recycle_after_steps: A process that has taken so many steps is replaced by a new one, between two steps and
+            without a trace in the trajectory: by a replay, as after a loss. For simulators that leak. Envs that cannot
+            be replayed exactly keep their process until all of them are reset at once; without that the replacement
+            is tried again after some more episodes: 2 of each env, then 4, 8 and so on. This and what follows is
             looked at every 64 steps, and when an episode ends or begins.
         recycle_after_episodes: The same after so many episodes; where each env has a process of its own.
         recycle_after: The same after so many seconds.
-        max_rss: The same when its resident memory exceeds so many bytes: more than the env takes when it is new.
+        max_rss: The same when its resident memory exceeds so many bytes: more than the envs of the process take when
+            they are new.
     """
 
     on_crash: OnLoss = "replay"
@@ -158,7 +156,6 @@ class RestartPolicy(Named):
     poison_after: int = 2
     journal_limit: int = 16 * 2**20
     replay_limit: float = 10.0
-    state_anchors: bool = True
     snapshots: bool = True
     snapshot_every: int | None = None
     max_snapshots: int = 256

@@ -229,10 +229,12 @@ class WorkerLostError(MultienvError):
     """Raised when the env's process is gone. The next ``reset()`` starts a new one.
 
     Attributes:
-        env_index: The env's index in its batch, or ``None``.
+        env_index: The index in its batch of the env that was being executed, or is the only one; ``None``: not known.
         command: What it was doing: ``"initialize"``, ``"reset"``, ``"step"``, …
         step: Steps taken in the episode so far, or ``None``.
         seed: The seed of the last seeded reset, or ``None``.
+        idle: The process had not begun to execute the command when it ended.
+        envs: The indexes of all its envs.
         exit_code: Its exit code; negative is the number of the signal; ``None`` if not known.
         stack: The Python and native stack at the moment of death or hang, where one was taken.
         stderr: The last lines it wrote on stderr.
@@ -243,6 +245,8 @@ class WorkerLostError(MultienvError):
     command: str = ""
     step: int | None = None
     seed: int | None = None
+    idle: bool = False
+    envs: tuple[int, ...] = ()
     exit_code: int | None = None
     stack: str = ""
     stderr: str = ""
@@ -334,7 +338,8 @@ class EnvsFailedError(MultienvError):
         """
         failures = dict(sorted(failures.items()))
         for index, error in failures.items():
-            if isinstance(error, EnvError | WorkerLostError) and error.env_index is None:
+            is_of_several = isinstance(error, WorkerLostError) and len(error.envs) > 1
+            if isinstance(error, EnvError | WorkerLostError) and error.env_index is None and not is_of_several:
                 error.env_index = index
         others = others and f" {others}" if len(failures) < len(results) else ""
         lines = [f"{len(failures)} of {len(results)} envs failed in {what}.{others} {advice}"]

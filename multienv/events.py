@@ -12,7 +12,7 @@ from multienv.errors import UsageError
 LossCause = Literal["died", "hung", "broken"]
 Cause = LossCause | Literal["error"]
 Outcome = Literal["exact", "truncated", "fresh", "raised"]
-Rung = Literal["snapshot", "journal", "state", ""]
+Rung = Literal["snapshot", "journal", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Loss:
     """Tells of one worker lost; or, with the cause ``"error"``, an episode that an exception of the env ended.
 
     Attributes:
-        env_index: The env's index in its batch, or ``None``.
+        env_index: The index in its batch of the env that was being executed, or is the only one; ``None``: not known.
         cause: ``"died"``, ``"hung"`` (a deadline passed), ``"broken"`` (undecodable reply); or ``"error"``: the env
             raised in ``step()``, ``RestartPolicy.on_error`` is ``"truncate"``, and the worker lives.
         command: The call that the worker was lost in; of one that died between two calls, the call that found it.
@@ -32,6 +32,9 @@ class Loss:
         stderr: The last lines it wrote.
         deadline: Seconds the request was allowed, ``None``: no limit.
         detail: What else is known: that its host on a cluster is lost, for instance.
+        idle: The worker had not begun to execute the call when it ended.
+        envs: The indexes of all its envs.
+        seeds: The seeds of their last seeded resets.
     """
 
     env_index: int | None
@@ -45,6 +48,9 @@ class Loss:
     stderr: str = ""
     deadline: float | None = None
     detail: str = ""
+    idle: bool = False
+    envs: tuple[int, ...] = ()
+    seeds: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,11 @@ class Recovery:
             transition says so; ``"fresh"``: the caller had asked for a new episode anyway and got a clean
             one; ``"raised"``: an error was raised.
         reason: Why it is not exact, or ``""``.
-        replayed: Requests that were run again.
+        replayed: Requests that were run again, in all attempts together.
         attempts: Processes it took.
         seconds: From the loss being noticed to the answer.
         rung: What the env was brought back from: ``"snapshot"``, a forked copy of the lost process; ``"journal"``,
-            a new process; ``"state"``, a new process that was given the env's state; or ``""`` when it was not.
+            a new process in which the requests since a reset of each env were run again; or ``""`` when it was not.
         report: The crash report, for ``multienv replay``; ``""`` if none is written. It is there when an error or a
             truncation tells of it, and a moment later after an exact recovery.
     """
@@ -83,9 +89,9 @@ class Recycled:
     Attributes:
         env_index: The env's index in its batch, or ``None``.
         why: Which limit was reached, in words.
-        outcome: ``"exact"``: the same life goes on, verified; ``"fresh"``: it could not be replayed, and the new
-            process began with the reset that was asked for; ``"put off"``: nor was there a reset, so the old process
-            goes on until there is.
+        outcome: ``"exact"``: the same episodes go on, verified; ``"fresh"``: they could not be replayed, and the new
+            process began with the reset of all envs that was asked for; ``"put off"``: nor was there such a reset, so
+            the old process goes on, until there is one or some more episodes have ended.
         reason: Why it is not exact, or ``""``.
         replayed: Requests that were run again.
         seconds: How long it took.
@@ -117,12 +123,10 @@ class Statistics:
         recovery_seconds: Seconds each recovery took, the newest last, at most 1000.
         step_seconds: Time that a step takes in the worker, seconds, smoothed, from a sample of the steps; where the
             worker has several envs, that of all of them.
-        journal_bytes: Bytes the journal holds.
+        journal_bytes: Bytes the journal holds: of a run that is longer than a moment about two episodes of each env.
         snapshots: Forked snapshots the present process has taken of itself; the newest is kept.
         no_snapshots: Why it takes none at present: ``"threads"``, ``"child processes"``, ``"sockets"``, ``"devices"``,
             ``"shared memory"``, ``"the fork failed"``; or ``""``.
-        state_anchors: States of the env that have been kept for a replay to begin at.
-        no_state_anchors: Why the last one that was asked for is not, or ``""``.
         rss: Resident memory of the worker in bytes, ``None`` where it cannot be read.
         last_loss: The last loss.
         last_recovery: What became of it.
@@ -143,8 +147,6 @@ class Statistics:
     journal_bytes: int
     snapshots: int
     no_snapshots: str
-    state_anchors: int
-    no_state_anchors: str
     rss: int | None
     last_loss: Loss | None
     last_recovery: Recovery | None

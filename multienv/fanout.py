@@ -2,7 +2,8 @@
 
 A *member* is a supervised worker, or a function that blocks (an env without two halves). A *round* is one request to
 each of several members: a step of all envs, say. All requests are sent before the first answer is awaited. A member
-whose process must be brought back, and a member that blocks, gets a thread of the executor meanwhile.
+whose process must be killed or brought back, and a member that blocks, gets a thread of the executor meanwhile. While
+one worker is waited for all others are watched, so that such a thread begins when a process ends or is overdue.
 
 The env managers have one *endless* round: each member is asked again whenever it has answered, and answers are taken as
 they come.
@@ -20,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -35,10 +35,6 @@ from multienv.recovery import hot_path
 from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_HALF
 from multienv.recovery.supervisor import HealingDue, Supervisor
 from multienv.threads import Bell, Pool, Task
-
-# Seconds after which an answer in an endless round is awaited by a thread. That is where deadlines are watched, and a
-# silent hang is told of; after an interruption, at once, where the request is published that may not have been.
-_PATIENCE = 0.1
 
 # (name, request) → answer; called in a thread.
 Blocking = Callable[[str, Any], Any]
@@ -81,12 +77,10 @@ class Noted(NamedTuple):
     Attributes:
         name: What the caller called.
         content: An action, a message, or :class:`InThread`.
-        since: When it was asked, by ``monotonic()``.
     """
 
     name: str
     content: Any
-    since: float
 
 
 class Round:
@@ -96,7 +90,7 @@ class Round:
         name: What the caller called: ``"step"``, ``"reset"``, …
         requests: One for each member: an action, a message, or :class:`Noted`; ``None`` leaves the member alone.
         marks: For each member the number of its supervisor's last answered request.
-        order: Of the supervisors, in which they are asked; in an endless round those to collect from now.
+        order: Of the supervisors, in which they are asked.
         whole: Asked and answered in one call of the caller's; else in two halves.
         nothing: The request that leaves a member alone.
 
@@ -129,6 +123,13 @@ class Round:
         self.tasks: dict[int, Task] = {}
         # Members whose step ended an episode and is followed by a reset: the transition, and the number of that step.
         self.ended: dict[int, tuple[Any, int]] = {}
+
+    def misses_some(self) -> bool:
+        """Tell whether an answer lacks. No generator: one swallows an interruption that comes while it is closed."""
+        for answer in self.answers:  # noqa: SIM110
+            if answer is MISSING:
+                return True
+        return False
 
 
 class FanOut:
@@ -170,14 +171,11 @@ class FanOut:
         self._name = name
         self._executor: Pool | None = None
         self._bell: Bell | None = None
-        self._is_at_work = False  # in an endless round; if it is found so, the last call was broken off
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
-        self._told: deque[Any] = deque()  # what hooks are to be told when the call is done
-        for supervisor in filter(None, self.supervisors):
-            self._told.extend(supervisor.record.told)
-            supervisor.record.told = self._told
-        self._heals_here = len(members) == 1  # no other member has to wait meanwhile
+        self._records = [one.record for one in self.supervisors if one is not None]
+        self._told = [record.told for record in self._records]  # what hooks are to be told when the call is done
+        self._heals_here = len(members) == 1 and not self._blocking  # no other member has to wait meanwhile
         # After multienv.cores.spread(), which says on which core each worker runs.
         self._turns = Turns({place: one.core for place, one in enumerate(self.supervisors) if one is not None})
 
@@ -209,8 +207,7 @@ class FanOut:
             or self._blocking
             or current.tasks
         ):
-            while self._collect_once(current, None):
-                self._wait_for_tasks(current, None)
+            self._collect(current, inf)
         return current
 
     def call_each(self, name: str, calls: Sequence[Callable[[], Any] | None]) -> Round:
@@ -218,7 +215,7 @@ class FanOut:
         current = Round(name, calls, [], whole=True)
         current.tasks = {place: Task(call) for place, call in enumerate(calls) if call is not None}
         self.unfinished = current
-        return self.collect()
+        return self._collect(current, inf)
 
     def send(self, name: str, requests: Sequence[Any], *, whole: bool = True) -> Round:
         """Send all requests; a member that refuses its own has failed. Does not block.
@@ -264,10 +261,10 @@ class FanOut:
         check_seconds("timeout", timeout, zero=True)
         current = self.unfinished
         assert current is not None
-        until = None if timeout is None else monotonic() + timeout
-        while self._collect_once(current, until):
-            self._wait_for_tasks(current, until)
-        return current
+        if timeout is None and current.name == "step" and not current.tasks:
+            state, follows = STEPPING if current.whole else STEPPING_HALF, self._followup is not None
+            hot_path.take(self.supervisors, current.order, current.answers, state, leaves_ends=follows)
+        return self._collect(current, inf if timeout is None else monotonic() + timeout)
 
     def resume(self) -> Round:
         """Complete the round that was broken off."""
@@ -288,7 +285,7 @@ class FanOut:
         What the caller does between this and its ``return`` must not call anything: an interruption would lose the
         outcome. One in a hook does not: the next call has it.
         """
-        if self._told:
+        if any(self._told):
             current, self.unfinished = self.unfinished, None  # for a hook that uses the envs all the same
             try:
                 self.call_hooks()
@@ -298,15 +295,15 @@ class FanOut:
 
     def call_hooks(self) -> None:
         """Call the hooks with what happened meanwhile."""
-        if self._told:
-            next(filter(None, self.supervisors)).record.call_hooks()
+        for record in self._records:
+            record.call_hooks()
 
     # --- an endless round ---------------------------------------------------------------------------
 
     def begin_endless(self) -> Round:
         """Begin an endless round, in which nobody is asked yet; all members are supervisors."""
         places = range(len(self.supervisors))
-        current = Round("", [None for _ in places], [-1 for _ in places], whole=False)
+        current = Round("", [None for _ in places], [-1 for _ in places], places, whole=False)
         self.unfinished, self._bell, self._heals_here = current, Bell(), False
         return current
 
@@ -321,11 +318,11 @@ class FanOut:
             What is to replace the round's ``answers``. With that they are asked: all of them, or none if an
             interruption comes before. ``send_noted()`` may follow; ``take()`` sends what it has not sent.
         """
-        current, now = self.unfinished, monotonic()
+        current = self.unfinished
         assert current is not None
         answers, noted = list(current.answers), list(current.requests)
         for place, content in requests.items():
-            noted[place] = Noted(name, content, now)
+            noted[place] = Noted(name, content)
             current.marks[place] = self.supervisors[place].number
             current.failures.pop(place, None)
             answers[place] = MISSING
@@ -334,12 +331,11 @@ class FanOut:
 
     def send_noted(self, chosen: Collection[int]) -> None:
         """Send what was noted for these members."""
-        current, self._is_at_work = self.unfinished, True
+        current = self.unfinished
         assert current is not None
         for place in self._turns.now():
             if place in chosen:
                 self._send_one(current, place)
-        self._is_at_work = False
 
     def take(self, patience: float | None) -> None:
         """Take what has come in the endless round; if nothing has, wait for something.
@@ -349,85 +345,87 @@ class FanOut:
         """
         current = self.unfinished
         assert current is not None
-        current.order = self._heard(current, inf if patience is None else monotonic() + patience)
-        self._is_at_work = True
-        self._collect_once(current, None)
-        self._is_at_work = False
-
-    def _heard(self, current: Round, until: float) -> list[int]:
-        """Return the members of which something can be taken, at once or after waiting for one.
-
-        Channels are not held beyond this: a failure that the caller keeps would keep their memory mapped by its frames.
-        """
-        now, bell = monotonic(), self._bell
-        patience = 0.0 if self._is_at_work else _PATIENCE
-        heard: list[int] = []
-        awaited: dict[int, tuple[Channel, int]] = {}
-        for place, answer in enumerate(current.answers):
-            if answer is not MISSING:
-                continue
-            task = current.tasks.get(place)
-            if task is None:
-                line = self.supervisors[place].waiting()
-                overdue = current.requests[place].since + patience
-                if line is None:  # it was not sent, is answered, or has lost its process
-                    heard.append(place)
-                elif now < overdue:
-                    until = min(until, overdue)
-                    awaited[place] = line
-                else:
-                    self._begin(current, place, self.supervisors[place].resume)
-                continue
-            task.start(self.pool)  # an interruption may have come before
-            if task.wait(0):
-                short = self._end(current, place, task)
-                if short is not None:
-                    raise short
-                heard.append(place)
-        if heard or until <= now or bell is None:
-            return heard + [place for place, (channel, number) in awaited.items() if channel.answered(number)]
-        places = list(awaited)
-        return [places[index] for index in wait_any(list(awaited.values()), until, bell)]
+        self._collect_once(current, self._heard(current, inf if patience is None else monotonic() + patience))
 
     # --- how ----------------------------------------------------------------------------------------
 
-    def _collect_once(self, current: Round, until: float | None) -> bool:
-        """Take the answers of all supervisors in turn; return whether something is left for another time."""
-        answers, tasks, supervisors, whole = current.answers, current.tasks, self.supervisors, current.whole
+    def _collect(self, current: Round, until: float) -> Round:
+        """Wait for all answers of a round. Raises WaitTimeout."""
+        while current.misses_some():
+            is_here = self._heals_here and until == inf and not current.tasks
+            places = current.order if is_here else self._heard(current, until)
+            if not places and monotonic() >= until:
+                raise WaitTimeout(f"{current.name}(): an answer is not there yet; nothing is lost, wait again.")
+            self._collect_once(current, places, heals=is_here)
+        return current
+
+    def _heard(self, current: Round, until: float) -> list[int]:
+        """Return the members of which something can be taken; if there are none, wait for something.
+
+        What it returns may be empty. Workers that are overdue, or silent, are left to threads, side by side. All that
+        are awaited are watched: one that is lost meanwhile is returned. In an endless round any answer ends the wait;
+        else that of the worker which was asked last, so that the trainer is not woken for each.
+
+        Channels are not held beyond this: a failure that the caller keeps would keep their memory mapped by its frames.
+        """
+        heard = self._ended_tasks(current)
+        awaited: dict[int, tuple[Channel, int]] = {}
+        now, wake = monotonic(), until
+        for place in (*reversed(current.order), *self._blocking):
+            if current.answers[place] is not MISSING or place in current.tasks:
+                continue
+            supervisor = self.supervisors[place]
+            if supervisor is None:  # broken off before it was begun
+                self._send_one(current, place)
+                continue
+            line = supervisor.waiting() if _is_asked(current, supervisor) else None
+            if line is None or line[0].answered(line[1]):
+                heard.append(place)
+            elif now < line[2]:
+                awaited[place], wake = line[:2], min(wake, line[2])
+            else:
+                self._begin(current, place, supervisor.resume)
+        if heard or until <= now:
+            return heard
+        places, lines, bell = list(awaited), list(awaited.values()), self._bell
+        if bell is not None:
+            return [places[index] for index in wait_any(lines, wake, bell)]
+        if lines:
+            return [places[index] for index in wait_any(lines[:1], wake, watched=lines[1:])]
+        for task in current.tasks.values():
+            if not task.wait(None if until == inf else max(0.0, until - monotonic())):
+                break
+        return []
+
+    def _collect_once(self, current: Round, places: Collection[int], *, heals: bool = False) -> None:
+        """Take the answers of these supervisors, of which something can be taken.
+
+        Args:
+            current: The round.
+            places: Of the supervisors.
+            heals: Bring back a lost process here; else a thread does.
+        """
+        answers, supervisors = current.answers, self.supervisors
         follows = self._followup is not None and current.name == "step"
-        heals = self._heals_here and until is None  # in a thread it does not hold up a wait that has an end
-        left = bool(tasks)
-        for place in self._blocking:
-            left |= answers[place] is MISSING
-        stepping = STEPPING if whole else STEPPING_HALF
-        for place in reversed(current.order):
-            if answers[place] is not MISSING or place in tasks:
+        for place in places:
+            if answers[place] is not MISSING or place in current.tasks:
                 continue
             supervisor = supervisors[place]
             try:
-                state = supervisor.state
-                if state is not stepping and (state.request is None or state.request.whole is not whole):
-                    if supervisor.number == self._mark(current, place):  # broken off before it was sent
-                        left = True
-                        self._send_one(current, place)
-                        continue
-                    answer = supervisor.resume()  # broken off after it was answered; or a thread has collected it
-                elif until is None:
+                if _is_asked(current, supervisor):
                     answer = supervisor.collect(None, heals)
+                elif supervisor.number == self._mark(current, place):  # broken off before it was sent
+                    self._send_one(current, place)
+                    continue
                 else:
-                    answer = supervisor.collect(max(0.0, until - monotonic()), heals)
+                    answer = supervisor.resume()  # broken off after it was answered; or a thread has collected it
                 if follows and (len(answer) == 2 or answer[2] or answer[3]):
                     answer = self._follow(current, place, answer)
-                    left |= answer is MISSING
                 answers[place] = answer
             except HealingDue:
-                left = True
-                self._begin(current, place, supervisor.collect)
-            except WaitTimeout:
-                raise
+                self._begin(current, place, supervisor.resume)
             except MultienvError as error:
                 self._fail(current, place, error)
-        return left
 
     def _follow(self, current: Round, place: int, answer: Any) -> Any:
         """Return what a step comes to whose answer is a reset's or ended an episode; MISSING if a reset follows."""
@@ -457,7 +455,7 @@ class FanOut:
         if supervisor.asked_by is not self._me and not self._takes_over(current, place):
             return
         if isinstance(request, Noted):
-            name, request, _ = request
+            name, request = request
             if isinstance(request, InThread):
                 self._begin(current, place, request.call)
                 return
@@ -502,38 +500,30 @@ class FanOut:
         task = current.tasks[place] = Task(call, then)  # noted first: an interruption does not lose it
         task.start(self.pool)
 
-    def _end(self, current: Round, place: int, task: Task) -> BaseException | None:
+    def _ended_tasks(self, current: Round) -> list[int]:
+        """Return the members whose thread has ended."""
+        ended = []
+        for place, task in list(current.tasks.items()):
+            task.start(self.pool)  # an interruption may have come before
+            if task.wait(0):
+                self._end(current, place, task)
+                ended.append(place)
+        return ended
+
+    def _end(self, current: Round, place: int, task: Task) -> None:
         """Note how a thread has ended. What it raised is a failure; what a supervisor answered is taken from it later.
 
-        Returns:
-            An error that is no failure of the env, which stays asked: the trainer has run out of descriptors, say.
+        An error that is no failure of the env, which stays asked, is raised: no descriptor is left, say.
         """
-        supervised, short = place not in self._blocking and bool(current.marks), None
-        is_of_env = isinstance(task.error, MultienvError) and not isinstance(task.error, ClusterError)
-        if task.error is not None and supervised and not is_of_env:
-            short = task.error
-        elif task.error is not None:
-            self._fail(current, place, task.error)
+        supervised, error = place not in self._blocking and bool(current.marks), task.error
+        is_of_env = isinstance(error, MultienvError) and not isinstance(error, ClusterError)
+        if error is not None and (is_of_env or not supervised):
+            self._fail(current, place, error)
         elif not supervised:
             current.answers[place] = task.result
         del current.tasks[place]
-        return short
-
-    def _wait_for_tasks(self, current: Round, until: float | None) -> None:
-        """Wait for the threads."""
-        tasks = current.tasks
-        for place in self._blocking:
-            if current.answers[place] is MISSING and place not in tasks:  # broken off before it was begun
-                self._send_one(current, place)
-        for task in tasks.values():
-            task.start(self.pool)
-        short: BaseException | None = None
-        for place, task in list(tasks.items()):
-            if not task.wait(None if until is None else max(0.0, until - monotonic())):
-                raise WaitTimeout(f"{current.name}(): an answer is not there yet; nothing is lost, wait again.")
-            short = self._end(current, place, task) or short
-        if short is not None:
-            raise short
+        if error is not None and supervised and not is_of_env:
+            raise error
 
     def _fail(self, current: Round, place: int, error: BaseException) -> None:
         if self._followup is not None and current.name == "step" and isinstance(error, MultienvError):
@@ -541,6 +531,12 @@ class FanOut:
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
         current.failures[place] = error.with_traceback(None)
         current.answers[place] = None
+
+
+def _is_asked(current: Round, supervisor: Any) -> bool:
+    """Tell whether what is pending of a supervisor is the request of this round, or a reset in its place."""
+    request = supervisor.state.request
+    return request is not None and request.whole is current.whole
 
 
 def _unfinished_elsewhere(name: str, unfinished: Round) -> CallPendingError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from kit import assert_nothing_left, monitor_itself, snapshot_resources
 # Trainers that tests launch as programs of their own find the kit too.
 HERE = str(Path(__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH", "")]))
+
+# A shell has SIGINT ignored in what it runs in the background, and so have many CI systems. Then Python sets no handler,
+# neither here nor in the trainers that tests launch. Those get it as it is by default, because this is a handler.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -157,7 +157,7 @@ class SubprocessVecEnv(VecEnv):
 
     def has_attr(self, attr_name: str) -> bool:
         """Tell whether every env has the attribute, in itself or in a wrapper."""
-        return all(self.vector_env.call("has_wrapper_attr", attr_name, recorded=False))
+        return all(self.vector_env.call("has_wrapper_attr", attr_name))
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """Return an attribute of each env, or of a wrapper of it; of a method, a function that calls it there."""

@@ -27,7 +27,7 @@ from multienv.errors import EnvFnError, MultienvError, WorkerLostError
 from multienv.events import Recovery, Statistics
 from multienv.processes.leftovers import kill
 from multienv.testing.killer import KillManner, send
-from multienv.testing.probe import RAISE, Times, Walk, in_worker, state_round_trip, times, walk
+from multienv.testing.probe import RAISE, Times, Walk, in_worker, times, walk
 from multienv.testing.processes import descendants, is_alive, name_of
 from multienv.testing.side_by_side import EnvFn
 
@@ -240,12 +240,8 @@ def replays(patient: Patient) -> Row:
     struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshots=False))
     patient.ways["journal"] = struck.outcome
     if struck.outcome == "exact":
-        took, most = duration(struck.recovery.seconds), _longest_journal(patient, struck.statistics)
-        return Row(
-            "ok",
-            f"a new process repeats {struck.recovery.replayed} requests from the construction, exact, in {took}; "
-            f"it can do so for the first {most:,} steps",
-        )
+        took = duration(struck.recovery.seconds)
+        return Row("ok", f"a new process repeats {struck.recovery.replayed} requests, exact, in {took}")
     if struck.outcome == "differs":
         return Row(
             "truncates",
@@ -254,22 +250,6 @@ def replays(patient: Patient) -> Row:
         )
     advice = f"It comes back from snapshots alone. {_USE_NP_RANDOM}" if patient.verdict == "ok" else _USE_NP_RANDOM
     return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice)
-
-
-def state(patient: Patient) -> Row:
-    """Take its state, and put it into a newly built one."""
-    try:
-        few = min(100, patient.first.steps)
-        reason, size = in_worker(state_round_trip, patient.env_fn, few, seconds=patient.longest)
-    except MultienvError as error:  # of two envs in one process, for one
-        reason, size = str(error).splitlines()[0], 0
-    if not reason:
-        return Row("ok", f"a new env that is given it ({size_of(size)}) goes on the same: replays may begin there")
-    return Row(
-        "note",
-        f"not from its state: {reason}",
-        "Only episodes longer than the journal want it: get_state() and set_state(state), or register_state_hook().",
-    )
 
 
 # --- what it leaves behind ------------------------------------------------------------------------
@@ -382,7 +362,6 @@ CHECKS: tuple[Callable[[Patient], Row], ...] = (
     time_it_takes,
     forks,
     replays,
-    state,
     leaks,
     orphans,
     a_dead_worker,
@@ -448,14 +427,6 @@ def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
 def _unless_recoverable(patient: Patient) -> Verdict:
     """Return the verdict of a check in which a loss was not recovered from: there may be another way back."""
     return "note" if patient.verdict == "ok" else "truncates"
-
-
-def _longest_journal(patient: Patient, known: Statistics) -> int:
-    """Return after about how many steps the journal has outgrown its limits."""
-    limits = RestartPolicy()
-    by_size = limits.journal_limit * known.steps / max(1, known.journal_bytes)
-    by_time = limits.replay_limit / max(1e-7, patient.times.step)
-    return int(float(f"{min(by_size, by_time):.1g}"))
 
 
 def _pid(env: SubprocessEnv) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import json
 import os
 import sys
 import traceback
@@ -17,19 +16,13 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import gymnasium
-from gymnasium.envs.registration import EnvSpec
 
 from multienv.errors import ReportError, UsageError
 from multienv.reports.read import Report
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
-# Of gymnasium's wrappers, those that write files where their arguments say, or open windows.
-_TRUSTED_WRAPPERS = ("RecordVideo", "HumanRendering")
 _FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"
-_HOW_TO_BUILD = (
-    "Give --env ID, --env module:ID or --env module:function with what builds it; or --trust, which runs the report's "
-    "own env_fn, if you know who wrote the report."
-)
+_HOW_TO_BUILD = "Give --env ID, --env module:ID or --env module:function with what builds the env."
 
 
 class Named(NamedTuple):
@@ -108,80 +101,33 @@ def env_functions(report: Report, env: str | None, arguments: dict[str, Any] | N
     """Return the function that builds the env, for each slot.
 
     Args:
-        report: If it is trusted and neither of the others is given, its own ``env_fn``.
-        env: See :func:`named`. Of the report's own id its arguments and wrappers are taken.
-        arguments: Of the env; they come before those of the report.
+        report: Its own ``env_fn`` are taken, unless another is named.
+        env: See :func:`named`.
+        arguments: For ``env``.
 
     Raises:
         UsageError: There is no way to the env; the message says what to give.
     """
-    if env is None and arguments is None and report.is_trusted:
-        return _trusted(report)
-    arguments, spec = arguments or {}, report.env.get("spec")
-    env_fn = None if env is None else named(env, **arguments).env_fn
-    if env_fn is None or (spec is not None and env is not None and env.rpartition(":")[2] == spec.get("id")):
-        if spec is None:
-            raise ReportError(
-                f"{report.path} does not say how to build the env: {_what_lacks(report)}. {_HOW_TO_BUILD}"
-            )
-        env_fn = _from_spec(report, spec, arguments)
-    return (env_fn,) * (1 if report.layout is None else report.layout.slots)
+    if env is not None:
+        return (named(env, **arguments or {}).env_fn,) * len(report.build.draws)
+    if arguments is not None:
+        raise UsageError("--env-kwargs are the arguments of --env: give both.")
+    return _of_report(report)
 
 
-def _what_lacks(report: Report) -> str:
-    """Return why a report does not say how to build the env."""
-    if report.env.get("id") is None:
-        return "it has no spec"
-    return (
-        f"the spec of {report.env['id']} has arguments or wrappers without a plain form, {report.env.get('kwargs')}; "
-        "with an id, --env-kwargs JSON gives arguments"
-    )
-
-
-def _trusted(report: Report) -> tuple[EnvFn, ...]:
-    """Load the report's own functions, with the trainer's import path, arguments and working directory."""
+def _of_report(report: Report) -> tuple[EnvFn, ...]:
+    """Load the report's own functions, with the trainer's arguments and working directory."""
     setting = report.build.setting
     if setting is not None:
-        sys.path += [entry for entry in setting.path if entry not in sys.path]
         if setting.arguments:
             sys.argv[:] = setting.arguments
         with contextlib.suppress(OSError):
             os.chdir(setting.directory)
+    if not report.build.env_fns:
+        raise ReportError(f"{report.path} has no env_fn: it was too large for a report. {_HOW_TO_BUILD}")
     try:
         return tuple(cloudpickle.loads(report.build.env_fns))
     except Exception as error:  # unpickling runs foreign code
         raise ReportError(
             f"The env_fn in {report.path} cannot be loaded: {type(error).__name__}: {error}. {_HOW_TO_BUILD}"
         ) from error
-
-
-def _from_spec(report: Report, fields: dict[str, Any], arguments: dict[str, Any]) -> EnvFn:
-    """Return a function that builds the env of a spec; it calls only registered functions and gymnasium's wrappers."""
-    try:
-        spec = EnvSpec.from_json(json.dumps(fields))
-        wrappers = [(wrapper, wrapper.entry_point.partition(":")) for wrapper in spec.additional_wrappers]
-    except Exception as error:  # damage has many faces
-        raise ReportError(f"The env's spec is damaged: {type(error).__name__}: {error}. {_HOW_TO_BUILD}") from error
-    registered = gymnasium.registry.get(spec.id)
-    if registered is None:
-        # The module of the env's class is probably the one that registers it.
-        module = str(report.env.get("entry_point") or "__main__").partition(":")[0]
-        hint = "" if module == "__main__" else f" Try --env {module}:{spec.id}."
-        raise ReportError(
-            f"The env {spec.id!r} is not registered here; its module does that when it is imported.{hint} "
-            f"{_HOW_TO_BUILD}"
-        )
-    spec.entry_point, spec.vector_entry_point = registered.entry_point, registered.vector_entry_point
-    if not report.is_trusted and spec.kwargs.get("render_mode") != "rgb_array":  # others may open windows
-        spec.kwargs.pop("render_mode", None)
-    spec.kwargs = {**spec.kwargs, **arguments}
-    for wrapper, (module, _, name) in wrappers:
-        if not module.startswith("gymnasium.wrappers.") or name not in gymnasium.wrappers.__all__:
-            raise ReportError(
-                f"The env has a wrapper {wrapper.entry_point}, which is not gymnasium's own. {_HOW_TO_BUILD}"
-            )
-        if name in _TRUSTED_WRAPPERS and not report.is_trusted:
-            raise ReportError(
-                f"The env has a wrapper {wrapper.entry_point}, which writes files or opens windows. {_HOW_TO_BUILD}"
-            )
-    return partial(gymnasium.make, spec)

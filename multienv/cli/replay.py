@@ -32,14 +32,10 @@ def replay(
         typer.Argument(help="The .json that a loss has written; the log and the error name it. 'latest': the newest."),
     ] = None,
     env: Annotated[
-        str | None, typer.Option(help="What builds the env: its id, 'module:id', or 'module:function'.")
+        str | None,
+        typer.Option(help="What builds the env: its id, 'module:id', or 'module:function'; else the report's env_fn."),
     ] = None,
-    env_kwargs: Annotated[
-        str | None, typer.Option(help="Arguments of the env, as JSON; they come before those of the report.")
-    ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Load what is pickled in it: its author can run any code here.")
-    ] = False,
+    env_kwargs: Annotated[str | None, typer.Option(help="Arguments of --env, as JSON.")] = None,
     debug: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger before the fatal request.")] = False,
     reports: Annotated[
         Path | None, typer.Option(help="Where the reports lie; else $MULTIENV_REPORTS, else the user's cache.")
@@ -53,8 +49,8 @@ def replay(
     Without an argument: list the reports of losses, the newest first.
 
     Each answer on the way is compared with the recorded one. If the fault happens again it ends this process as it
-    ended the worker. Modules are also found in the current directory. Numbers and arrays in a report are read as they
-    are; --trust is for what is pickled: calls, states, an env_fn.
+    ended the worker. Modules of --env are also found in the current directory. A report is a pickle: do not replay one
+    that you have from somebody you do not trust.
 
     Exit code 0: the fault did not happen again; 1: the env raised; 2: the report cannot be replayed.
     """
@@ -69,7 +65,7 @@ def replay(
             _list(console, directory, as_json=as_json)
             return
         faulthandler.enable()
-        found = load(_path(report, directory), trust=trust)
+        found = load(_path(report, directory))
         _replay(say, found, env, None if env_kwargs is None else arguments_of(env_kwargs), debug=debug)
     except UsageError as error:
         refuse(str(error))

@@ -18,33 +18,13 @@ from multienv.errors import ReportError
 from multienv.processes.environment import worker_environment
 from multienv.recovery.verification import differences
 from multienv.reports.crash import action_of
-from multienv.reports.plain import made_anew, plain_value, reset_made_anew
 from multienv.reports.read import Report
-from multienv.wire.actions import PICKLED
-from multienv.wire.banks import (
-    ABSENT,
-    BEGIN,
-    FAILED,
-    HEAD,
-    MESSAGE,
-    STEP,
-    STEPPED,
-    U32,
-    Entry,
-    are_digests,
-    slot_digests,
-    split_entries,
-)
+from multienv.wire.banks import FAILED, HEAD, MESSAGE, STEPPED, U32, split_entries
 from multienv.wire.codecs import mail_of
 from multienv.wire.infos import unpack_extras
 from multienv.wire.messages import Description, Failure, Message, Replay, message_of, pack_message
 from multienv.wire.segment import Segment
 from multienv.worker.host import Host
-
-_TRUST = (
-    "is known as a pickle only. To load a pickle is to run whatever code it asks for: if you know who wrote this "
-    "report, give --trust."
-)
 
 
 class EnvRaised(Exception):  # noqa: N818 - what it says is no error of the command
@@ -65,62 +45,18 @@ class Rerun:
     Attributes:
         was_building: The process was lost while the envs were built.
         length: How many requests come before the fatal one.
-
-    Raises:
-        ReportError: There is no journal, or it cannot be replayed without trust.
     """
 
     def __init__(self, report: Report, env_fns: Sequence[EnvFn]) -> None:
         self.was_building = report.loss.get("command") == "initialize"
         self._report, self._fatal, self._exact = report, report.pending, report.build.exact
-        replay = report.replay
-        if replay is None:
-            if self._fatal is not None:
-                raise ReportError(
-                    f"{report.path} holds no journal that can be replayed: it has outgrown the RestartPolicy's "
-                    "journal_limit or replay_limit, and begins where no replay can begin; or too many workers were "
-                    "lost at once."
-                )
-            replay = Replay(b"")
+        self._replay = report.replay or Replay(b"")
         end = 0 if report.layout is None else report.layout.end
-        before = list(split_entries(replay.entries, end))
-        if not report.is_trusted:
-            if replay.generators or replay.state or replay.lasting:
-                raise ReportError(f"{report.path}: where its journal begins {_TRUST}")
-            before = [self._plain(place, entry) for place, entry in enumerate(before, 1)]
-            self._fatal = self._fatal and self._plain(len(before) + 1, self._fatal)
-            replay = Replay(b"".join(entry.packed() for entry in before))
-        self.length = len(before)
-        self._replay = replay
+        self.length = sum(1 for _ in split_entries(self._replay.entries, end))
         self._envs: list[Any] = []
         self._segment = Segment(-1)
         self._description: Description
         self._host = Host(self._segment, env_fns=[partial(self._build_one, env_fn) for env_fn in env_fns])
-
-    def _plain(self, place: int, entry: Entry) -> Entry:
-        """Return an entry whose pickles this process has made itself; raise ReportError if not all of it is plain."""
-        kind, tag = entry.stretch[:2]
-        mail, evidence = entry.request_mail, entry.evidence
-        try:
-            if kind == MESSAGE:
-                mail = reset_made_anew(mail)
-            elif kind == STEP and tag & ~ABSENT == PICKLED:
-                mail = made_anew(mail)
-            elif kind not in (BEGIN, STEP):
-                raise ValueError(f"there is no request of kind {kind}")
-            return replace(entry, request_mail=mail, evidence=evidence and self._plain_evidence(evidence))
-        except Exception as error:  # any damage; or what is not plain
-            raise ReportError(f"{self._report.path}: request {place} {_TRUST}") from error
-
-    def _plain_evidence(self, evidence: bytes) -> bytes:
-        """Return evidence whose pickles this process has made itself. Raises if it is not plain."""
-        if self._exact:
-            return made_anew(evidence)
-        if are_digests(evidence):
-            if self._report.layout is None or len(slot_digests(evidence)) != self._report.layout.slots:
-                raise ValueError("there is not one digest for each env")
-            return evidence
-        return pickle.dumps([one and made_anew(one) for one in plain_value(evidence)], protocol=5)
 
     def _build_one(self, env_fn: EnvFn) -> Any:
         env = env_fn()
@@ -158,15 +94,18 @@ class Rerun:
 
     # --- the fatal request ------------------------------------------------------------------------
 
-    @property
-    def _action(self) -> Any:
-        if self._fatal is None or not self._fatal.is_step:
+    def _asked(self) -> Any:
+        """Return the action, or the message, of the fatal request; ``None`` if no request was pending."""
+        fatal = self._fatal
+        if fatal is None:
             return None
         try:
-            return action_of(self._fatal, self._segment.layout, self._description, exact=self._exact)
-        except Exception as error:  # damage has many faces
+            if fatal.is_step:
+                return action_of(fatal, self._segment.layout, self._description, exact=self._exact)
+            return message_of(fatal.stretch[0], fatal.request_mail)
+        except Exception as error:  # damage has many faces; unpickling runs foreign code
             raise ReportError(
-                f"{self._report.path}: the action that was fatal cannot be read: {type(error).__name__}: {error}."
+                f"{self._report.path}: the request that was fatal cannot be read: {type(error).__name__}: {error}."
             ) from error
 
     def request(self) -> str:
@@ -174,10 +113,7 @@ class Rerun:
         loss, fatal = self._report.loss, self._fatal
         if fatal is None:
             return ""
-        if fatal.is_step:
-            what = f"step({self._action!r})"
-        else:
-            what = f"{loss.get('command')}: {message_of(fatal.stretch[0], fatal.request_mail)!r:.500}"
+        what = f"step({self._asked()!r})" if fatal.is_step else f"{loss.get('command')}: {self._asked()!r:.500}"
         after = "" if loss.get("step") is None else f", after {loss['step']} steps of its episode"
         return f"{what}{after}" + ("" if loss.get("seed") is None else f", last seed {loss['seed']}")
 
@@ -215,8 +151,8 @@ class Rerun:
             faulthandler.cancel_dump_traceback_later()
 
     def stop(self) -> None:
-        """Stop in a debugger with ``env`` and ``action`` at hand."""
-        env, action = self._envs[0] if self._exact else self._envs, self._action
+        """Stop in a debugger with ``env`` and ``action`` at hand; of a request that is no step the message."""
+        env, action = self._envs[0] if self._exact else self._envs, self._asked()
         pdb.Pdb().set_trace(sys._getframe())
         del env, action  # the debugger stands here: `env.step(action)` is what comes next
 

@@ -96,6 +96,10 @@ class RelayChannel(Channel):
         self._courier.post((frames.ASK, self.name, number, layout, part, mail))
         self._posted, self._layout = number, segment.layout
 
+    def is_announced(self, number: int) -> bool:
+        """Tell whether the request was posted."""
+        return self._posted == number
+
     def wait(self, number: int, until: float | None) -> bool:
         """Sleep until the reply, the end of the process or ``until``."""
         words = self.segment.words
@@ -126,9 +130,12 @@ class RelayChannel(Channel):
         return (self._bell.descriptor,)
 
     def attend(self) -> bool:
-        """Silence the bell; tell whether the process has ended or the channel is closed."""
+        """Silence the bell, unless the process has ended or the channel is closed; tell whether that is so."""
         self._bell.silence()
-        return self._gone is not None or self._is_released
+        ended = self._gone is not None or self._is_released
+        if ended:
+            self._bell.ring()
+        return ended
 
     def prefer(self, core: int | None, *, sharing: int) -> None:
         """Do nothing: the cores are the node's, and its relay asks too seldom for a worker to look for requests."""

@@ -48,7 +48,9 @@ def import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise UsageError('Envs on a Ray cluster need the extra "ray": pip install "multienv[ray]".') from error
+        raise UsageError(
+            'Envs on a Ray cluster need the extra "ray": pip install -e ".[ray]" in a checkout of multienv.'
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,12 +343,15 @@ class Watch:
         cluster: What is asked.
         tell: Called with the living nodes.
         end: Called when the thread has been told to end.
+
+    Attributes:
+        is_over: The thread has been told to end. Set before the thread can know.
     """
 
     def __init__(self, cluster: Cluster, tell: Callable[[list[Node]], None], end: Callable[[], None]) -> None:
         self._cluster, self._tell, self._end = cluster, tell, end
         self._asked = 0.0  # when the question was put that is not answered yet; 0: none
-        self._is_over = False
+        self.is_over = False
         self._bell: Bell | None = Bell()
         threading.Thread(target=self._run, args=(self._bell,), name="multienv-watch", daemon=True).start()
 
@@ -357,15 +362,15 @@ class Watch:
         return time.monotonic() - asked if asked else 0.0
 
     def close(self) -> None:
-        """End the thread, soon. Takes no lock and starts no thread: finalizers call it."""
-        self._is_over, bell = True, self._bell
+        """End the thread, soon; may be called again. Takes no lock and starts no thread: finalizers call it."""
+        self.is_over, bell = True, self._bell
         if bell is not None:
             bell.ring()
 
     def _run(self, bell: Bell) -> None:
         poller = select.poll()
         poller.register(bell.descriptor, select.POLLIN)
-        while not poller.poll(WATCH_EVERY * 1000) and not self._is_over:
+        while not poller.poll(WATCH_EVERY * 1000) and not self.is_over:
             self._asked = self._asked or time.monotonic()
             try:
                 nodes = self._cluster.nodes()

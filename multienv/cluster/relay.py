@@ -27,9 +27,9 @@ from multienv.wire.segment import BUSY, PID, REPLY_MAIL, RESIDENT, Segment
 HOLD = 1.0
 LINGER = 0.002
 # Seconds between two looks at the memory of a worker.
-_LOOK = 1.0
+_LOOK = 0.1
 # The control words that the trainer reads: what the worker is at, and what it tells of itself.
-TOLD = (slice(BUSY, BUSY + 3), slice(PID, PID + 5))
+TOLD = (slice(BUSY, BUSY + 3), slice(PID, PID + 7))
 
 
 class Relayed:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from time import monotonic
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from multienv.config import check_seconds
 from multienv.envs.building import EnvFn
-from multienv.envs.subprocess_env import SubprocessEnv, supervisor_of
+from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
 from multienv.errors import CallPendingError, ClosedError, MultienvError, WaitTimeout
 from multienv.events import Statistics
-from multienv.fanout import resumed
 from multienv.processes.event_loop import end_of, heard_from, in_thread, without_stop
-from multienv.recovery.pending import SILENCE
 from multienv.recovery.supervisor import HealingDue
 from multienv.wire.codecs import Transition
 
@@ -57,8 +55,7 @@ class AsyncEnv:
         supervisor = supervisor_of(env)
         assert supervisor is not None
         self._supervisor = supervisor
-        self._waits = {"reset": env.reset_wait, "step": env.step_wait, "call": env.call_wait}
-        self._pending = ""  # the call whose outcome has not been handed to the caller
+        self._calls = calls_of(env)
         self._awaited: tuple[str, asyncio.AbstractEventLoop] | None = None  # the call that a task awaits now, and where
         self._work: Future[BaseException | None] | None = None  # the thread of a call, or of one that was cancelled
         self._closed = False
@@ -72,8 +69,12 @@ class AsyncEnv:
             EnvRaisedError: ``env_fn`` raised; catchable by the exception's own type too.
             WorkerLostError: Building the env ended its process.
         """
-        with self._alone("initialize"):
+        mine = self._taken("initialize")
+        try:
             await self._build()
+        finally:
+            if self._awaited is mine:
+                self._awaited = None
         return self
 
     async def close(self) -> None:
@@ -141,30 +142,28 @@ class AsyncEnv:
 
     # --- how --------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """Refuse a second task; wait for nothing. A task whose loop was closed counts as cancelled."""
+    def _taken(self, name: str) -> object:
+        """Have this task be the one that awaits; refuse a second one. A task whose loop was closed is cancelled."""
         if self._awaited is not None and not self._awaited[1].is_closed():
             other = self._awaited[0]
             raise CallPendingError(f"{name}(): another task awaits {other}() of this env.", other)
-        mine = self._awaited = name, asyncio.get_running_loop()
-        try:
-            yield
-        finally:
-            if self._awaited is mine:
-                self._awaited = None
+        self._awaited = name, asyncio.get_running_loop()
+        return self._awaited
 
     async def _ask(self, name: str, send: Callable[[], None], deadline: float | None = None) -> Any:
         """Send a request, wait and return the answer, or raise the error that is the answer."""
-        with self._alone(name):
+        mine = self._taken(name)
+        try:
             await self._build()
-            is_resumed = name == "step" == self._pending
-            if not is_resumed:
+            resumes = name == "step" == self._calls.pending()
+            if not resumes:
                 await self._send(name, send)
             if deadline is not None:
                 self._supervisor.bound(deadline)
-            answer = await self._outcome()
-            return resumed(answer) if is_resumed else answer
+            return await self._outcome(resumes=resumes)  # nothing is called after it: see FanOut.finish()
+        finally:
+            if self._awaited is mine:
+                self._awaited = None
 
     async def _build(self) -> None:
         """Wait for what a cancelled call has left to a thread, then until the env is built."""
@@ -176,7 +175,7 @@ class AsyncEnv:
                 try:
                     await self._in_thread(partial(supervisor.initialize, 0.0))
                 except WaitTimeout:
-                    await self._is_answered("initialize")
+                    await self._is_answered()
         finally:
             supervisor.record.call_hooks()
         self._refuse_if_closed()
@@ -184,64 +183,52 @@ class AsyncEnv:
 
     async def _send(self, name: str, send: Callable[[], None]) -> None:
         """Complete a call that was cancelled, then send a request."""
-        if self._pending == "step" and name != "reset":
+        pending = self._calls.pending()
+        if pending == "step" and name != "reset":
             raise CallPendingError(
                 f"{name}(): step() was cancelled. Call step() again for its outcome, or reset() to drop it.", "step"
             )
-        if self._pending:
+        if pending:
             with contextlib.suppress(MultienvError):
                 await self._outcome()
         maintenance = self._supervisor.maintenance
         # The process is to be replaced by plan first, or may be.
         if maintenance.is_due or (name == "reset" and maintenance.recycling.wanted):
-            await self._in_thread(partial(self._send_now, name, send))
+            await self._in_thread(send)
         else:
-            self._send_now(name, send)
-
-    def _send_now(self, name: str, send: Callable[[], None]) -> None:
-        self._pending = name  # first: a cancelled call leaves the rest to its thread
-        try:
             send()
-        except Exception:
-            self._pending = ""
-            raise
 
-    async def _outcome(self) -> Any:
+    async def _outcome(self, *, resumes: bool = False) -> Any:
         """Wait until what is pending is answered; return the answer or raise the error that is the answer."""
-        supervisor, name = self._supervisor, self._pending
-        while supervisor.state.request is not None:
+        supervisor, calls = self._supervisor, self._calls
+        name = calls.pending()
+        while True:
+            while supervisor.state.request is not None:
+                try:
+                    if await self._is_answered():
+                        supervisor.collect(heal=False)
+                    else:
+                        await self._in_thread(partial(supervisor.collect, 0.0))
+                except (HealingDue, WaitTimeout):
+                    continue
+                except MultienvError:
+                    if supervisor.state.request is not None:  # it is not the answer, which the supervisor keeps
+                        raise
+            self._refuse_if_closed()
             try:
-                if await self._is_answered(name):
-                    supervisor.collect(heal=False)
-                else:
-                    await self._in_thread(partial(supervisor.collect, 0.0))
-            except (HealingDue, WaitTimeout):
+                return without_stop(lambda: calls.wait(name, 0.0, resumes=resumes))
+            except WaitTimeout:  # an interruption had come before it was sent, which it is now
                 continue
-            except MultienvError:
-                if supervisor.state.request is not None:  # it is not the answer, which the supervisor keeps
-                    raise
-        self._refuse_if_closed()
-        try:
-            answer = without_stop(self._waits[name])  # at once
-        except Exception:
-            self._pending = ""
-            raise
-        self._pending = ""
-        return answer
 
-    async def _is_answered(self, name: str) -> bool:
+    async def _is_answered(self) -> bool:
         """Wait for the reply; false if something else is to be done: the process has ended, say, or is overdue."""
         self._refuse_if_closed()
-        line, pending = self._supervisor.waiting(), self._supervisor.pending
+        line = self._supervisor.waiting()
         if line is None:
             return False
-        if pending.until is not None:
-            await heard_from(*line, pending.until)
-        elif not await heard_from(*line, monotonic() + SILENCE):
-            await self._in_thread(partial(pending.tell_of_silence, *line, name))
-            await heard_from(*line, None)
+        channel, number, due = line
+        await heard_from(channel, number, None if due == inf else due)
         self._refuse_if_closed()
-        channel, number = line
         return channel.answered(number)
 
     async def _in_thread(self, call: Callable[[], object]) -> None:

@@ -29,7 +29,6 @@ from multienv.threads import Pool, side_by_side
 from multienv.wire.messages import Build, Setting, drawn_seeds
 from multienv.worker.host import Host
 from multienv.worker.registrations import registrations
-from multienv.worker.state_hooks import registered_hooks
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
@@ -153,7 +152,6 @@ class Workers:
             space=space,
             truncates_errors=restart.on_error == "truncate",
             snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,
-            state_hooks=registered_hooks(),
             title=title,
         )
         return self._supervisor(self._backend.launcher(title), build, index=index)

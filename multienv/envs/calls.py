@@ -14,6 +14,9 @@ from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
 from multienv.wire.messages import Call, Message, Render
 
+# Methods of gymnasium's that change nothing.
+_READING = ("get_wrapper_attr", "has_wrapper_attr")
+
 
 class NotCopyableError(UsageError, TypeError):
     """Raised by copying or pickling an object that owns processes; a TypeError for pickle's callers too."""
@@ -45,7 +48,9 @@ def call_message(
             f"Trying to call function `{name}` with `call`, use `{name}` directly instead: what it does to the "
             "episode must be seen here."
         )
-    return Render(slots) if name == "render" else Call(name, args, kwargs, slots, recorded)
+    if name == "render":
+        return Render(slots)
+    return Call(name, args, kwargs, slots, recorded and name not in _READING)
 
 
 def advice_after(name: str, mode: AutoresetMode) -> tuple[str, str]:
@@ -146,7 +151,7 @@ class Calls:
             make: Returns the outcome, or the error to raise, given the answer and whether the call was interrupted.
         """
         fan = self._fan
-        if self.resumes_rollout():
+        if self.pending() == "rollout":
             return self._outcome(fan.resume(), make)
         self.settle("rollout")
         assert message is not None
@@ -165,11 +170,18 @@ class Calls:
         if current.failures:
             self._outcome(current)
 
-    def wait(self, name: str, timeout: float | None) -> Any:
-        """Collect the answer to the request that :meth:`send` sent under this name."""
+    def wait(self, name: str, timeout: float | None, *, resumes: bool = False) -> Any:
+        """Collect the answer to the request that :meth:`send` sent under this name.
+
+        Args:
+            name: What the caller called.
+            timeout: Seconds to wait for it.
+            resumes: A later call completes an earlier one; the info of a step then says so.
+        """
         unfinished = self._fan.unfinished
         if unfinished is None or unfinished.name != name or unfinished.whole:
             self._supervisor.refuse(f"{name}_wait")
+        unfinished.resumed |= resumes
         return self._outcome(self._fan.collect(timeout))
 
     def resume(self) -> Any:
@@ -178,10 +190,10 @@ class Calls:
             return self._supervisor.resume()
         return self._outcome(self._fan.resume())
 
-    def resumes_rollout(self) -> bool:
-        """Tell whether a rollout was interrupted, which :meth:`rollout` completes."""
+    def pending(self) -> str:
+        """Return the name of the call whose outcome has not been handed to the caller; ``""``: there is none."""
         unfinished = self._fan.unfinished
-        return unfinished is not None and unfinished.name == "rollout"
+        return "" if unfinished is None else unfinished.name
 
     def settle(self, name: str) -> None:
         """Finish what an earlier call has left unfinished, as :func:`settle` does; refuse if the worker is closed."""

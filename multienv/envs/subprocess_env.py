@@ -22,7 +22,7 @@ from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import close_at_once
 from multienv.wire.codecs import Transition
-from multienv.wire.messages import Call, GetAttribute, Method, Render, Reset, SetAttribute, reset_of_one
+from multienv.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -196,7 +196,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
     def resume(self) -> Any:
         """Return what the last step, reset or rollout returned, collected before or not: after an interruption."""
-        if self._calls.resumes_rollout():
+        if self._calls.pending() == "rollout":
             return self._calls.rollout(None, fragment_of_one)
         answer = self._calls.resume()
         if not isinstance(answer, RolledReply):
@@ -515,8 +515,13 @@ def supervisor_of(env: Any) -> Supervisor | None:
     return env._supervisor if isinstance(env, SupervisedEnv) else None
 
 
-def _has_attribute(name: str) -> Call:
-    return Call("has_wrapper_attr", (name,), recorded=False)
+def calls_of(env: SupervisedEnv) -> Calls:
+    """Return what makes the calls to an env."""
+    return env._calls
+
+
+def _has_attribute(name: str) -> Message:
+    return call_message("has_wrapper_attr", (name,), {})
 
 
 def _is_idle(supervisor: Supervisor) -> bool:

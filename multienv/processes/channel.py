@@ -15,10 +15,12 @@ from dataclasses import dataclass
 
 from multienv.events import LossCause
 from multienv.threads import Bell
-from multienv.wire.segment import CORE, LOOKS, REPLY, TRAINER_SLEEPS, Segment
+from multienv.wire.segment import CORE, LOOKS, REPLY, REQUEST, TRAINER_SLEEPS, Segment
 
 # Looks at the reply before the trainer goes to sleep, giving the core away at each: 30 to 50 µs.
 TRAINER_LOOKS = 50
+# Seconds that they may take: where other processes want the core, each takes milliseconds.
+LOOKING = 0.5e-3
 # Seconds. "I sleep" is stored and the reply is loaded after it; without a fence, which Python does not have, the
 # processor may do it the other way round, and a wake-up is lost. After this time the store is visible to all.
 FIRST_SLEEP = 0.002
@@ -124,6 +126,10 @@ class Channel(ABC):
     def ring(self, number: int) -> None:
         """Announce that request ``number`` lies in the segment. Never blocks; a repeated call does no harm."""
 
+    def is_announced(self, number: int) -> bool:
+        """Tell whether the host knows of request ``number``: an interrupted :meth:`ring` may have left it asleep."""
+        return self.segment.words[REQUEST] == number
+
     @abstractmethod
     def wait(self, number: int, until: float | None) -> bool:
         """Wait for the reply to request ``number``.
@@ -145,7 +151,10 @@ class Channel(ABC):
 
     @abstractmethod
     def descriptors(self) -> tuple[int, ...]:
-        """Return the descriptors that become readable at an event; ask for them again before each poll."""
+        """Return the descriptors that become readable at an event; ask for them again before each poll.
+
+        After the end of the process one of them stays readable.
+        """
 
     @abstractmethod
     def attend(self) -> bool:
@@ -196,52 +205,68 @@ class Channel(ABC):
         """
 
 
-def wait_any(waiting: Sequence[tuple[Channel, int]], until: float, bell: Bell) -> list[int]:
+def wait_any(
+    waiting: Sequence[tuple[Channel, int]],
+    until: float,
+    bell: Bell | None = None,
+    watched: Sequence[tuple[Channel, int]] = (),
+) -> list[int]:
     """Wait until a reply is there or a process has ended.
 
     Args:
         waiting: Channels, each with the number of the request it is to answer.
         until: When to give up, by ``time.monotonic()``.
         bell: Ends the wait when it is rung.
+        watched: The same for channels whose replies do not end the wait; the end of such a process does.
 
     Returns:
-        The indices of the channels whose ``wait()`` now returns or raises at once; may be empty.
+        The indices of the channels, of both kinds together, whose ``wait()`` now returns or raises at once; may be
+        empty.
     """
+    asleep_at = time.monotonic() + LOOKING
     for _ in range(TRAINER_LOOKS):
         found = _answered(waiting)
         if found:
             return found
         give_way()
-    patience = FIRST_SLEEP
+        if time.monotonic() > asleep_at:
+            break
+    patience, everyone = FIRST_SLEEP, [*waiting, *watched]
     try:
         while True:
-            poller = select.poll()
-            poller.register(bell.descriptor, select.POLLIN)
-            owners: dict[int, int] = {}
-            for index, (channel, _) in enumerate(waiting):
+            for channel, _ in waiting:
                 channel.segment.words[TRAINER_SLEEPS] = 1
-                for descriptor in channel.descriptors():
-                    if descriptor >= 0:  # another thread may close the channel meanwhile
-                        owners[descriptor] = index
-                        poller.register(descriptor, select.POLLIN)
+            poller, owners = _poller(everyone)
+            if bell is not None:
+                poller.register(bell.descriptor, select.POLLIN)
             found = _answered(waiting)
             if found:
                 return found
             left = min(patience, until - time.monotonic())
             readable = {descriptor for descriptor, _ in poller.poll(max(0.0, left) * 1000)}
-            is_rung = bell.descriptor in readable
-            if is_rung:
+            is_rung = bell is not None and bell.descriptor in readable
+            if bell is not None and is_rung:
                 bell.silence()
             ready = {owners[descriptor] for descriptor in readable if descriptor in owners}
-            attended = ready or range(len(waiting))  # a channel counts the time until its process is acknowledged
-            ended = {index for index in attended if waiting[index][0].attend()}
-            found = sorted(ended.union(_answered(waiting)))
-            if found or is_rung or time.monotonic() >= until:
-                return found
+            attended = ready or range(len(everyone))  # a channel counts the time until its process is acknowledged
+            ended = {index for index in attended if everyone[index][0].attend()}
+            if ended or is_rung or _answered(waiting) or time.monotonic() >= until:
+                return sorted(ended.union(_answered(everyone)))
             patience = LONGEST_SLEEP
     finally:
         for channel, _ in waiting:
             channel.segment.words[TRAINER_SLEEPS] = 0
+
+
+def _poller(channels: Sequence[tuple[Channel, int]]) -> tuple[select.poll, dict[int, int]]:
+    """Return what polls the descriptors of these channels, and the index of the channel that each belongs to."""
+    poller, owners = select.poll(), {}
+    for index, (channel, _) in enumerate(channels):
+        for descriptor in channel.descriptors():
+            if descriptor >= 0:  # another thread may close the channel meanwhile
+                owners[descriptor] = index
+                poller.register(descriptor, select.POLLIN)
+    return poller, owners
 
 
 def _answered(waiting: Sequence[tuple[Channel, int]]) -> list[int]:

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from multienv.errors import ClosedError, UsageError
-from multienv.processes.channel import SystemErrors
+from multienv.processes.channel import Fate, SystemErrors
 from multienv.processes.environment import (
     import_path,
     refuse_other_namespace,
@@ -35,7 +35,7 @@ from multienv.processes.environment import (
     worker_environment,
 )
 from multienv.processes.leftovers import end_orphans
-from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order
+from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order, tell_fate
 from multienv.processes.worker_process import ProcessChannel, live, undisturbed
 
 METHODS = ("forkserver", "spawn")
@@ -54,6 +54,14 @@ _APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) els
 _hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
 # Seconds until an order that the monitor's socket does not take is given up.
 _LONGEST_SEND = 30.0
+# The same where a finalizer gives the order: the monitor takes hundreds of them in a second.
+_LONGEST_FREE = 1.0
+# Monitors that may end, one after the other, before one of them has taken the order to launch a worker.
+_MONITORS = 3
+_NO_LAUNCH = (
+    f"It was not launched: {_MONITORS} monitors in a row, which launch workers, ended before they did. Something kills "
+    "the processes of this trainer: look at dmesg, and at the memory limits of its container or job."
+)
 # The monitor has ended, or takes no more orders.
 _ENDED = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 # The socket is full, or too many descriptors wait in it.
@@ -113,11 +121,11 @@ class Launch:
         return None
 
     def free(self, token: int) -> None:
-        """End the snapshot kept under this token. Takes no lock and never raises: finalizers call it."""
+        """End the snapshot kept under this token. Waits only for room in the monitor's socket; no error."""
         client = _client
         if client is not None:
             with contextlib.suppress(OSError):
-                client.send(Order(FREE, token=token), patience=0.0)
+                client.send(Order(FREE, token=token), patience=_LONGEST_FREE)
 
     def close(self) -> None:
         """Do nothing: the monitor ends by itself."""
@@ -142,6 +150,7 @@ class MonitorClient:
         except BaseException:
             self._control.close()
             raise
+        self._closing = threading.RLock()  # held for moments: the socket is not closed while another thread sends
         self._waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread is to be had: is_alive() takes note of its end
             self._waiter.start()
@@ -149,7 +158,8 @@ class MonitorClient:
     def _await_end(self) -> None:
         """Reap the monitor when it has ended; if it was killed, end the processes that it left."""
         self.process.wait()
-        self._control.close()
+        with self._closing:
+            self._control.close()
         end_orphans(self.process.pid)
 
     def is_alive(self) -> bool:
@@ -161,7 +171,8 @@ class MonitorClient:
         until = time.monotonic() + patience
         while True:
             try:
-                order.send(self._control, descriptors)
+                with self._closing:
+                    order.send(self._control, descriptors)
                 return
             except OSError as error:
                 if error.errno not in _FULL or time.monotonic() >= until:
@@ -176,9 +187,10 @@ class MonitorClient:
 
     def close(self, timeout: float = 0.0) -> None:
         """Close the control socket: the monitor then ends its workers and itself. Wait up to ``timeout`` seconds."""
-        with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
-        self._control.close()
+        with self._closing:
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)
+            self._control.close()
         if timeout:
             self.resume()
             with contextlib.suppress(RuntimeError):  # the thread could not be started
@@ -202,14 +214,26 @@ def set_hash_seed(seed: str) -> None:
 
 
 def _launched(order: Order) -> ProcessChannel:
-    """Launch a worker by the present monitor, or by a new one if the present one takes no more orders."""
-    client = _monitor()
-    try:
-        return _ordered(client, order)
-    except OSError as error:
-        if error.errno not in _ENDED:
-            raise
-    return _ordered(_monitor(ended=client), order)
+    """Launch a worker by the present monitor, or by a new one if the present one takes no more orders.
+
+    If one after the other is killed, return the channel to a worker that is lost already: those who launch workers know
+    how often they try again, and what to raise in the end.
+    """
+    client: MonitorClient | None = None
+    for _ in range(_MONITORS):
+        client = _monitor(ended=client)
+        try:
+            return _ordered(client, order)
+        except OSError as error:
+            if error.errno not in _ENDED:
+                raise
+    assert client is not None
+    return ProcessChannel(_tell_no_launch, client.resume)
+
+
+def _tell_no_launch(descriptors: Sequence[int]) -> None:
+    """Tell what a monitor would tell of a worker that it cannot launch."""
+    os.write(descriptors[2], tell_fate(Fate(None, stderr=_NO_LAUNCH)))
 
 
 def _ordered(client: MonitorClient, order: Order) -> ProcessChannel:

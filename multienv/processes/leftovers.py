@@ -2,6 +2,9 @@
 
 A process started by ``exec`` has the worker's mark in its environment. One that was only forked has not (the kernel
 shows the environment of the last ``exec``), but it still carries the worker's title.
+
+One of them is killed last of all: the resource tracker of Python's ``multiprocessing``. It unlinks the shared memory of
+an env, and ends, once all processes that use it have ended.
 """
 
 from __future__ import annotations
@@ -9,10 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from multienv.worker.ends import MARK_VARIABLE
+
+# Seconds given to the resource trackers that a dead monitor has left.
+_TRACKER_GRACE = 1.0
 
 
 def mark_in(pid: int) -> str:
@@ -33,16 +40,24 @@ def is_titled(pid: int) -> bool:
     return False
 
 
+def is_tracker(pid: int) -> bool:
+    """Tell whether this process is a resource tracker, of multiprocessing or of joblib's loky; false for a zombie."""
+    with contextlib.suppress(OSError):
+        return b"resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 def end_orphans(monitor: int) -> None:
     """Kill what the envs of a dead monitor have started; the kernel kills its workers, and its snapshots end.
 
     Where the trainer is process 1, as in a container without an init, all of them are its children now, to be reaped.
     """
-    orphans: set[int] = set()
-    with contextlib.suppress(OSError):
-        found = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-        orphans = {pid for pid in found if mark_in(pid).startswith(f"{monitor}.")}
-    kill(orphans)
+    orphans = {pid for pid in _processes() if mark_in(pid).startswith(f"{monitor}.")}
+    kill(pid for pid in orphans if not is_tracker(pid))
+    until = time.monotonic() + _TRACKER_GRACE
+    while any(map(is_tracker, orphans)) and time.monotonic() < until:
+        time.sleep(0.01)  # not its parent: nothing tells its end
+    kill(filter(is_tracker, orphans))
     while os.getpid() == 1:
         dead = {pid for pid in children() if is_titled(pid)}  # again: a worker's children come when it has ended
         kill(dead)
@@ -53,11 +68,11 @@ def end_orphans(monitor: int) -> None:
             break
 
 
-def kill(pids: Iterable[int]) -> None:
-    """Send SIGKILL to these processes; skip those that have ended or belong to other users."""
+def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to these processes; skip those that have ended or belong to other users."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def kill_group(pid: int, number: signal.Signals) -> None:
@@ -65,8 +80,33 @@ def kill_group(pid: int, number: signal.Signals) -> None:
     try:
         os.killpg(pid, number)
     except (ProcessLookupError, PermissionError):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+        kill([pid], number)
+
+
+def kill_bereaved_group(pid: int) -> None:
+    """Kill the process group of a dead worker, except resource trackers.
+
+    Where there is one, what another process of the group forks meanwhile is missed here: it is killed when it has lost
+    its parent.
+    """
+    group = {one for one in _processes() if _group_of(one) == pid}
+    trackers = set(filter(is_tracker, group))
+    if trackers:
+        kill(group - trackers)
+    else:
+        kill_group(pid, signal.SIGKILL)
+
+
+def _processes() -> set[int]:
+    with contextlib.suppress(OSError):
+        return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    return set()
+
+
+def _group_of(pid: int) -> int:
+    with contextlib.suppress(OSError):  # it has ended
+        return os.getpgid(pid)
+    return 0
 
 
 def children() -> set[int]:

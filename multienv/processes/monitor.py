@@ -24,7 +24,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from multienv.processes.channel import Fate
-from multienv.processes.leftovers import children, is_titled, kill, kill_group, mark_in, open_descriptors
+from multienv.processes.leftovers import (
+    children,
+    is_titled,
+    is_tracker,
+    kill,
+    kill_bereaved_group,
+    kill_group,
+    mark_in,
+    open_descriptors,
+)
 from multienv.processes.protocol import (
     FREE,
     KILL,
@@ -44,7 +53,7 @@ from multienv.worker.snapshots import ANNOUNCEMENT, WAKING
 
 STDERR_TAIL = 4096
 STACK_LIMIT = 16_384
-# Seconds without workers until the monitor ends.
+# Seconds without workers until the monitor ends, and with it the resource trackers that are still there.
 IDLE = 1.0
 # Seconds between two checks that the trainer is alive. The end of the control socket shows the trainer's death at once,
 # unless a process that the trainer forked holds a copy.
@@ -96,7 +105,7 @@ class Worker:
     stack_text: bytearray = field(default_factory=bytearray)
 
     def end(self, after: float = 0.0) -> None:
-        """Plan the signals that kill the worker and its process group, the first after so many seconds."""
+        """Plan the signals that end the worker and its process group, the first after so many seconds."""
         term = time.monotonic() + after
         # A worker not reaped by the last entry is in an uninterruptible system call, or its own parent has reaped it.
         last = (term + TERM_GRACE + KILL_GRACE, None)
@@ -133,6 +142,7 @@ class Monitor:
         self._workers: dict[int, Worker] = {}  # by pid; alive
         self._bereaved: set[Worker] = set()  # dead, with a snapshot that the trainer may wake
         self._kept: dict[int, Snapshot] = {}  # by token
+        self._freed: set[int] = set()  # tokens of those that were not there to be freed: they may be announced later
         self._selector = selectors.DefaultSelector()
         self._takes_orders = True
         self._ends_at = time.monotonic() + IDLE
@@ -170,7 +180,10 @@ class Monitor:
             self._take_no_more_orders()
             while self._take_order():
                 pass
-        return not (self._takes_orders or self._workers)
+        if self._takes_orders or self._workers:
+            return False
+        self._kill_adopted(children())
+        return time.monotonic() >= self._ends_at or not children() - self._spared()
 
     def _take_no_more_orders(self) -> None:
         self._takes_orders = False
@@ -220,10 +233,17 @@ class Monitor:
             self._wake(self._take_kept(order.token), descriptors)
         else:
             close_all(descriptors)
-            snapshot = self._take_kept(order.token) if order.operation == FREE else None
-            if snapshot is not None:
-                snapshot.end()
+            if order.operation == FREE:
+                self._free(order.token)
         return True
+
+    def _free(self, token: int) -> None:
+        """End the snapshot kept under this token; one that is being taken, or woken, ends when it is announced."""
+        snapshot = self._take_kept(token)
+        if snapshot is None:
+            self._freed.add(token)
+        else:
+            snapshot.end()
 
     def _take_kept(self, token: int) -> Snapshot | None:
         """Remove and return the snapshot kept under this token, after reading all announcements that wait."""
@@ -321,7 +341,9 @@ class Monitor:
                 return
             pid, number, token = ANNOUNCEMENT.unpack(data)
             snapshot = Snapshot(pid, number, socket.socket(fileno=descriptors[0]))
-            if token:
+            if token in self._freed:
+                snapshot.end()
+            elif token:
                 self._kept[token] = snapshot
             else:
                 worker.drop_snapshot()
@@ -345,7 +367,10 @@ class Monitor:
                 break
             worker = self._workers.get(found.si_pid)
             if worker is not None:
-                kill_group(worker.pid, signal.SIGKILL)
+                if any(map(mark_in, children() - self._spared())):  # its env, or another's, has started programs
+                    kill_bereaved_group(worker.pid)
+                else:
+                    kill_group(worker.pid, signal.SIGKILL)
             _, status = os.waitpid(found.si_pid, 0)
             if worker is not None:
                 self._finish(worker, os.waitstatus_to_exitcode(status))
@@ -383,16 +408,21 @@ class Monitor:
     def _kill_adopted(self, adopted: set[int]) -> None:
         """Kill processes that became our children when their parent died: a worker, or a process that one had started.
 
-        A program with the mark of a live worker is spared: a script of the env's may have started it and ended.
+        A program with the mark of a live worker is spared: a script of the env's may have started it and ended. So is a
+        resource tracker: it ends by itself, as a rule; run() kills it in the end.
         """
+        alive = {mark_of(os.getpid(), pid) for pid in self._workers}
+        for pid in adopted - self._spared():
+            mark = mark_in(pid)
+            is_left = not alive or (mark not in alive if mark else is_titled(pid))
+            if is_left and not is_tracker(pid):
+                kill([pid])
+
+    def _spared(self) -> set[int]:
+        """Return the processes that are workers, or snapshots of which one may be woken."""
         known = {*self._workers.values(), *self._bereaved}
         spared = {worker.pid for worker in known} | {worker.snapshot.pid for worker in known if worker.snapshot}
-        spared |= {snapshot.pid for snapshot in self._kept.values()}
-        alive = {mark_of(os.getpid(), pid) for pid in self._workers}
-        for pid in adopted - spared:
-            mark = mark_in(pid)
-            if not alive or (mark not in alive if mark else is_titled(pid)):
-                kill([pid])
+        return spared | {snapshot.pid for snapshot in self._kept.values()}
 
     # --- what a worker writes -----------------------------------------------------------------
 
@@ -436,10 +466,13 @@ class Monitor:
                 worker.stack_text.clear()
             while worker.kills and now >= worker.kills[0][0]:
                 _, number = worker.kills.pop(0)
-                if number is None:
-                    self._finish(worker, None)
-                else:
+                if number == signal.SIGKILL:
+                    kill([worker.pid])  # and its group when it is dead: see _reap()
+                elif number is not None:
                     kill_group(worker.pid, number)
+                else:
+                    kill_group(worker.pid, signal.SIGKILL)
+                    self._finish(worker, None)
             due = min([due, worker.stack_due, *(when for when, _ in worker.kills[:1])])
         return max(0.0, due - time.monotonic())
 

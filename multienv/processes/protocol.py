@@ -6,8 +6,11 @@ takes orders that concern it, and tells its stack when asked, and how it ended, 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import select
 import socket
 import struct
 from array import array
@@ -29,6 +32,8 @@ STACK = 5  # tell the stack, and go on
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _MOST_DESCRIPTORS = 8
+# Seconds given to the peer to read on after the first part of a message: no more, or it would stop the monitor.
+_REST_PATIENCE = 0.1
 _FORM = struct.Struct("<B?hxxxxQ64s")
 
 
@@ -74,9 +79,22 @@ class Order:
 
 
 def send_with_descriptors(over: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send a message without blocking; raises OSError."""
+    """Send a message; raises OSError at once if the socket takes nothing of it.
+
+    A stream socket whose buffer is nearly full takes the first part of a long message (unix(7)); the rest follows as
+    the peer reads. If it does not read, the socket is shut down: nothing else is to follow half a message. Orders and
+    announcements are too short to be taken in parts.
+    """
     handed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-    over.sendmsg([data], handed, NO_SIGNAL | socket.MSG_DONTWAIT)
+    sent = over.sendmsg([data], handed, NO_SIGNAL | socket.MSG_DONTWAIT)
+    poller = select.poll()
+    poller.register(over, select.POLLOUT)
+    while sent < len(data):
+        if not poller.poll(1000 * _REST_PATIENCE):
+            over.shutdown(socket.SHUT_RDWR)
+            raise BrokenPipeError(errno.EPIPE, f"The peer has read {sent} of {len(data)} bytes and then no more")
+        with contextlib.suppress(BlockingIOError):
+            sent += over.send(data[sent:], NO_SIGNAL | socket.MSG_DONTWAIT)
 
 
 def receive_with_descriptors(over: socket.socket, size: int) -> tuple[bytes, list[int]]:

@@ -24,7 +24,7 @@ from multienv.events import LossCause
 from multienv.processes.channel import (
     FIRST_SLEEP,
     LONGEST_SLEEP,
-    TRAINER_LOOKS,
+    LOOKING,
     UNKNOWN_FATE,
     Channel,
     Fate,
@@ -36,6 +36,8 @@ from multienv.processes.protocol import KILL, NO_SIGNAL, STACK, WAKE, Order, Tol
 from multienv.threads import Task
 from multienv.wire.segment import (
     BUSY,
+    NUMBERED,
+    ORDERED_STORES,
     PID,
     REPLAYING,
     REPLY,
@@ -44,6 +46,7 @@ from multienv.wire.segment import (
     TRAINER_SLEEPS,
     WORKER_SLEEPS,
     Segment,
+    wake_bytes,
 )
 
 T = TypeVar("T")
@@ -99,7 +102,8 @@ class ProcessChannel(Channel):
         self._resume = resume
         self._news: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
         self._told = Told()
-        self._rung = 0  # the newest request that a byte was sent for
+        self._rung = 0  # the newest request whose number was sent over the line
+        self._heard = [b""]  # what was received there last, as the last item
         self._lock = threading.RLock()  # held for moments; a signal handler may come in between
         self._is_released = False
         self._ended = False
@@ -107,6 +111,9 @@ class ProcessChannel(Channel):
         with contextlib.ExitStack() as ours:
             self.segment = Segment.create()
             ours.callback(self.segment.unmap)
+            if not ORDERED_STORES:
+                self.looks = 0
+                self.segment.words[NUMBERED] = self.segment.words[WORKER_SLEEPS] = 1
             self._line, line = map(ours.enter_context, socket.socketpair())
             with line:
                 self._fate, fate = map(ours.enter_context, socket.socketpair())
@@ -123,33 +130,41 @@ class ProcessChannel(Channel):
     # --- requests and replies -------------------------------------------------------------------
 
     def ring(self, number: int) -> None:
-        """Store the number, and send a byte if the worker sleeps."""
+        """Store the number, and send it over the line if the worker sleeps."""
         words = self.segment.words
         words[REQUEST] = number
-        if words[WORKER_SLEEPS] and self._rung != number:  # one byte is enough: it stays until the worker reads
+        if words[WORKER_SLEEPS] and self._rung != number:  # once is enough: it stays until the worker reads
             with SystemErrors():  # the process is gone, which wait() finds; or the line is full of wake bytes
-                self._line.send(b"\0", NO_SIGNAL | socket.MSG_DONTWAIT)
-            self._rung = number  # after send(): interrupted in between, the byte is sent once more
+                self._line.send(wake_bytes(number), NO_SIGNAL | socket.MSG_DONTWAIT)
+            self._rung = number  # after send(): interrupted in between, it is sent once more
+
+    def is_announced(self, number: int) -> bool:
+        """Tell whether the worker looks for the request, has found it, or was sent its number."""
+        words = self.segment.words
+        return words[REQUEST] == number and (self._rung == number or not words[WORKER_SLEEPS])
 
     def wait(self, number: int, until: float | None) -> bool:
         """Poll for the reply, then sleep until the reply, the end of the process or ``until``."""
         words = self.segment.words
-        for _ in range(TRAINER_LOOKS):
+        asleep_at = time.monotonic() + LOOKING
+        for _ in range(self.looks):
             if words[REPLY] == number:
                 return True
             give_way()
+            if time.monotonic() > asleep_at:
+                break
         patience = FIRST_SLEEP
         try:
             while True:
                 words[TRAINER_SLEEPS] = 1
-                if words[REPLY] == number:
+                if self.answered(number):
                     return True
                 left = patience if until is None else min(patience, until - time.monotonic())
                 if not words[PID]:  # the monitor may have been stopped before it launched the process
                     self._resume()
                 _readable(self.descriptors(), left)
                 ended = self.attend()
-                if words[REPLY] == number:  # read after the end was seen: a reply given before it counts
+                if self.answered(number):  # read after the end was seen: a reply given before it counts
                     return True
                 if ended:
                     raise self._lose()
@@ -159,6 +174,11 @@ class ProcessChannel(Channel):
         finally:
             words[TRAINER_SLEEPS] = 0
             del words  # the traceback of an error holds this frame, and an error may be kept for long
+
+    def answered(self, number: int) -> bool:
+        """Tell whether the reply to request ``number`` is there; no system call."""
+        words = self.segment.words
+        return words[REPLY] == number and (not words[NUMBERED] or self._ended or wake_bytes(number) in self._heard[-1])
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptors of line and fate socket; none once they are released."""
@@ -171,7 +191,10 @@ class ProcessChannel(Channel):
         if self._ended or self._is_released:
             return True
         try:
-            if self._line.recv(4096, socket.MSG_DONTWAIT):
+            del self._heard[:-1]
+            # One call into C: an interruption does not lose what has been received.
+            self._heard.extend(map(self._line.recv, (4096,), (socket.MSG_DONTWAIT,)))
+            if self._heard[-1]:
                 return False  # a wake byte: the reply is there, as a rule; news are read when there is none
             self._ended = True
         except BlockingIOError:

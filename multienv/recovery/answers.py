@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from multienv.errors import ResultNotPicklableError
 from multienv.wire.banks import ENDED, FAILED, IDLE, IRREGULAR
 from multienv.wire.codecs import ExactCodec, RowsCodec, RowsReply, Transition, mail_of
-from multienv.wire.infos import Extras, Illegible, numbers_in, unpack_extras
+from multienv.wire.infos import NONE, Extras, Illegible, numbers_in, unpack_extras
 from multienv.wire.messages import Failure, Reset, foreign
 from multienv.wire.segment import Segment
 
@@ -45,7 +45,8 @@ class ExactAnswers:
 
     Attributes:
         seen: Number of the last reply with an observation; 0: none. The supervisor sets it after a plain step.
-        generators: State of the random generators, as the reply to the last reset holds it, or ``b""``.
+        started: Number of the last reply that tells how random generators stood before resets; 0: none did.
+        generators: What it tells: slot → state.
         evidence: Of the last reply, if its observation travelled as mail.
         ended: The last step ended an episode.
     """
@@ -54,7 +55,7 @@ class ExactAnswers:
         self._codec = codec
         self._error_of, self._told = error_of, told
         self.seen = 0
-        self.generators = b""
+        self.started, self.generators = 0, NONE
         self.evidence = b""
         self.ended = False
         self._seen_evidence = (0, b"")  # number of the reply, and its evidence
@@ -73,7 +74,7 @@ class ExactAnswers:
             return self._error_of(0, pickle.loads(rest))
         self._see(number)
         self.ended = bool(bank.view[3] & ENDED)
-        return (*self._codec.transition(segment, number, self.evidence), self._info(rest))
+        return (*self._codec.transition(segment, number, self.evidence), self._info(number, rest))
 
     def reset(
         self, segment: Segment, number: int, rest: bytes, message: Reset, absent: Absent
@@ -83,12 +84,8 @@ class ExactAnswers:
             self.evidence = b""
             return self._error_of(0, pickle.loads(rest))
         self._see(number)
-        extras, illegible = unpack_extras(rest)
-        self.generators = extras.generators
-        for error in illegible.values():
-            raise error
-        observation = self._codec.observation(segment, number, self.evidence)
-        return observation, next(iter(extras.infos), (0, {}))[1]
+        info = self._info(number, rest)
+        return self._codec.observation(segment, number, self.evidence), info
 
     def truncation(self, segment: Segment | None, absent: Absent) -> Transition:
         """Return the honest end of an episode that cannot go on: the last observation once more."""
@@ -106,7 +103,7 @@ class ExactAnswers:
         if numbers is not None:
             ((_, info),) = numbers
         else:
-            info = foreign(partial(self._info, mail), Illegible)
+            info = foreign(partial(self._info, number, mail), Illegible)
         observation, reward, terminated, truncated, _ = answer
         return observation, reward, terminated, truncated, info
 
@@ -121,6 +118,7 @@ class ExactAnswers:
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
         """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
         self.seen, self._seen_evidence = standing["seen"], (standing["seen"], standing["evidence"])
+        self.started = 0
         bank = segment.banks[self.seen & 1]
         if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = standing["bank"]
@@ -132,10 +130,11 @@ class ExactAnswers:
         number, evidence = self._seen_evidence
         return evidence if number == self.seen else b""
 
-    def _info(self, rest: bytes) -> dict[str, Any]:
+    def _info(self, number: int, rest: bytes) -> dict[str, Any]:
         if not rest:
             return {}
         extras, illegible = unpack_extras(rest)
+        _note_starts(self, number, extras.generators)
         for error in illegible.values():
             raise error
         info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
@@ -150,7 +149,7 @@ class RowsAnswers:
         self._error_of, self._told = error_of, told
         self._same_step, self._truncates = same_step, truncates
         self.seen = 0
-        self.generators = b""
+        self.started, self.generators = 0, NONE
         self.evidence = b""
         self.ended = False
         self.truncated_errors: dict[int, Exception] = {}
@@ -190,7 +189,6 @@ class RowsAnswers:
         if segment.banks[number & 1].view[2] == FAILED:
             return self._error_of(-1, pickle.loads(rest))
         reply, extras = self._reply(segment, number, rest, "reset")
-        self.generators = extras.generators
         missing = dict(absent)
         for slot in range(self._codec.slots):
             if slot in missing or not message.touches(slot):
@@ -219,6 +217,7 @@ class RowsAnswers:
         if numbers is not None:
             return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, Extras(numbers))
         extras, illegible = foreign(partial(unpack_extras, mail), Illegible)
+        _note_starts(self, number, extras.generators)
         errors: dict[int, Exception] = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, extras, errors)
 
@@ -235,7 +234,7 @@ class RowsAnswers:
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
         """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
         self.seen, self._loose = standing["seen"], list(standing["loose"])
-        self._earlier = (0, 0, self._loose)
+        self._earlier, self.started = (0, 0, self._loose), 0
         bank = segment.banks[self.seen & 1]
         if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = standing["bank"]
@@ -245,6 +244,7 @@ class RowsAnswers:
             self._earlier = (number, self.seen, self._loose)
         reply = self._codec.rows(segment, number)
         extras, illegible = unpack_extras(rest)
+        _note_starts(self, number, extras.generators)
         errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
         errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
         reply.errors = errors
@@ -335,6 +335,12 @@ def call_answer(
             except Illegible as error:
                 errors[slot] = unreadable(command, error)
     return values, errors
+
+
+def _note_starts(answers: ExactAnswers | RowsAnswers, number: int, generators: Mapping[int, bytes]) -> None:
+    """Note what the reply to request ``number`` tells of resets at which a replay can begin."""
+    if generators:
+        answers.started, answers.generators = number, generators
 
 
 def _rows_of(segment: Segment, seen: int) -> bytes:

@@ -17,7 +17,7 @@ from multienv.recovery.state_machine import Episode, Process, State
 from multienv.wire.messages import KeepSnapshot
 
 # Version of the dict that state_dict() returns.
-_VERSION = 3
+_VERSION = 4
 # Seconds that taking a snapshot may last; a fork of a large process takes some of them.
 _SNAPSHOT_LIMIT = 30.0
 _tokens = count(1)
@@ -35,6 +35,7 @@ class Standing:
         process_seeds, draws: Of the envs' present life.
         seeds: Of the last reset with one, for each env.
         number, steps, steps_before, episodes: Counters.
+        seconds: Time of the envs.
     """
 
     journal: dict[str, Any]
@@ -48,6 +49,7 @@ class Standing:
     steps: int
     steps_before: tuple[int, ...]
     episodes: int
+    seconds: float
 
 
 class Snapshot:
@@ -69,8 +71,12 @@ class Snapshot:
         self._finalizer.atexit = False
 
     def free(self) -> None:
-        """End the frozen process; a second call does nothing."""
-        self._finalizer()
+        """End the frozen process; a second call does nothing, unless the first was interrupted."""
+        alive = self._finalizer.peek()
+        if alive is not None:
+            _, free, (token,), _ = alive
+            free(token)
+            self._finalizer.detach()  # not before: an interruption finds it as it was, or freed
 
     @property
     def is_free(self) -> bool:
@@ -161,11 +167,11 @@ class Checkpoints:
     def state_dict(self) -> dict[str, Any]:
         """Return plain data from which load_state_dict() brings the envs to where they stand now. Raises UsageError."""
         self._require_idle("state_dict")
-        if not self._supervisor.journal.plans():
+        journal = self._supervisor.journal
+        if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
             raise UsageError(
                 "state_dict(): what drove the env is not all known: its RestartPolicy does not replay, or the episode "
-                "has outgrown its journal_limit or replay_limit and no state of the env is kept "
-                "(statistics().no_state_anchors says why)."
+                "has outgrown its journal_limit or replay_limit. Once the next episode has ended it is known again."
             )
         state = {"version": _VERSION, **asdict(self.standing())}
         return state | {"digest": _digest_of(state)}
@@ -219,6 +225,7 @@ class Checkpoints:
             steps=worker.record.steps,
             steps_before=tuple(worker.record.steps_before),
             episodes=worker.record.episodes,
+            seconds=worker.maintenance.seconds,
         )
 
     def _replayed(self, standing: Standing, effort: Any) -> Channel:
@@ -235,7 +242,7 @@ class Checkpoints:
         if found.strays:
             found.channel.kill()
             found.channel.release()
-            raise Unrecoverable(f"the replay does not match what was seen: {next(iter(found.strays.values()))}")
+            raise Unrecoverable(next(iter(found.strays.values())))
         channel: Channel = found.channel
         return channel
 
@@ -247,10 +254,10 @@ class Checkpoints:
         ladder = worker.ladder
         ladder.build = replace(ladder.build, seeds=standing.process_seeds, draws=standing.draws)
         worker.journal.load(standing.journal)
-        worker.maintenance.pacing.move(standing.steps - worker.record.steps)
         worker.number, worker.record.steps_before[:] = standing.number, standing.steps_before
         worker.record.seeds[:] = standing.seeds
         worker.record.steps, worker.record.episodes = standing.steps, standing.episodes
+        worker.maintenance.stand(standing.seconds, standing.steps)
         worker.pending.settled()
         worker.adopt(channel)
         worker.answers.stand(channel.segment, standing.shown)

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from multienv.errors import MultienvError
-from multienv.processes.channel import Channel, give_way
+from multienv.processes.channel import LOOKING, Channel, give_way
 from multienv.recovery.state_machine import Episode, Kind, Process, Request, State
 from multienv.wire.actions import ARRAY, DTYPES, INT, INT64
 from multienv.wire.banks import BEGIN, ENDED, STEP, STEPPED
@@ -28,6 +28,8 @@ from multienv.wire.segment import REPLY, REPLY_MAIL, REQUEST, WORKER_SLEEPS
 
 # One step in so many is followed by a look at the limits.
 SAMPLE = 63
+# Seconds that take() sleeps for workers one by one while nobody sees whether another is lost; see FanOut.
+_PATIENCE = 0.01
 
 _STEP, _STEP_HALF = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", whole=False)
 _RESET, _RESET_HALF = Request(Kind.RESET, "reset"), Request(Kind.RESET, "reset", whole=False)
@@ -152,6 +154,8 @@ def take(  # noqa: C901 - one loop, because each call counts here
 ) -> bool:
     """Wait for plain answers, the worker that was asked last first, and put them in place.
 
+    A worker alone is waited for until it answers or is lost; of several, one that is slow is left.
+
     Args:
         supervisors: Each a ``Supervisor``; of all members.
         places: Which of them, in the order in which they were asked.
@@ -160,9 +164,9 @@ def take(  # noqa: C901 - one loop, because each call counts here
         leaves_ends: Leave the answer that ends an episode with its supervisor.
 
     Returns:
-        Whether an answer is left, because it is not plain or its process has ended.
+        Whether an answer is left, because it is not plain, or its process is slow or has ended.
     """
-    is_left = False
+    is_left, until = False, None
     for place in reversed(places):
         if answers[place] is not MISSING:
             continue
@@ -174,12 +178,17 @@ def take(  # noqa: C901 - one loop, because each call counts here
             line, number = supervisor.line, supervisor.number + 1
             words, side = line.words, number & 1
             looks = line.looks
-            while words[REPLY] != number and looks:
-                give_way()
-                looks -= 1
-            if not looks and not supervisor.is_answered(number):
-                is_left = True
-                continue
+            if words[REPLY] != number and looks:
+                asleep_at = monotonic() + LOOKING
+                while words[REPLY] != number and looks:
+                    give_way()
+                    looks = looks - 1 if monotonic() < asleep_at else 0
+            if not looks:
+                if until is None and len(places) > 1:
+                    until = monotonic() + _PATIENCE
+                if not supervisor.is_answered(number, until):
+                    is_left = True
+                    continue
             meaning = line.meanings.get(line.heads[side][0])
             if meaning is None or (meaning == _BEGINS and words[REQUEST] != number):
                 is_left = True
@@ -192,10 +201,11 @@ def take(  # noqa: C901 - one loop, because each call counts here
                     continue
             journal = supervisor.journal
             if journal.recording:
-                journal.entries[journal.base + number * journal.stride :] = line.stretches[side]
-            supervisor.answers.seen = number
+                journal.entries[number] = bytes(line.stretches[side])
+            replies = supervisor.answers
+            replies.seen = number
             if meaning == _ENDS:
-                supervisor.note_ends(answer)
+                supervisor.note_ends(answer, number)
             elif meaning:
                 answer = answer[0], answer[4]
             supervisor.last_answer = answer
@@ -203,9 +213,12 @@ def take(  # noqa: C901 - one loop, because each call counts here
             supervisor.number, supervisor.state = number, line.after[meaning]
             if meaning == _BEGINS:
                 supervisor.record.reset((None,), BEGINNING.touches)
+                journal.note_ends((0,), number)
             else:
                 supervisor.record.steps += 1
-            if not number & SAMPLE or (meaning and supervisor.maintenance.recycling.wanted):
+            if replies.started == number:
+                supervisor.note_starts(number)
+            elif not number & SAMPLE or (meaning and supervisor.maintenance.recycling.wanted):
                 supervisor.look_at_limits()
             if meaning and leaves_ends:
                 is_left = True

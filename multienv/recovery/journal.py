@@ -1,68 +1,69 @@
-"""What drove the envs of a worker, and what the caller saw of it.
+"""What drove the envs of a worker, what the caller saw of it, and where a replay of each slot can begin.
 
-One byte string of entries (see ``wire.banks``): for a plain step a copy of its bank, put there by the supervisor
-itself::
+The entries lie by the number of their request (see ``wire.banks`` for what is in one). The supervisor puts that of a
+plain step there itself: a copy of its bank. Whatever an interrupted call repeats, the same number gets the same entry.
 
-    entries[base + number * stride :] = stretch
+Each slot has a history of its own. It can be replayed from a *start*: a reset of that slot, whoever asked for it, of
+which the worker has told how the slot's random generators stood before it. Until its start a slot takes no part in a
+replay. The first starts after the construction are kept while a replay from there is short: that is exact whatever the
+env remembers. Later the last two starts are kept after which a whole episode was seen, or a long part of one. Only the
+comparison with what the caller saw tells whether an env remembers more than that.
 
-That is the same however often an interrupted call repeats it. Any other entry goes through :meth:`Journal.add`,
-which keeps a *mark*: number and place. Between two marks entries are plain, of one length and numbered without a
-gap, so that the place of any number is arithmetic.
-
-A replay begins at the construction of the envs as long as the journal reaches back that far. When it outgrows its
-limits the oldest part is forgotten, and a replay begins at an *anchor*: a reset, with the random generators put
-back, or a state of the envs. Only the comparison with what the caller saw tells whether an env remembers more than
-that; so no replay begins at an anchor unless enough was seen since.
+So what is held is bounded by episodes, not by the length of the run.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, replace
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, NamedTuple
 
-from multienv.wire.banks import BEGIN, HEAD, STEP, Entry, is_plain, split_entries
-from multienv.wire.messages import LASTING, Replay, Reset
+from multienv.wire.banks import HEAD
+from multienv.wire.messages import Replay, ReplayStart
 
-# A reset becomes an anchor when so many steps have passed since the last one: telling the generators' state takes
-# as long as ten steps of CartPole.
-ANCHOR_EVERY = 2048
-# Steps that must have been seen since a state, and since a reset unless a whole episode was seen.
-PROOF_OF_STATE = 64
-PROOF_OF_RESET = 512
-# A state is wanted whenever this part of what may be held has come since the last one.
-_PART = 4
-# States of an env that a recovery tries: now and then one does not hold, and the next does.
-_STATES_TRIED = 2
+# Seconds that the envs of a worker took since their construction, up to which a replay begins there.
+SHORT = 0.1
+# Requests that prove a start if no episode has ended since.
+PROOF = 512
+# Starts of a slot that are kept, of those that are proven: what strays from the last one is tried from the one before.
+_KEPT = 2
+# Calls and attributes set that are repeated before a replay; older ones are forgotten.
+LASTING = 1000
+# They take no more than this part of the journal.
+_LASTING_PART = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """An entry that is no plain step.
+class Start(NamedTuple):
+    """A reset of one slot at which a replay of it can begin.
 
     Attributes:
-        number: Of the request.
-        place: Where the entry begins.
-        stop: Where it ends, and plain steps begin.
-        begins: It is a reset of all envs.
-        lasts: It may have changed an env for longer than an episode.
+        number: Of the request in which the slot was reset.
+        seconds: Time of the worker's envs up to there, see :meth:`Journal.trim`.
+        generators: How its random generators stood before; see ``worker.seeding``.
     """
 
     number: int
-    place: int
-    stop: int
-    begins: bool = False
-    lasts: bool = False
+    seconds: float
+    generators: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """Marks where a replay can begin: before the entry at ``place``, which is a reset; or with a state of the envs."""
+@dataclass(slots=True)
+class History:
+    """Holds what is known of one slot.
 
-    place: int
-    steps: int
-    generators: bytes = b""
-    state: bytes = b""
+    Attributes:
+        starts: The oldest first.
+        ended: Number of the last request in which an episode ended, or a reset was asked for.
+    """
+
+    starts: tuple[Start, ...] = ()
+    ended: int = 0
+
+    def proven(self, last: int) -> tuple[Start, ...]:
+        """Return the starts since which enough was seen, up to the request ``last``, to believe a replay."""
+        return tuple(one for one in self.starts if one.number < self.ended or last - one.number >= PROOF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,297 +72,263 @@ class Plan:
 
     Attributes:
         entries: Entries to run again; what comes of them must be the same bytes.
-        rung: ``"snapshot"``, ``"journal"`` or ``"state"``.
-        state, generators, lasting: See :class:`~multienv.wire.messages.Replay`.
+        starts: Where slots begin. Those not named take part from the first entry on.
+        missing: Slots that take no part in it: nothing is known that leads back to them.
+        lasting: Calls and attributes set before the first entry.
         requests: Number of the entries.
+        begun: The starts, by slot.
     """
 
     entries: bytes
-    rung: str = "journal"
-    state: bytes = b""
-    generators: bytes = b""
-    lasting: bytes = b""
+    starts: tuple[ReplayStart, ...] = ()
+    missing: tuple[int, ...] = ()
+    lasting: tuple[bytes, ...] = ()
     requests: int = 0
+    begun: Mapping[int, Start] = field(default_factory=dict)
+
+    @property
+    def message(self) -> Replay:
+        """Return the request for the worker."""
+        absent = tuple(ReplayStart(slot, self.requests, b"") for slot in self.missing)
+        return Replay(self.entries, (*self.starts, *absent), self.lasting)
 
 
 class Journal:
-    """Holds entries, bounded in bytes and in the time that their replay takes.
+    """Holds entries, bounded by episodes, in bytes, and in the time that their replay takes.
 
     Args:
         recording: Entries are kept at all.
         replaying: They are kept for recoveries, and not for crash reports alone.
-        anchor_every: Steps between two resets that are anchors.
 
     Attributes:
-        entries: The entries; the supervisor writes plain steps here itself.
+        entries: By number, in order; the supervisor puts plain steps here itself.
+        first: Number of the oldest request that is wholly known, with all that came after it.
+        is_whole: It reaches back to the construction of the envs.
         stride: Length of a plain step.
-        base: Where the entry of number 0 would lie if all since the last mark were plain steps.
-        complete: It reaches back to the construction of the envs.
-        usable: A replay can begin somewhere.
+        histories: Of each slot.
     """
 
-    def __init__(self, *, recording: bool, replaying: bool = True, anchor_every: int = ANCHOR_EVERY) -> None:
+    def __init__(self, *, recording: bool, replaying: bool = True) -> None:
         self.recording = recording
         self.replaying = replaying and recording
-        self.anchor_every = anchor_every
-        self.stride = HEAD.size
+        self.stride, self.slots = HEAD.size, 1
         self.begin(0)
 
-    def begin(self, number: int, steps: int = 0, lasting: bytes = b"") -> None:
+    def lay_out(self, stride: int, slots: int) -> None:
+        """Note how long a plain step is, and how many envs there are."""
+        self.stride, self.slots = stride, slots
+
+    def begin(self, number: int, lasting: Iterable[bytes] = ()) -> None:
         """Hold nothing: the envs were built, and the next request is ``number + 1`` or later.
 
         Args:
             number: Of the last request before.
-            steps: Taken before.
-            lasting: Entries of calls and attributes set that were repeated in the new envs.
+            lasting: Calls and attributes set that were repeated in the new envs.
         """
-        self.entries = bytearray()
-        self.lasting = lasting  # also of entries that are forgotten
-        self.anchors: list[Anchor] = []
-        self.complete = self.usable = self.recording
-        self._marks = [Mark(number, 0, 0)]
-        self._steps_at_start = steps
-        self.base = self._base_of(self._marks[-1])
+        repeated = list(lasting)
+        self.entries: dict[int, bytes] = {}
+        self.first = self._oldest = number + 1
+        self.histories = [History() for _ in range(self.slots)]
+        self.is_whole = self.recording
+        self._built: float | None = None  # time of the envs at their construction; noted at the first look
+        self._longer: dict[int, int] = {}  # by how much an entry is longer than a plain step, or shorter
+        self._lasting = dict(enumerate(repeated, number + 1 - len(repeated)))
 
-    def _base_of(self, last: Mark) -> int:
-        return last.stop - (last.number + 1) * self.stride
+    @property
+    def last(self) -> int:
+        """Return the number of the newest entry; that before the first if there is none."""
+        return next(reversed(self.entries), self.first - 1)
 
     def __len__(self) -> int:
         """Return the bytes held."""
-        return len(self.entries) + len(self.lasting) + sum(len(one.state) + len(one.generators) for one in self.anchors)
+        held = len(self.entries) * self.stride + sum(self._longer.values()) + sum(map(len, self._lasting.values()))
+        return held + sum(len(start.generators) for history in self.histories for start in history.starts)
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def log(self, number: int, entry: bytes, message: Any = None) -> None:
-        """Add the entry of a request, a plain step or not; adding it again changes nothing."""
+    def log(self, number: int, entry: bytes, lasting: bytes = b"") -> None:
+        """Add the entry of a request; adding it again changes nothing.
+
+        Args:
+            number: Of the request.
+            entry: Whatever its length.
+            lasting: The message, pickled, if it may change an env for longer than an episode.
+        """
         if not self.recording:
             return
-        if is_plain(entry):
-            self.entries[self.base + number * self.stride :] = entry
-        else:
-            self.add(number, entry, message)
+        if len(entry) != self.stride:
+            self._longer[number] = len(entry) - self.stride
+        if lasting:
+            self._lasting[number] = lasting
+        self.entries[number] = entry
 
     def cut(self, number: int) -> None:
         """Forget entries behind that of ``number``: an interrupted call was about to commit them."""
-        marks = self._marks
-        while len(marks) > 1 and marks[-1].number > number:
-            del self.entries[marks.pop().place :]
-        self.base = self._base_of(marks[-1])
-        del self.entries[max(marks[-1].stop, self.base + (number + 1) * self.stride) :]
+        for late in list(takewhile(lambda one: one > number, reversed(self.entries))):
+            for held in (self._longer, self._lasting, self.entries):
+                held.pop(late, None)
 
-    def add(self, number: int, entry: bytes, message: Any = None) -> None:
-        """Add the entry of a request that is not a plain step; adding it again changes nothing."""
-        if not self.recording:
-            return
-        marks = self._marks
-        again = len(marks) > 1 and marks[-1].number == number  # an interrupted call adds it once more
-        # Behind the plain steps there are.
-        place = marks[-1].place if again else min(len(self.entries), self.base + number * self.stride)
-        begins = isinstance(message, Reset) and message.mask is None
-        mark = Mark(number, place, place + len(entry), begins, isinstance(message, LASTING))
-        marks[len(marks) - again :] = [mark]  # at once: an interruption finds the old mark or the new one
-        self.entries[place:] = entry
-        self.base = self._base_of(self._marks[-1])
+    def note_start(self, slot: int, number: int, generators: bytes, seconds: float) -> None:
+        """Note that a slot was reset in a request, and how its generators stood before; again changes nothing."""
+        history = self.histories[slot]
+        earlier = tuple(one for one in history.starts if one.number < number)
+        history.starts = (*earlier, Start(number, seconds, generators))
 
-    def skip(self, number: int) -> None:
-        """Note that ``number`` is of a request that is not kept: the next is ``number + 1``; again changes nothing."""
-        marks = self._marks
-        last, place = marks[-1], len(self.entries)
-        if self.recording and last.number < number:
-            is_empty = len(marks) > 1 and last.place == last.stop == place  # several in a row need one mark
-            marks[len(marks) - is_empty :] = [Mark(number, place, place)]
-        self.base = self._base_of(self._marks[-1])
+    def note_ends(self, slots: Iterable[int], number: int) -> None:
+        """Note that episodes of these slots ended in a request, or that it resets them."""
+        for slot in slots:
+            self.histories[slot].ended = number
 
-    def anchor(self, generators: bytes, steps: int) -> None:
-        """Make the reset that was added last an anchor: the generators stood so before it."""
-        if not self.recording:
-            return
-        place = self._marks[-1].place  # what lies before it may have come since a snapshot
-        self.anchors = [one for one in self.anchors if one.place != place or one.state]
-        self.anchors.append(Anchor(place, steps, generators=generators))
-        self.usable = True
+    def lose(self, slots: Iterable[int]) -> None:
+        """Forget where these slots begin: their envs are not what was recorded."""
+        for slot in slots:
+            self.is_whole = False
+            self.histories[slot].starts = ()
 
-    def keep_state(self, state: bytes, steps: int) -> None:
-        """Note that the envs stand so after all that was added."""
-        if not self.usable:
-            self.anchors, self.usable = [], True
-        place = len(self.entries)
-        self.anchors = [one for one in self.anchors if not (one.place == place and one.state)]
-        self.anchors.append(Anchor(place, steps, state=state))
+    def go_on_from(self, plan: Plan) -> None:
+        """Note that the envs are those that this replay has led to: what came before its starts is over."""
+        for slot, start in plan.begun.items():
+            history = self.histories[slot]
+            if history.starts and history.starts[0].number < start.number:
+                self.is_whole = False
+                history.starts = tuple(one for one in history.starts if one.number >= start.number)
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def wants_anchor(self, steps: int, limit: int) -> bool:
-        """Tell whether the coming reset should tell the state of the random generators."""
-        if not self.replaying:
-            return False
-        resets = self._resets()
-        if not resets or not self.usable:
-            return True
-        return steps - resets[-1].steps >= self.anchor_every or len(self.entries) > limit // 2
-
-    def wants_state(self, limit: int, step_limit: float, steps: int) -> bool:
-        """Tell whether the envs should be asked for their state: the last one, or the construction, is far back."""
-        if not self.replaying or not limit:
-            return False
-        states = self._states()
-        place, before = (states[-1].place, states[-1].steps) if states else (0, self._steps_at_start)
-        far = len(self.entries) - place > limit / _PART or steps - before > step_limit / _PART
-        return far or not self.usable
-
     def since(self, number: int) -> Plan | None:
         """Return what came after the request ``number``; ``None`` if that is not known any more."""
-        marks = self._marks
-        index = bisect_right(marks, number, key=lambda mark: mark.number) - 1
-        if index < 0 or not self.recording:
+        if not self.recording or number + 1 < self.first:
             return None
-        mark = marks[index]
-        place = mark.stop + (number - mark.number) * self.stride
-        stop = marks[index + 1].place if index + 1 < len(marks) else len(self.entries)
-        return Plan(bytes(self.entries[place:]), "snapshot", requests=self._count(place)) if place <= stop else None
+        later = [entry for one, entry in self.entries.items() if one > number]
+        return Plan(b"".join(later), requests=len(later))
 
-    def plans(self, *, short: bool = False) -> list[Plan]:
-        """Return the replays to try, that which begins earliest first: it is held against the most.
+    def plans(self, *, near: bool = False) -> list[Plan]:
+        """Return the replays to try, in order.
 
         Args:
-            short: Do not begin at the construction: what leaked since would leak again. The anchor before the last is
-                the first to be tried, so that a whole episode, or a long part of one, is held against the journal.
+            near: The shortest first, even while the journal is whole: what leaked since would leak again.
         """
-        if not self.replaying or not self.usable:
+        if not self.recording:
             return []
-        resets, states = self._resets(), self._states()
-        plans = []
-        if short:
-            for anchors in (resets, states):
-                plans += [plan for anchor in reversed(anchors[:-1]) if (plan := self._from(anchor))][:1]
-        furthest: list[Plan | None] = []
-        if self.complete:
-            # Put back before a reset that comes first: constructors make generators without a seed.
-            generators = next((one.generators for one in resets if not one.place), b"")
-            furthest.append(
-                Plan(bytes(self.entries), generators=generators, lasting=self.lasting, requests=self._count(0))
-            )
-        anchors = [*([] if self.complete else resets[:1]), *states[:_STATES_TRIED]]
-        furthest += map(self._from, sorted(anchors, key=lambda one: one.place))
-        return plans + [plan for plan in furthest if plan is not None and plan not in plans]
+        far_plan, near_plan = self._plan(near=False), self._plan(near=True)
+        tried = [far_plan, near_plan] if self.is_whole and not near else [near_plan, far_plan]
+        found = [plan for plan in tried if plan is not None]
+        return found[:1] if len(found) == 2 and found[0].begun == found[1].begun else found
 
-    def _from(self, anchor: Anchor) -> Plan | None:
-        entries = bytes(self.entries[anchor.place :])
-        lasting = self.lasting + self._lasting_before(anchor.place)
-        if anchor.state:
-            if self._seen_since(anchor.place)[0] < PROOF_OF_STATE:
-                return None
-            return Plan(entries, "state", state=anchor.state, lasting=lasting, requests=self._count(anchor.place))
-        later = any(mark.begins and mark.place > anchor.place for mark in self._marks)
-        steps, begun = self._seen_since(anchor.place)
-        if not later and not begun and steps < PROOF_OF_RESET:
+    def _plan(self, *, near: bool) -> Plan | None:
+        """Return the replay from the last starts, or from the first ones; ``None`` if no slot has any."""
+        last, begun, missing = self.last, {}, []
+        for slot, history in enumerate(self.histories):
+            starts = history.proven(last)
+            if self.is_whole and (not starts or not near):
+                starts = history.starts
+            if starts:
+                begun[slot] = starts[-1 if near and history.proven(last) else 0]
+            elif not self.is_whole:
+                missing.append(slot)
+        if len(missing) == self.slots:
             return None
-        return Plan(entries, generators=anchor.generators, lasting=lasting, requests=self._count(anchor.place))
+        from_construction = self.is_whole and (not near or len(begun) < self.slots)
+        front = self.first if from_construction else min(one.number for one in begun.values())
+        numbers = [number for number in self.entries if number >= front]
+        return Plan(
+            b"".join([self.entries[number] for number in numbers]),
+            tuple(ReplayStart(slot, bisect_left(numbers, one.number), one.generators) for slot, one in begun.items()),
+            tuple(missing),
+            tuple(mail for number, mail in self._lasting.items() if number < front),
+            len(numbers),
+            begun,
+        )
 
-    def _count(self, place: int) -> int:
-        """Return the number of entries from ``place`` on."""
-        marks = [mark for mark in self._marks if mark.stop > mark.place >= place]
-        other = sum(mark.stop - mark.place for mark in marks)
-        return len(marks) + (len(self.entries) - place - other) // self.stride
-
-    def _seen_since(self, place: int) -> tuple[int, int]:
-        """Return the number of steps from ``place`` on, and that of resets without mail."""
-        # A copy: an interruption would leave a view of the entries in its traceback, and they could not grow.
-        kinds = [entry.stretch[0] for entry in split_entries(self.entries[place:], self.stride)]
-        return kinds.count(STEP), kinds.count(BEGIN)
-
-    def _resets(self) -> list[Anchor]:
-        return [anchor for anchor in self.anchors if not anchor.state]
-
-    def _states(self) -> list[Anchor]:
-        return [anchor for anchor in self.anchors if anchor.state]
-
-    def _lasting_before(self, place: int) -> bytes:
-        marks = [mark for mark in self._marks if mark.lasts and mark.stop <= place]
-        return b"".join([bytes(self.entries[mark.place : mark.stop]) for mark in marks])
-
-    def all_lasting(self) -> bytes:
-        """Return the entries of all calls and attributes set: they hold in a new life of the envs too."""
-        return self.lasting + self._lasting_before(len(self.entries))
-
-    def iterate(self) -> list[Entry]:
-        """Return all entries held."""
-        return list(split_entries(self.entries, self.stride))
+    def all_lasting(self) -> tuple[bytes, ...]:
+        """Return all calls and attributes set, pickled: they hold in a new life of the envs too."""
+        return tuple(self._lasting.values())
 
     # --- limits -----------------------------------------------------------------------------------
 
-    def trim(self, limit: int, step_limit: float, steps: int) -> None:
-        """Keep the newest half, by both limits, once more than ``limit`` bytes or ``step_limit`` steps are held.
+    def trim(self, limit: int, seconds: float, longest: float, snapshot: int) -> None:
+        """Forget what no recovery begins with any more.
 
-        Replays begin at the anchors in that half; without any they can begin at a snapshot alone.
+        Args:
+            limit: Bytes that entries may take.
+            seconds: Time of the worker's envs so far.
+            longest: Time of the envs that a replay may take.
+            snapshot: Number of the last request executed in the newest forked snapshot; 0: there is none.
         """
-        if not self.recording or (len(self.entries) <= limit and steps - self._steps_at_start <= step_limit):
-            return
-        kept = int(min(limit / 2 // self.stride, step_limit / 2))
-        place = self._entry_behind(max(0, len(self.entries) - kept * self.stride))
-        self._forget(place, steps - self._count(place))
+        self._built = seconds if self._built is None else self._built
+        last, since_built, room = self.last, seconds - self._built, self._front_within(limit)
+        is_whole = self.is_whole and since_built <= longest and room == self.first
+        if since_built > SHORT and all(history.proven(last) for history in self.histories):
+            is_whole = False
+        front, histories = self.first, []
+        for history in self.histories:
+            kept = [one for one in history.starts if one.number >= room and seconds - one.seconds <= longest]
+            proven = () if is_whole else history.proven(last)[-_KEPT:]
+            kept = [one for one in kept if not proven or one.number >= proven[0].number]
+            histories.append(History(tuple(kept), history.ended))
+        if not is_whole:
+            wanted = [history.starts[0].number for history in histories if history.starts]
+            front = max(room, min(wanted + [snapshot + 1] * bool(snapshot), default=last + 1))
+        # Adjacent stores: no signal handler comes in between. The entries that no plan uses any more are dropped below,
+        # or next time.
+        self.histories, self.is_whole, self.first = histories, is_whole, front
+        while self._oldest < front:
+            for held in (self._longer, self.entries):
+                held.pop(self._oldest, None)
+            self._oldest += 1
+        self._forget_lasting(limit)
 
-    def _entry_behind(self, place: int) -> int:
-        """Return where the first entry begins that lies behind ``place`` whole."""
-        marks = self._marks
-        index = bisect_right(marks, place, key=lambda mark: mark.stop) - 1
-        begin = place + (marks[index].stop - place) % self.stride
-        return begin if index + 1 == len(marks) or begin <= marks[index + 1].place else marks[index + 1].stop
+    def _front_within(self, limit: int) -> int:
+        """Return the number from which on entries take no more than ``limit`` bytes."""
+        front, last = self.first, self.last
+        before = sum(number in self.entries for number in range(self._oldest, front))
+        held = self.stride * (len(self.entries) - before)
+        held += sum(longer for number, longer in self._longer.items() if number >= front)
+        while held > limit and front <= last:
+            if front in self.entries:
+                held -= self.stride + self._longer.get(front, 0)
+            front += 1
+        return front
 
-    def _forget(self, place: int, steps: int) -> None:
-        """Forget all before ``place``, where an entry begins."""
-        lasting = self.lasting + self._lasting_before(place)
-        index = bisect_left(self._marks, place, lo=1, key=lambda mark: mark.place)
-        before = self._marks[index - 1]
-        number = before.number + (place - before.stop) // self.stride  # the last request that is forgotten
-        later = [replace(mark, place=mark.place - place, stop=mark.stop - place) for mark in self._marks[index:]]
-        anchors = [replace(one, place=one.place - place) for one in self.anchors if one.place >= place]
-        entries, marks = self.entries[place:], [Mark(number, 0, 0), *later]
-        base = self._base_of(marks[-1])
-        # Adjacent stores: no interruption comes in between.
-        self.entries, self.lasting, self.anchors, self._marks, self.base = entries, lasting, anchors, marks, base
-        self.complete, self.usable, self._steps_at_start = False, bool(anchors), steps
+    def _forget_lasting(self, limit: int) -> None:
+        """Keep the newest calls and attributes set."""
+        size = sum(map(len, self._lasting.values()))
+        for number in list(self._lasting):
+            if len(self._lasting) <= LASTING and size <= limit // _LASTING_PART:
+                return
+            size -= len(self._lasting.pop(number))
 
     # --- copies -----------------------------------------------------------------------------------
-
-    def copy(self) -> Journal:
-        """Return a journal that holds the same."""
-        twin = Journal(recording=self.recording, replaying=self.replaying, anchor_every=self.anchor_every)
-        twin.load(self.dump())
-        return twin
 
     def dump(self) -> dict[str, Any]:
         """Return all that is held as plain data."""
         return {
-            "entries": bytes(self.entries),
+            "entries": dict(self.entries),
+            "first": self.first,
+            "is_whole": self.is_whole,
+            "built": self._built,
             "stride": self.stride,
-            "lasting": self.lasting,
-            "complete": self.complete,
-            "usable": self.usable,
-            "steps": self._steps_at_start,
-            "marks": tuple((one.number, one.place, one.stop, one.begins, one.lasts) for one in self._marks),
-            "anchors": tuple((one.place, one.steps, one.generators, one.state) for one in self.anchors),
+            "lasting": dict(self._lasting),
+            "histories": tuple((tuple(map(tuple, of.starts)), of.ended) for of in self.histories),
         }
 
-    def load(self, data: dict[str, Any]) -> None:
+    def load(self, data: Mapping[str, Any]) -> None:
         """Hold what :meth:`dump` returned."""
-        entries, marks = bytearray(data["entries"]), [Mark(*fields) for fields in data["marks"]]
-        anchors = [Anchor(*fields) for fields in data["anchors"]]
-        self.entries, self.lasting, self.anchors, self._marks = entries, data["lasting"], anchors, marks
-        self.stride, self._steps_at_start = data["stride"], data["steps"]
-        self.complete, self.usable = data["complete"], data["usable"]
-        self.base = self._base_of(self._marks[-1])
+        histories = [History(tuple(Start(*one) for one in starts), ended) for starts, ended in data["histories"]]
+        self.lay_out(data["stride"], len(histories))
+        longer = {number: len(entry) - self.stride for number, entry in data["entries"].items()}
+        self._longer = {number: by for number, by in longer.items() if by}
+        self.entries, self._lasting, self.histories = dict(data["entries"]), dict(data["lasting"]), histories
+        self.first = data["first"]
+        self._oldest = next(iter(self.entries), self.first)  # there may be some that an interrupted trim has left
+        self.is_whole, self._built = data["is_whole"], data["built"]
 
 
-def furthest_replay(data: dict[str, Any] | None) -> Replay | None:
+def furthest_replay(data: Mapping[str, Any] | None) -> Replay | None:
     """Return the replay that reaches back furthest in what :meth:`Journal.dump` returned; ``None`` if there is none."""
     if data is None:
         return None
     journal = Journal(recording=True)  # also one that is for crash reports alone can be replayed
     journal.load(data)
-    plan = next(iter(journal.plans()), None)
-    if plan is None:
-        return None
-    # From the construction on without them: they are a pickle, which only --trust allows to be loaded.
-    generators = b"" if journal.complete else plan.generators
-    return Replay(plan.entries, plan.state, generators, plan.lasting)
+    plans = journal.plans()
+    return max(plans, key=lambda plan: plan.requests).message if plans else None

@@ -1,9 +1,9 @@
 """The ways back to where a worker was lost, tried one after the other.
 
 First the forked snapshot of the lost process, in which later requests are run again. Then new processes that run the
-journal: from the construction of the envs, or from an anchor. Each is compared with what the caller saw, slot by slot.
-The first rung on which no slot strays is taken. Where all stray somewhere, the last replay is taken with its strays,
-unless all slots stray there, as that of a single env does: then there is no way back.
+journal, in which each slot begins at a reset of its own. Each is compared with what the caller saw, slot by slot. The
+first one in which no slot strays is taken. Where some stray in each, the last replay is taken with its strays, unless
+all slots stray there, as that of a single env does: then there is no way back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ _PATIENCE = 6
 _ABANDONED = 30.0
 # Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
 _UP_WITHIN = 10.0
+# Seconds between two looks whether the worker was closed during a back-off.
+_LOOK = 0.02
 _BUILDING = -2
+# What is said of a slot that no replay leads back to.
+_UNKNOWN = "what drove it is not all known (see RestartPolicy.journal_limit and replay_limit)"
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
@@ -80,10 +84,17 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Envs that were brought back: their process, and slot → difference of those that are not what was seen."""
+    """Envs that were brought back.
+
+    Attributes:
+        channel: Of their process.
+        strays: Slot → difference of those that are not what was seen.
+        plan: The replay that led there; ``None``: it began with a snapshot.
+    """
 
     channel: Channel
     strays: dict[int, str]
+    plan: Plan | None = None
 
 
 class Ladder:
@@ -93,7 +104,6 @@ class Ladder:
         launcher: Where processes come from.
         build: The request that builds the envs.
         policy, deadlines: The limits.
-        wait: Waits so many seconds; true if the worker was closed meanwhile.
 
     Attributes:
         build: The request that builds the envs; its seeds are those of the present life.
@@ -108,7 +118,6 @@ class Ladder:
         build: Build,
         policy: RestartPolicy,
         deadlines: Deadlines,
-        wait: Callable[[float], bool],
     ) -> None:
         self.build = build
         self.description: Description | None = None
@@ -117,7 +126,6 @@ class Ladder:
         self._launcher = launcher
         self._policy = policy
         self._deadlines = deadlines
-        self._wait = wait
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being started; the worker does not own it yet
@@ -263,7 +271,10 @@ class Ladder:
             raise BudgetSpentError
         if effort.until is not None:
             delay = min(delay, max(0.0, effort.until - time.monotonic()))
-        if self._closed or (delay and self._wait(delay)):
+        over = time.monotonic() + delay
+        while not self._closed and time.monotonic() < over:
+            time.sleep(min(delay, _LOOK))
+        if self._closed:
             raise Unrecoverable("it was closed")
 
     def wake(self, lost: Channel, since: Callable[[int], Plan | None], effort: Effort, fate: Any) -> Found | None:
@@ -285,7 +296,7 @@ class Ladder:
     def wake_kept(self, token: int, number: int, effort: Effort) -> Channel | None:
         """Wake the snapshot kept under this token; ``None``: it is gone."""
         channel = self._current = self._launcher.wake_kept(token)
-        found = None if channel is None else self._follow(channel, number, Plan(b"", "snapshot"), effort)
+        found = None if channel is None else self._follow(channel, number, Plan(b""), effort)
         return None if found is None else found.channel
 
     def _follow(self, channel: Channel, number: int, plan: Plan, effort: Effort) -> Found | None:
@@ -320,9 +331,13 @@ class Ladder:
             Unrecoverable: All plans failed: a replay ended its process or raised, or all slots stray.
         """
         assert self.codec is not None
-        reason = "what drove it is not all known (see RestartPolicy.journal_limit and replay_limit)"
+        reason = _UNKNOWN
         tried = list(plans)
         for index, plan in enumerate(tried):
+            is_last = index == len(tried) - 1
+            until = effort.until
+            if until is not None and not is_last:  # the next one must have time too
+                until = (time.monotonic() + until) / 2
             effort.deaths.clear()
             while True:
                 try:
@@ -335,10 +350,12 @@ class Ladder:
                         raise Unrecoverable(why) from failed.with_traceback(None)
                     continue
                 try:
-                    strays = self._replay(channel, plan, effort, effort.until)
+                    strays = self._replay(channel, plan, effort, until)
                 except Gone as gone:
                     self._let_go(channel)
                     reason = self._count_death(effort, gone.replaying, gone)
+                    if not reason and until is not None and time.monotonic() >= until:
+                        reason = "its replay took too long (see Deadlines.recovery)"
                     if reason:
                         break
                     continue
@@ -349,13 +366,11 @@ class Ladder:
                 except BaseException:
                     self._let_go(channel)
                     raise
-                is_last = index == len(tried) - 1
                 if not strays or (is_last and len(strays) < self.codec.slots):
-                    effort.rung = "state" if plan.rung == "state" else "journal"
-                    return Found(channel, strays)
+                    effort.rung = "journal"
+                    return Found(channel, strays, plan)
                 self._let_go(channel)
-                begun = " from a state of the env" if plan.state else ""
-                reason = f"the replay{begun} does not match what was seen: {next(iter(strays.values()))}"
+                reason = next(iter(strays.values()))
                 break
         raise Unrecoverable(reason)
 
@@ -387,7 +402,7 @@ class Ladder:
             else:
                 return channel
 
-    def renew(self, effort: Effort, lasting: bytes) -> Channel:
+    def renew(self, effort: Effort, lasting: tuple[bytes, ...]) -> Channel:
         """Launch a process with other random numbers; of the past only calls and attributes set are repeated."""
         if self.build.seeds is not None:
             self.build = replace(self.build, seeds=drawn_seeds())
@@ -404,14 +419,16 @@ class Ladder:
 
     def _replay(self, channel: Channel, plan: Plan, effort: Effort, until: float | None) -> dict[int, str]:
         assert self.codec is not None
-        if not (plan.entries or plan.state or plan.lasting):
+        if not (plan.entries or plan.lasting):
             return {}
         self._check_time(effort)
-        message = Replay(plan.entries, plan.state, plan.generators, plan.lasting)
+        message, codec = plan.message, self.codec
         replayed = self.ask(channel, message, until, self._longest_request(plan))
-        layout = self.codec.layout
         effort.replayed += plan.requests
-        return differences(plan.entries, replayed, layout, exact=self.codec.exact)
+        starts = {start.slot: start.entry for start in message.starts}
+        found = differences(plan.entries, replayed, codec.layout, exact=codec.exact, starts=starts)
+        differ = {slot: f"the replay does not match what was seen: {what}" for slot, what in found.items()}
+        return differ | dict.fromkeys(plan.missing, _UNKNOWN)
 
     def _longest_request(self, plan: Plan) -> float | None:
         """Return the seconds after which a request of a replay hangs; ``None``: one of them has no deadline."""

@@ -6,7 +6,6 @@ commits the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from multienv.config import Deadlines, RestartPolicy
@@ -46,13 +45,13 @@ class Lifecycle:
         record: Notes losses and recoveries.
         journal: What drove the envs.
         pending: The pending request.
-        wait: Waits so many seconds; true if the worker was closed meanwhile.
 
     Attributes:
         channel: To the present process, or to the last one that was lost.
         building: Number of the request that builds the envs for the first time.
         found: Envs that were brought back and are to be adopted.
         loss: The loss that is being healed.
+        replayed: Requests that were replayed in the process that was found last.
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class Lifecycle:
         record: Record,
         journal: Journal,
         pending: Pending,
-        wait: Callable[[float], bool],
     ) -> None:
-        self.ladder = Ladder(launcher, build, policy, deadlines, wait)
+        self.ladder = Ladder(launcher, build, policy, deadlines)
         self.channel: Channel | None = None
         self.building = 0
         self.found: Found | None = None
         self.loss: Loss | None = None
+        self.replayed = 0
         self._policy, self._deadlines = policy, deadlines
         self._record, self._journal, self._pending = record, journal, pending
         self._deaths = 0  # processes lost while the envs are built for the first time
@@ -164,7 +163,8 @@ class Lifecycle:
         entry = b""
         if codec is not None and self._record.reports.wanted:
             entry = self._pending.entry(channel.segment, number, request, codec.layout)
-        self.loss = self._record.loss(gone, request.name, slot, self._pending.limit, self._case(entry))
+        idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
+        self.loss = self._record.loss(gone, request.name, slot, self._pending.limit, self._case(entry), idle=idle)
         self._effort = self.ladder.begin()
         slot = slots if is_policy else slot
         return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))
@@ -192,6 +192,7 @@ class Lifecycle:
             ladder.admit(effort, self._record.steps)
             found = ladder.wake(channel, self._journal.since, effort, fate)
             self.found = found or ladder.bring_back(self._journal.plans(), effort)
+            self._go_on_from(self.found, effort)
         except BudgetSpentError:
             self._record.recovery(loss, "raised", "the budget of restarts is spent", effort)
             self.drop()
@@ -200,7 +201,7 @@ class Lifecycle:
             return NotRecovered(f"{what_happened(loss)} It cannot be brought back: {why}.")
         return Recovered(
             {
-                slot: f"{what_happened(loss)} Its replay does not match what was seen: {what}."
+                slot: f"{what_happened(loss)} It cannot be brought back: {what}."
                 for slot, what in self.found.strays.items()
             }
         )
@@ -233,14 +234,14 @@ class Lifecycle:
             RequestFailedError: ``env_fn`` raised.
             Unrecoverable: No process can be built.
         """
-        effort = self.ladder.begin(planned=self.loss is None)
-        lasting = self._journal.all_lasting() if self._journal.replaying else b""
+        effort, self.replayed = self.ladder.begin(planned=self.loss is None), 0
+        lasting = self._journal.all_lasting() if self._journal.replaying else ()
         try:
             channel = self.ladder.renew(effort, lasting)
         except Gone:  # one of the calls ends the process: go on without them
-            lasting = b""
-            channel = self.ladder.renew(effort, b"")
-        self._journal.begin(number, self._record.steps, lasting)
+            lasting = ()
+            channel = self.ladder.renew(effort, lasting)
+        self._journal.begin(number, lasting)
         return channel
 
     def replace(self) -> tuple[Channel | None, Effort, str]:
@@ -248,7 +249,7 @@ class Lifecycle:
         effort = self.ladder.begin(planned=True)
         try:
             # A short replay: a replay of the whole past would repeat what leaked.
-            found = self.ladder.bring_back(self._journal.plans(short=True), effort)
+            found = self.ladder.bring_back(self._journal.plans(near=True), effort)
         except (Unrecoverable, OSError) as reason:
             if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
                 raise
@@ -257,7 +258,15 @@ class Lifecycle:
             found.channel.kill()
             found.channel.release()
             return None, effort, next(iter(found.strays.values()))
+        self._go_on_from(found, effort)
         return found.channel, effort, ""
+
+    def _go_on_from(self, found: Found, effort: Effort) -> None:
+        """Have later replays begin where this one did, or after it."""
+        self.replayed = effort.replayed
+        if found.plan is not None:
+            self._journal.go_on_from(found.plan)
+            self._journal.lose(found.strays)
 
     def error(self, instruction: Instruction, state: State) -> MultienvError:
         """Build the error for an instruction to raise."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from math import inf
 
 from multienv.processes.channel import Channel
 from multienv.recovery.state_machine import Request, State
+from multienv.reports.texts import deadline_of
 from multienv.wire.actions import PICKLED
 from multienv.wire.banks import ABSENT, BEGIN, HEAD, IDLE, MESSAGE, STEP, STEPPED, U32, BankLayout, Entry
 from multienv.wire.messages import BEGINNING, Message
@@ -34,7 +36,7 @@ class Pending:
         until: When it is overdue, seconds of the clock; ``None``: never.
     """
 
-    __slots__ = ("_saved", "_told_of", "_who", "limit", "mail", "message", "until")
+    __slots__ = ("_saved", "_silence", "_who", "limit", "mail", "message", "until")
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -44,7 +46,7 @@ class Pending:
         self.until: float | None = None
         # Number, request part and mail of a step that is to be asked of another process.
         self._saved: tuple[int, bytes, bytes] | None = None
-        self._told_of = 0  # number of the request whose silence was told of
+        self._silence = 0, inf  # number of a request without a deadline, and when its silence is to be told of
 
     def begin_step(self, limit: float | None, number: int = 0, aside: Segment | None = None) -> None:
         """Hold a step, which lies in its bank, or in a segment ``aside`` because there is no process."""
@@ -59,11 +61,12 @@ class Pending:
 
     def arm(self) -> None:
         """Begin to count the time that a process may take."""
+        self._silence = 0, inf
         self.until = None if self.limit is None else time.monotonic() + self.limit
 
     def settled(self) -> None:
-        """Forget the step that was kept: it is answered, and another may have its number after a restore."""
-        self._saved = None
+        """Forget the request: it is answered, and another may have its number after a restore."""
+        self._saved, self._silence = None, (0, inf)
 
     def save(self, segment: Segment, number: int) -> None:
         """Keep a step beyond the end of the process that was asked."""
@@ -85,8 +88,9 @@ class Pending:
     def publish(self, channel: Channel, number: int, state: State) -> None:
         """Publish the request, without its absent slots; again does no harm."""
         segment = channel.segment
-        if segment.words[REQUEST] != number:
+        if not channel.is_announced(number):
             self.arm()  # from now on it has its time, however long ago an interrupted call wanted to ask
+        if segment.words[REQUEST] != number:
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
             flag = ABSENT if state.absent else 0
@@ -103,6 +107,14 @@ class Pending:
                 bank.absent[slot] = IDLE if slot in state.idle else 1
         channel.ring(number)
 
+    def due(self, number: int) -> float:
+        """Return when to do more than wait for the reply: end a process that is overdue, or tell that it is silent."""
+        if self.until is not None:
+            return self.until
+        if self._silence[0] != number:
+            self._silence = number, time.monotonic() + SILENCE
+        return self._silence[1]
+
     def await_reply(self, channel: Channel, number: int, until: float | None, name: str) -> bool:
         """Wait for the reply.
 
@@ -118,42 +130,30 @@ class Pending:
         Raises:
             Gone: The process ended, or was killed because the request is overdue.
         """
-        due = self.until
-        silent = None if due is not None or self._told_of == number else time.monotonic() + SILENCE
         while True:
-            nearest = due if silent is None else silent
-            if until is not None and (nearest is None or until < nearest):
-                nearest = until
-            if channel.wait(number, nearest):
+            due = self.due(number)
+            nearest = due if until is None else min(due, until)
+            if channel.wait(number, None if nearest == inf else nearest):
                 return True
-            if nearest == due:
-                raise channel.kill(cause="hung", stack=True)
-            if nearest == until:
+            if nearest != due:
                 return False
-            self.tell_of_silence(channel, number, name)
-            silent = None
+            if due == self.until:
+                raise channel.kill(cause="hung", stack=True)
+            self._silence = number, inf
+            self._tell_of_silence(channel, name)
 
-    def tell_of_silence(self, channel: Channel, number: int, name: str) -> None:
-        """Log, once for each request, that it has waited for ``SILENCE`` seconds, and where its process is.
-
-        Args:
-            channel: Of the process that was asked.
-            number: Of the request.
-            name: Names the call.
-        """
-        if self._told_of != number:
-            self._told_of = number
-            option = name if name in ("step", "reset") else "start" if name == "initialize" else "call"
-            logger.warning(
-                "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give "
-                "Deadlines(%s=seconds) to have it healed.\nIts stack:\n%s",
-                self._who,
-                name,
-                SILENCE,
-                channel.pid,
-                option,
-                channel.stack().strip(),
-            )
+    def _tell_of_silence(self, channel: Channel, name: str) -> None:
+        """Log that the request has waited for ``SILENCE`` seconds, and where its process is."""
+        logger.warning(
+            "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give "
+            "Deadlines(%s=seconds) to have it healed.\nIts stack:\n%s",
+            self._who,
+            name,
+            SILENCE,
+            channel.pid,
+            deadline_of(name),
+            channel.stack().strip(),
+        )
 
     def mail_of(self, segment: Segment, number: int, request: Request) -> bytes:
         """Return what the request carries beside its bank."""

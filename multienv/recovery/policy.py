@@ -1,4 +1,4 @@
-"""When a worker is restarted, replaced by plan, and asked for its state. Pure arithmetic: clock and dice are given."""
+"""When a worker is restarted, and replaced by plan. Pure arithmetic: clock and dice are given."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ class Recycling:
 
     Attributes:
         wanted: The policy has such limits at all.
-        put_off: A replacement has failed, and is tried again at the next reset.
     """
 
     def __init__(self, policy: RestartPolicy, clock: Callable[[], float]) -> None:
@@ -92,10 +91,20 @@ class Recycling:
         self.wanted = any(limit is not None for limit in limits)
         self.begin(0, 0)
 
-    def begin(self, steps: int, episodes: int) -> None:
-        """Note that a new process has taken over at these counts."""
+    def begin(self, steps: int, episodes: int, replayed: int = 0) -> None:
+        """Note that a new process has taken over at these counts, after so many requests of a replay."""
         self._steps, self._episodes, self._began = steps, episodes, self._clock()
-        self.put_off = False
+        self._replayed = replayed
+        self._again_at = self._waited = 0
+
+    def put_off(self, episodes: int, slots: int) -> None:
+        """Note that a replacement has failed: it is tried at a reset of all envs, else after some more episodes."""
+        self._waited = 2 * self._waited or 2 * slots
+        self._again_at = episodes + self._waited
+
+    def is_put_off(self, episodes: int) -> bool:
+        """Tell whether a replacement has failed not long ago."""
+        return episodes < self._again_at
 
     def due(self, steps: int, episodes: int, rss: Callable[[], int | None]) -> str:
         """Return why the process should be replaced, or ``""``. ``rss`` is asked last: it costs a system call."""
@@ -106,67 +115,9 @@ class Recycling:
             return f"after {episodes - self._episodes} episodes"
         if policy.recycle_after is not None and self._clock() - self._began >= policy.recycle_after:
             return f"after {self._clock() - self._began:.0f} s"
-        if policy.max_rss is not None:
+        # Where a replay alone takes that much, the process would be replaced all the time.
+        if policy.max_rss is not None and steps - self._steps >= self._replayed:
             size = rss()
             if size is not None and size > policy.max_rss:
                 return f"at {size / 2**20:.0f} MiB"
         return ""
-
-
-# Time spent stepping for each second spent on telling a state: 1 % is what it may cost. Where the journal is about to
-# forget all that there is to replay, 10 %; or any share, if telling takes no more than this, in seconds.
-_PACE = 100
-_HURRY = 10
-_CHEAP = 0.1
-# Where there is a forked snapshot to come back to, only what takes no longer than this is done in a hurry, in seconds.
-_CHEAP_BESIDE = 5e-3
-# Steps until a failed try is repeated, and their growth with each failure; after one that ended the process, more.
-_PATIENCE = 1024
-_GROWTH = 4
-_AFTER_LOSS = 64
-
-
-class StatePacing:
-    """Tells when the state of the envs may be asked for, in steps.
-
-    Args:
-        policy: Says whether states are wanted at all.
-
-    Attributes:
-        wanted: Crashes and timeouts are both replayed, and the policy allows states.
-        taken: States that were kept.
-        obstacle: Why the last one asked for was not kept, or ``""``.
-    """
-
-    def __init__(self, policy: RestartPolicy) -> None:
-        self.wanted = policy.state_anchors and policy.on_crash == policy.on_timeout == "replay"
-        self.taken = 0
-        self.obstacle = ""
-        self._next_at = self._hurry_at = 0
-        self._patience = _PATIENCE
-        self._seconds = float("inf")
-
-    def may_ask(self, steps: int, *, hurry: bool, beside: bool = False) -> bool:
-        """Tell whether a state may be asked for after so many steps; ``beside``: there is a forked snapshot."""
-        if beside and self._seconds > _CHEAP_BESIDE:
-            hurry = False
-        return self.wanted and steps >= (self._hurry_at if hurry else self._next_at)
-
-    def took(self, steps: int, seconds: float, step_seconds: float) -> None:
-        """Note that a state was kept and took the processor so many seconds."""
-        self.taken += 1
-        self.obstacle = ""
-        self._patience = _PATIENCE
-        self._seconds = min(self._seconds, seconds)
-        self._next_at = steps + int(_PACE * self._seconds / step_seconds)
-        self._hurry_at = steps + (0 if self._seconds <= _CHEAP else int(_HURRY * self._seconds / step_seconds))
-
-    def move(self, steps: int) -> None:
-        """Shift the counts of steps at which a state is due by ``steps``, which were restored and not taken."""
-        self._next_at, self._hurry_at = self._next_at + steps, self._hurry_at + steps
-
-    def refused(self, steps: int, why: str, *, lost: bool = False) -> None:
-        """Note that a state could not be had, and why; ``lost``: asking for it ended the process."""
-        self.obstacle = why
-        self._patience *= _AFTER_LOSS if lost else _GROWTH
-        self._next_at = self._hurry_at = steps + self._patience

@@ -14,7 +14,7 @@ from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Stat
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.policy import Effort
 from multienv.reports.crash import Case, CrashReports
-from multienv.reports.texts import LostKind, env_error, lost_error, outcome_text, what_happened
+from multienv.reports.texts import LostKind, env_error, lost_error, named, outcome_text, what_happened
 from multienv.wire.messages import Failure
 from multienv.wire.segment import RESIDENT
 
@@ -38,7 +38,7 @@ class Record:
         seeds: Of the last seeded reset, for each env.
         asked: Seeds of the reset that was asked for last, answered or not.
         told: Hooks, each with an event that it has not been called with yet: they are called when the caller's call is
-            done. The workers of one face share it.
+            done. Several fan-outs may look at it, so that it is never replaced.
     """
 
     def __init__(self, index: int | None, hooks: tuple[Hook, ...], reports: Path | None, *, slots: int = 1) -> None:
@@ -59,8 +59,13 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Return how messages name the env, or the first of several."""
-        return "The env" if self.index is None else f"Env {self.index}"
+        """Return how messages name the env, or the envs."""
+        return named(self.envs).capitalize()
+
+    @property
+    def envs(self) -> tuple[int, ...]:
+        """Return the indexes of the envs in their batch; ``()``: they have none."""
+        return () if self.index is None else tuple(range(self.index, self.index + len(self.seeds)))
 
     def index_of(self, slot: int) -> int | None:
         """Return the index of a slot's env in its batch; of slot -1, that of a worker with one env."""
@@ -123,7 +128,9 @@ class Record:
                     self.steps_before[slot] = before
                     self.episodes += 1
 
-    def loss(self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None) -> Loss:
+    def loss(
+        self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None, *, idle: bool = False
+    ) -> Loss:
         """Note that a process was lost; the warning comes with the outcome.
 
         Args:
@@ -132,6 +139,7 @@ class Record:
             slot: The slot whose env the process was executing; -1: none, or not known.
             limit: The deadline of the request, seconds.
             case: For the crash report.
+            idle: The process had not begun to execute the command.
         """
         fate = gone.fate
         loss = Loss(
@@ -146,11 +154,14 @@ class Record:
             stderr=fate.stderr + (f"\n{gone.detail}" if gone.detail and gone.cause != "died" else ""),
             deadline=limit if gone.cause == "hung" else None,
             detail=gone.detail,
+            idle=idle,
+            envs=self.envs,
+            seeds=tuple(self.seed_of(slot, command) for slot in range(len(self.seeds))),
         )
         self._losses += 1
         self.last_loss = loss
         self.reports.open(loss, case)
-        logger.info("%s (pid %s)", what_happened(loss).rstrip("."), gone.pid)
+        logger.info("%s", what_happened(loss))
         self._tell(loss)
         return loss
 
@@ -224,7 +235,6 @@ class Record:
         step_seconds: float | None,
         journal_bytes: int,
         snapshots: tuple[int, str],
-        state_anchors: tuple[int, str],
     ) -> Statistics:
         """Return the counters at this moment."""
         return Statistics(
@@ -243,8 +253,6 @@ class Record:
             journal_bytes=journal_bytes,
             snapshots=snapshots[0],
             no_snapshots=snapshots[1],
-            state_anchors=state_anchors[0],
-            no_state_anchors=state_anchors[1],
             rss=rss,
             last_loss=self.last_loss,
             last_recovery=self.last_recovery,

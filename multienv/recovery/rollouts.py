@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,12 +27,19 @@ class RolledReply:
         infos: Of each step in which some slot has an info.
         errors: What the envs have raised, by slot; the first of each.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
+        started: Step, requests after it, and slot → state of generators before a reset, as ``Extras.generators``.
     """
 
     values: Values | None = None
     infos: dict[int, Infos] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
     truncated_errors: list[tuple[int, Exception]] = field(default_factory=list)
+    started: list[tuple[int, int, Mapping[int, bytes]]] = field(default_factory=list)
+
+    def starts(self, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[int, bytes]]]:
+        """Yield the number of each request with resets that a replay can begin at; ``numbers`` are those of steps."""
+        for step, after, generators in self.started:
+            yield numbers[step] + after, generators
 
 
 class RolledReader:
@@ -67,7 +74,9 @@ class RolledReader:
             reply.errors |= dict.fromkeys(self._slots, unreadable("rollout", illegible))
         failures: list[tuple[int, int, Failure]] = []
         for step, mail in rolled.mails.items():
-            reply.infos[step] = self._unpacked(mail, reply, step, failures)
+            infos = self._unpacked(mail, reply, step, failures)
+            if infos:
+                reply.infos[step] = infos
         failures += [(step, 0, pickle.loads(mail)) for step, mail in rolled.raised.items()]
         reasons = {(0, slot): reason for slot, reason in absent}
         for step, slot, failure in sorted(failures, key=lambda one: one[:2]):
@@ -87,8 +96,12 @@ class RolledReader:
                 reply.errors.setdefault(slot, self._error_of(slot, rolled.failure))
         return reply
 
-    def _unpacked(self, mail: bytes, reply: RolledReply, step: int, failures: list[tuple[int, int, Failure]]) -> Infos:
+    def _unpacked(
+        self, mail: bytes, reply: RolledReply, step: int, failures: list[tuple[int, int, Failure]], after: int = 0
+    ) -> Infos:
         extras, illegible = unpack_extras(mail)
+        if extras.generators:
+            reply.started.append((step, after, extras.generators))
         failures += [(step, slot, failure) for slot, failure in extras.failures.items()]
         for slot, error in illegible.items():
             reply.errors.setdefault(slot, unreadable("rollout", error))
@@ -109,7 +122,7 @@ class RolledReader:
             info = dict(reply.infos.get(step, ())).get(0, {})
             reason = reasons.get((step, 0))
             told = {} if reason is None else {"multienv": self._told(0, reason)}
-            begun = dict(self._unpacked(rolled.begun.get(step, b""), reply, step, [])).get(0, {})
+            begun = dict(self._unpacked(rolled.begun.get(step, b""), reply, step, [], 1)).get(0, {})
             ending = None if reply.values is None else reply.values.ending[step]
             reply.infos[step] = [(0, {**begun, "final_obs": ending, "final_info": {**info, **told}, **told})]
 

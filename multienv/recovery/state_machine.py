@@ -228,7 +228,7 @@ class Instruction(Enum):
     LAUNCH = "launch"  # launch a process and ask it to build the envs
     AWAIT_BUILD = "await build"  # wait until the envs are built
     ASK = "ask"  # publish the pending request, without its absent slots, and wait for the answer
-    RECOVER = "recover"  # try the ladder: snapshot, journal from construction, from an anchor
+    RECOVER = "recover"  # try the ladder: snapshot, then replays of the journal
     DELIVER = "deliver"  # hand the answer to the caller, truncations overlaid
     TRUNCATE = "truncate"  # hand the caller truncated=True for all slots without asking any process
     RAISE_LOST = "raise lost"  # raise the error of the loss

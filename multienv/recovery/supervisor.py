@@ -51,7 +51,7 @@ from multienv.recovery.hot_path import (
     is_asked_plainly,
     take,
 )
-from multienv.recovery.journal import ANCHOR_EVERY, Journal
+from multienv.recovery.journal import Journal
 from multienv.recovery.ladder import Ladder, Launcher, RequestFailedError, Unrecoverable
 from multienv.recovery.lifecycle import Lifecycle
 from multienv.recovery.maintenance import Maintenance
@@ -77,11 +77,12 @@ from multienv.recovery.state_machine import (
     decide,
     instruction_of,
 )
-from multienv.wire.banks import FAILED, entry_of, split_entries
+from multienv.wire.banks import FAILED, entry_of
 from multienv.wire.codecs import Codec, RowsReply
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
     BEGINNING,
+    LASTING,
     Build,
     Call,
     Close,
@@ -97,6 +98,7 @@ from multienv.wire.messages import (
 )
 from multienv.wire.rollouts import Rolled
 from multienv.wire.segment import REQUEST, STEP_SECONDS, Segment
+from multienv.worker.starts import LARGE_SHARE, SHARE
 
 logger = logging.getLogger("multienv")
 
@@ -170,14 +172,15 @@ class Supervisor:
         self._policy, self._deadlines = policy, deadlines
         self._owner = os.getpid()
         self.lock = threading.RLock()
-        self._closed = threading.Event()
+        self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
         self.record = Record(index, hooks, reports, slots=len(build.draws))
         self.maintenance = Maintenance(policy)
         self.journal = Journal(
             recording=policy.replays or (reports is not None and policy.journal_limit > 0),
             replaying=policy.replays,
-            anchor_every=1 if self.maintenance.recycling.wanted else ANCHOR_EVERY,
         )
+        share = LARGE_SHARE if self.maintenance.recycling.wanted else SHARE
+        build = replace(build, starts=share if self.journal.recording else 0.0)
         self.pending = Pending(self.record.name)
         self.lifecycle = Lifecycle(
             launcher,
@@ -187,7 +190,6 @@ class Supervisor:
             record=self.record,
             journal=self.journal,
             pending=self.pending,
-            wait=self._closed.wait,
         )
         self.rules = Rules(
             resets_itself=build.autoreset in ("NEXT_STEP", "SAME_STEP"),
@@ -258,7 +260,7 @@ class Supervisor:
     def _send_beginning(self, whole: bool) -> bool:
         """Publish the reset of a single env that carries nothing, if there is nothing to see to first."""
         maintenance = self.maintenance
-        if self.state is not OVER or maintenance.is_due or maintenance.recycling.wanted or self._wants_anchor():
+        if self.state is not OVER or maintenance.is_due or maintenance.recycling.wanted:
             return False
         self.record.asked = ()
         self.pending.begin(BEGINNING, b"", self._deadlines.reset)
@@ -284,15 +286,25 @@ class Supervisor:
                 return answers[0]
             return self._carry_out(timeout, heal)
 
-    def is_answered(self, number: int) -> bool:
-        """Wait for the reply to a step or a plain reset; false if anything else is to be done, or comes, first."""
-        if self.segment.words[REQUEST] != number:  # an interruption came before, and may be long ago
-            if self.state.request is None or self.state.request.kind is not Kind.STEP:
+    def is_answered(self, number: int, until: float | None) -> bool:
+        """Wait for the reply to a step or a plain reset; false if anything else is to be done, or comes, first.
+
+        Args:
+            number: Of the request.
+            until: When to give up waiting, before anything is done about its deadline; ``None``: never.
+        """
+        if until is not None and time.monotonic() >= until:
+            return False
+        channel, request = self.channel, self.state.request
+        if channel is None:
+            return False
+        if not channel.is_announced(number):  # an interruption came before, and may be long ago
+            if self.segment.words[REQUEST] != number and (request is None or request.kind is not Kind.STEP):
                 return False
             self.pending.arm()
         self.line.ring(number)
         try:
-            return self._await(number, None)
+            return self._await(number, until, ends_overdue=until is None)
         except Gone:
             return False
 
@@ -303,13 +315,15 @@ class Supervisor:
         except Illegible:
             return None
 
-    def _await(self, number: int, until: float | None) -> bool:
+    def _await(self, number: int, until: float | None, *, ends_overdue: bool = True) -> bool:
         channel = self.channel
         assert channel is not None
         try:
+            if not ends_overdue:
+                return channel.wait(number, until)
             return self.pending.await_reply(channel, number, until, self._name())
         except BaseException:
-            if self._closed.is_set():  # by a signal handler above this call, which has left the rest to it
+            if self._closed:  # by a signal handler above this call, which has left the rest to it
                 self._release()
             raise
 
@@ -318,7 +332,7 @@ class Supervisor:
     def _prepare_step(self, action: Any, whole: bool) -> None:
         """Ask for a step where the worker is not simply waiting for one."""
         state = self.state
-        if self._closed.is_set() or self._is_foreign or state.request is not None:
+        if self._closed or self._is_foreign or state.request is not None:
             self.refuse("step")
         if state.episode not in (Episode.RUNNING, Episode.OWED):
             self.refuse("step")
@@ -347,7 +361,7 @@ class Supervisor:
             whole: The caller collects the answer in the same call.
         """
         with self.lock:
-            if self._closed.is_set() or self._is_foreign or self.state.request is not None or self.codec is None:
+            if self._closed or self._is_foreign or self.state.request is not None or self.codec is None:
                 self.refuse(name)
             if message is BEGINNING and self._send_beginning(whole):
                 return
@@ -358,12 +372,13 @@ class Supervisor:
                 steps = message.steps
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
                 self.look_at_limits()
-            if self.maintenance.is_due or (is_reset and self.maintenance.recycling_due):
-                self._maintain(resetting=isinstance(message, Reset) and message.mask is None)
+            resets_all = isinstance(message, Reset) and message.mask is None
+            if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
+                self._maintain(resetting=resets_all)
             touched = None
             if isinstance(message, Reset):
                 self.record.asked = message.seeds
-                message, touched = self._anchored(message), message.mask
+                touched = message.mask
             if isinstance(message, Rollout):
                 message = replace(message, observations=self.answers.shown(self.segment))
             try:
@@ -382,13 +397,6 @@ class Supervisor:
             self._happen(Asked(Request(kind, name, whole, touched, steps)))
             if self.state.process is Process.READY:
                 self._publish()
-
-    def _anchored(self, message: Reset) -> Reset:
-        """Return the reset, which also tells of the generators where an anchor is due."""
-        return replace(message, anchor=True) if message.mask is None and self._wants_anchor() else message
-
-    def _wants_anchor(self) -> bool:
-        return self.journal.wants_anchor(self.record.steps, self._policy.journal_limit)
 
     def _publish(self) -> None:
         assert self.channel is not None
@@ -479,7 +487,6 @@ class Supervisor:
     def _give_up_request(self, error: Exception) -> None:
         self.last_answer = error  # for a caller that was interrupted, or has left this to a thread
         self._happen(BuildFailed())
-        self.journal.skip(self.number + 2)
         self.number += 2
 
     def _do_await_build(self, until: float | None) -> Instruction:
@@ -493,7 +500,7 @@ class Supervisor:
             raise WaitTimeout("initialize() has not answered in time. It is still running: wait again, or close().")
         if isinstance(event, Built):
             self._lay_out()
-            self.journal.begin(self.number, self.record.steps)
+            self.journal.begin(self.number)
             assert self.channel is not None
             self.adopt(self.channel)
         return self._happen(event)
@@ -533,15 +540,12 @@ class Supervisor:
         if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
             self.give_up()  # a reset may end every process in which the env is as it was
         self.last_answer = error
-        self.journal.skip(self.number + 2)
         self.number += 2
 
     def _commit(self, number: int, event: Replied, answer: Any) -> None:
         """Commit an answer."""
         state, _ = decide(self.state, event, self.rules)
         self.last_answer = answer
-        if number > self.number + 1:
-            self.journal.skip(number)
         # Adjacent stores: no signal handler comes in between.
         self.number, self.state = number, interned(state)
 
@@ -571,7 +575,7 @@ class Supervisor:
             answer = unreadable(request.name, illegible)
         self.journal.cut(self.number)  # an interrupted call may have got beyond this line
         if not is_call or _is_recorded(message):
-            self.journal.log(number, entry, message)
+            self.journal.log(number, entry, mail if isinstance(message, LASTING) else b"")
         absent = self.state.absent
         if absent:
             bank.absent[:] = 0
@@ -582,12 +586,11 @@ class Supervisor:
         if failed and request.kind is Kind.STEP and self._policy.on_error == "truncate":
             self.record.truncated_error(0, answer, channel.pid)
             answer = self.answers.truncation(segment, ((0, str(answer)),))
-        generators = self.answers.generators
         # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
         # that the caller saw last: its process may die while it writes there.
         last = number if self.answers.seen == number else number + 1
         self._commit(last, Replied(ended=ended, failed=failed), answer)
-        self._count(request, message, failed, generators)
+        self._count(request, message, failed, number)
 
     def _take_rollout(self, number: int) -> None:
         """Read, journal and commit the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
@@ -601,24 +604,19 @@ class Supervisor:
             raise channel.kill(cause="broken", detail=f"it answered a rollout by {rolled!r:.1000}")
         answer = self._rolled_reader().reply(rolled, self.state.absent)
         journal.cut(self.number)
-        if rolled.is_plain and journal.recording:
-            journal.entries[journal.base + number * journal.stride :] = rolled.entries
-        elif not rolled.is_plain:
-            for place, entry in enumerate(split_entries(rolled.entries, journal.stride)):
-                journal.log(number + place, entry.packed())
-        last = number + max(rolled.requests, 1) - 1
+        for place, entry in enumerate(rolled.entries, number):
+            journal.log(place, entry)
+        last = number + max(len(rolled.entries), 1) - 1
         if rolled.seen is not None:
             answers.stand(segment, {**rolled.seen, "seen": last})
         elif (last - answers.seen) & 1:  # as after any reply that shows no rows
             last += 1
-        if last > number + rolled.requests - 1:
-            journal.skip(last)
         segment.banks[number & 1].absent[:] = 0
         state, _ = decide(self.state, Replied(ended=not rolled.is_running), self.rules)
         self.last_answer = answer
         # Adjacent stores: no signal handler comes in between.
         self.number, self.state = last, interned(state)
-        self._count_rollout(rolled, answer)
+        self._count_rollout(rolled, answer, number)
 
     def _rolled_reader(self) -> RolledReader:
         build = self.ladder.build
@@ -631,8 +629,8 @@ class Supervisor:
             told=self.record.truncation,
         )
 
-    def _count_rollout(self, rolled: Rolled, answer: RolledReply | PolicyError) -> None:
-        """Count the steps and episodes of a rollout, and see what is due."""
+    def _count_rollout(self, rolled: Rolled, answer: RolledReply | PolicyError, first: int) -> None:
+        """Count the steps and episodes of a rollout whose first request has the number ``first``; see what is due."""
         record, build, before = self.record, self.ladder.build, self.record.steps
         assert self.channel is not None
         for slot, error in answer.truncated_errors if isinstance(answer, RolledReply) else ():
@@ -645,6 +643,13 @@ class Supervisor:
                 record.steps = before + step
                 record.ended(slots, build.autoreset)
         record.steps = before + rolled.steps
+        numbers = rolled.numbers(first)
+        for step, slots in rolled.ends:
+            self.journal.note_ends(slots, numbers[step])
+        seconds = self.maintenance.count(record, self.channel)
+        for number, generators in answer.starts(numbers) if isinstance(answer, RolledReply) else ():
+            for slot, state in generators.items():
+                self.journal.note_start(slot, number, state, seconds)
         self.look_at_limits()
 
     def _answer(self, number: int, request: Request, message: Any, rest: bytes) -> Any:
@@ -665,31 +670,43 @@ class Supervisor:
     def _error_of(self, slot: int, failure: Any) -> Exception:
         return self.record.error_of(slot, failure, self._name())
 
-    def _count(self, request: Request, message: Message | None, failed: bool, generators: bytes) -> None:
-        """Count what was answered, and see what is due."""
+    def _count(self, request: Request, message: Message | None, failed: bool, number: int) -> None:
+        """Count what was answered by the reply to request ``number``, and see what is due."""
         record = self.record
         if request.kind is Kind.STEP:
             assert self.channel is not None
             for slot, error in getattr(self.answers, "truncated_errors", {}).items():
                 record.truncated_error(slot, error, self.channel.pid)
-            self.note_ends(self.last_answer)
+            self.note_ends(self.last_answer, number)
             record.steps += 1
-            if self.answers.ended or not self.number & SAMPLE:
+            if self.answers.started == number:
+                self.note_starts(number)
+            elif self.answers.ended or not self.number & SAMPLE:
                 self.look_at_limits()
             return
         if isinstance(message, Reset) and not failed:
             record.reset(message.seeds, message.touches)
-            if generators:
-                self.journal.anchor(generators, record.steps)
-                self.answers.generators = b""
+            self.journal.note_ends(filter(message.touches, range(self.rules.slots)), number)
+            if self.answers.started == number:
+                self.note_starts(number)
         # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
         self.look_at_limits()
 
-    def note_ends(self, reply: Any) -> None:
-        """Note whose episodes the rows of a step end; again does no harm."""
+    def note_ends(self, reply: Any, number: int) -> None:
+        """Note whose episodes the answer to the step ``number`` ends; again does no harm."""
         if isinstance(reply, RowsReply):
             ended = (reply.terminated | reply.truncated).nonzero()[0].tolist()
             self.record.ended(ended, self.ladder.build.autoreset)
+            self.journal.note_ends(ended, number)
+
+    def note_starts(self, number: int) -> None:
+        """Note the resets that the reply to request ``number`` tells of: a replay can begin there."""
+        channel = self.channel
+        if channel is not None:
+            seconds = self.maintenance.count(self.record, channel)
+            for slot, generators in self.answers.generators.items():
+                self.journal.note_start(slot, number, generators, seconds)
+            self.look_at_limits()
 
     def resume(self) -> Any:
         """Return the answer to the pending request, or, if none is pending, the last answer once more."""
@@ -700,15 +717,24 @@ class Supervisor:
                 raise self.last_answer
             return self.last_answer
 
-    def waiting(self) -> tuple[Channel, int] | None:
-        """Return channel and number to wait for; ``None``: ``collect`` has something to do without waiting."""
+    def waiting(self) -> tuple[Channel, int, float] | None:
+        """Return what to wait for; does not wait.
+
+        Returns:
+            The channel, the number of the request, and when ``collect()`` has something to do though there is no reply;
+            ``None``: it has now.
+        """
         with self.lock:
             instruction, channel = instruction_of(self.state, self.rules), self.channel
             if channel is not None and instruction is Instruction.ASK:
-                return channel, self.number + 1
-            if channel is not None and instruction is Instruction.AWAIT_BUILD:
-                return channel, self.lifecycle.building
-            return None
+                number = self.number + 1
+                if not channel.answered(number):
+                    self._publish()  # an interruption may have come before, or before the worker was woken
+            elif channel is not None and instruction is Instruction.AWAIT_BUILD:
+                number = self.lifecycle.building
+            else:
+                return None
+            return channel, number, self.pending.due(number)
 
     def bound(self, seconds: float) -> None:
         """Give the pending request a deadline: so many seconds from now, and in each process that it is asked of."""
@@ -725,7 +751,7 @@ class Supervisor:
         if self.codec is not None:
             return
         build = self.ladder.build
-        self.journal.stride = codec.layout.end
+        self.journal.lay_out(codec.layout.end, codec.slots)
         if build.exact:
             self.answers = ExactAnswers(codec, self._error_of, self.record.truncation)  # type: ignore[arg-type]
         else:
@@ -750,7 +776,7 @@ class Supervisor:
         # Adjacent stores: no signal handler comes in between.
         self.lifecycle.channel, self.segment, self.line = channel, segment, line
         self.ladder.handed_over()
-        self.maintenance.begin(self.record)
+        self.maintenance.begin(self.record, channel, self.lifecycle.replayed)
         channel.on_leaving = self.maintenance.leave
         if channel.leaving:
             self.maintenance.leave(channel.leaving)
@@ -789,14 +815,11 @@ class Supervisor:
             self.maintenance.look(self.journal, self.record, channel)
 
     def _maintain(self, *, resetting: bool) -> None:
-        """Do what is due between two requests: replace the process, or have the envs tell their state."""
+        """Do what is due between two requests: replace the process."""
         maintenance, channel = self.maintenance, self.channel
         self.ladder.finish_asking()
-        if channel is not None and self.state.process is Process.READY:
-            if maintenance.recycling_due:
-                self._recycle(maintenance.recycling_due, resetting=resetting)
-            elif maintenance.state_due:
-                maintenance.keep_state(self.ladder, channel, self.journal, self.record.steps, self._deadlines)
+        if channel is not None and self.state.process is Process.READY and maintenance.recycling_due:
+            self._recycle(maintenance.recycling_due, resetting=resetting)
         maintenance.is_due = False
 
     def _recycle(self, why: str, *, resetting: bool) -> None:
@@ -812,7 +835,7 @@ class Supervisor:
             self.give_up()
             self.record.recycling(why, "fresh", reason, effort)
         else:
-            self.maintenance.recycling.put_off = True
+            self.maintenance.recycling.put_off(self.record.episodes, self.rules.slots)
             self.record.recycling(why, "put off", reason, effort)
 
     # --- states to come back to -------------------------------------------------------------------
@@ -899,13 +922,13 @@ class Supervisor:
     def _refuse_if_unusable(self, name: str) -> None:
         if self._is_foreign:
             raise UsageError(f"{name}(): this env belongs to process {self._owner}; make one in each process.")
-        if self._closed.is_set():
+        if self._closed:
             self._release()
             raise ClosedError(f"{'' if name == 'collect' else name + '(): '}This env has been closed. Make a new one.")
 
     def refuse_if_closed(self, name: str, channel: Channel | None) -> None:
         """Raise ClosedError if close() was called meanwhile, and end the process that was to be adopted."""
-        if self._closed.is_set() and channel is not None:
+        if self._closed and channel is not None:
             channel.kill()
             channel.release()
         self._refuse_if_unusable(name)
@@ -948,7 +971,7 @@ class Supervisor:
         if self._is_foreign:
             self.abandon()
             return
-        self._closed.set()
+        self._closed = True
         self.ladder.close()
         limit = self._deadlines.close if patience is None else min(self._deadlines.close, max(0.0, patience))
         mine = self.lock._is_owned()  # type: ignore[attr-defined]
@@ -990,7 +1013,7 @@ class Supervisor:
 
     def abandon(self) -> None:
         """Let go without waiting; the process ends by itself."""
-        self._closed.set()
+        self._closed = True
         self._release()
 
     def _let_go(self, event: None = None) -> None:
@@ -1021,7 +1044,6 @@ class Supervisor:
             step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
             journal_bytes=len(self.journal),
             snapshots=self.maintenance.snapshots(channel),
-            state_anchors=(self.maintenance.pacing.taken, self.maintenance.pacing.obstacle),
         )
 
 

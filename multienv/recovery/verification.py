@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,14 @@ import numpy as np
 from multienv.wire.banks import STEPPED, BankLayout, Entry, are_digests, slot_digests, split_entries
 
 
-def differences(recorded: bytes, replayed: bytes, layout: BankLayout, *, exact: bool) -> dict[int, str]:
+def differences(
+    recorded: bytes,
+    replayed: bytes,
+    layout: BankLayout,
+    *,
+    exact: bool,
+    starts: Mapping[int, int] = MappingProxyType({}),
+) -> dict[int, str]:
     """Return the first difference for each slot that is replayed otherwise; ``{}`` when all agree to the bit.
 
     Args:
@@ -18,6 +28,8 @@ def differences(recorded: bytes, replayed: bytes, layout: BankLayout, *, exact: 
         replayed: The entries of the same requests, run again.
         layout: Of the banks they were copied from.
         exact: They are of the exact codec.
+        starts: Slot → index of the entry in which it was reset. It took no part in the replay before. Of that entry its
+            observation alone is compared: the rest may be of the step that ended the episode before.
     """
     if recorded == replayed:
         return {}
@@ -27,44 +39,50 @@ def differences(recorded: bytes, replayed: bytes, layout: BankLayout, *, exact: 
         return dict.fromkeys(range(layout.slots), f"{len(before)} requests were replayed as {len(after)}")
     for place, (one, other) in enumerate(zip(before, after, strict=True)):
         if one != other:
-            for slot, what in _of_entries(one, other, layout, exact).items():
+            waiting = {slot for slot, start in starts.items() if place < start}
+            starting = set() if exact else {slot for slot, start in starts.items() if place == start}
+            for slot, what in _of_entries(one, other, layout, exact, waiting, starting).items():
                 found.setdefault(slot, f"{what} at request {place + 1} of {len(before)}")
     return found
 
 
-def _of_entries(one: Entry, other: Entry, layout: BankLayout, exact: bool) -> dict[int, str]:
-    everyone = range(layout.slots)
+def _of_entries(
+    one: Entry, other: Entry, layout: BankLayout, exact: bool, waiting: AbstractSet[int], starting: AbstractSet[int]
+) -> dict[int, str]:
+    everyone = [slot for slot in range(layout.slots) if slot not in waiting]
     if one.stretch[2] != other.stretch[2]:
         return dict.fromkeys(everyone, "one raised and the other did not")
     if one.stretch[2] != STEPPED:
         return {}
     found: dict[int, str] = {}
     n = layout.slots
+    going_on = [slot for slot in everyone if slot not in starting]
     parts = [
-        ("the flags differ", layout.terminated, 1),
-        ("the flags differ", layout.truncated, 1),
-        ("one raised and the other did not", layout.failed, 1),
-        ("the reward differs", layout.rewards, 8),
+        ("the flags differ", layout.terminated, 1, going_on),
+        ("the flags differ", layout.truncated, 1, going_on),
+        ("one raised and the other did not", layout.failed, 1, going_on),
+        ("the reward differs", layout.rewards, 8, going_on),
     ]
     if layout.is_digested:
-        parts.append(("the observation differs", layout.shown, 8))
+        parts.append(("the observation differs", layout.shown, 8, everyone))
     else:
         parts += [
-            ("the observation differs", start, width)
+            ("the observation differs", start, width, everyone)
             for start, width in zip(layout.leaves, layout.leaf_bytes, strict=True)
         ]
-    for what, start, width in parts:
+    for what, start, width, slots in parts:
         size = n * width
         if one.stretch[start : start + size] != other.stretch[start : start + size]:
-            for slot in everyone:
+            for slot in slots:
                 part = slice(start + slot * width, start + (slot + 1) * width)
                 if one.stretch[part] != other.stretch[part]:
                     found.setdefault(slot, what)
-    if one.stretch[:8] != other.stretch[:8] and not found:
+    if one.stretch[:8] != other.stretch[:8] and not (found or waiting or starting):
         return dict.fromkeys(everyone, "the type of what it returned differs")
     if one.evidence != other.evidence:
         for slot in _of_evidence(one.evidence, other.evidence, layout.slots, exact):
-            found.setdefault(slot, "the observation differs")
+            if slot not in waiting:
+                found.setdefault(slot, "the observation differs")
     return found
 
 

@@ -1,19 +1,17 @@
-"""Write a report of each loss: a JSON document to read, and beside it the journal's raw banks as arrays.
+"""Write a report of each loss: a JSON document to read, and beside it what it takes to run it again.
 
-``NAME.json`` says what happened, what was asked, what became of it, and how the envs were built. ``NAME.npz`` holds::
+``NAME.json`` says what happened, what was asked, what became of it, and how the envs were built. ``NAME.npz`` holds
+bytes::
 
-    entries, state, generators, lasting     the replay that reaches back furthest, see ``wire.messages.Replay``
+    replay      the pickled Replay that reaches back furthest
     pending     the journal entry of the request that the process was lost in
-    build       the pickled Build without anything foreign
-    trusted     the whole pickled Build, without the trainer's environment variables: secrets are kept there
+    build       the pickled Build, without the trainer's environment variables: secrets are kept there
 
-Nothing foreign that is pickled in a report is loaded unless ``multienv replay --trust`` says so.
+It is no larger than ``store.REPORT_BYTES``: of a longer journal the end is kept, to be looked at.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import pickle
 import platform
 import sys
@@ -31,7 +29,7 @@ from gymnasium.vector.utils import batch_space
 
 from multienv.events import Loss, Recovery
 from multienv.reports import store
-from multienv.reports.plain import readable
+from multienv.reports.readable import readable
 from multienv.reports.texts import how_lost, replay_command, signal_name, what_happened
 from multienv.wire.actions import action_decoder
 from multienv.wire.banks import ABSENT, BankLayout, Entry, split_entries
@@ -39,9 +37,14 @@ from multienv.wire.messages import Build, Description, Replay, message_of
 from multienv.wire.segment import Segment
 
 FORMAT = "multienv-report"
-VERSION = 3
-# The arrays that make a Replay.
-REPLAY = ("entries", "state", "generators", "lasting")
+VERSION = 4
+_NO_JOURNAL = (
+    "its journal has outgrown the RestartPolicy's journal_limit or replay_limit, and begins where no replay can begin; "
+    "or too many workers were lost at once for their journals to be kept"
+)
+_MOST = f"a report takes {store.REPORT_BYTES >> 20} MiB at most"
+# Bytes of the headers of the arrays, and of what the document says of them.
+_OVERHEAD = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +114,15 @@ def _compose(
     case: Case, recovery: Recovery, path: str, index: int | None, when: str
 ) -> tuple[dict[str, Any], store.Arrays]:
     """Return the document and the arrays."""
-    loss, build, layout, found = recovery.loss, case.build, case.layout, case.replay()
+    loss, build, layout, replay = recovery.loss, case.build, case.layout, case.replay()
     setting = build.setting and replace(build.setting, environment={}, authkey=b"")
-    parts = {
-        "build": pickle.dumps(without_pickles(build)),
-        "trusted": cloudpickle.dumps(replace(build, setting=setting)),
-        "pending": case.pending,
-    }
-    journal = None
-    if found is not None and layout is not None:
-        steps = [entry.is_step for entry in split_entries(found.entries, layout.end)]
-        begins_there = not (found.state or found.generators or found.lasting)
-        journal = {"requests": len(steps), "steps": sum(steps), "from_construction": begins_there}
-        parts |= {name: getattr(found, name) for name in REPLAY}
-    document = {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "what": what_happened(loss),
         "when": when,
         "replay": replay_command(path),
+        "obstacle": None,
         "loss": {
             **asdict(loss),
             "how": how_lost(loss),
@@ -146,20 +139,54 @@ def _compose(
             "first_env": index,
             "autoreset": build.autoreset,
             "seeds": readable(build.seeds),
-            "path": readable(setting and setting.path),
-            "arguments": readable(setting and setting.arguments),
+            "path": setting and setting.path,
+            "arguments": setting and setting.arguments,
             "directory": setting and setting.directory,
         },
         "layout": layout and {name: getattr(layout, name) for name in ("slots", "action_bytes", "leaf_bytes")},
-        "journal": journal,
+        "journal": None,
         "made_with": _versions(),
     }
-    return document, {name: np.frombuffer(data, np.uint8) for name, data in parts.items()}
+    parts, told = _fitted(
+        replace(build, setting=setting), case, replay, store.REPORT_BYTES - _OVERHEAD - len(store.text_of(document))
+    )
+    return document | told, {name: np.frombuffer(data, np.uint8) for name, data in parts.items()}
 
 
-def without_pickles(build: Build) -> Build:
-    """Return how the envs were built without anything foreign: a worker unpickles some of its bytes."""
-    return replace(build, env_fns=b"", space=None, state_hooks=b"", setting=None)
+def _fitted(build: Build, case: Case, replay: Replay | None, room: int) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return the arrays, as many as fit ``room`` bytes, and what the document says of them."""
+    if len(build.env_fns) > room // 2:
+        build = replace(build, env_fns=b"")  # a replay asks for --env
+    parts = {"build": cloudpickle.dumps(build), "pending": case.pending}
+    room -= sum(map(len, parts.values()))
+    if room < 0:
+        return {}, {"obstacle": f"{_MOST}, and the pending request, or what its envs are built from, takes more"}
+    if replay is None or case.layout is None:
+        return parts, {"obstacle": _NO_JOURNAL if case.pending else None}
+    told: dict[str, Any] = {"journal": _counts(replay.entries, case.layout)}
+    parts["replay"] = pickle.dumps(replay)
+    if len(parts["replay"]) > room:
+        replay, whole = Replay(_end_of(replay.entries, case.layout, room)), told["journal"]["requests"]
+        parts["replay"] = pickle.dumps(replay)
+        told["journal"] = _counts(replay.entries, case.layout)
+        told["obstacle"] = f"{_MOST}, and has only the last {told['journal']['requests']} of {whole} requests"
+    return parts, told
+
+
+def _counts(entries: bytes, layout: BankLayout) -> dict[str, int]:
+    """Return how many requests, and steps among them, journal entries are."""
+    steps = [entry.is_step for entry in split_entries(entries, layout.end)]
+    return {"requests": len(steps), "steps": sum(steps)}
+
+
+def _end_of(entries: bytes, layout: BankLayout, room: int) -> bytes:
+    """Return the last journal entries, as many as fit ``room`` bytes."""
+    place = 0
+    for entry in split_entries(entries, layout.end):
+        if len(entries) - place <= room:
+            break
+        place += len(entry.packed())
+    return entries[place:]
 
 
 def _request(case: Case) -> dict[str, Any]:
@@ -189,36 +216,13 @@ def action_of(entry: Entry, layout: BankLayout, description: Description, *, exa
 def _env(description: Description | None) -> dict[str, Any] | None:
     if description is None:
         return None
-    spec = description.spec
     observation_space, action_space = description.spaces[0]
     return {
-        "id": getattr(spec, "id", None),
-        "entry_point": _named(getattr(spec, "entry_point", None)),
-        "kwargs": readable(getattr(spec, "kwargs", None)),
-        "spec": _plain_spec(spec),
+        "spec": readable(description.spec),
         "observation_space": readable(observation_space),
         "action_space": readable(action_space),
         "render_mode": description.render_mode,
     }
-
-
-def _named(entry_point: Any) -> str | None:
-    """Return the name of an entry point, ``module:name``, which may be a class or a function itself."""
-    if entry_point is None or isinstance(entry_point, str):
-        return entry_point
-    return f"{getattr(entry_point, '__module__', '')}:{getattr(entry_point, '__qualname__', entry_point)}"
-
-
-def _plain_spec(spec: Any) -> Any:
-    """Return a spec as JSON values; ``None`` if not all of it has such a form: arguments that are objects, say.
-
-    Entry points that are no text are left out: a replay takes those that are registered where it runs.
-    """
-    with contextlib.suppress(Exception):  # foreign code
-        points = {name: getattr(spec, name) for name in ("entry_point", "vector_entry_point")}
-        texts = {name: point if isinstance(point, str) else None for name, point in points.items()}
-        return json.loads(replace(spec, **texts).to_json())
-    return None
 
 
 @cache

@@ -1,20 +1,25 @@
-"""Read a crash report. Nothing foreign in it is unpickled, unless it is trusted."""
+"""Read a crash report. It is a pickle, which can run any code: one that others may have written is refused."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shlex
+import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from multienv.errors import ReportError
-from multienv.reports.crash import FORMAT, REPLAY, VERSION, without_pickles
-from multienv.reports.plain import made_anew, plain_value
+from multienv.reports.crash import FORMAT, VERSION
 from multienv.wire.banks import BankLayout, Entry, split_entries
 from multienv.wire.messages import Build, Replay
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,25 +31,21 @@ class Report:
         what: What happened, in a sentence.
         loss: The loss, as the document has it.
         deadline: Seconds that the fatal request was allowed.
-        env: What is said of the env, by name; empty: it was never built.
         layout: Of the banks; ``None``: the envs were never built.
-        replay: What came before the loss; ``None``: it is not known.
+        replay: What came before the loss; ``None``: it is not known, and no request was pending.
         pending: The entry of the request that the process was lost in; ``None``: none was asked, or the envs were
             being built.
-        build: How the envs were built; with ``env_fns`` and whatever else is foreign only if the report is trusted.
-        is_trusted: What it holds pickled may be loaded.
+        build: How the envs were built.
     """
 
     path: Path
     what: str
     loss: dict[str, Any]
     deadline: float | None
-    env: dict[str, Any]
     layout: BankLayout | None
     replay: Replay | None
     pending: Entry | None
     build: Build
-    is_trusted: bool
 
 
 @dataclass(frozen=True)
@@ -87,58 +88,81 @@ def summary_of(path: Path) -> Summary | None:
         return None
 
 
-def load(path: str | Path, *, trust: bool = False) -> Report:
-    """Read a report.
+def load(path: str | Path) -> Report:
+    """Read a report. Directories that the trainer imported from are added to ``sys.path``.
 
     Args:
         path: Of its ``.json``, or of the ``.npz`` beside that.
-        trust: What it holds pickled may be loaded: the author of the report can run any code here.
 
     Raises:
-        ReportError: The file is not there, is damaged, or is no report.
+        ReportError: The file is not there, is damaged, is no report, cannot be replayed, or others may have written it.
     """
     path = Path(path).with_suffix(".json")
     beside = path.with_suffix(".npz")
-    document = _document(path)
-    try:
-        with beside.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            arrays = {name: file[name].tobytes() for name in file.files}
-        build = pickle.loads(arrays["trusted"]) if trust else without_pickles(plain_value(made_anew(arrays["build"])))
-        return _report(path, document, arrays, build, trust=trust)
-    except FileNotFoundError as error:
-        raise ReportError(f"{beside} is missing: it lies beside the .json and holds the journal.") from error
-    except Exception as error:  # damage shows in many ways; and unpickling a trusted report runs foreign code
-        raise ReportError(f"{path} or {beside.name} is damaged: {type(error).__name__}: {error}.") from error
+    document = _document(path, must_be_own=True)
+    if document.get("obstacle"):
+        raise ReportError(f"{path} cannot be replayed: {document['obstacle']}.")
+    with _opened(beside, must_be_own=True) as raw:
+        try:
+            # Classes of the trainer's own modules may be in what is pickled.
+            sys.path += [entry for entry in document["build"]["path"] or () if entry not in sys.path]
+            with np.load(raw, allow_pickle=False) as file:
+                arrays = {name: file[name].tobytes() for name in file.files}
+            return _report(path, document, arrays)
+        except Exception as error:  # damage shows in many ways; and unpickling runs foreign code
+            raise ReportError(f"{path} or {beside.name} is damaged: {type(error).__name__}: {error}.") from error
 
 
-def _report(path: Path, document: dict[str, Any], arrays: dict[str, bytes], build: Any, *, trust: bool) -> Report:
+def _report(path: Path, document: dict[str, Any], arrays: dict[str, bytes]) -> Report:
     """Build a `Report` from its parts; raises an exception of any kind if one is damaged."""
-    if type(build) is not Build:
-        raise TypeError(f"it was built by {build!r:.100}")
-    layout, journal, replay, pending = document["layout"], document["journal"], None, None
+    build, layout, journal = _unpickled(arrays["build"], Build), document["layout"], document["journal"]
+    replay = pending = None
     if layout is not None:
         layout = BankLayout(layout["slots"], layout["action_bytes"], tuple(layout["leaf_bytes"]))
         if arrays["pending"]:
             (pending,) = split_entries(arrays["pending"], layout.end)
         if journal is not None:
-            replay = Replay(**{name: arrays[name] for name in REPLAY})
+            replay = _unpickled(arrays["replay"], Replay)
             requests = sum(1 for _ in split_entries(replay.entries, layout.end))
             if requests != journal["requests"]:
                 raise ValueError(f"it holds {requests} requests, not {journal['requests']}")
-    loss, deadline, env = dict(document["loss"]), document["request"]["deadline"], dict(document["env"] or {})
-    spec = env.get("spec")
-    if spec is not None:
-        env["spec"] = {**spec, "kwargs": {**spec["kwargs"]}}
-    return Report(path, str(document["what"]), loss, deadline, env, layout, replay, pending, build, trust)
+    loss, deadline = dict(document["loss"]), document["request"]["deadline"]
+    return Report(path, str(document["what"]), loss, deadline, layout, replay, pending, build)
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _unpickled(data: bytes, kind: type[T]) -> T:
+    value = pickle.loads(data)
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.100} is no {kind.__name__}")
+    return value
+
+
+def _opened(path: Path, *, must_be_own: bool) -> BinaryIO:
+    """Open a file of a report. Raises ReportError if it cannot be read, or must be this user's alone and is not."""
     try:
-        document = json.loads(path.read_bytes())
+        file = path.open("rb")
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{path} is not a report, or not all of it: {error}.") from error
+    status = os.fstat(file.fileno())
+    why = advice = ""
+    if status.st_uid != os.geteuid():
+        why = f"belongs to another user (uid {status.st_uid})"
+        advice = "If you trust that user, copy the .json and the .npz, and replay the copy."
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"can be written by others than you (mode {stat.S_IMODE(status.st_mode):04o})"
+        advice = f"If nobody else did: chmod go-w {shlex.quote(str(path))}"
+    if why and must_be_own:
+        file.close()
+        raise ReportError(f"{path} {why}: a report is a pickle, and runs what its author put there. {advice}")
+    return file
+
+
+def _document(path: Path, *, must_be_own: bool = False) -> dict[str, Any]:
+    with _opened(path, must_be_own=must_be_own) as file:
+        try:
+            document = json.loads(file.read())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ReportError(f"{path} is not a report, or not all of it: {error}.") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ReportError(f'{path} is not a report of multienv: it does not say "format": "{FORMAT}".')
     if document.get("version") != VERSION:

@@ -23,7 +23,9 @@ logger = logging.getLogger("multienv")
 
 VARIABLE = "MULTIENV_REPORTS"
 KEPT = 100
-KEPT_BYTES = 2**30
+KEPT_BYTES = 256 * 2**20
+# No report is larger than this.
+REPORT_BYTES = 32 * 2**20
 # A report of an exact recovery is written a moment after it: the other workers' recoveries are more urgent.
 DELAY = 0.02
 # How long a call that tells of a report waits for it, seconds: a disk may hang, a call must not.
@@ -51,8 +53,7 @@ def directory_for(reports: Any) -> Path | None:
     if reports is None:
         reports = os.environ.get(VARIABLE)
     if reports is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - may have none
-        return cache / "multienv" / "reports" if cache.is_absolute() else None
+        return _default_directory()
     try:
         named = os.fspath(reports)
     except TypeError:
@@ -60,6 +61,12 @@ def directory_for(reports: Any) -> Path | None:
     if not isinstance(named, str):
         raise UsageError(f"reports is {reports!r:.100}; give a directory, or '' for no reports.")
     return Path(os.path.expanduser(named)).absolute() if named else None  # noqa: PTH111 - as above
+
+
+def _default_directory() -> Path | None:
+    """Return the directory in the user's cache; ``None``: there is none."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - may have none
+    return cache / "multienv" / "reports" if cache.is_absolute() else None
 
 
 def new_path(directory: Path, index: int | None) -> Path:
@@ -89,24 +96,32 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+def text_of(document: Any) -> bytes:
+    """Return a document as it is written."""
+    return json.dumps(document, indent=2).encode()
+
+
 def write(path: Path, document: Any, arrays: Arrays) -> None:
     """Write a report, readable by its owner alone: the arrays first, and nothing if not all can be written.
 
     The document has its name from the moment when it is whole: other programs look for reports at any time.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory = path.parent
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory == _default_directory() and directory.stat().st_uid == os.geteuid():
+        directory.chmod(0o700)  # it was there before, perhaps with another mode, and is for reports alone
     beside, part = path.with_suffix(".npz"), path.with_suffix(".part")
     try:
         with open(beside, "xb", opener=_private) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         with open(part, "xb", opener=_private) as file:
-            file.write(json.dumps(document, indent=2).encode())
+            file.write(text_of(document))
         part.rename(path)
     except BaseException:
         for half in (part, path, beside):
             half.unlink(missing_ok=True)
         raise
-    prune(path.parent)
+    prune(directory)
 
 
 def prune(directory: Path) -> None:
@@ -120,7 +135,7 @@ def prune(directory: Path) -> None:
     for kept, name in enumerate(sorted(reports, reverse=True)):
         with contextlib.suppress(FileNotFoundError):  # another trainer prunes too
             total += sum(path.stat().st_size for path in reports[name])
-            if kept >= KEPT or (kept and total > KEPT_BYTES):
+            if kept >= KEPT or total > KEPT_BYTES:
                 for path in reports[name]:
                     path.unlink()
 

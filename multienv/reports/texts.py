@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import shlex
 import signal
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import cloudpickle
@@ -63,14 +64,37 @@ def signal_name(code: int) -> str:
 
 def what_happened(loss: Loss) -> str:
     """Return one sentence: which process, how it was lost, and where in its work."""
-    process = "The env's process" if loss.env_index is None else f"The process of env {loss.env_index}"
-    return f"{process} {how_lost(loss)} {where(loss.command, loss.step, loss.seed)}."
+    envs = loss.envs if loss.env_index is None else (loss.env_index,)
+    process = f"The process of {named(envs)}" if envs else "The env's process"
+    text = f"{process} {how_lost(loss)} {where(loss.command, loss.step, loss.seed, idle=loss.idle)}"
+    if loss.env_index is None and len(loss.seeds) > 1 and None not in loss.seeds:
+        text += f" (last seeds {_listed(loss.seeds)})"
+    return text + ("." if loss.pid is None else f" (pid {loss.pid}).")
+
+
+def named(envs: Sequence[int]) -> str:
+    """Return how sentences name the envs with these indexes; ``"the env"`` if it has none."""
+    return f"env{'s' if len(envs) > 1 else ''} {_listed(envs)}" if envs else "the env"
+
+
+def _listed(numbers: Sequence[Any]) -> str:
+    """Return these numbers for people to read: those that follow one another as ``3–5``."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 1 and list(numbers) == list(range(first, first + len(numbers))):
+        return f"{first}–{last}"
+    return ", ".join(map(str, numbers))
+
+
+def deadline_of(command: str) -> str:
+    """Return the name of the deadline, a field of ``Deadlines``, that a command has."""
+    named = {"step": "step", "rollout": "step", "reset": "reset", "initialize": "start"}
+    return named.get(command, "call")
 
 
 def how_lost(loss: Loss) -> str:
     """Return how the process was lost, the end of a sentence about it."""
     if loss.cause == "hung":
-        name = {"step": "step", "reset": "reset", "initialize": "start"}.get(loss.command, "call")
+        name = deadline_of(loss.command)
         limit = "" if loss.deadline is None else f" of {loss.deadline:g} s (Deadlines.{name})"
         return f"did not answer within its deadline{limit} and was killed"
     if loss.cause == "broken":
@@ -80,11 +104,11 @@ def how_lost(loss: Loss) -> str:
     return exit_text(loss.exit_code)
 
 
-def where(command: str, step: int | None, seed: int | None) -> str:
+def where(command: str, step: int | None, seed: int | None, *, idle: bool = False) -> str:
     """Return what the env was doing, how far into its episode, and its last seed."""
-    text = f"during {command}()"
+    text = f"while it was idle before {command}()" if idle else f"during {command}()"
     if step is not None and command not in ("initialize", "reset"):
-        text += f" after {step} step{'' if step == 1 else 's'} of its episode"
+        text += f"{',' if idle else ''} after {step} step{'' if step == 1 else 's'} of its episode"
     return text + (f" (last seed {seed})" if seed is not None else "")
 
 
@@ -94,7 +118,7 @@ def outcome_text(recovery: Recovery) -> str:
     cost = f"from the {recovery.rung}, {recovery.replayed} requests replayed" if recovery.rung else ""
     cost = cost or _COSTS.get(recovery.outcome, "")
     outcome = ", ".join(filter(None, [recovery.outcome, cost, f"in {recovery.seconds:.3f} s"]))
-    parts = [f"{happened.rstrip('.')} (pid {recovery.loss.pid}).", f"Outcome: {outcome}."]
+    parts = [happened, f"Outcome: {outcome}."]
     # The reason often begins with what happened.
     parts += [recovery.reason.removeprefix(happened).strip(), replay_advice(recovery.report)]
     return " ".join(filter(None, parts))
@@ -129,6 +153,7 @@ def lost_error(loss: Loss, kind: LostKind, advice: str, report: str = "") -> Wor
     hangs = kind == "poison" and loss.cause == "hung"
     error = (HangingPoisonError if hangs else _CLASSES[kind])("\n".join(parts))
     error.env_index, error.command, error.step, error.seed = loss.env_index, loss.command, loss.step, loss.seed
+    error.idle, error.envs = loss.idle, loss.envs
     error.exit_code, error.stack, error.stderr = loss.exit_code, loss.stack, loss.stderr
     error.report = report
     return error

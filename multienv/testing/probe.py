@@ -1,4 +1,4 @@
-"""Look at an env in a process that may die of it: walk at random, time it, copy its state."""
+"""Look at an env in a process that may die of it: walk at random, and time it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import gymnasium
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.recovery.verification import same
 from multienv.testing.side_by_side import EnvFn
-from multienv.worker.states import NotCapturable, capture, restore, warm_up
 
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False)
 
@@ -159,39 +158,3 @@ def times(env_fn: EnvFn, most: int, seconds: float) -> Times:
     resets.sort()
     steps.sort()
     return Times(build, resets[len(resets) // 2], steps[len(steps) // 2], steps[-1], close)
-
-
-def state_round_trip(env_fn: EnvFn, steps: int) -> tuple[str, int]:
-    """Take the state of an env in this process, put it into a new one, and step both the same way.
-
-    Args:
-        env_fn: Builds the env.
-        steps: To take before, and at the most after.
-
-    Returns:
-        Why that does not hold, ``""`` if it does; and the bytes of the state.
-    """
-    env, twin = env_fn(), env_fn()
-    try:
-        walk(env, steps)
-        try:
-            state = capture(env)
-        except NotCapturable as error:
-            return f"it cannot be had: {error}", 0
-        try:
-            warm_up(twin, (1, None))
-            restore(twin, state)
-        except Exception as error:  # foreign code
-            return f"it cannot be put back: {type(error).__name__}: {error}", len(state)
-        for step in range(steps):
-            action = env.action_space.sample()
-            (*one, _), (*other, _) = env.step(copy.deepcopy(action)), twin.step(action)
-            if not same(one, other):
-                return f"after it was put back, step {step + 1} differs", len(state)
-            if one[2] or one[3]:
-                env.reset()
-                twin.reset()
-        return "", len(state)
-    finally:
-        env.close()
-        twin.close()

@@ -29,10 +29,6 @@ Array = np.ndarray[Any, Any]
 Space = spaces.Space[Any]
 Split = Callable[[Any], list[Any]]
 
-# Actions of so many envs are compared with a set of what is allowed; of more, by numpy, which takes longer to begin.
-_FEW = 64
-_SMALL = 1024
-_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NESTED = (spaces.Dict, spaces.Tuple)
 _SOLID = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
 
@@ -167,7 +163,7 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
     """Return the function that checks a batch of actions and cuts it into one part for each worker.
 
     It raises ActionError before anything is sent: for another length or shape, and for a Discrete space for what is no
-    integer or out of range, naming env and value.
+    integer of 64 bits, naming env and value. Bounds are the env's to judge.
 
     Args:
         space: Action space of one env.
@@ -175,7 +171,7 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
     """
     count = slices[-1].stop
     ndarray, cuts, shape = np.ndarray, list(slices), (count, *(space.shape or ()))
-    is_allowed = _discrete_check(space, count) if type(space) is spaces.Discrete else None
+    kinds = "iub" if type(space) is spaces.Discrete else "iubfc"
     batched = cache(partial(batch_space, space, count))  # when it is first needed: it takes longer than many a step
 
     def split_any(actions: Any) -> list[Any]:
@@ -185,44 +181,19 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
             raise
         except Exception as error:  # looking at the actions runs foreign code
             raise ActionError(f"step(): {shown(actions)} is no batch for {count} envs with {space}: {error}") from error
-        if is_allowed is None:
-            is_right = type(space) in _SOLID  # bounds are the env's to judge
-        else:
-            is_right = whole.dtype.kind in "iub" and is_allowed(whole.astype(_INT64))
-        if not is_right:
+        if type(space) not in _SOLID or whole.dtype.kind not in kinds:
             _check_each(space, batched(), whole)
         return [_by_leaf(space, whole, partial(_part, cut)) for cut in cuts]
 
-    if is_allowed is not None:
-
-        def split_integers(actions: Any) -> list[Any]:
-            if type(actions) is ndarray and actions.dtype == _INT64 and actions.shape == shape and is_allowed(actions):
-                return [actions[cut] for cut in cuts]
-            return split_any(actions)
-
-        return split_integers
     if type(space) in _SOLID:
 
         def split_array(actions: Any) -> list[Any]:
-            if type(actions) is ndarray and actions.shape == shape and not actions.dtype.hasobject:
+            if type(actions) is ndarray and actions.shape == shape and actions.dtype.kind in kinds:
                 return [actions[cut] for cut in cuts]
             return split_any(actions)
 
         return split_array
     return split_any
-
-
-def _discrete_check(space: spaces.Discrete, count: int) -> Callable[[Array], bool]:
-    """Return the quickest test of whether all int64 actions are in range."""
-    start, n = int(space.start), int(space.n)
-    if count <= _FEW and n <= _SMALL:
-        contains = frozenset(range(start, start + n)).issuperset
-        return lambda actions: contains(actions.tolist())
-    # What is negative is large as an unsigned number.
-    largest = np.maximum.reduce
-    if start:
-        return lambda actions: bool(largest((actions - start).view(_UINT64)) < n)
-    return lambda actions: bool(largest(actions.view(_UINT64)) < n)
 
 
 def _check_each(space: Space, batched: Space, whole: Any) -> None:

@@ -495,15 +495,17 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         Args:
             name: The attribute.
             indices: Of which envs, in this order; ``None``: all.
-            calls_methods: Return what a method returns, as gymnasium does; the call is recorded. Else return of a
-                method a function that calls it in its env; to look is not recorded then.
+            calls_methods: Return what a method returns, as gymnasium does: it is called then, and the call is recorded.
+                Else return of a method a function that calls it in its env. To look is not recorded.
         """
-        if calls_methods:
-            return self._ask("get_attr", lambda slots: call_message(name, (), {}, slots), indices)
-        values = self._ask("get_attr", lambda slots: GetAttribute(name, slots), indices)
-        asked = range(self.num_envs) if indices is None else indices
-        pairs = zip(asked, values, strict=True)
-        return tuple(partial(self._call_one, index, name) if isinstance(one, Method) else one for index, one in pairs)
+        values = self._ask("get_attr", lambda slots: GetAttribute(name, slots, calls_methods), indices)
+        pairs = list(zip(range(self.num_envs) if indices is None else indices, values, strict=True))
+        found = [index for index, one in pairs if isinstance(one, Method)]
+        of_env: dict[int, Any] = {index: partial(self._call_one, index, name) for index in found}
+        if found and calls_methods:
+            called = self._ask("get_attr", lambda slots: call_message(name, (), {}, slots), found)
+            of_env = dict(zip(found, called, strict=True))
+        return tuple(of_env.get(index, one) for index, one in pairs)
 
     def _call_one(self, index: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
         return self._ask("call", lambda slots: call_message(name, args, kwargs, slots), [index])[0]
@@ -642,11 +644,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return {"version": 1, "workers": found, "begun": self._begun.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring the envs to where they were when :meth:`state_dict` returned this; all of them, or none.
+        """Bring the envs to where they were when :meth:`state_dict` returned this, which is all that it takes.
 
         Raises:
             UsageError: It is no such state, or one of envs dealt to workers in another way.
-            EnvsFailedError: Some could not be brought there; all are as they were before.
+            EnvsFailedError: Some workers could not be brought there: their envs are as they were before. Those of the
+                other workers want a reset, by a ``reset_mask`` say; or load another state.
         """
         sizes = len(self._workers), self.num_envs
         found: list[Any] = [state.get(key) for key in ("workers", "begun")] if isinstance(state, Mapping) else []
@@ -655,17 +658,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 f"load_state_dict(): that is no state_dict() of {sizes[1]} envs in {sizes[0]} workers. Give "
                 "envs_per_worker the number that the first trainer had."
             )
-        before = self._each("load_state_dict", [worker.state_dict for worker in self._workers])
-        done: list[int] = []
-
-        def load(place: int) -> None:
-            self._workers[place].load_state_dict(found[0][place])
-            done.append(place)
-
+        calls = [partial(worker.load_state_dict, one) for worker, one in zip(self._workers, found[0], strict=True)]
+        told = "The envs of the others want a reset; those of these are as they were before."
         try:
-            self._each("load_state_dict", [partial(load, place) for place in range(sizes[0])])
-        except EnvsFailedError:
-            self._each("load_state_dict", [partial(self._workers[k].load_state_dict, before[k]) for k in done])
+            self._each("load_state_dict", calls, told)
+        except EnvsFailedError as error:
+            for rows in self._slices:
+                self._begun[rows] &= rows.start in error.failures
+            self._all_begun = bool(self._begun.all())
             raise
         self._stand(found[1])
 
@@ -673,14 +673,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._begun[:] = begun
         self._all_begun = bool(self._begun.all())
 
-    def _each(self, name: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _each(self, name: str, calls: Sequence[Callable[[], Any]], *told: str) -> list[Any]:
         """Make blocking calls of workers side by side; EnvsFailedError if some raise."""
         self._settle(name)
         current = self._fanout.call_each(name, calls)
         self._fanout.finish()
         if current.failures:
             failures = {self._slices[worker].start: error for worker, error in current.failures.items()}
-            raise _collect(name, failures, current.answers, "Of each worker the first env is named.")
+            raise _collect(name, failures, current.answers, "Of each worker the first env is named.", *told)
         return current.answers
 
     # --- which call may be made -------------------------------------------------------------------

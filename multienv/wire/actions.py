@@ -66,14 +66,13 @@ def action_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
 
 
 def _integer_encoder(space: spaces.Discrete, segment: Segment) -> Encode:
-    int64 = np.int64
+    int64, least, most = np.int64, -(2**63), 2**63 - 1
     heads = [bank.head for bank in segment.banks]
     places = [bank.view[HEAD.size : HEAD.size + 8].cast("q") for bank in segment.banks]
-    first, last = int(space.start), int(space.start) + int(space.n) - 1
 
     def encode(number: int, action: Any) -> None:
         kind = type(action)
-        if (kind is int or kind is int64) and first <= action <= last:
+        if kind is int64 or (kind is int and least <= action <= most):
             side = number & 1
             head = heads[side]
             head[0], head[1] = _INT_STEP if kind is int else _INT64_STEP, number & U32
@@ -156,9 +155,9 @@ def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
 
 
 def misfit(space: spaces.Space[Any], action: Any) -> str:
-    """Tell why the action cannot be one of ``space``: structure, shape, and the range of Discrete spaces; else ``""``.
+    """Tell why the action cannot be one of ``space``: structure, shape, no integer of 64 bits; else ``""``.
 
-    Bounds of a Box are the env's to judge: many envs clip. A Discrete action outside its range has no such reading.
+    Bounds are the env's to judge, as in gymnasium: many envs clip.
     """
     if type(space) is spaces.Dict:
         if not isinstance(action, Mapping) or set(action) != set(space.spaces):
@@ -188,9 +187,7 @@ def misfit(space: spaces.Space[Any], action: Any) -> str:
 def _discrete_misfit(space: spaces.Discrete, action: Any) -> str:
     value = np.asarray(action)
     if not np.issubdtype(value.dtype, np.integer) and value.dtype != np.bool_:
-        return f"The action {shown(action)} is not an integer; the env's action space is {space}."
-    if not space.start <= value < space.start + space.n:
-        return f"The action {shown(action)} is out of range; the env's action space is {space}."
+        return f"The action {shown(action)} is not an integer of 64 bits; the env's action space is {space}."
     return ""
 
 

@@ -12,7 +12,8 @@
     large         the observations whose digests are shown
 
 A journal entry is this stretch, alone for a plain step. Any other request has behind it what its mail said:
-``EXTRAS`` (two lengths), the mail of the request and the evidence in the mail of the reply.
+``EXTRAS`` (two lengths), the mail of the request and the evidence in the mail of the reply. Of a message whose reply
+has no rows the head alone is kept of the stretch.
 """
 
 from __future__ import annotations
@@ -198,7 +199,8 @@ class Entry:
         if is_plain(self.stretch):
             return self.stretch
         sizes = EXTRAS.pack(len(self.request_mail), len(self.evidence))
-        return self.stretch + sizes + self.request_mail + self.evidence
+        stretch = self.stretch[: HEAD.size] if _is_head_alone(self.stretch) else self.stretch
+        return stretch + sizes + self.request_mail + self.evidence
 
 
 # Evidence longer than this is not kept. Of rows a digest of each slot's observation is; of a single env rewards and
@@ -258,6 +260,11 @@ def is_plain(stretch: bytes | memoryview, start: int = 0) -> bool:
     return is_laid_out and reply_kind == STEPPED and not flags & IRREGULAR
 
 
+def _is_head_alone(stretch: bytes) -> bool:
+    """Tell whether an entry has nothing behind its head but mail: a message that was not answered by rows."""
+    return stretch[0] == MESSAGE and stretch[2] != STEPPED
+
+
 def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[Entry]:
     """Take journal entries apart; ``end`` is the length of the stretch (``BankLayout.end``).
 
@@ -267,10 +274,15 @@ def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[En
     place, stop = 0, len(data)
     while place < stop:
         stretch = bytes(data[place : place + end])
-        place += end
         if is_plain(stretch):
+            place += end
             yield Entry(stretch)
             continue
+        if _is_head_alone(stretch):
+            stretch = stretch[: HEAD.size] + bytes(end - HEAD.size)
+            place += HEAD.size
+        else:
+            place += end
         request, evidence = EXTRAS.unpack_from(data, place)
         place += EXTRAS.size
         yield Entry(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ NUMBERS, _STRINGS = frozenset(_TYPES), frozenset((str,))
 _SPECIAL = ("final_obs", "final_info")
 
 Infos = Sequence[tuple[int, Mapping[str, Any]]]  # slot and info
+NONE: Mapping[int, bytes] = MappingProxyType({})
 
 
 class Columns:
@@ -97,13 +99,13 @@ class Extras:
         infos: Slot and info of those that have one.
         failures: What the envs have raised, by slot.
         observations: By slot, pickled each by itself, where observations have no fixed layout; else ``None``.
-        generators: State of the random generators before a reset that asked for it; or ``b""``.
+        generators: State of the random generators of slots, before they were reset; now and then.
     """
 
     infos: NumberInfos | list[tuple[int, Any]] = field(default_factory=list)
     failures: dict[int, Failure] = field(default_factory=dict)
     observations: list[bytes] | None = None
-    generators: bytes = b""
+    generators: Mapping[int, bytes] = field(default_factory=dict)
 
 
 # --- the worker's end -------------------------------------------------------------------------
@@ -156,11 +158,13 @@ class InfoPacker:
         return True
 
 
-def pack_extras(infos: Sequence[tuple[int, bytes]], failures: Mapping[int, Failure], generators: bytes = b"") -> bytes:
-    """Pack slots with their pickled infos, failures and the state of generators."""
+def pack_extras(
+    infos: Sequence[tuple[int, bytes]], failures: Mapping[int, Failure], generators: Mapping[int, bytes] = NONE
+) -> bytes:
+    """Pack slots with their pickled infos, failures and states of generators."""
     if not infos and not failures and not generators:
         return b""
-    return pickle.dumps((list(infos), dict(failures), generators), protocol=5)
+    return pickle.dumps((list(infos), dict(failures), dict(generators)), protocol=5)
 
 
 # --- the trainer's end ------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pickle
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 
@@ -52,7 +52,7 @@ class Build:
         truncates_errors: An exception of an env in ``step`` ends its episode instead of being raised.
         snapshots: Forked snapshots: every so many steps; 0: as is good; -1: never.
         replacement: The worker replaces a lost one: its first snapshot is taken at once.
-        state_hooks: Those registered in the trainer, pickled.
+        starts: Part of the envs' time that telling how generators stood before resets may take; 0: it is not told.
         title: What ``ps`` shows.
     """
 
@@ -66,7 +66,7 @@ class Build:
     truncates_errors: bool = False
     snapshots: int = -1
     replacement: bool = False
-    state_hooks: bytes = b""
+    starts: float = 0.0
     title: str = ""
 
 
@@ -98,13 +98,11 @@ class Reset:
         seeds: One for each slot, or ``None``.
         options: One for each slot, or ``None``.
         mask: Which slots; ``None``: all.
-        anchor: Also tell the random generators' state before this reset.
     """
 
     seeds: tuple[int | None, ...]
     options: tuple[Any, ...]
     mask: tuple[bool, ...] | None = None
-    anchor: bool = False
 
     def touches(self, slot: int) -> bool:
         """Tell whether this resets the slot."""
@@ -139,10 +137,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class GetAttribute:
-    """Read an attribute of each env."""
+    """Read an attribute of each env.
+
+    Attributes:
+        slots: Which slots; ``None``: all.
+        callables: Answer :class:`Method` in the place of whatever can be called, not of methods alone.
+    """
 
     name: str
     slots: tuple[int, ...] | None = None
+    callables: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +195,18 @@ class KeepSnapshot:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureState:
-    """Tell the envs' state, to go on from in a new process, and the CPU seconds that took."""
+class ReplayStart(NamedTuple):
+    """Where a replay begins for one slot, which takes no part in it until then.
+
+    Attributes:
+        slot: Which.
+        entry: Index of the entry in which the slot is reset; behind the last one: it takes no part at all.
+        generators: How its random generators stood before; ``b""``: that is not known.
+    """
+
+    slot: int
+    entry: int
+    generators: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +215,13 @@ class Replay:
 
     Attributes:
         entries: Journal entries end to end.
-        state: Put into the newly built envs first, see :class:`CaptureState`; or ``b""``.
-        generators: Put back before the first entry, which is a reset; or ``b""``.
-        lasting: Calls and attributes set before ``entries`` begin, as entries; their outcome is not looked at.
+        starts: Where slots begin; those that are not named take part from the first entry on.
+        lasting: Calls and attributes set before ``entries`` begin, each pickled; their outcome is not looked at.
     """
 
     entries: bytes
-    state: bytes = b""
-    generators: bytes = b""
-    lasting: bytes = b""
+    starts: tuple[ReplayStart, ...] = ()
+    lasting: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,18 +246,7 @@ class Close:
 
 
 Message = (
-    Build
-    | Reset
-    | Call
-    | GetAttribute
-    | IsWrapped
-    | SetAttribute
-    | Render
-    | KeepSnapshot
-    | CaptureState
-    | Replay
-    | Rollout
-    | Close
+    Build | Reset | Call | GetAttribute | IsWrapped | SetAttribute | Render | KeepSnapshot | Replay | Rollout | Close
 )
 # Those that may change an env for longer than an episode.
 LASTING = (SetAttribute, Call)

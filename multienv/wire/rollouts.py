@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,7 @@ class Rolled:
     """Answers a :class:`Rollout`. Each step, and each reset of a single env, is a request with a number of its own.
 
     Attributes:
-        entries: Journal entries of these requests, end to end.
-        requests: How many.
-        is_plain: All of them have the length of a plain step.
+        entries: Journal entries of these requests.
         steps: How many of them are steps.
         ends: Each step that ended episodes, and their slots.
         seen: What the caller then saw last, as ``standing()`` of the answers returns it; ``None``: nothing new.
@@ -34,9 +32,7 @@ class Rolled:
         by_policy: That was the policy.
     """
 
-    entries: bytes
-    requests: int
-    is_plain: bool
+    entries: tuple[bytes, ...]
     steps: int
     ends: tuple[tuple[int, tuple[int, ...]], ...]
     seen: dict[str, Any] | None
@@ -48,6 +44,11 @@ class Rolled:
     values: bytes
     failure: Failure | None = None
     by_policy: bool = False
+
+    def numbers(self, first: int) -> list[int]:
+        """Return the number of each step; ``first`` is that of the first. A reset of a single env takes one as well."""
+        resets = accumulate((step in self.begun for step in range(self.steps)), initial=0)
+        return [first + step + before for step, before in zip(range(self.steps), resets, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)

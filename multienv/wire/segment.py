@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +25,11 @@ from multienv.wire.banks import SMALL, Bank
 
 if TYPE_CHECKING:
     from multienv.wire.banks import BankLayout
+
+# On these processors a process that sees a store of another one also sees all stores before it. On any other the number
+# in a word may show before the rows that it announces. There both sides send the number over the line as well, and
+# believe the word once the number has come: the kernel's socket orders the stores before it.
+ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 
 # What the kernel's list of mappings calls the segment.
 SHARED_NAME = "multienv"
@@ -44,11 +50,14 @@ CORE = 50  # 1 + the core to run on while steps are short; 0: any (trainer)
 LOOKS = 51  # look for the next request before going to sleep: so many workers share a core; 0: do not (trainer)
 RESTARTS = 52  # processes that were started in place of lost ones, up to this one (trainer)
 BANK_SIZE = 53  # bytes of one bank; 0: not laid out yet (both, the same)
+NUMBERED = 54  # 1: a word counts only once the line has brought its number; no side looks or sleeps (trainer)
 PID = 56  # the process that serves this segment (worker)
 SNAPSHOTS = 57  # forked snapshots it has taken (worker)
 OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
-STEP_SECONDS = 59  # float64: env time of a step, smoothed; 0: not known (worker)
+STEP_SECONDS = 59  # float64: env time of a step without resets in it, smoothed; 0: not known (worker)
 RESIDENT = 60  # its resident memory in bytes, where its process is on another machine; 0: ask the system (relay)
+SNAPSHOT = 61  # number of the last request executed in its newest forked snapshot; 0: there is none (worker)
+RESET_SECONDS = 62  # float64: time that resets have taken, all together (worker)
 
 _SHORT_MAIL = 2048
 _SHORT = 512
@@ -203,6 +212,11 @@ class Segment:
             self.words, self.times, self.banks = view.cast("q"), view.cast("d"), ()
             self._short = [memoryview(bytearray(_SHORT)) for _ in self._short]
             self._control = self._memory = None  # last: an interruption leaves all to do again
+
+
+def wake_bytes(number: int) -> bytes:
+    """Return what goes over the line with the request, or the reply, of this number."""
+    return number.to_bytes(8, "little", signed=True)
 
 
 def anonymous_file() -> int:

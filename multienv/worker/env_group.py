@@ -9,16 +9,17 @@ import contextlib
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from time import perf_counter
 from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any, NoReturn
 
-import cloudpickle
 import gymnasium
 
-from multienv.wire.messages import Build, Call, Description, Failure, Method
-from multienv.wire.segment import SLOT
-from multienv.worker import seeding, states
+from multienv.wire.messages import Build, Call, Description, Failure, GetAttribute, Method, SetAttribute
+from multienv.wire.segment import SLOT, Segment
+from multienv.worker import seeding
 from multienv.worker.failures import failure_of, pickled, wrong_result
+from multienv.worker.starts import Starts
 
 Step = Callable[[Any], Any]
 
@@ -29,15 +30,15 @@ class EnvGroup:
     Args:
         envs: The envs, built.
         message: The request that the envs were built for.
-        words: Control words, where the slot that is called is marked.
+        segment: Of the worker: its control words say which slot is called.
 
     Attributes:
+        starts: Resets at which a replay can begin.
         calls: For each slot what a step calls: the env's ``step``, or what stands in its place once the episode has
             ended. The list stays the same object.
-        words: To be replaced when the envs move to another segment.
     """
 
-    def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]], message: Build, words: Any) -> None:
+    def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]], message: Build, segment: Segment) -> None:
         self.envs = list(envs)
         self.slots = len(self.envs)
         self.exact = message.exact
@@ -45,14 +46,18 @@ class EnvGroup:
         self.truncates_errors = message.truncates_errors
         self.observation_space = envs[0].observation_space if message.space is None else message.space
         self.action_space = envs[0].action_space
-        self.words = words
+        self.words = segment.words
+        self.starts = Starts(self.envs, message.starts, segment)
         self._steps: list[Step] = []
         self._ended = [not message.exact] * self.slots
-        self._beginnings: list[states.Beginning | None] = [None] * self.slots  # the last reset that was asked for
         self.calls: list[Step] = []
         self.update_calls()
         for env, draw in zip(envs, message.draws, strict=False):
             seeding.give_generator(env, draw)
+
+    def move(self, segment: Segment) -> None:
+        """Go on with another segment."""
+        self.words, self.starts.segment = segment.words, segment
 
     def describe(self) -> Description:
         """Return the spaces of all envs, with metadata, spec and render mode of the first."""
@@ -94,13 +99,18 @@ class EnvGroup:
             arguments: ``seed`` and ``options`` where the caller resets; none where the worker resets by itself.
         """
         self.words[SLOT] = slot + 1
-        if arguments:
-            self._beginnings[slot] = arguments.get("seed"), arguments.get("options")
-        result = self.envs[slot].reset(**arguments)
+        self.starts.before_reset(slot)
+        began = perf_counter()
         try:
-            observation, info = result
-        except (TypeError, ValueError):
-            raise wrong_result("reset", "observation, info", result) from None
+            result = self.envs[slot].reset(**arguments)
+            try:
+                observation, info = result
+            except (TypeError, ValueError):
+                raise wrong_result("reset", "observation, info", result) from None
+        except BaseException:
+            self.starts.forget(slot)
+            raise
+        self.starts.count_reset(perf_counter() - began)
         self._ended[slot] = False
         self.calls[slot] = self._steps[slot]
         return observation, info
@@ -123,14 +133,19 @@ class EnvGroup:
         """Call a method of each env, or read an attribute that is not callable; as :meth:`each`."""
         return self.each(message.name, message.slots, lambda place, env: _call_by_name(env, message))
 
-    def get(self, name: str, slots: Sequence[int] | None) -> bytes:
+    def write(self, message: SetAttribute) -> bytes:
+        """Set an attribute of each env; as :meth:`each`."""
+        name, values = message.name, message.values
+        return self.each(name, message.slots, lambda place, env: env.set_wrapper_attr(name, values[place]))
+
+    def get(self, message: GetAttribute) -> bytes:
         """Read an attribute of each env or of a wrapper of it; as :meth:`each`."""
 
         def read(place: int, env: Any) -> Any:
-            value = env.get_wrapper_attr(name)
-            return Method() if _is_method(value) else value
+            value = _attribute(env, message.name)
+            return Method() if _is_method(value) or (message.callables and callable(value)) else value
 
-        return self.each(name, slots, read)
+        return self.each(message.name, message.slots, read)
 
     def is_wrapped(self, kind: tuple[str, str], slots: Sequence[int] | None) -> bytes:
         """Tell of each env whether it has a wrapper of a class, given by module and name; as :meth:`each`."""
@@ -164,45 +179,23 @@ class EnvGroup:
         self.words[SLOT] = 0
         return pickle.dumps((values, failures), protocol=5)
 
-    # --- states -----------------------------------------------------------------------------------
-
-    def capture_state(self) -> bytes:
-        """Return the state of all envs and random generators.
-
-        Raises:
-            NotCapturable: The state of an env cannot be had.
-        """
-        captured = []
-        for slot, env in enumerate(self.envs):
-            self.words[SLOT] = slot + 1
-            captured.append(states.capture(env))
-        self.words[SLOT] = 0
-        # By cloudpickle: options of a reset may be anything.
-        data: bytes = cloudpickle.dumps((self._beginnings, self._ended, captured, seeding.capture(self.envs)))
-        return data
-
-    def restore_state(self, data: bytes) -> None:
-        """Put back what :meth:`capture_state` returned, into newly built envs."""
-        self._beginnings, self._ended, captured, generators = pickle.loads(data)
-        for slot, env in enumerate(self.envs):
-            self.words[SLOT] = slot + 1
-            states.warm_up(env, self._beginnings[slot])
-            states.restore(env, captured[slot])
-        self.words[SLOT] = 0
-        seeding.restore(self.envs, generators)
-        self.update_calls()
-
 
 def _refuse(action: Any) -> NoReturn:
     raise gymnasium.error.ResetNeeded("The episode of this env has ended. Call reset() before the next step().")
 
 
 def _call_by_name(env: Any, message: Call) -> Any:
-    name, *inside = message.name.split(".")
-    attribute = env.get_wrapper_attr(name)
-    for name in inside:
-        attribute = getattr(attribute, name)
+    attribute = _attribute(env, message.name)
     return attribute(*message.args, **(message.kwargs or {})) if callable(attribute) else attribute
+
+
+def _attribute(env: Any, path: str) -> Any:
+    """Return what is found under a name, or under names joined by dots."""
+    name, *inside = path.split(".")
+    value = env.get_wrapper_attr(name)
+    for name in inside:
+        value = getattr(value, name)
+    return value
 
 
 def _is_method(value: Any) -> bool:

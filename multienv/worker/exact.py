@@ -126,23 +126,23 @@ class ExactStepper:
 
         return handle
 
-    def reset(self, number: int, message: Reset, generators: bytes) -> None:
-        """Execute a reset, and tell how the generators stood before it. Raises what the env raises."""
+    def reset(self, number: int, message: Reset) -> None:
+        """Execute a reset. Raises what the env raises."""
         bank = self._segment.banks[number & 1]
         if (bank.view[1] & ABSENT and bank.absent[0]) or not message.touches(0):
-            self._skip(number, generators)
+            self._skip(number)
             return
         observation, info = self._group.begin(0, seed=message.seeds[0], options=message.options[0])
-        self._write(number, observation, 0.0, False, False, info, generators)
+        self._write(number, observation, 0.0, False, False, info)
 
-    def _skip(self, number: int, generators: bytes = b"") -> None:
+    def _skip(self, number: int) -> None:
         """Reply for an env that is absent from the request, whose episode ends; its row is blank."""
         self._group.end(0)
         side = number & 1
         bank = self._segment.banks[side]
         self._blank(side)
         bank.rewards[0], bank.terminated[0], bank.truncated[0] = 0.0, False, False
-        answer_rows(self._segment, number, self._packer, [], generators=generators)
+        answer_rows(self._segment, number, self._packer, [])
 
     def _cells(self) -> list[Any]:
         """Return for each bank what an array is assigned to; it raises ValueError if the array does not fit."""
@@ -155,16 +155,7 @@ class ExactStepper:
             return [array[0].data for array in arrays]
         return [_Cell(self._layout, array[0, ...]) for array in arrays]
 
-    def _write(
-        self,
-        number: int,
-        observation: Any,
-        reward: Any,
-        terminated: Any,
-        truncated: Any,
-        info: Any,
-        generators: bytes = b"",
-    ) -> None:
+    def _write(self, number: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
         """Write the reply to a step or a reset, whatever the env has returned."""
         side = number & 1
         bank, flags, evidence = self._segment.banks[side], 0, b""
@@ -184,8 +175,9 @@ class ExactStepper:
         if terminated or truncated:
             flags |= ENDED
         infos = [(0, info if type(info) is dict else pickled("step", info))] if info else []
+        told = self._group.starts.take()
         answer_rows(
-            self._segment, number, self._packer, infos, flags=flags, tag=tag, evidence=evidence, generators=generators
+            self._segment, number, self._packer, infos, flags=flags, tag=tag, evidence=evidence, generators=told
         )
 
     def _put(self, side: int, observation: Any) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from multienv.wire.banks import (
     BEGIN,
     FAILED,
     HEAD,
+    IDLE,
     IRREGULAR,
     MESSAGE,
     STEPPED,
@@ -37,7 +38,6 @@ from multienv.wire.messages import (
     BEGINNING,
     Build,
     Call,
-    CaptureState,
     Close,
     GetAttribute,
     IsWrapped,
@@ -59,7 +59,6 @@ from multienv.worker.registrations import built
 from multienv.worker.replies import answer, answer_failure
 from multienv.worker.rollouts import Roller
 from multienv.worker.rows import RowsStepper
-from multienv.worker.state_hooks import register_all
 
 
 class Host:
@@ -134,7 +133,7 @@ class Host:
         """Use banks with this layout, and compile what executes steps."""
         group, segment = self._envs(), self._segment
         segment.lay_out(layout)
-        group.words = segment.words
+        group.move(segment)
         self._stepper = self._make_stepper(segment)
         self.handle = self._stepper.compile(self._handle)
         self._roller = None
@@ -159,7 +158,6 @@ class Host:
         self._on_build(message)
         if message.seeds is not None:
             seeding.seed_process(message.seeds)
-        register_all(message.state_hooks)
         specs = b"" if message.setting is None else message.setting.registrations
         env_fns = cloudpickle.loads(message.env_fns) if self._env_fns is None else self._env_fns
         envs: list[Any] = []
@@ -174,7 +172,7 @@ class Host:
                 answer(segment, number, FAILED, dumps(replace(failure_of(error), slot=len(envs))))
                 return
         segment.words[SLOT] = 0
-        group = EnvGroup(envs, message, segment.words)
+        group = EnvGroup(envs, message, segment)
         layout = layout_of_envs(group.exact, group.observation_space, group.action_space, group.slots)
         # The reply lies in the small bank: the trainer knows no other yet.
         self._answer(number, group.describe(), "its constructor (spaces, metadata, spec)")
@@ -182,9 +180,8 @@ class Host:
         self._lay_out(layout)
 
     def _reset(self, number: int, message: Reset) -> None:
-        generators = seeding.capture(self._envs().envs) if message.anchor else b""
         assert self._stepper is not None
-        self._stepper.reset(number, message, generators)
+        self._stepper.reset(number, message)
 
     def _rollout(self, number: int, message: Rollout) -> None:
         group, bank = self._envs(), self._segment.banks[number & 1]
@@ -193,21 +190,19 @@ class Host:
         absent = bank.absent.copy() if bank.view[1] & ABSENT else np.zeros(group.slots, np.uint8)
         rolled, seconds = self._roller.run(number, message, absent)
         self._answer(number, rolled, "rollout")
-        self._rolled = number + max(0, rolled.requests - 1), seconds
+        self._rolled = number + max(0, len(rolled.entries) - 1), seconds
 
     def _call(self, number: int, message: Call) -> None:
         answer(self._segment, number, VALUE, self._envs().call(message))
 
     def _get(self, number: int, message: GetAttribute) -> None:
-        answer(self._segment, number, VALUE, self._envs().get(message.name, message.slots))
+        answer(self._segment, number, VALUE, self._envs().get(message))
 
     def _is_wrapped(self, number: int, message: IsWrapped) -> None:
         answer(self._segment, number, VALUE, self._envs().is_wrapped(message.kind, message.slots))
 
     def _set(self, number: int, message: SetAttribute) -> None:
-        name, values = message.name, message.values
-        write: Callable[[int, Any], Any] = lambda place, env: env.set_wrapper_attr(name, values[place])  # noqa: E731
-        answer(self._segment, number, VALUE, self._envs().each(name, message.slots, write))
+        answer(self._segment, number, VALUE, self._envs().write(message))
 
     def _render(self, number: int, message: Render) -> None:
         mail = self._envs().each("render", message.slots, lambda place, env: env.render())
@@ -221,49 +216,62 @@ class Host:
         self.close_envs()
         self._answer(number, None)
 
-    # --- states and replays -----------------------------------------------------------------------
-
-    def _capture_state(self, number: int, message: CaptureState) -> None:
-        began = time.thread_time()
-        state = self._envs().capture_state()
-        self._answer(number, (time.thread_time() - began, state))
+    # --- replays ----------------------------------------------------------------------------------
 
     def _replay(self, number: int, message: Replay) -> None:
+        group = self._envs()
         try:
-            self._run(number, message.lasting, indexed=False)
-            if message.state:
-                self._envs().restore_state(message.state)
-            elif message.generators:
-                seeding.restore(self._envs().envs, message.generators)
-            came = self._run(number, message.entries, indexed=True)
+            for mail in message.lasting:
+                lasting = pickle.loads(mail)
+                group.call(lasting) if isinstance(lasting, Call) else group.write(lasting)
+            came = self._run(number, message)
         finally:
+            group.starts.replaying = None
             # Its bank was used for other requests meanwhile.
             HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, VALUE, 0, 0, number & U32, 0)
         self._answer(number, came)
 
-    def _run(self, number: int, entries: bytes, *, indexed: bool) -> bytes:
-        """Execute journal entries; return those that came of it. ``number`` is that of the replay."""
-        segment, words, came = self._segment, self._segment.words, []
-        for index, entry in enumerate(split_entries(entries, segment.layout.end)):
-            if indexed:
-                words[REPLAYING] = index + 1
+    def _run(self, number: int, message: Replay) -> bytes:
+        """Execute journal entries, each slot from its start on; return those that came of it.
+
+        Args:
+            number: That of the replay.
+            message: The replay.
+        """
+        segment, words, group, came = self._segment, self._segment.words, self._envs(), []
+        absent = {start.slot for start in message.starts}
+        for index, entry in enumerate(split_entries(message.entries, segment.layout.end)):
+            starting = {start.slot: start.generators for start in message.starts if start.entry == index}
+            absent -= starting.keys()
+            group.starts.replaying = starting
+            words[REPLAYING] = index + 1
             again = entry.number
-            self._ask_again(entry)
+            self._ask_again(entry, absent)
             self.handle(again)
             words[BUSY] = number
             bank = segment.banks[again & 1]
+            if absent:  # the entry is that of the request which had them all
+                bank.view[1] = entry.stretch[1]
+                bank.view[bank.layout.absent : bank.layout.rewards] = entry.stretch[
+                    bank.layout.absent : bank.layout.rewards
+                ]
             evidence = mail_of(segment, again)[0] if bank.view[3] & IRREGULAR else b""
-            came.append(entry_of(bank, entry.request_mail, evidence, exact=self._envs().exact))
+            came.append(entry_of(bank, entry.request_mail, evidence, exact=group.exact))
         words[REPLAYING] = 0
+        for slot in absent:
+            seeding.renew(group.envs[slot])
         return b"".join(came)
 
-    def _ask_again(self, entry: Entry) -> None:
-        """Put the request of an entry into its bank, as the trainer did."""
+    def _ask_again(self, entry: Entry, absent: AbstractSet[int]) -> None:
+        """Put the request of an entry into its bank, as the trainer did; slots in ``absent`` take no part."""
         number = entry.number
         bank = self._segment.banks[number & 1]
         end = bank.layout.rewards
         bank.view[:end] = entry.stretch[:end]
         kind, tag = entry.stretch[:2]
+        if absent:
+            tag |= ABSENT
+            bank.absent[list(absent)] = IDLE
         HEAD.pack_into(bank.view, 0, kind, tag, STEPPED, 0, 0, number, 0)
         if not is_plain(entry.stretch):
             self._segment.write_request_mail(number, entry.request_mail)
@@ -279,7 +287,6 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     SetAttribute: Host._set,
     Render: Host._render,
     KeepSnapshot: Host._keep_snapshot,
-    CaptureState: Host._capture_state,
     Replay: Host._replay,
     Close: Host._close,
 }

@@ -25,13 +25,16 @@ from multienv.wire.banks import STEP
 from multienv.wire.messages import Build
 from multienv.wire.segment import (
     LOOKS,
+    NUMBERED,
     PID,
     REPLY,
     REQUEST,
+    RESET_SECONDS,
     STEP_SECONDS,
     TRAINER_SLEEPS,
     WORKER_SLEEPS,
     Segment,
+    wake_bytes,
 )
 from multienv.worker.affinity import Affinity
 from multienv.worker.ends import MARK_VARIABLE, Ends
@@ -116,7 +119,7 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
                 host.move(segment)
                 snapshots.go_on(segment, ends)
                 segment.words[REPLY] = number  # tells the trainer that it is up
-                _wake_trainer(segment, ends.line)
+                _wake_trainer(segment, ends.line, number)
             _serve(ends.line, host, segment, snapshots, forks)
             break
         except Woken as again:
@@ -132,11 +135,13 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
     # trainer may go on with a lower number.
     last = 0
     words, times, clock = segment.words, segment.times, time.perf_counter
+    is_numbered = words[NUMBERED]
+    sleeps = NUMBERED if is_numbered else TRAINER_SLEEPS
     affinity, unseen = Affinity.of_this_process(words), 0
     try:
         while True:
-            if words[REQUEST] == last and (
-                host.closing or not _await_request(line, words, last, looks=not affinity.is_crowded)
+            if (words[REQUEST] == last or is_numbered) and (
+                host.closing or not _await_request(line, words, last, looks=not (is_numbered or affinity.is_crowded))
             ):
                 return
             number = words[REQUEST]
@@ -145,21 +150,21 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
                 if forks.is_astray:
                     os._exit(0)
                 words[REPLY] = last = number
-                if words[TRAINER_SLEEPS]:
-                    _wake_trainer(segment, line)
+                if words[sleeps]:
+                    _wake_trainer(segment, line, number)
                 if rolled is None:
                     continue
                 is_step = False
             else:
                 is_step = segment.banks[number & 1].view[0] == STEP
-                began = clock()
+                began, resets = clock(), times[RESET_SECONDS]
                 rolled = host.handle(number)
-                seconds = clock() - began
+                seconds = clock() - began - (times[RESET_SECONDS] - resets)
                 if forks.is_astray:
                     os._exit(0)
                 words[REPLY] = last = number
-                if words[TRAINER_SLEEPS]:
-                    _wake_trainer(segment, line)
+                if words[sleeps]:
+                    _wake_trainer(segment, line, number)
             if rolled is not None:  # many steps: the number of the last one
                 number, seconds = rolled
             elif not is_step:
@@ -185,6 +190,8 @@ def _await_request(line: socket.socket, words: Any, last: int, *, looks: bool) -
             give_way()
         else:
             return True
+    if words[NUMBERED]:
+        return _await_number(line, words, last)
     poller = select.poll()
     poller.register(line, select.POLLIN)
     patience: int | None = FIRST_SLEEP
@@ -193,7 +200,7 @@ def _await_request(line: socket.socket, words: Any, last: int, *, looks: bool) -
             words[WORKER_SLEEPS] = 1
             if words[REQUEST] != last:
                 return True
-            if poller.poll(patience) and _has_ended(line):
+            if poller.poll(patience) and _heard(line) == b"":
                 return bool(words[REQUEST] != last)
             if words[REQUEST] != last:
                 return True
@@ -202,21 +209,35 @@ def _await_request(line: socket.socket, words: Any, last: int, *, looks: bool) -
         words[WORKER_SLEEPS] = 0
 
 
-def _has_ended(line: socket.socket) -> bool:
-    """Read wake bytes; tell whether the trainer has closed its end."""
+def _await_number(line: socket.socket, words: Any, last: int) -> bool:
+    """Sleep until the line has brought the number of another request than ``last``; false when it has ended."""
+    poller = select.poll()
+    poller.register(line, select.POLLIN)
+    while True:
+        poller.poll()
+        heard = _heard(line)
+        number = words[REQUEST]  # after what was heard
+        if heard == b"":
+            return bool(number != last)
+        if heard and number != last and wake_bytes(number) in heard:
+            return True
+
+
+def _heard(line: socket.socket) -> bytes | None:
+    """Read wake bytes; ``b""``: the trainer has closed its end; ``None``: there are none."""
     try:
-        return not line.recv(4096, socket.MSG_DONTWAIT)
+        return line.recv(4096, socket.MSG_DONTWAIT)
     except BlockingIOError:
-        return False
+        return None
     except OSError:  # closed before it had read all bytes, or by the env
-        return True
+        return b""
 
 
-def _wake_trainer(segment: Segment, line: socket.socket) -> None:
-    """Send the trainer a byte, if it sleeps."""
-    if segment.words[TRAINER_SLEEPS]:
+def _wake_trainer(segment: Segment, line: socket.socket, number: int) -> None:
+    """Send the trainer the number of the reply, if it sleeps."""
+    if segment.words[TRAINER_SLEEPS] or segment.words[NUMBERED]:
         with contextlib.suppress(OSError):  # full of bytes, which wake it as well; or it is gone, which is seen next
-            line.send(b"\0", _NO_SIGNAL | socket.MSG_DONTWAIT)
+            line.send(wake_bytes(number), _NO_SIGNAL | socket.MSG_DONTWAIT)
 
 
 class Forks:

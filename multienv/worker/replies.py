@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multienv.wire.banks import FAILED, HEAD, STEPPED, U32
-from multienv.wire.infos import InfoPacker, pack_extras
+from multienv.wire.infos import NONE, InfoPacker, pack_extras
 from multienv.wire.messages import Failure, dumps
 from multienv.wire.segment import Segment
 from multienv.worker.failures import failure_of, pickled
@@ -36,7 +36,7 @@ def answer_rows(
     tag: int = 0,
     evidence: bytes = b"",
     failures: Mapping[int, Failure] | None = None,
-    generators: bytes = b"",
+    generators: Mapping[int, bytes] = NONE,
 ) -> None:
     """Reply to a step or a reset whose rows are written.
 
@@ -49,7 +49,7 @@ def answer_rows(
         tag: That of the reward.
         evidence: What the rows do not hold.
         failures: What envs have raised, by slot.
-        generators: Their state before the reset.
+        generators: Slot → state of its random generators before it was reset.
     """
     rest = b""
     if infos and not failures and not generators:

@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from multienv.errors import ActionError
-from multienv.wire.actions import action_encoder, misfit
+from multienv.wire.actions import action_encoder, shown
 from multienv.wire.banks import (
     ABSENT,
     BEGIN,
@@ -39,7 +39,7 @@ from multienv.wire.codecs import ExactCodec, mail_of
 from multienv.wire.messages import BEGINNING, Failure, Rollout
 from multienv.wire.rollouts import Rolled, Values, stacked
 from multienv.wire.rows import has_rows, leaf_arrays, nested
-from multienv.wire.segment import BUSY, SLOT, Segment
+from multienv.wire.segment import BUSY, RESET_SECONDS, SLOT, Segment
 from multienv.worker.env_group import EnvGroup
 from multienv.worker.failures import failure_of, pickled
 from multienv.worker.replies import answer_failure
@@ -72,7 +72,6 @@ class _Progress:
     steps: int = 0
     observations: list[Any] = field(default_factory=list)
     entries: list[bytes] = field(default_factory=list)
-    is_plain: bool = True
     actions: list[Any] = field(default_factory=list)
     extras: list[dict[str, Array]] = field(default_factory=list)
     ends: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -172,13 +171,13 @@ class Roller:
         bank = self._aside.banks[number & 1]
         is_mailed = not is_plain(bank.stretch) and bank.view[0] != BEGIN
         mail = self._aside.read_request_mail(number) if is_mailed else b""
-        began = time.perf_counter()
+        began, times = time.perf_counter(), self._segment.times
+        resets = times[RESET_SECONDS]
         self._handle(number)
-        progress.seconds += time.perf_counter() - began
+        progress.seconds += time.perf_counter() - began - (times[RESET_SECONDS] - resets)
         evidence = mail_of(self._aside, number)[0] if bank.view[3] & IRREGULAR else b""
         entry = entry_of(bank, mail, evidence, exact=self._group.exact)
         progress.entries.append(entry)
-        progress.is_plain &= len(entry) == self._aside.layout.end
         progress.next += 1
         return bank
 
@@ -186,7 +185,7 @@ class Roller:
         """Execute a reset of the only env, as the host does."""
         self._segment.words[BUSY] = number
         try:
-            self._reset(number, BEGINNING, b"")
+            self._reset(number, BEGINNING)
             if not self._group.calls_are_current():
                 self._group.update_calls()
         except Exception as error:
@@ -221,16 +220,11 @@ class Roller:
         progress.extras.append(taken)
 
     def _check_integers(self, space: spaces.Discrete, actions: Array) -> None:
-        first, last = int(space.start), int(space.start) + int(space.n) - 1
-        if actions.shape == (self._group.slots,) and actions.dtype.kind in "iub":
-            values = actions.tolist()
-            if first <= min(values) and max(values) <= last:
-                return
-            raise ActionError(next(filter(None, (misfit(space, action) for action in actions))))
-        raise ActionError(
-            f"The policy returned actions of shape {actions.shape} and dtype {actions.dtype}; {self._group.slots} envs "
-            f"with {space} want as many integers."
-        )
+        if actions.shape != (self._group.slots,) or actions.dtype.kind not in "iub":
+            raise ActionError(
+                f"The policy returned {shown(actions)} of dtype {actions.dtype}; {self._group.slots} envs with {space} "
+                "want as many integers of 64 bits."
+            )
 
     def _batch(self, shown: Any) -> Any:
         """Return what was shown last as the policy gets it, which may change it."""
@@ -355,9 +349,7 @@ class Roller:
             except Exception as error:
                 progress.failure = progress.failure or failure_of(error)
         return Rolled(
-            entries=b"".join(progress.entries),
-            requests=len(progress.entries),
-            is_plain=progress.is_plain,
+            entries=tuple(progress.entries),
             steps=steps,
             ends=tuple(progress.ends),
             seen=progress.seen,

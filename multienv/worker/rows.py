@@ -62,6 +62,7 @@ class RowsStepper:
             (side, side.bank.view, side.cells, side.bank.rewards.data, side.digest) for side in self._sides
         ]
         key, is_loose = self._sides[0].key, self._sides[0].loose is not None
+        told = group.starts.told
 
         def handle(number: int) -> Any:  # noqa: C901
             side, view, cells, rewards, digest = targets[number & 1]
@@ -99,7 +100,7 @@ class RowsStepper:
                             infos.append((slot, _taken(info)))
                     except Exception as error:
                         self._note_error(side, slot, error, infos, failures)
-                if infos or failures or is_loose:
+                if infos or failures or is_loose or told:
                     finish(number, side, infos, failures)
                 else:
                     if side.flags:
@@ -116,8 +117,8 @@ class RowsStepper:
 
         return handle
 
-    def reset(self, number: int, message: Reset, generators: bytes) -> None:
-        """Execute a reset of the slots that are named and not absent, and tell how the generators stood before it."""
+    def reset(self, number: int, message: Reset) -> None:
+        """Execute a reset of the slots that are named and not absent."""
         group, side = self._group, self._sides[number & 1]
         infos: Infos = []
         failures: Failures = {}
@@ -137,7 +138,7 @@ class RowsStepper:
                     infos.append((slot, _taken(info)))
             except Exception as error:
                 self._note_failure(side, slot, failure_of(error), failures)
-        self._finish(number, side, infos, failures, generators)
+        self._finish(number, side, infos, failures)
 
     # --- ends and errors --------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class RowsStepper:
 
     # --- replies ----------------------------------------------------------------------------------
 
-    def _finish(self, number: int, side: _Side, infos: Infos, failures: Failures, generators: bytes = b"") -> None:
+    def _finish(self, number: int, side: _Side, infos: Infos, failures: Failures) -> None:
         """Write head and mail of a reply that is not plain, once the rows are written."""
         self._segment.words[SLOT] = 0
         if side.digest is not None:
@@ -209,7 +210,7 @@ class RowsStepper:
             flags=side.flags | (IRREGULAR if evidence else 0),
             evidence=evidence,
             failures=failures,
-            generators=generators,
+            generators=self._group.starts.take(),
         )
 
 

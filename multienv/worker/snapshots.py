@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from multienv.wire.segment import OBSTACLE, SHARED_NAME, SNAPSHOTS, Segment
+from multienv.wire.segment import OBSTACLE, SHARED_NAME, SNAPSHOT, SNAPSHOTS, Segment
 from multienv.worker.ends import MARK_VARIABLE, Ends, mark_of
 
 # Process, number of the last request executed in it, and the token it is kept under; 0: the newest, for recoveries.
@@ -177,6 +177,8 @@ class Snapshots:
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # worker and copy both do this, because either may be first
         self._announce(ANNOUNCEMENT.pack(pid, number, token), ours)
+        if not token:
+            self._segment.words[SNAPSHOT] = number
         self._pids.add(pid)
         self._segment.words[SNAPSHOTS] += 1
         self._cost = max(time.perf_counter() - began, 0.75 * self._cost)

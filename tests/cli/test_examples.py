@@ -25,8 +25,8 @@ QUOTING = ("learners.md", "recipes.md")  # they quote code that tests/recipes ru
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in QUOTING)]
 
 
-def run(directory: Path, *arguments: str) -> str:
-    """What a Python that is started there prints; it must succeed."""
+def run(directory: Path, *arguments: str, status: int = 0) -> str:
+    """What a Python that is started there prints; it must exit with this status."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=directory,
@@ -35,7 +35,7 @@ def run(directory: Path, *arguments: str) -> str:
         text=True,
         timeout=100,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
 
@@ -96,6 +96,24 @@ def test_the_fault_table_beside_gymnasium(tmp_path):
     assert ours == {"kill": "the same episode goes on, verified", "orphans": "nothing is left"}
     assert theirs["kill"].startswith("`EOFError`")
     assert theirs["orphans"] == "orphans: 2"
+
+
+def test_the_leak_benchmark_finds_nothing_wrong_with_a_short_run_of_single_envs(tmp_path):
+    script = str(ROOT / "benchmarks" / "leak.py")
+    few = ["--rows", "MultiEnv", "--steps", "400", "--max-rss", "120"]
+    told = run(tmp_path, script, *few, "--json", "table.json")
+    rows = json.loads((tmp_path / "table.json").read_text())
+    assert list(rows) == ["MultiEnv, C", "MultiEnv, global"], told
+    for figures in rows.values():
+        assert figures["equal"]
+        assert figures["exact"] == figures["replaced"] >= 4
+        assert 1.0 < figures["peak"] < 1.4
+        assert 0.5 < figures["replay"] <= 1.0
+
+
+def test_the_leak_benchmark_fails_where_memory_is_above_its_bar(tmp_path):
+    few = ["--rows", "SubprocessEnv.rollout", "--steps", "50", "--max-rss", "1"]
+    assert "Missed by 2 of 2 rows" in run(tmp_path, str(ROOT / "benchmarks" / "leak.py"), *few, status=1)
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")

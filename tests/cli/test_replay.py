@@ -1,4 +1,4 @@
-"""``multienv replay``: the fault comes again, or it is said that it does not; and nothing is unpickled unasked."""
+"""``multienv replay``: the fault comes again, or it is said that it does not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,17 +23,17 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.spaces import Box, Dict, Discrete, Sequence, Text, Tuple
 from typer.testing import CliRunner, Result
 
 import multienv
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.cli import app
-from multienv.cli.env_functions import env_functions
 from multienv.errors import ReportError, WorkerLostError
 from multienv.reports.read import load
 from multienv.reports.store import settle
-from multienv.wire.banks import BankLayout, split_entries
+from multienv.wire import messages
 
 PATH = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(multienv.__file__).parents[1])])
 MULTIENV = [sys.executable, "-c", "from multienv.cli import app; app()"]
@@ -152,10 +151,8 @@ def module(tmp_path: Path) -> Any:
 # --- the fault comes again ------------------------------------------------------------------------
 
 
-def test_a_segfault_comes_again(module: Any) -> None:
-    report = lost_by(Fault("segv", "step", at=4), before=3, action=3)
-    where = module("def make(): return FaultyEnv(fault=Fault('segv', 'step', at=4))")
-    result = replay_apart(report, "--env", "mine:make", path=where)
+def test_a_segfault_comes_again() -> None:
+    result = replay_apart(lost_by(Fault("segv", "step", at=4), before=3, action=3))
     assert result.returncode == -signal.SIGSEGV, result.stderr
     assert "All 4 answers are as they were recorded." in result.stdout
     last = result.stdout.splitlines()[-1]
@@ -166,7 +163,7 @@ def test_a_segfault_comes_again(module: Any) -> None:
 
 def test_what_hung_is_ended_with_its_stack() -> None:
     report = lost_by(Fault("hang_c", "step"), deadlines=Deadlines(step=0.2))
-    result = replay_apart(report, "--trust")
+    result = replay_apart(report)
     assert result.returncode == 1
     assert "Timeout" in result.stderr
     assert "faults.py" in result.stderr
@@ -177,12 +174,12 @@ def test_an_env_that_died_while_it_was_built() -> None:
     with pytest.raises(WorkerLostError) as caught:
         env.initialize()
     env.close()
-    result = replay_apart(Path(caught.value.report), "--trust")
+    result = replay_apart(Path(caught.value.report))
     assert result.returncode == -signal.SIGABRT
     assert "It was being built" in result.stdout
 
 
-def test_poison_in_the_fifth_episode_with_calls_and_attributes(reports: Path, replay: Replay) -> None:
+def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     with SubprocessEnv(partial(FaultyEnv, fault=Fault("segv", "step", action=3))) as env:
         for episode in range(5):
             env.reset(seed=episode or None, options={"start": 2} if episode % 2 else None)
@@ -191,18 +188,9 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes(reports: Path, re
             for action in (0, 1, 2):
                 env.step(action)
         *_, info = env.step(3)
-    report = Path(info["multienv"]["report"])
-    where = reports
-    (where / "mine.py").write_text(
-        "from kit import *\ndef make(): return FaultyEnv(fault=Fault('segv', 'step', action=3))"
-    )
-    refused = replay(report, "--env", "mine:make", path=where)  # the calls are pickled
-    assert refused.exit_code == 2
-    assert "request 2" in refused.stderr
-    assert "--trust" in refused.stderr
     # The debugger stops one step before.
     commands = "p 'counted', env.unwrapped.episode_step, action\nenv.step(action)\n"
-    result = replay_apart(report, "--env", "mine:make", "--trust", "--pdb", stdin=commands, path=where)
+    result = replay_apart(Path(info["multienv"]["report"]), "--pdb", stdin=commands)
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "('counted', 3, 3)" in result.stdout
     assert "All 30 answers are as they were recorded." in result.stdout
@@ -213,38 +201,22 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes(reports: Path, re
 
 def test_what_was_killed_from_outside_runs_through(reports: Path, replay: Replay) -> None:
     report = killed(lambda: gymnasium.make("CartPole-v1"), 150, reports)
-    result = replay(report)  # from its spec alone
-    assert result.exit_code == 0, result.output
-    assert "answers are as they were recorded" in result.stdout
-    assert "The fault did not come again: the request returned." in result.stdout
-
-
-def test_a_simulator_in_c(reports: Path, replay: Replay) -> None:
-    report = killed(partial(gymnasium.make, "HalfCheetah-v5"), 120, reports)
     result = replay(report)
     assert result.exit_code == 0, result.output
     assert "answers are as they were recorded" in result.stdout
+    assert "The fault did not come again: the request returned." in result.stdout
 
 
 def test_observations_of_which_there_are_digests(reports: Path, replay: Replay) -> None:
     gymnasium.register_envs(ale_py)
     report = killed(partial(gymnasium.make, "ALE/Pong-v5", frameskip=3), 60, reports)
     assert sum(json.loads(report.read_text())["layout"]["leaf_bytes"]) > 1024
-    result = replay(report, "--env", "ale_py:ALE/Pong-v5")  # with the arguments of the report
+    result = replay(report)
     assert result.exit_code == 0, result.output
     assert "All 60 answers are as they were recorded." in result.stdout
 
 
-def test_another_env_is_found_out(reports: Path, module: Any, replay: Replay) -> None:
-    report = killed(CounterEnv, 20, reports)
-    where = module("class Other(CounterEnv):\n  def _next_draw(self): return 0.5")
-    result = replay(report, "--env", "mine:Other", path=where)
-    assert result.exit_code == 0, result.output
-    assert "Not all 21 answers are as they were recorded: " in result.stdout
-    assert "the observation differs at request 1 of 21" in result.stdout
-
-
-def test_the_world_as_the_trainer_saw_it_with_trust(tmp_path: Path, reports: Path, replay: Replay) -> None:
+def test_a_report_is_replayed_in_the_world_that_its_trainer_saw(tmp_path: Path, reports: Path, replay: Replay) -> None:
     (tmp_path / "helper.py").write_text("from kit import CounterEnv as Env\n")
     (tmp_path / "horizon").write_text("7")
     (tmp_path / "trainer.py").write_text(
@@ -264,67 +236,90 @@ def test_the_world_as_the_trainer_saw_it_with_trust(tmp_path: Path, reports: Pat
     environment = {**os.environ, "PYTHONPATH": PATH}
     subprocess.run([sys.executable, "trainer.py", "Mine-v0"], check=True, cwd=tmp_path, env=environment, timeout=60)
     (report,) = reports.glob("*.json")
-    assert "'Mine-v0' is not registered here" in replay(report).stderr
-    result = replay(report, "--trust")
+    result = replay(report)
     assert result.exit_code == 0, result.output
     assert "All 1 answers are as they were recorded." in result.stdout
 
 
-def test_a_journal_that_begins_in_the_middle_needs_trust(reports: Path, replay: Replay) -> None:
-    policy = RestartPolicy(journal_limit=8192)
-    report = killed(partial(gymnasium.make, "CartPole-v1"), 2000, reports, restart=policy)
-    assert not json.loads(report.read_text())["journal"]["from_construction"]
-    refused = replay(report)  # the state of the random generators is pickled
-    assert refused.exit_code == 2
-    assert "--trust" in refused.stderr
-    result = replay(report, "--trust")
+def test_a_journal_that_begins_in_the_middle_is_replayed(reports: Path, replay: Replay) -> None:
+    # With a limit of memory more resets are told of.
+    policy = RestartPolicy(replay_limit=0.02, max_rss=2**40)
+    report = killed(partial(gymnasium.make, "CartPole-v1"), 12_000, reports, restart=policy)
+    assert json.loads(report.read_text())["journal"]["steps"] < 8000
+    result = replay(report)
     assert result.exit_code == 0, result.output
     assert "answers are as they were recorded" in result.stdout
+
+
+def test_actions_options_and_observations_without_a_layout_are_replayed(reports: Path, replay: Replay) -> None:
+    def make() -> gymnasium.Env[Any, Any]:
+        actions = Dict(arm=Box(-1, 1, (2, 3)), mode=Tuple((Discrete(3), Sequence(Box(0, 9, (2,), int)))))
+        return SpaceEnv(observation_space=Dict(text=Text(5), parts=Sequence(Box(0, 1, (2,)))), action_space=actions)
+
+    with SubprocessEnv(make, reports=reports) as env:
+        env.reset(seed=3, options={"start": np.arange(3.0), "count": np.int64(2)})
+        env.action_space.seed(3)
+        for _ in range(5):
+            env.step(env.action_space.sample())
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        env.step(env.action_space.sample())
+    settle()
+    result = replay("latest")
+    assert result.exit_code == 0, result.output
+    assert "All 6 answers are as they were recorded." in result.stdout
+
+
+def test_a_journal_that_no_replay_can_begin_in_is_said_to_be_so(reports: Path, replay: Replay) -> None:
+    policy = RestartPolicy(on_crash="truncate", journal_limit=0, snapshots=False)
+    with SubprocessEnv(CounterEnv, restart=policy) as env:
+        env.reset(seed=0)
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        *_, info = env.step(0)
+    path = info["multienv"]["report"]
+    result = replay(path)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{path} cannot be replayed: its journal has outgrown")
+    assert result.stderr.count("\n") == 1
 
 
 # --- which report, which env ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def counter() -> Iterator[str]:
-    """The id of an env that is registered by its class, until it is taken out of the registry."""
-    gymnasium.register("Mine-v0", entry_point=CounterEnv)
-    yield "Mine-v0"
-    gymnasium.registry.pop("Mine-v0", None)
-
-
-def test_an_env_registered_by_its_class_is_built_with_the_arguments_of_the_report(
-    reports: Path, module: Any, counter: str, replay: Replay
-) -> None:
-    report = killed(partial(gymnasium.make, counter, horizon=7), 20, reports)
-    assert replay(report).exit_code == 0
-    del gymnasium.registry[counter]
-    unknown = replay(report)
-    assert unknown.exit_code == 2
-    assert "'Mine-v0' is not registered here" in unknown.stderr
-    assert "Try --env kit.counter:Mine-v0." in unknown.stderr
+def test_a_named_env_takes_the_place_of_the_reports_own(reports: Path, module: Any, replay: Replay) -> None:
+    report = killed(partial(CounterEnv, horizon=7), 20, reports)
     where = module("import gymnasium\ngymnasium.register('Mine-v0', entry_point=CounterEnv)")
-    result = replay(report, "--env", "mine:Mine-v0", "--json", path=where)
-    assert result.exit_code == 0, result.output
-    told = [json.loads(line) for line in result.stdout.splitlines()]
-    assert told[0]["report"] == str(report)
-    assert told[1] == {"requests": 22, "differences": []}  # two episodes have ended
-    assert told[-1]["came_again"] is False
-    other = replay(report, "--env", "mine:Mine-v0", "--env-kwargs", '{"horizon": 9}', path=where)
-    assert "Not all 22 answers are as they were recorded" in other.stdout
+    try:
+        result = replay(report, "--env", "mine:Mine-v0", "--env-kwargs", '{"horizon": 7}', "--json", path=where)
+        assert result.exit_code == 0, result.output
+        told = [json.loads(line) for line in result.stdout.splitlines()]
+        assert told[0]["report"] == str(report)
+        assert told[1] == {"requests": 22, "differences": []}  # two episodes have ended
+        assert told[-1]["came_again"] is False
+        other = replay(report, "--env", "mine:Mine-v0", "--env-kwargs", '{"horizon": 9}', path=where)
+        assert (
+            "Not all 22 answers are as they were recorded: env 0: the flags differ at request 8 of 22." in other.stdout
+        )
+    finally:
+        gymnasium.registry.pop("Mine-v0", None)
 
 
-def test_arguments_without_a_plain_form_are_asked_for(reports: Path, counter: str, replay: Replay) -> None:
-    report = killed(partial(gymnasium.make, counter, horizon=np.int64(7)), 20, reports)
-    refused = replay(report)
-    assert refused.exit_code == 2
-    assert "has arguments or wrappers without a plain form" in refused.stderr
-    result = replay(report, "--env", counter, "--env-kwargs", '{"horizon": 7}')
-    assert "All 22 answers are as they were recorded." in result.stdout
-    for wrong in ("{", "[1]"):
-        refused = replay(report, "--env-kwargs", wrong)
-        assert refused.exit_code == 2
-        assert refused.stderr.startswith(f"--env-kwargs {wrong}: ")
+def test_an_env_that_cannot_be_had_is_refused_in_one_line(cartpole_report: Path, replay: Replay) -> None:
+    with_build(cartpole_report, env_fns=b"cno_such_module\nmake\n.")
+    for options, said in (
+        ((), "No module named 'no_such_module'. Give --env ID, --env module:ID or --env module:function"),
+        (("--env", "no.such:make"), "cannot be imported"),
+        (("--env", "json:nothing"), "no such function"),
+        (("--env", "Nix-v0"), "no env of that id"),
+        (("--env-kwargs", "{}"), "give both"),
+        (("--env-kwargs", "{"), "--env-kwargs {: this is not JSON"),
+        (("--env-kwargs", "[1]"), "--env-kwargs [1]: give a JSON object"),
+    ):
+        result = replay(cartpole_report, *options)
+        assert result.exit_code == 2
+        assert said in result.stderr
+        assert result.stderr.count("\n") == 1
+    result = replay(cartpole_report, "--env", "CartPole-v1")
+    assert "All 5 answers are as they were recorded." in result.stdout
 
 
 def test_without_an_argument_reports_are_listed_and_latest_is_the_newest(
@@ -349,175 +344,23 @@ def test_without_an_argument_reports_are_listed_and_latest_is_the_newest(
     assert replay("--reports", reports / "none").stdout.strip() == f"There are no reports in {reports / 'none'}."
 
 
-def test_actions_options_and_observations_of_numbers_and_arrays_need_no_trust(
-    reports: Path, module: Any, replay: Replay
-) -> None:
-    source = """
-    import gymnasium
-    from gymnasium.spaces import Box, Dict, Discrete, Sequence, Text, Tuple
-    def make():
-        actions = Dict(arm=Box(-1, 1, (2, 3)), mode=Tuple((Discrete(3), Sequence(Box(0, 9, (2,), int)))))
-        return SpaceEnv(observation_space=Dict(text=Text(5), parts=Sequence(Box(0, 1, (2,)))), action_space=actions)
-    """
-    where = module(textwrap.dedent(source))
-    made: dict[str, Any] = {}
-    exec(f"from kit import *\n{textwrap.dedent(source)}", made)
-    with SubprocessEnv(made["make"], reports=reports) as env:
-        env.reset(seed=3, options={"start": np.arange(3.0), "count": np.int64(2)})
-        env.action_space.seed(3)
-        for _ in range(5):
-            env.step(env.action_space.sample())
-        os.kill(env.statistics().pid, signal.SIGKILL)
-        env.step(env.action_space.sample())
-    settle()
-    result = replay("latest", "--env", "mine:make", path=where)
-    assert result.exit_code == 0, result.output
-    assert "All 6 answers are as they were recorded." in result.stdout
-
-
-# --- nothing is unpickled -------------------------------------------------------------------------
-
-
-class Bomb:
-    """Leaves a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def with_arrays(report: Path, **changed: Any) -> None:
-    beside = report.with_suffix(".npz")
-    with np.load(beside, allow_pickle=False) as file:
-        arrays = dict(file)
-    np.savez(beside, **{**arrays, **changed})
-
-
-def test_a_malicious_pickle_is_not_loaded_without_trust(tmp_path: Path, cartpole_report: Path, replay: Replay) -> None:
-    report, struck = cartpole_report, tmp_path / "struck"
-    bomb = np.frombuffer(pickle.dumps(Bomb(struck)), np.uint8)
-    with np.load(report.with_suffix(".npz")) as file:
-        build = replace(pickle.loads(file["build"].tobytes()), env_fns=bomb.tobytes(), state_hooks=bomb.tobytes())
-    with_arrays(report, trusted=bomb, build=np.frombuffer(pickle.dumps(build), np.uint8))
-    assert replay(report).exit_code == 0
-    with_arrays(report, build=bomb)
-    assert replay(report).exit_code == 2
-    assert not struck.exists()
-    replay(report, "--trust")
-    assert struck.exists()  # or this test could not fail
-
-
-def with_mails(report: Path, mail: bytes, *, of_steps: bool) -> None:
-    """Put this pickle in the place of the mail of each step, or of each other request."""
-    told = json.loads(report.read_text())["layout"]
-    end = BankLayout(told["slots"], told["action_bytes"], tuple(told["leaf_bytes"])).end
-    with np.load(report.with_suffix(".npz")) as file:
-        entries = list(split_entries(file["entries"].tobytes(), end))
-    chosen = [bool(entry.request_mail) and entry.is_step == of_steps for entry in entries]
-    assert any(chosen)
-    changed = [replace(entry, request_mail=mail) if one else entry for entry, one in zip(entries, chosen, strict=True)]
-    data = b"".join([entry.packed() for entry in changed])
-    with_arrays(report, entries=np.frombuffer(data, np.uint8))
-
-
-def test_nor_are_the_resets_among_the_requests(tmp_path: Path, reports: Path, replay: Replay) -> None:
-    report, struck = killed(partial(gymnasium.make, "CartPole-v1"), 60, reports), tmp_path / "struck"
-    with_mails(report, pickle.dumps(Bomb(struck)), of_steps=False)
-    result = replay(report)
-    assert result.exit_code == 2
-    assert "request 1" in result.stderr
-    assert "--trust" in result.stderr
-    assert not struck.exists()
-    replay(report, "--trust")
-    assert struck.exists()
-
-
-def test_nor_are_actions_and_observations(tmp_path: Path, reports: Path, replay: Replay) -> None:
-    space = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(3))
-    env_fn = partial(SpaceEnv, observation_space=space, action_space=space)
-    report, struck = killed(env_fn, 3, reports), tmp_path / "struck"
-    with_mails(report, pickle.dumps(Bomb(struck)), of_steps=True)
-    (tmp_path / "mine.py").write_text(
-        "import gymnasium\nfrom kit import SpaceEnv\n"
-        "space = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(3))\n"
-        "def make(): return SpaceEnv(observation_space=space, action_space=space)\n"
-    )
-    result = replay(report, "--env", "mine:make", path=tmp_path)
-    assert result.exit_code == 2
-    assert "request 2" in result.stderr
-    assert "--trust" in result.stderr
-    assert not struck.exists()
-
-
-def test_arrays_of_objects_are_refused(tmp_path: Path, cartpole_report: Path, replay: Replay) -> None:
-    report, struck = cartpole_report, tmp_path / "struck"
-    with_arrays(report, entries=np.array([Bomb(struck)], object))
-    struck.unlink(missing_ok=True)
-    for options in ([], ["--trust"]):
-        result = replay(report, *options)
-        assert result.exit_code == 2
-        assert "damaged" in result.stderr
-    assert not struck.exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"id": "Evil-v0", "entry_point": "os:system"},
-        {"entry_point": "os:system", "kwargs": {"command": "touch struck"}},
-        {"additional_wrappers": [{"name": "x", "entry_point": "os:system", "kwargs": {"command": "touch struck"}}]},
-    ],
-)
-def test_a_spec_calls_nothing_that_is_not_registered(
-    change: dict[str, Any], tmp_path: Path, cartpole_report: Path, replay: Replay
-) -> None:
-    report = cartpole_report
-    document = json.loads(report.read_text())
-    document["env"]["spec"] |= change
-    report.write_text(json.dumps(document))
-    result = replay(report, path=tmp_path)
-    assert result.exit_code in (1, 2)
-    assert "os:system" not in result.stdout
-    assert not (tmp_path / "struck").exists()
-
-
-def test_a_spec_writes_no_files_and_opens_no_windows(tmp_path: Path, cartpole_report: Path, replay: Replay) -> None:
-    report, folder = cartpole_report, tmp_path / "videos"
-    document = json.loads(report.read_text())
-    spec = document["env"]["spec"]
-    spec["kwargs"] = {"render_mode": "rgb_array"}
-    for name, arguments in (("RecordVideo", {"video_folder": str(folder)}), ("HumanRendering", {})):
-        entry_point = f"gymnasium.wrappers.rendering:{name}"
-        spec["additional_wrappers"] = [{"name": name, "entry_point": entry_point, "kwargs": arguments}]
-        report.write_text(json.dumps(document))
-        result = replay(report)
-        assert result.exit_code == 2
-        assert entry_point in result.stderr
-        assert not folder.exists()
-    spec["additional_wrappers"] = []
-    for mode, built in (("human", None), ("rgb_array", "rgb_array")):
-        spec["kwargs"] = {"render_mode": mode}
-        report.write_text(json.dumps(document))
-        (env_fn,) = env_functions(load(report), None)
-        with contextlib.closing(env_fn()) as env:
-            assert env.render_mode == built
-
-
 # --- what is no report ----------------------------------------------------------------------------
 
 
-def test_without_a_way_to_the_env_it_says_what_to_give(reports: Path, replay: Replay) -> None:
-    report = killed(CounterEnv, 3, reports)
-    result = replay(report)
-    assert result.exit_code == 2
-    for word in ("no spec", "--env ID", "module:function", "--trust"):
-        assert word in result.stderr
-    for name, said in (("no.such:make", "cannot be imported"), ("json:nothing", "no such function"), ("Nix-v0", "id")):
-        result = replay(report, "--env", name)
-        assert result.exit_code == 2
-        assert said in result.stderr
+def with_arrays(report: Path, **changed: bytes) -> None:
+    beside = report.with_suffix(".npz")
+    with np.load(beside, allow_pickle=False) as file:
+        arrays = dict(file)
+    np.savez(beside, **{**arrays, **{name: np.frombuffer(data, np.uint8) for name, data in changed.items()}})
+
+
+def array(report: Path, name: str) -> bytes:
+    with np.load(report.with_suffix(".npz")) as file:
+        return file[name].tobytes()
+
+
+def with_build(report: Path, **changed: Any) -> None:
+    with_arrays(report, build=pickle.dumps(replace(pickle.loads(array(report, "build")), **changed)))
 
 
 def damaged(report: Path, how: str) -> None:
@@ -538,18 +381,15 @@ def damaged(report: Path, how: str) -> None:
         beside.write_bytes(data)
     elif how == "another npz":
         np.savez(beside, kind=np.zeros(3))
+    elif how == "objects":
+        np.savez(beside, replay=np.array([Path()], object))
     elif how == "fewer entries":
-        with_arrays(report, entries=np.zeros(16, np.uint8))
-    elif how == "half pending":
-        with np.load(beside) as file:
-            pending = file["pending"]
-        with_arrays(report, pending=pending[: len(pending) - 1])
-    elif how == "no kwargs":
-        document = json.loads(text)
-        document["env"]["spec"]["kwargs"] = 3
-        report.write_text(json.dumps(document))
-    elif how == "no build":
-        with_arrays(report, build=np.zeros(1, np.uint8))
+        with_arrays(report, replay=pickle.dumps(messages.Replay(b"")))
+    elif how.startswith("half "):
+        name = how.removeprefix("half ")
+        with_arrays(report, **{name: array(report, name)[:-1]})
+    elif how == "another build":
+        with_arrays(report, build=pickle.dumps([1]))
     else:
         document = {**json.loads(text), **DOCUMENTS[how]}
         report.write_text(json.dumps(document))
@@ -562,8 +402,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "nothing": {"loss": None},
 }
 DAMAGE = [
-    "no json", "no npz", "half json", "half npz", "noise", "bits", "another npz", "fewer entries", "half pending",
-    "no kwargs", "no build", *DOCUMENTS,
+    "no json", "no npz", "half json", "half npz", "noise", "bits", "another npz", "objects", "fewer entries",
+    "half pending", "half replay", "half build", "another build", *DOCUMENTS,
 ]  # fmt: skip
 
 
@@ -572,7 +412,7 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(cartpole_report: Path, tmp_p
     for how in DAMAGE:
         copy = tmp_path / f"{how}.json"
         for suffix in (".json", ".npz"):
-            copy.with_suffix(suffix).write_bytes(original.with_suffix(suffix).read_bytes())
+            shutil.copy(original.with_suffix(suffix), copy.with_suffix(suffix))
         damaged(copy, how)
         with pytest.raises(ReportError, match=re.escape(str(copy.with_suffix("")))):
             load(copy)
@@ -582,30 +422,61 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(cartpole_report: Path, tmp_p
         result.stderr.strip()
         == f'{tmp_path}/foreign.json is not a report of multienv: it does not say "format": "multienv-report".'
     )
-    with np.load(original.with_suffix(".npz")) as file:
-        pending = file["pending"]
+    pending = bytearray(array(original, "pending"))
     pending[1] = 15  # the action's tag
-    with_arrays(original, pending=pending)
+    with_arrays(original, pending=bytes(pending))
     result = replay(original)
     assert result.exit_code == 2
-    assert "the action that was fatal cannot be read" in result.stderr
+    assert "the request that was fatal cannot be read" in result.stderr
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ReportError):
         load(tmp_path / "list.json")
 
 
+@pytest.mark.parametrize("suffix", [".json", ".npz"])
+def test_a_report_that_others_may_have_written_is_refused(cartpole_report: Path, suffix: str, replay: Replay) -> None:
+    path, rest = cartpole_report.with_suffix(suffix), "a report is a pickle, and runs what its author put there."
+    for mode in ("0620", "0602"):
+        path.chmod(int(mode, 8))
+        result = replay(cartpole_report)
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"{path} can be written by others than you (mode {mode}): {rest} If nobody else did: chmod go-w {path}\n"
+        )
+    assert "was killed by SIGKILL" in replay().stdout  # it is listed: that unpickles nothing
+    path.chmod(0o644)
+    assert replay(cartpole_report).exit_code == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("suffix", [".json", ".npz"])
+def test_the_report_of_another_user_is_refused(
+    cartpole_report: Path, suffix: str, tmp_path: Path, replay: Replay
+) -> None:
+    path = cartpole_report.with_suffix(suffix)
+    os.chown(path, 12345, -1)
+    result = replay(cartpole_report)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"{path} belongs to another user (uid 12345): a report is a pickle, and runs what its author put there. "
+        "If you trust that user, copy the .json and the .npz, and replay the copy.\n"
+    )
+    for one in (".json", ".npz"):
+        shutil.copy(cartpole_report.with_suffix(one), tmp_path)
+    assert replay(tmp_path / cartpole_report.name).exit_code == 0
+
+
 def test_the_texts_of_a_report_do_not_steer_the_terminal(cartpole_report: Path, replay: Replay) -> None:
     document = json.loads(cartpole_report.read_text())
     evil = "\x1b]0;title\x07\x1b[2J\x9b\udc80"
-    document["what"] = document["loss"]["step"] = document["recovery"]["outcome"] = evil
-    document["env"]["spec"]["additional_wrappers"] = [{"name": "x", "entry_point": f"x:{evil}", "kwargs": {}}]
+    document["what"] = document["loss"]["step"] = document["recovery"]["outcome"] = document["obstacle"] = evil
     cartpole_report.write_text(json.dumps(document))
     listed, refused = replay(), replay(cartpole_report)
-    del document["env"]["spec"]["additional_wrappers"][:]
+    document["obstacle"] = None
     cartpole_report.write_text(json.dumps(document))
     for result, code in ((listed, 0), (refused, 2), (replay(cartpole_report), 0)):
         assert result.exit_code == code
-        assert "]0;title" in result.stdout  # it is shown
+        assert "]0;title" in result.output  # it is shown
         assert all(character.isprintable() or character == "\n" for character in result.output)
 
 
@@ -643,14 +514,13 @@ def test_the_culprit_among_several_is_named_and_its_fault_comes_again(reports: P
     assert document["loss"]["env_index"] == 1
     assert document["loss"]["signal"] == "SIGSEGV"
     assert document["request"]["action"] == {"dtype": "int64", "shape": [3], "values": [1, 3, 2]}
-    result = replay_apart(path, "--trust", "--pdb", stdin="p len(env), action.tolist()\nc\n")
+    result = replay_apart(path, "--pdb", stdin="p len(env), action.tolist()\nc\n")
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "(3, [1, 3, 2])" in result.stdout
     assert "All 6 answers are as they were recorded." in result.stdout
 
 
-def test_a_batch_is_replayed_past_a_truncation(reports: Path, module: Any, replay: Replay) -> None:
-    where = module("def make(): return FaultyEnv(fault=Fault('segv', 'step', action=3))")
+def test_a_batch_is_replayed_past_a_truncation(replay: Replay) -> None:
     fns = [partial(FaultyEnv, fault=Fault("segv", "step", action=3))] * 3
     with contextlib.closing(SubprocessVectorEnv(fns, envs_per_worker=3)) as envs:
         envs.reset(seed=1)
@@ -662,7 +532,7 @@ def test_a_batch_is_replayed_past_a_truncation(reports: Path, module: Any, repla
         os.kill(envs.statistics()[0].pid, signal.SIGKILL)
         envs.step(np.array([2, 2, 2]))
     settle()
-    result = replay("latest", "--env", "mine:make", path=where)
+    result = replay("latest")
     assert result.exit_code == 0, result.output
     assert "All 8 answers are as they were recorded." in result.stdout
     assert "The fault did not come again: the request returned." in result.stdout

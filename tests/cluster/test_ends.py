@@ -59,7 +59,8 @@ def test_without_the_extra_there_is_one_clear_line(tmp_path):
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment())
     assert told.returncode == 1
     assert told.stderr.strip().splitlines()[-1] == (
-        'multienv.errors.UsageError: Envs on a Ray cluster need the extra "ray": pip install "multienv[ray]".'
+        'multienv.errors.UsageError: Envs on a Ray cluster need the extra "ray": pip install -e ".[ray]" in a checkout '
+        "of multienv."
     )
 
 

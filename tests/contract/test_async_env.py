@@ -25,7 +25,6 @@ from gate_env import GO, WAIT, GateEnv, gated_from_the_second_time
 from kit import CounterEnv, FailsNthTime, assert_nothing_left, is_alive, snapshot_resources
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import AsyncEnv, Deadlines, Recovery, RestartPolicy, SubprocessEnv
-from multienv.envs import async_env
 from multienv.errors import (
     ActionError,
     CallPendingError,
@@ -36,6 +35,7 @@ from multienv.errors import (
     WorkerDiedError,
     WorkerHungError,
 )
+from multienv.recovery import pending
 
 TRUNCATE = RestartPolicy(on_crash="truncate", on_timeout="truncate")
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
@@ -142,7 +142,7 @@ async def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
             await env.step(1)
         await env.reset(seed=0)
         with pytest.raises(ActionError):
-            await env.step(99)
+            await env.step([1])
         with pytest.raises(ValueError, match="deadline"):
             await env.step(1, deadline=-1.0)
         with pytest.raises(ValueError, match="use `step` directly"):
@@ -342,7 +342,7 @@ async def test_a_step_asked_again_after_a_loss_has_its_deadline_too(tmp_path: Pa
 
 @in_a_loop
 async def test_busy_is_not_hung(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(async_env, "SILENCE", 0.1)
+    monkeypatch.setattr(pending, "SILENCE", 0.1)
     async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
         await env.reset(seed=0)
         with caplog.at_level(logging.WARNING, "multienv"):

@@ -23,8 +23,15 @@ from kit import (
     StickyStateEnv,
     Transition,
 )
-from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
-from multienv.errors import CallPendingError, ClosedError, EnvsFailedError, NotRestoredError, UsageError
+from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv.errors import (
+    CallPendingError,
+    ClosedError,
+    EnvsFailedError,
+    NotRestoredError,
+    ResetNeededError,
+    UsageError,
+)
 
 ENVS: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
     "global generators": GlobalRandomEnv,
@@ -125,6 +132,15 @@ def test_a_damaged_one_is_refused() -> None:
         env.load_state_dict({name: state[name] for name in reversed(state)})
 
 
+def test_an_episode_that_has_outgrown_the_journal_has_no_state_dict() -> None:
+    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(journal_limit=2000)) as env:
+        env.reset(seed=0)
+        for _ in range(128):
+            env.step(1)
+        with pytest.raises(UsageError, match=r"outgrown its journal_limit"):
+            env.state_dict()
+
+
 def test_wrong_calls() -> None:
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
@@ -177,6 +193,41 @@ def test_of_several(mode: str) -> None:
         with pytest.raises(EnvsFailedError) as failed:
             m.load_state_dict(broken)
         assert list(failed.value.failures) == [1]
+
+
+def test_a_batch_whose_own_journal_is_outgrown_loads_a_state() -> None:
+    """The checkpoint is all that it takes."""
+    endless, actions = partial(CounterEnv, horizon=None), np.array([1, 2, 3])
+    with SubprocessVectorEnv([endless] * 3, envs_per_worker=2) as envs:
+        envs.reset(seed=4)
+        envs.step(actions)
+        state = pickle.loads(pickle.dumps(envs.state_dict()))
+        expected = envs.step(actions)
+    policy = RestartPolicy(journal_limit=2000)
+    with SubprocessVectorEnv([endless] * 3, envs_per_worker=2, restart=policy) as envs:
+        envs.reset(seed=5)
+        for _ in range(200):
+            envs.step(actions)
+        with pytest.raises(EnvsFailedError, match="outgrown"):
+            envs.state_dict()
+        envs.load_state_dict(state)
+        np.testing.assert_equal(envs.step(actions), expected)
+
+
+def test_of_a_batch_that_is_loaded_in_part_the_rest_stays_and_the_part_wants_a_reset() -> None:
+    with SubprocessVectorEnv([partial(CounterEnv, horizon=None)] * 4, envs_per_worker=2) as envs:
+        envs.reset(seed=4)
+        state = envs.state_dict()
+        envs.step(np.ones(4, int))
+        with pytest.raises(EnvsFailedError, match="as they were before") as failed:
+            envs.load_state_dict({**state, "workers": [state["workers"][0], {}]})
+        assert list(failed.value.failures) == [2]
+        with pytest.raises(ResetNeededError, match=r"no episode in envs \[0, 1\]"):
+            envs.step(np.ones(4, int))
+        envs.reset(options={"reset_mask": np.arange(4) < 2})
+        assert envs.step(np.ones(4, int))[0][:, 0].tolist() == [1, 1, 2, 2]
+        envs.load_state_dict(state)
+        assert envs.step(np.ones(4, int))[0][:, 0].tolist() == [1] * 4
 
 
 TRAINER = """

@@ -14,6 +14,7 @@ from kit import CounterEnv, first_difference
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import (
     CallPendingError,
+    EnvRaisedError,
     EnvsFailedError,
     ResetNeededError,
     UsageError,
@@ -275,6 +276,18 @@ def test_infos_of_any_kind(manager_of: Any, info: Any, inplace: bool) -> None:
         while 0 not in manager.ready_env:
             assert manager.ready_obs
         assert manager.step({0: 1})[0].done
+
+
+def test_an_action_that_its_env_refuses_ends_that_episode_alone(manager_of: Any) -> None:
+    with manager_of(counters(2)) as manager:
+        with pytest.raises(EnvsFailedError) as caught:
+            manager.step({0: 1, 1: 99})
+        assert isinstance(caught.value.failures[1], EnvRaisedError)
+        assert caught.value.results[0].observation[0] == 1
+        manager.reset({1: None})
+        while 1 not in manager.ready_env:
+            assert manager.ready_obs
+        assert [timestep.observation[0] for timestep in manager.step({0: 1, 1: 1}).values()] == [2, 1]
 
 
 def test_a_wrong_action_is_refused_and_the_others_are_stepped(manager_of: Any) -> None:

@@ -69,7 +69,7 @@ def test_what_was_set_outlives_a_trim_and_a_new_life(how: str, policy: RestartPo
 
 def test_options_are_those_of_the_reset_whatever_the_caller_does_with_them() -> None:
     options = {"bonus": 1.0}
-    with SubprocessEnv(GRADED, restart=RestartPolicy(journal_limit=60_000)) as env:
+    with SubprocessEnv(GRADED) as env:
         for seed in range(9):
             env.reset(seed=seed, options=options)
             for _ in range(300):

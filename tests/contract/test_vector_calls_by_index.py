@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 
 from kit import CounterEnv
-from multienv import SerialVectorEnv, SubprocessVectorEnv
+from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, UsageError
 
 NUM_ENVS = 5  # three in one worker, two in the other
@@ -47,6 +49,32 @@ def test_a_method_that_is_read_is_called_in_its_env(envs):
     assert poke(amount=0.5) == 2
     assert envs.get_attr("pokes") == (0, 0, 0, 2, 0)
     assert envs.get_attr("poke", [3]) == (3,)  # as gymnasium does
+
+
+def test_reading_takes_no_room_in_the_journal(envs):
+    before = [one.journal_bytes for one in envs.statistics()]
+    for name in ("horizon", "np_random_seed", "unwrapped.horizon", "action_space"):
+        envs.get_attr(name)
+    assert len(envs.np_random) == NUM_ENVS
+    envs.is_wrapped(TimeLimit)
+    assert envs.call("has_wrapper_attr", "poke") == (True,) * NUM_ENVS
+    assert envs.call("get_wrapper_attr", "horizon") == (100,) * NUM_ENVS
+    assert [one.journal_bytes for one in envs.statistics()] == before
+
+
+def test_what_is_called_by_reading_it_is_called_again_after_a_loss() -> None:
+    """A method of some envs, a function of others, a number elsewhere."""
+    with SubprocessVectorEnv([CounterEnv] * 3, envs_per_worker=3, restart=RestartPolicy(snapshots=False)) as envs:
+        envs.reset(seed=0)
+        assert envs.get_attr("poke") == (1, 1, 1)
+        envs.set_attr("poke", [7, len], [0, 1])  # of the inner env, where it hides the method
+        with pytest.raises(TypeError, match="takes exactly one argument"):
+            envs.get_attr("poke")  # which has called the third
+        assert envs.get_attr("poke", [2, 0]) == (3, 7)
+        (statistics,) = envs.statistics()
+        os.kill(statistics.pid, signal.SIGKILL)
+        envs.step(np.zeros(3, int))
+        assert envs.get_attr("pokes") == (1, 1, 3)
 
 
 def test_wrappers_are_told_by_class_and_by_base():

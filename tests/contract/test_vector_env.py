@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
 from kit import CounterEnv, NoisyEnv, SameArrayEnv
 from multienv import SerialVectorEnv, SubprocessVectorEnv
-from multienv.errors import UsageError
+from multienv.errors import ActionError, EnvsFailedError, UsageError
 from multienv.vector.batching import deal
 
 FAMILIES = ("classic_control", "toy_text", "box2d", "mujoco")
@@ -73,6 +75,46 @@ def test_envs_that_return_the_same_array_or_write_to_stderr(kind, mode):
         pytest.skip("SyncVectorEnv is wrong there; see the next test")
     with beside_gymnasium(SubprocessVectorEnv, env_fns, autoreset_mode=mode) as pair:
         assert run_side_by_side(*pair, 30) >= 5
+
+
+class WideEnv(gymnasium.Env[Any, Any]):
+    """Shows whatever integer it was given; a multiple of 3 ends the episode."""
+
+    observation_space = spaces.Box(-1e20, 1e20, (1,), np.float64)
+    action_space = spaces.Discrete(4)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(1), {"reset": True}
+
+    def step(self, action: Any) -> Any:
+        return np.array([float(action)]), 0.0, action % 3 == 0, False, {"action": action}
+
+
+@both_faces
+@all_modes
+@pytest.mark.parametrize("kind", [list, np.array, np.uint64])
+def test_discrete_actions_out_of_range_reach_the_envs(face, mode, kind):
+    """gymnasium's own test of ``final_obs`` gives a ``Discrete(4)`` a 4."""
+    given = [1, 4, 5, 3, 8, 2**62]
+    with beside_gymnasium(face, [WideEnv] * 3, autoreset_mode=mode) as pair:
+        assert run_side_by_side(*pair, len(given), actions=lambda step: kind([given[step], 1, given[step - 1]])) == 2
+
+
+@both_faces
+def test_an_env_that_raises_on_its_action_raises_alone(face):
+    envs = face([CounterEnv] * 3)
+    envs.reset(seed=0)
+    for others, actions in ((2, [1, 4, 1]), (4, np.array([1, -1, 1]))):
+        with pytest.raises(ValueError, match="is not in Discrete") as caught:
+            envs.step(actions)
+        assert isinstance(caught.value, EnvsFailedError)
+        assert list(caught.value.failures) == [1]
+        assert envs.step([1, 1, 1])[0][:, 0].tolist() == [others, 0, others]
+    for actions in ([1, 1.5, 1], [1, 10**30, 1], np.ones(3)):
+        with pytest.raises(ActionError, match="integer of 64 bits"):
+            envs.step(actions)
+    envs.close()
 
 
 @both_faces

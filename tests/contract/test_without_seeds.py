@@ -79,7 +79,7 @@ def test_what_env_fn_has_seeded_stays_so(face):
 
 
 KEPT = {
-    "journal": RestartPolicy(snapshots=False, state_anchors=False),
+    "journal": RestartPolicy(snapshots=False),
     "snapshots": RestartPolicy(snapshot_every=3),
 }
 

@@ -199,6 +199,19 @@ def test_an_action_of_the_wrong_shape_is_refused_and_the_episode_goes_on(face):
         assert first_difference(env.step(right)[0], twin.step(right)[0]) is None
 
 
+@pytest.mark.parametrize("face", FACES)
+def test_an_action_outside_of_a_discrete_space_is_the_envs_to_judge(face):
+    with face(CounterEnv) as env:
+        for action in (4, -1, np.int64(7)):
+            env.reset(seed=0)
+            with pytest.raises(EnvRaisedError, match="is not in Discrete"):
+                env.step(action)
+        env.reset(seed=0)
+        with pytest.raises(ActionError, match="64 bits"):
+            env.step(10**30)
+        assert env.step(0)[0][0] == 1
+
+
 def test_a_bad_seed_is_refused_and_the_episode_goes_on():
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)

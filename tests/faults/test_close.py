@@ -39,6 +39,7 @@ from multienv.errors import ClosedError, WorkerLostError
 ASKS = 0.3
 BOUND = 2 * (ASKS + 2.0)
 QUICK = Deadlines(close=ASKS)
+NO_LIMIT = Deadlines(recovery=None)
 RAISE = RestartPolicy(on_crash="raise")
 HANG_IN_C = Fault("hang_c", "step", ignore_sigterm=True)
 
@@ -206,6 +207,17 @@ def test_close_while_one_of_several_workers_is_brought_back(marker: str) -> None
     os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
     with closing("thread", envs, 0.3), pytest.raises(ClosedError):
         envs.step([1, 1])
+
+
+@pytest.mark.parametrize("by", ["handler", "thread"])
+def test_close_ends_the_back_off_before_a_restart(by: str) -> None:
+    patient = RestartPolicy(backoff=1000.0, max_backoff=1000.0, poison_after=9, snapshots=False)
+    # The second restart for the same step waits: for longer than the limit on tests.
+    env = SubprocessEnv(partial(FaultyEnv, fault=Fault("exit", "step")), restart=patient, deadlines=NO_LIMIT)
+    env.initialize()
+    env.reset(seed=0)
+    with closing(by, env, 0.5), pytest.raises(ClosedError):
+        env.step(1)
 
 
 def test_an_interrupted_close_is_completed_by_the_next() -> None:

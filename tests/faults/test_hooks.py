@@ -17,6 +17,7 @@ import pytest
 from kit import CounterEnv, Fault, FaultyEnv
 from multienv import (
     AsyncSubprocessEnvManager,
+    AutoResetWrapper,
     MultiEnv,
     RestartPolicy,
     StackedSubprocessEnvManager,
@@ -81,6 +82,23 @@ def test_a_loss_and_its_recovery_are_told_by_the_thread_of_the_call(face: str) -
         assert len(told.events) == 2
     finally:
         envs.close()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "action"),
+    [(AutoResetWrapper, 1), (lambda env: MultiEnv([env]), [1])],
+    ids=["AutoResetWrapper", "MultiEnv"],
+)
+def test_loss_of_a_wrapped_env_is_told_by_whichever_of_the_two_is_stepped(wrap: Any, action: Any) -> None:
+    told = Told()
+    with SubprocessEnv(ENDLESS, hooks=[told]) as env:
+        wrapped = wrap(env)
+        env.reset(seed=0)
+        for step in (partial(env.step, 1), partial(wrapped.step, action)):
+            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            step()
+            assert [type(event) for event in told.events] == [Loss, Recovery]
+            told.events.clear()
 
 
 @pytest.mark.parametrize("face", ["SubprocessEnv", "SubprocessVectorEnv", "AsyncSubprocessEnvManager"])

@@ -6,25 +6,29 @@ each place within multienv where CPython looks for signals, one after the other,
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from invariants.faces import Face
-from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
-from kit.interruption import Ledger, disarm, every_place
-from kit.trainer_process import becomes_true
+from kit import CounterEnv, NondeterministicEnv, SlowEnv, descendants, first_difference, is_alive, monitor_pid
+from kit.interruption import EVENTS_AND_LOCKS, Ledger, disarm, every_place
+from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import (
+    AsyncEnv,
     AutoResetWrapper,
     Deadlines,
     MultiEnv,
@@ -34,6 +38,8 @@ from multienv import (
     create_subprocess_envs,
 )
 from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError
+from multienv.processes.event_loop import heard_from
+from multienv.processes.worker_process import ProcessChannel
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings(
@@ -42,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 ENDLESS = partial(CounterEnv, horizon=None)
 UNREPEATABLE = partial(NondeterministicEnv, horizon=None)
-NO_SNAPSHOTS = RestartPolicy(snapshots=False, state_anchors=False)
+NO_SNAPSHOTS = RestartPolicy(snapshots=False)
 STEP = np.int64(1)
 
 
@@ -79,6 +85,32 @@ def test_building_several_envs_interrupted_at_every_place_leaves_no_descriptor(k
                 envs.close()
             assert becomes_true(lambda before=before: descriptors().items() <= before.items()), interruption.where  # type: ignore[misc]
     assert fired > 5
+
+
+def is_within(function: Any) -> bool:
+    """Whether a call of this function is under way."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_step_of_an_async_env_interrupted_at_every_place_is_completed_by_the_next() -> None:
+    ledger, loop, fired = Ledger(horizon=None), asyncio.new_event_loop(), 0
+    run = loop.run_until_complete
+    env = AsyncEnv(ENDLESS)
+    ledger.reset(run(env.reset(seed=1)), 1)
+    # Not where it has copies of descriptors, of which an interruption would leave some.
+    for interruption in every_place(stride=3, skips=partial(is_within, heard_from)):
+        with interruption:
+            ledger.step(run(env.step(1)), [1])
+        fired += interruption.fired
+        ledger.step(run(asyncio.wait_for(env.step(2), STUCK_AFTER)), [1, 2])
+        ledger.step(run(env.step(3)), [3])
+    assert fired > 20
+    run(env.close())
+    loop.close()
 
 
 def test_reset_interrupted_at_every_place_writes_nothing_to_descriptors_that_are_somebody_elses(tmp_path: Path) -> None:
@@ -148,32 +180,6 @@ def test_step_taken_once_more_after_an_interruption_is_replayed_once() -> None:
     assert fired > 5
 
 
-@pytest.mark.parametrize("then", ["step", "call", "reset"])
-def test_step_that_asks_for_a_state_too_is_completed_after_an_interruption_at_every_place(then: str) -> None:
-    policy = RestartPolicy(snapshots=False, max_restarts=10**6)
-    with SubprocessEnv(ENDLESS, restart=policy) as env:
-        maintenance, ledger, fired, pokes = env._supervisor.maintenance, Ledger(horizon=None), 0, 0
-        ledger.reset(env.reset(seed=0), 0)
-        for interruption in every_place(stride=29):
-            maintenance.state_due = maintenance.is_due = True
-            before = maintenance.pacing.taken
-            with interruption:
-                ledger.step(env.step(STEP), [1])
-            if not interruption.fired:
-                assert maintenance.pacing.taken > before
-                break
-            fired += 1
-            if then == "reset":
-                ledger.reset(env.reset(seed=0), 0)
-            else:
-                ledger.step(env.step(np.int64(2)), [1, 2])
-            if then == "call":
-                pokes += 1
-                assert env.call("poke", 0.0) == pokes
-        assert fired > 2
-        assert env.statistics().losses == 0
-
-
 class RaisingEnv(CounterEnv):
     """Raises when it is given the action 0."""
 
@@ -229,6 +235,26 @@ def test_interrupted_step_has_no_deadline_while_nobody_waits(kind: str, stride: 
             time.sleep(0.3)
             assert not face.step([1, 1])[0].truncated, interruption.where
         assert face.losses() == 0
+    assert fired > 2
+
+
+@pytest.mark.parametrize("is_ordered", [True, False], ids=["ordered stores", "other"])
+def test_step_interrupted_while_its_worker_is_woken_has_no_deadline_while_nobody_waits(
+    is_ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multienv.processes.worker_process.ORDERED_STORES", is_ordered)
+    fired, policy = 0, RestartPolicy(on_timeout="raise")
+    env_fn = partial(SlowEnv, step_seconds=0.02, horizon=None)
+    with SubprocessEnv(env_fn, deadlines=Deadlines(step=0.2), restart=policy) as env:
+        env.reset(seed=0)
+        for interruption in every_place(skips=lambda: not is_within(ProcessChannel.ring)):
+            time.sleep(0.3)  # the worker sleeps
+            with interruption:
+                env.step(STEP)
+            fired += interruption.fired
+            time.sleep(0.3)
+            env.step(STEP)
+        assert env.statistics().losses == 0
     assert fired > 2
 
 
@@ -422,4 +448,24 @@ def test_close_of_several_envs_interrupted_at_every_place_is_completed_by_the_ne
         assert [env.is_closed for env in envs.envs] == [True, True], interruption.where  # type: ignore[attr-defined]
         with pytest.raises(ClosedError):
             envs.step([1, 1])
+    assert fired > 5
+
+
+@pytest.mark.parametrize(("is_built", "stride"), [(False, 1), (True, 17)])
+def test_close_of_one_env_interrupted_at_every_place_is_completed_by_the_next(is_built: bool, stride: int) -> None:
+    """Those in Python's own locks and events included."""
+    fired = 0
+    for interruption in every_place(stride=stride, beside=(EVENTS_AND_LOCKS,)):
+        env = SubprocessEnv(CounterEnv)
+        if is_built:
+            env.initialize()
+        with interruption:
+            env.close()
+        fired += interruption.fired
+        again = threading.Thread(target=env.close, daemon=True)
+        again.start()
+        again.join(10.0)
+        assert not again.is_alive(), interruption.where
+        with pytest.raises(ClosedError):
+            env.step(STEP)
     assert fired > 5

@@ -40,12 +40,12 @@ def test_each_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog:
     first, *others = caplog.records
     assert (first.levelname, others[0].levelname, len(others)) == ("INFO", "WARNING", 1)
     happened = "The process of env 3 was killed by SIGKILL (often the kernel's out-of-memory killer: "
-    where = f"during step() after 1 step of its episode (last seed 7) (pid {pid})"
+    where = f"while it was idle before step(), after 1 step of its episode (last seed 7) (pid {pid})."
     for record in caplog.records:
         assert record.getMessage().startswith(happened)
         assert where in record.getMessage()
     told = others[0].getMessage()
-    assert f"{where}. {cost}" in told
+    assert f"{where} {cost}" in told
     store.settle()
     (report,) = reports.glob("*.json")
     assert told.endswith(f"s. To see it again: multienv replay {report}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import resource
 import signal
 import subprocess
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ import pytest
 from kit import CounterEnv, descendants, is_alive, monitor_pid
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
-from multienv.errors import MultienvError
+from multienv.errors import MultienvError, WorkerDiedError
+from multienv.processes.launcher import MonitorClient
+from multienv.processes.protocol import LAUNCH
 
 
 class limited_descriptors:  # noqa: N801 - used like a function
@@ -114,6 +118,60 @@ def test_a_deadline_holds_though_the_monitor_is_killed() -> None:
         _, _, _, truncated, info = env.step(0)
         assert truncated
         assert "did not answer within its deadline" in reason_of(info)
+        env.reset(seed=0)
+        assert env.step(1)[0][0] == 1
+
+
+@pytest.fixture
+def kill_monitors(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return what has so many monitors killed, each just before it is given the order to launch a worker."""
+    send, left = MonitorClient.send, [0.0]
+
+    def kill_then_send(self: MonitorClient, order: Any, *rest: Any, **options: Any) -> None:
+        if order.operation == LAUNCH and left[0] > 0:
+            left[0] -= 1
+            self.process.kill()
+            self.process.wait()
+        send(self, order, *rest, **options)
+
+    monkeypatch.setattr(MonitorClient, "send", kill_then_send)
+    return lambda count: left.__setitem__(0, count)
+
+
+REPLAYED = RestartPolicy(snapshots=False, backoff=0.0)
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_a_launch_survives_monitors_that_die_one_after_the_other(
+    count: int, kill_monitors: Callable[[float], None]
+) -> None:
+    kill_monitors(count)
+    with SubprocessEnv(CounterEnv, restart=REPLAYED) as env:
+        env.reset(seed=0)
+        env.step(1)
+        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill_monitors(count)
+        observation, _, _, truncated, _ = env.step(1)
+        assert (int(observation[0]), truncated) == (2, False)
+
+
+def test_a_launch_is_given_up_with_a_reason_where_all_monitors_die(kill_monitors: Callable[[float], None]) -> None:
+    kill_monitors(math.inf)
+    env = SubprocessEnv(CounterEnv, restart=REPLAYED)
+    with pytest.raises(WorkerDiedError, match=r"(?s)during initialize.*monitors.*dmesg"):
+        env.initialize()
+    kill_monitors(0)
+    with env:
+        env.reset(seed=0)
+        env.step(1)
+        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill_monitors(math.inf)
+        _, _, _, truncated, info = env.step(1)
+        assert truncated
+        assert "processes ended while being built" in reason_of(info)
+        with pytest.raises(WorkerDiedError, match="could not be started again"):
+            env.reset(seed=0)
+        kill_monitors(0)
         env.reset(seed=0)
         assert env.step(1)[0][0] == 1
 

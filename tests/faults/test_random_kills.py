@@ -19,8 +19,8 @@ import ale_py
 import gymnasium
 import pytest
 
-from kit import CounterEnv, descendants, first_difference, is_alive
-from multienv import Deadlines, RestartPolicy, SubprocessEnv, register_state_hook
+from kit import descendants, first_difference
+from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.events import Recovery
 
 gymnasium.register_envs(ale_py)
@@ -112,64 +112,3 @@ def test_every_step_is_the_undisturbed_one_or_says_that_it_is_not(env_id: str, r
         assert told == 0
     if rung == "snapshot":
         assert sum(event.rung == "snapshot" for event in recoveries) >= kills * 0.3
-
-
-# --- an episode that has long outgrown the journal: its state is an anchor ----------------------------
-
-
-class Engine:
-    """Stands for what holds its state in C: it cannot be pickled."""
-
-    def __init__(self) -> None:
-        self._lock = (number for number in [0])
-        self.sum = 0
-
-
-class Driven(CounterEnv):
-    """Has an engine, made anew with each seeded reset."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        if seed is not None:
-            self.engine = Engine()
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> Any:
-        engine = self.engine
-        engine.sum = (engine.sum * 7 + int(action)) % 1009
-        observation, *others = super().step(action)
-        observation[3] = engine.sum
-        return (observation, *others)
-
-
-def driven() -> gymnasium.Env[Any, Any]:
-    """Say where the env is built, as a user would, how an engine's state is had and put back."""
-    register_state_hook(Engine, lambda engine: engine.sum, lambda engine, state: setattr(engine, "sum", state))
-    return Driven(horizon=None)
-
-
-@pytest.mark.parametrize(
-    ("env_fn", "journal_limit", "count"),
-    [
-        (partial(gymnasium.make, "HalfCheetah-v5", max_episode_steps=10**6), 400_000, 4500),
-        (driven, 200_000, 9000),
-    ],
-    ids=["HalfCheetah", "a registered type"],
-)
-def test_a_long_episode_goes_on_from_a_state_of_the_env(env_fn: Any, journal_limit: int, count: int) -> None:
-    policy = RestartPolicy(snapshots=False, journal_limit=journal_limit)
-    actions, rungs = actions_for(env_fn, count), list[Any]()
-    moments = set(random.Random(5).sample(range(count // 2, len(actions)), 6))
-    with SubprocessEnv(env_fn, restart=policy, hooks=[lambda event: rungs.append(getattr(event, "rung", None))]) as env:
-
-        def strike(step: int) -> None:
-            if step in moments:
-                pid = env.statistics().pid or 0
-                os.kill(pid, signal.SIGKILL)
-                while is_alive(pid):
-                    pass
-
-        assert play_beside(env, env_fn, actions, strike) == 0
-        statistics = env.statistics()
-    assert statistics.exact_recoveries == statistics.losses == 6
-    assert statistics.state_anchors > 0
-    assert rungs.count("state") >= 3

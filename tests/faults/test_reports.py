@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -19,13 +20,15 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, Fault, FaultyEnv
+from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
-from multienv.errors import WorkerDiedError
+from multienv.cli.env_functions import env_functions
+from multienv.errors import ReportError, WorkerDiedError
 from multienv.events import Recovery
 from multienv.reports import store
-from multienv.reports.plain import plain_value
-from multienv.wire.banks import BankLayout, split_entries
+from multienv.reports.read import load
+from multienv.wire.banks import HEAD, BankLayout, split_entries
+from multienv.wire.messages import message_of
 
 DEADLINES = Deadlines(start=20, reset=1.0, step=0.5, call=1.0, close=2.0, recovery=30)
 REPLAY = RestartPolicy()
@@ -78,15 +81,14 @@ def test_a_kill_that_is_healed(reports: Path) -> None:
         report["layout"]["slots"], report["layout"]["action_bytes"], tuple(report["layout"]["leaf_bytes"])
     )
     assert (report["journal"]["requests"], report["journal"]["steps"]) == (4, 3)
-    assert report["journal"]["from_construction"]
-    entries = list(split_entries(journal["entries"].tobytes(), layout.end))
+    entries = list(split_entries(pickle.loads(journal["replay"]).entries, layout.end))
     shown = [np.frombuffer(entry.stretch, np.float32, 4, layout.shown) for entry in entries]
     assert (np.stack(shown) == np.stack([first, *seen])).all()
     assert [entry.stretch[16] for entry in entries[1:]] == [0, 1, 1]
     (pending,) = split_entries(journal["pending"].tobytes(), layout.end)
     assert pending.is_step
     assert pending.stretch[16] == 1
-    assert plain_value(entries[0].request_mail).seeds == (5,)
+    assert message_of(entries[0].stretch[0], entries[0].request_mail).seeds == (5,)
     assert set(report["made_with"]) == {"multienv", "python", "gymnasium", "numpy", "platform"}
 
 
@@ -111,12 +113,12 @@ def test_poison_tells_its_action_and_how_to_see_it_again(reports: Path, caplog: 
 # --- where they lie -------------------------------------------------------------------------------
 
 
-def lose_one(**options: Any) -> Recovery:
-    with SubprocessEnv(CounterEnv, restart=RAISE, **options) as env:
+def lose_one(env_fn: Any = CounterEnv, action: Any = 0, **options: Any) -> Recovery:
+    with SubprocessEnv(env_fn, restart=RAISE, **options) as env:
         env.reset(seed=0)
         os.kill(env.statistics().pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
-            env.step(0)
+            env.step(action)
         recovery = env.statistics().last_recovery
     assert recovery is not None
     return recovery
@@ -144,6 +146,21 @@ def test_without_a_word_it_is_the_users_cache(tmp_path: Path, monkeypatch: pytes
         SubprocessEnv(CounterEnv, reports=3)  # type: ignore[arg-type]
 
 
+def test_the_directory_in_the_users_cache_is_made_private_and_a_chosen_one_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MULTIENV_REPORTS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    in_cache, chosen = tmp_path / "multienv" / "reports", tmp_path / "chosen"
+    for directory in (in_cache, chosen):
+        directory.mkdir(parents=True)
+        directory.chmod(0o755)
+    assert Path(lose_one().report).parent == in_cache
+    assert in_cache.stat().st_mode & 0o777 == 0o700
+    lose_one(reports=chosen)
+    assert chosen.stat().st_mode & 0o777 == 0o755
+
+
 def test_an_empty_string_switches_them_off(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lose_one(reports="").report == ""
     monkeypatch.setenv("MULTIENV_REPORTS", "")
@@ -165,6 +182,60 @@ def test_the_newest_hundred_are_kept_and_nothing_else_is_touched(reports: Path) 
     assert kept[0] == "20200101-000000-000021-1-1-env0.json"
     assert len(list(reports.glob("*.npz"))) == 100
     assert all(other.read_text() == "mine" for other in others)
+
+
+def test_the_oldest_are_dropped_until_all_take_a_quarter_of_a_gibibyte(reports: Path) -> None:
+    for number in range(10):
+        with (reports / f"20200101-000000-{number:06}-1-1-env0.npz").open("wb") as file:
+            file.truncate(32 * 2**20)  # without taking place on the disk
+    lose_one()
+    kept = sorted(file.name for file in reports.glob("2020*"))
+    assert kept == [f"20200101-000000-{number:06}-1-1-env0.npz" for number in range(3, 10)]
+
+
+def size_of(report: Path) -> int:
+    return report.stat().st_size + report.with_suffix(".npz").stat().st_size
+
+
+def test_of_a_journal_that_is_too_large_for_a_report_the_end_is_kept(reports: Path) -> None:
+    actions = gymnasium.spaces.Box(-1, 1, (2**16,), np.float32)
+    policy = RestartPolicy(on_crash="raise", journal_limit=2**27)
+    with SubprocessEnv(partial(SpaceEnv, action_space=actions, horizon=200), restart=policy) as env:
+        env.reset(seed=0)
+        for number in range(150):
+            env.step(np.full(actions.shape, number / 150, np.float32))
+        os.kill(env.statistics().pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError) as caught:
+            env.step(np.ones(actions.shape, np.float32))
+    report, journal = only(reports), arrays(reports)
+    assert 30 * 2**20 < size_of(Path(caught.value.report)) <= 32 * 2**20
+    requests = report["journal"]["requests"]
+    assert report["obstacle"] == f"a report takes 32 MiB at most, and has only the last {requests} of 151 requests"
+    layout = BankLayout(
+        report["layout"]["slots"], report["layout"]["action_bytes"], tuple(report["layout"]["leaf_bytes"])
+    )
+    entries = list(split_entries(pickle.loads(journal["replay"]).entries, layout.end))
+    assert [entry.number for entry in entries] == list(range(entries[-1].number + 1 - requests, entries[-1].number + 1))
+    assert np.frombuffer(entries[-1].stretch, np.float32, 1, HEAD.size) == np.float32(149 / 150)
+    with pytest.raises(ReportError, match=r"cannot be replayed: a report takes 32 MiB at most, and has only the last"):
+        load(caught.value.report)
+
+
+def test_an_env_fn_that_is_too_large_for_a_report_is_left_out(reports: Path) -> None:
+    ballast = os.urandom(20 * 2**20)
+    path = Path(lose_one(env_fn=lambda: CounterEnv(horizon=len(ballast))).report)
+    assert size_of(path) < 2**20
+    with pytest.raises(ReportError, match="has no env_fn: it was too large for a report. Give --env ID"):
+        env_functions(load(path), None)
+
+
+def test_an_action_that_is_too_large_for_a_report_is_left_out(reports: Path) -> None:
+    text = "a" * 40 * 2**20
+    space = gymnasium.spaces.Text(len(text))
+    path = Path(lose_one(env_fn=partial(SpaceEnv, action_space=space), action=text).report)
+    assert size_of(path) < 2**20
+    with pytest.raises(ReportError, match="cannot be replayed: a report takes 32 MiB at most, and the pending"):
+        load(path)
 
 
 # --- what is in the way ---------------------------------------------------------------------------

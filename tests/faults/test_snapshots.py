@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,12 @@ import numpy as np
 import pytest
 
 from invariants.faces import Face, assert_as_without_losses, counts
-from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive
-from kit.trainer_process import becomes_true
+from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
+from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import RestartPolicy, SerialEnv, SubprocessEnv
 from multienv.errors import ClosedError, NotForkableError, UsageError
 from multienv.events import Event, Recovery
+from multienv.processes.launcher import Launch, MonitorClient
 
 gymnasium.register_envs(ale_py)
 
@@ -305,6 +307,52 @@ def test_they_are_freed() -> None:
         env.restore(tokens[1])
     with pytest.raises(ClosedError):
         env.snapshot()
+
+
+def test_one_that_is_freed_while_it_is_woken_leaves_no_process() -> None:
+    """As restore() and close() do it if Ctrl-C comes between the two."""
+    launcher = Launch("forkserver")
+    env = SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshots=False)).initialize()
+    before, ours = alive(), {monitor_pid(), pid_of(env)}
+    token = env.snapshot()
+    (frozen,) = alive() - before
+    kill(pid_of(env))
+    kill(frozen, number=signal.SIGSTOP)
+    woken = launcher.wake_kept(token.token)
+    assert woken is not None
+    token.free()
+    with SubprocessEnv(ENDLESS):  # launched by the same monitor: by now it has taken the order to free
+        kill(frozen, number=signal.SIGCONT)
+        assert woken.wait(token.standing.number, time.monotonic() + STUCK_AFTER)
+    woken.release()
+    env.close()
+    assert becomes_true(lambda: alive() <= before - ours)  # the monitor ends too
+
+
+def test_one_that_is_freed_after_many_others_ends_though_the_monitor_is_stopped() -> None:
+    with SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshots=False)) as env:
+        before = alive()
+        token = env.snapshot()
+        os.kill(monitor_pid(), signal.SIGSTOP)
+        for number in range(400):  # more than its socket takes; each of a snapshot that there is not
+            Launch("forkserver").free(10**9 + number)
+        token.free()
+        assert becomes_true(lambda: alive() <= before)
+
+
+def test_one_whose_free_is_interrupted_is_freed_by_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with SubprocessEnv(ENDLESS, restart=RestartPolicy(snapshots=False)) as env, SubprocessEnv(ENDLESS):
+        before = alive()
+        token = env.snapshot()
+        with monkeypatch.context() as patch:
+            patch.setattr(MonitorClient, "send", strike)
+            with pytest.raises(KeyboardInterrupt):
+                token.free()
+        env.close()
+        assert becomes_true(lambda: alive() <= before)
 
 
 @pytest.mark.parametrize("how", ["freed", "closed"])

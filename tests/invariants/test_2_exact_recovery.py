@@ -9,6 +9,7 @@ import copy
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
@@ -80,7 +81,6 @@ def test_a_program_with_kills_at_random_moments_is_the_program_without(kind: str
         with Killer(face.envs, interval=(0.01, 0.05), kills=5, seed=3) as killer:
             seen = run_program(face, 6, lambda done: killer.delivered < 5)
         recoveries = [event for event in events if isinstance(event, Recovery)]
-        assert len(recoveries) >= 2
         assert {event.outcome for event in recoveries} == {"exact"}
         quiet = gymnasium.vector.SyncVectorEnv(env_fns[: face.num_envs], autoreset_mode="Disabled")
         expected = run_program(Face.around("vector_env", quiet, face.num_envs), 6, lambda done: done < len(seen) - 1)
@@ -115,10 +115,18 @@ def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker:
         assert_as_without_losses(face, records, actions, 8)
 
 
+class TakesAMillisecond(CounterEnv):
+    """So that its past soon takes longer than is replayed whole."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.001)
+        return super().step(action)
+
+
 @pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly(kind: str) -> None:
-    policy = RestartPolicy(snapshots=False, state_anchors=False, journal_limit=4000)
-    with Face(kind, [partial(CounterEnv, horizon=None)] * 2, restart=policy) as face:
+    policy = RestartPolicy(snapshots=False, max_rss=2**40)  # with a limit of memory more resets are told of
+    with Face(kind, [partial(TakesAMillisecond, horizon=None)] * 2, restart=policy) as face:
         actions, lost = counts(6, 2), (20, 29)
         for seed in range(30):
             kill = face.signal if seed in lost else int
@@ -127,8 +135,8 @@ def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly
         assert face.losses() == 2
         (told, *_) = [one for one in face.statistics() if one.losses]
         assert told.exact_recoveries == 2
-        # Of some 200 requests those of less than half have been replayed, in each of the two recoveries.
-        assert told.replayed_steps < 200
+        # Of some 200 requests those of two episodes have been replayed, in each of the two recoveries.
+        assert told.replayed_steps < 40
 
 
 @pytest.mark.parametrize("kind", AND_ASYNC)

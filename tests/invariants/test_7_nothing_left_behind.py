@@ -11,7 +11,10 @@ import gc
 import os
 import signal
 import sys
+import termios
 from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +31,12 @@ from kit import (
     descendants,
     is_alive,
     monitor_itself,
+    monitor_pid,
     new_names,
     snapshot_resources,
 )
 from kit.trainer_process import GONE_WITHIN, STUCK_AFTER, Trainer, becomes_true
-from multienv import AsyncSubprocessEnvManager, RestartPolicy, SubprocessEnv
+from multienv import AsyncSubprocessEnvManager, Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError
 
 
@@ -146,6 +150,85 @@ def test_nothing_outlives_a_trainer_that_ends_without_close(
         trainer.expect("ready")
         assert trainer.wait() == code
         trainer.assert_nothing_lives()
+
+
+class SharedMemoryEnv(ForkingEnv):
+    """Has shared memory with a name, which it never unlinks, and forked children that hold all that it has open."""
+
+    def __init__(self, **forking: Any) -> None:
+        self.shared = SharedMemory(create=True, size=4096)
+        self.shared_name = self.shared.name
+        tracker: Any = resource_tracker._resource_tracker
+        self.tracker = tracker._pid
+        unread = ctypes.c_int(1)
+        while unread.value:  # until the tracker is up, and has read the name
+            ctypes.CDLL(None).ioctl(tracker._fd, termios.FIONREAD, ctypes.byref(unread))
+        super().__init__(how="fork", **forking)
+
+    def step(self, action: Any) -> Any:
+        if action == 0:
+            while True:
+                ctypes.PyDLL(None).pause()  # hangs in C
+        return super().step(action)
+
+
+def is_there(name: str) -> bool:
+    return Path("/dev/shm", name).exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "forking"),
+    [
+        ("close", {"stubborn": True}),
+        ("killed", {}),
+        ("killed", {"stubborn": True}),
+        ("hung", {}),
+        ("monitor killed", {"children": 0}),
+    ],
+)
+def test_shared_memory_of_an_env_goes_with_its_process(how: str, forking: dict[str, Any]) -> None:
+    before = snapshot_resources()
+    policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
+    env = SubprocessEnv(partial(SharedMemoryEnv, **forking), deadlines=Deadlines(step=0.2), restart=policy)
+    with env:
+        name = env.get_attr("shared_name")
+        assert is_there(name)
+        if how != "close":
+            env.reset(seed=0)
+            if how != "hung":
+                os.kill(env.statistics().pid or 0 if how == "killed" else monitor_pid(), signal.SIGKILL)
+            assert env.step(0)[3]
+            assert becomes_true(lambda: not is_there(name))
+            env.reset(seed=0)
+            env.step(1)
+    assert_nothing_left(before, timeout=GONE_WITHIN)
+
+
+def test_resource_tracker_that_does_not_end_by_itself_is_killed() -> None:
+    before = snapshot_resources()
+    with SubprocessEnv(SharedMemoryEnv) as env:
+        name = env.get_attr("shared_name")
+        os.kill(env.get_attr("tracker"), signal.SIGSTOP)
+    Path("/dev/shm", name).unlink()
+    assert_nothing_left(before, timeout=GONE_WITHIN)
+
+
+def hang_with_shared_memory() -> None:
+    """Be a trainer inside a step that never returns."""
+    env = SubprocessEnv(SharedMemoryEnv).initialize()
+    env.reset(seed=0)
+    print("ready", env.get_attr("shared_name"), flush=True)
+    env.step(0)
+
+
+def test_shared_memory_of_an_env_that_hangs_goes_with_the_trainer() -> None:
+    with Trainer("test_7_nothing_left_behind", "hang_with_shared_memory") as trainer:
+        name = trainer.expect("ready")
+        assert is_there(name)
+        trainer.signal(signal.SIGKILL)
+        trainer.wait()
+        trainer.assert_nothing_lives()
+        assert not is_there(name)
 
 
 @pytest.fixture

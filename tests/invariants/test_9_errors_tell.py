@@ -5,6 +5,7 @@ of stderr, env index, command, step in the episode, seed; and what to do next.
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,41 @@ def assert_located(error: Any, index: int) -> None:
     assert (error.env_index, error.command, error.step, error.seed) == (index, "step", 3, SEED + index)
     for words in (f"env {index} ", "during step()", "after 3 steps", f"last seed {SEED + index}"):
         assert words.lower() in str(error).lower()
+
+
+@pytest.mark.parametrize(
+    ("kind", "envs", "who"),
+    [
+        ("subprocess_env", (0,), "env 0 {} (last seed 40)"),
+        ("multi_env", (1,), "env 1 {} (last seed 41)"),
+        ("vector_env", (3, 4, 5), "envs 3–5 {} (last seeds 43–45)"),
+    ],
+)
+def test_death_of_an_idle_worker_names_its_envs_its_pid_and_their_seeds(
+    kind: str, envs: tuple[int, ...], who: str, reports: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"envs_per_worker": 3} if kind == "vector_env" else {}
+    with Face(kind, [CounterEnv] * 6, restart=RAISE, **options) as face:
+        face.reset(SEED)
+        pid = face.signal(worker=min(len(face.pids()) - 1, 1))
+        with caplog.at_level(logging.INFO, "multienv"), pytest.raises(WorkerDiedError) as caught:
+            face.step([1] * 6)
+        (loss,) = (one.last_loss for one in face.statistics() if one.losses)
+    assert (loss.envs, loss.idle, loss.command, loss.pid, loss.env_index) == (
+        envs, True, "step", pid, envs[0] if len(envs) == 1 else None
+    )  # fmt: skip
+    error = next(iter(getattr(caught.value, "failures", {0: caught.value}).values()))
+    assert (error.envs, error.idle, error.env_index) == (envs, True, loss.env_index)
+    subject, seeds = who.split(" {} ")
+    (report,) = reports.glob("*.json")
+    for text in (
+        str(error),
+        *(record.getMessage() for record in caplog.records),
+        json.loads(report.read_text())["what"],
+    ):
+        assert text.startswith(f"The process of {subject} was killed by SIGKILL (")
+        assert ") while it was idle before step()" in text
+        assert f"{seeds} (pid {pid})." in text
 
 
 @pytest.mark.parametrize("kind", KINDS)

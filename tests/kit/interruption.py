@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ import multienv
 from kit import CounterEnv, first_difference
 
 PACKAGE = str(Path(multienv.__file__).parent)
+# Written in Python: an exception inside leaves a lock held for ever.
+EVENTS_AND_LOCKS = threading.__file__
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "CALL_FUNCTION_KW"}
 _JUMPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE"}
 
@@ -44,7 +47,7 @@ class Interruption:
     """Raises ``kind`` at the ``place``-th place of the block where a signal handler could run.
 
     Only the calling thread is traced, as only the main thread runs signal handlers. `fired` tells whether there was such
-    a place, `where` which. Places are not counted while ``skips()`` is true.
+    a place, `where` which. Places are not counted while ``skips()`` is true. Those of the files ``beside`` are counted too.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Interruption:
         place: int,
         kind: type[BaseException] = Interrupted,
         skips: Callable[[], bool] = lambda: False,
+        beside: tuple[str, ...] = (),
     ) -> None:
         self.place = place
         self.fired = False
@@ -59,6 +63,7 @@ class Interruption:
         self._left = place
         self._kind = kind
         self._skips = skips
+        self._files = (PACKAGE, *beside)
         self._after_call: dict[FrameType, bool] = {}
 
     def __enter__(self) -> Interruption:
@@ -71,7 +76,7 @@ class Interruption:
         return self.fired and error[0] is self._kind
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if _is_ours(frame) and not self._skips():
+        if _is_counted(frame, self._files) and not self._skips():
             parent = frame.f_back
             if parent in self._after_call:
                 self._after_call[parent] = False  # what it called was Python: no look at signals on return
@@ -104,10 +109,10 @@ class Interruption:
         self._left -= 1
 
 
-def _is_ours(frame: FrameType) -> bool:
-    """Whether it is the library's, and not called by a finalizer: the interpreter swallows what is raised there."""
+def _is_counted(frame: FrameType, files: tuple[str, ...]) -> bool:
+    """Whether it is of these files, and not called by a finalizer: the interpreter swallows what is raised there."""
     name = frame.f_code.co_filename
-    if not name.startswith(PACKAGE) or "/testing/" in name:
+    if not name.startswith(files) or "/testing/" in name:
         return False
     above: FrameType | None = frame
     while above is not None:
@@ -123,11 +128,17 @@ def _names(code: CodeType) -> dict[int, str]:
     return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
 
 
-def every_place(kind: type[BaseException] = Interrupted, stride: int = 1) -> Iterator[Interruption]:
+def every_place(
+    kind: type[BaseException] = Interrupted,
+    stride: int = 1,
+    *,
+    skips: Callable[[], bool] = lambda: False,
+    beside: tuple[str, ...] = (),
+) -> Iterator[Interruption]:
     """Interruptions at place 0, 1, 2, … until one finds no place any more: for use as ``with interruption:``."""
     place = 0
     while True:
-        interruption = Interruption(place, kind)
+        interruption = Interruption(place, kind, skips, beside=beside)
         yield interruption
         if not interruption.fired:
             return

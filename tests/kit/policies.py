@@ -68,6 +68,8 @@ class Fails:
             if self.what == "hang":
                 time.sleep(60)
             if self.what == "wrong":
+                return constant(observations) + 77.5
+            if self.what == "wide":
                 return constant(observations) + 77
             if self.what == "ragged":
                 return constant(observations), {"value": np.zeros(99)}

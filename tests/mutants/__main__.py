@@ -101,7 +101,6 @@ def run_pytest(tree: Path, tests: Sequence[str], *, limit: float) -> tuple[int |
     command += [f"--timeout={TEST_LIMIT}", "-o", f"faulthandler_timeout={TEST_LIMIT + 15}"]
     command += [f"--ignore={one}" for one in IGNORED]
     with tempfile.TemporaryFile() as output:
-        # In a session of its own, and SIGINT as it is by default: a shell may have it ignored in the background.
         process = subprocess.Popen(
             [*command, *tests],
             cwd=tree,
@@ -110,7 +109,6 @@ def run_pytest(tree: Path, tests: Sequence[str], *, limit: float) -> tuple[int |
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         code: int | None = None
         until = time.monotonic() + limit

@@ -131,7 +131,7 @@ class ManagerRun:
 
     def __init__(self, case: ManagerCase) -> None:
         self.case = case
-        self.simulation = Simulation(case.faults, case.eager, is_asynchronous=True)
+        self.simulation = Simulation(case.faults, case.eager)
         self.oracles = [Oracle(env) for env in range(ENVS)]
         kind, options = MANAGERS[case.manager]
         self.manager = kind(

@@ -13,9 +13,10 @@ import copy
 import errno
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from kit.interruption import Interruption
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import CallPendingError, EnvsFailedError, NotRestoredError, WorkerLostError
+from multienv.recovery import journal, supervisor
 from simulation.simulation import CRASHED, Fault, SimulatedEnv, Simulation, is_in_process
 
 NUM_ENVS = 3
@@ -33,6 +35,8 @@ DEADLINES = Deadlines(
 POLICIES = {
     "snapshot": RestartPolicy(snapshot_every=2, backoff=0.0),
     "journal": RestartPolicy(snapshots=False, backoff=0.0),
+    # Each slot is replayed from resets of its own as soon as that can be: see Run.play().
+    "starts": RestartPolicy(snapshots=False, backoff=0.0),
     # Forgets the beginning of its journal: what it has left may not lead to the envs as they are.
     "short journal": RestartPolicy(snapshots=False, journal_limit=600, backoff=0.0),
     "truncate": RestartPolicy(on_crash="truncate", on_timeout="truncate", backoff=0.0),
@@ -106,9 +110,9 @@ class World:
         is_known: What it draws is that of the bare env.
     """
 
-    def __init__(self, who: int, mode: str, chance: bool) -> None:
+    def __init__(self, who: int, mode: str, chance: bool, forgets: bool) -> None:
         self.chance = chance
-        self.bare = SimulatedEnv(who, horizon=HORIZONS[who])
+        self.bare = SimulatedEnv(who, horizon=HORIZONS[who], forgets=forgets)
         self.mode = mode
         self.last: Any = None
         self.has_ended = False
@@ -174,7 +178,8 @@ class Run:
         self.simulation = Simulation(case.faults, case.eager)
         self.workers = FACES[case.face][1]
         mode = case.face if case.face.isupper() else "DISABLED"
-        self.worlds = [World(env, mode, case.chance) for env in range(len(self.workers))]
+        self.forgets = case.policy == "starts"
+        self.worlds = [World(env, mode, case.chance, self.forgets) for env in range(len(self.workers))]
         self.truncated = 0
         self.interruption = Interruption(case.interrupted, skips=is_in_process)
         self.envs: Any = None
@@ -185,7 +190,7 @@ class Run:
 
     def play(self) -> Simulation:
         """Run the program and check all that it returns; return the world as it is then."""
-        with self.simulation.running():
+        with self.simulation.running(), self._own_starts():
             try:
                 self._make()
                 for op in self.case.ops:
@@ -204,9 +209,21 @@ class Run:
             assert self.interruption.fired or not self.simulation.kept, "a snapshot was not freed"
         return self.simulation
 
+    @contextlib.contextmanager
+    def _own_starts(self) -> Iterator[None]:
+        """Have each reset told of, and the journal forget the construction at once, where the policy is about that."""
+        before = journal.SHORT, supervisor.SHARE
+        if self.case.policy == "starts":
+            journal.SHORT, supervisor.SHARE = 0.0, inf
+        try:
+            yield
+        finally:
+            journal.SHORT, supervisor.SHARE = before
+
     def _make(self) -> None:
         case, (options, _) = self.case, FACES[self.case.face]
-        env_fns = [partial(SimulatedEnv, env, case.chance, HORIZONS[env]) for env in range(len(self.workers))]
+        options_of_env = [(env, case.chance, HORIZONS[env], self.forgets) for env in range(len(self.workers))]
+        env_fns = [partial(SimulatedEnv, *options) for options in options_of_env]
         settings = {"restart": POLICIES[case.policy], "deadlines": DEADLINES, "reports": "", **options}
         if case.face == "subprocess_env":
             self.envs = SubprocessEnv(env_fns[0], **settings)

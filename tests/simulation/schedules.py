@@ -10,7 +10,7 @@ from simulation.programs import FACES, POLICIES, Case, Run
 from simulation.simulation import CRASHED, KILLED, POINTS, Fault, Simulation
 
 # Policies that bring an env back, and faces with snapshots to come back to.
-REPLAYS = ("snapshot", "journal")
+REPLAYS = ("snapshot", "journal", "starts")
 BRANCHING = [face for face in FACES if face != "multi_env"]
 # A program with all that a trainer calls: whole and partial resets, ends of episodes, calls, attributes.
 EPISODES = (
@@ -25,6 +25,16 @@ EPISODES = (
 )
 # The same for policies that replay nothing: what was called and set is not repeated in a new process.
 WITHOUT_REPLAY = tuple(("ask",) if op[0] == "call" else op for op in EPISODES if op[0] != "set")
+# One of many episodes after a call and an attribute that all of them show.
+LASTING = (
+    ("reset", 7),
+    ("step", 0),
+    ("call", 0.5),
+    ("set", 0.25),
+    *(("step", number) for number in range(1, 10)),
+    ("reset", None),
+    *(("step", number) for number in range(3)),
+)
 # One that comes back to earlier states.
 BRANCHES = (
     ("reset", 3),
@@ -86,11 +96,14 @@ def bases() -> Iterator[Case]:
     for face, policy, eager in product(ROLLING, POLICIES, (False, True)):
         ops = tuple(op for op in ROLLOUTS if op[0] != "call" or policy in REPLAYS)
         yield Case(face, policy, ops, eager=eager)
+    for face in FACES:
+        yield Case(face, "starts", LASTING)
 
 
 def name_of(case: Case) -> str:
     """Return the name of such a program in a list of tests."""
-    program = "branches" if case.ops is BRANCHES else "rollouts" if ("roll", 0, 3) in case.ops else "episodes"
+    named = {BRANCHES: "branches", LASTING: "lasting"}
+    program = "rollouts" if ("roll", 0, 3) in case.ops else named.get(case.ops, "episodes")
     return f"{case.face}-{case.policy}-{program}-{'eager' if case.eager else 'lazy'}"
 
 

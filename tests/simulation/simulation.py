@@ -97,10 +97,11 @@ class SimulatedEnv(CounterEnv):
         who: Its index.
         chance: Draw from what no process has in common with another: it cannot be replayed.
         horizon: Steps in an episode.
+        forgets: Remember nothing of earlier episodes.
     """
 
-    def __init__(self, who: int, chance: bool = False, horizon: int = 5) -> None:
-        super().__init__(horizon=horizon)
+    def __init__(self, who: int, chance: bool = False, horizon: int = 5, forgets: bool = False) -> None:
+        super().__init__(horizon=horizon, count_episodes=not forgets)
         self.who = who
         _strike()
         process = getattr(_running, "process", None)
@@ -113,6 +114,7 @@ class SimulatedEnv(CounterEnv):
 
     def reset(self, **options: Any) -> Any:
         _strike()
+        self.first_draw = -1.0
         return super().reset(**options)
 
     def poke(self, amount: float = 0.0) -> int:
@@ -128,7 +130,10 @@ class SimulatedEnv(CounterEnv):
         return (super()._next_draw() + self._chance) % 1
 
     def _info(self) -> dict[str, Any]:
-        info: dict[str, Any] = {"who": self.who, "nonce": self.episode_step + 100 * self.episode_number}
+        if self.first_draw < 0:
+            self.first_draw = self._draw
+        episode = self.episode_number if self.count_episodes else int(1e6 * self.first_draw)
+        info: dict[str, Any] = {"who": self.who, "nonce": self.episode_step + 100 * episode}
         return info if self.episode_step != 2 else {**info, "words": f"env {self.who}"}
 
 
@@ -161,7 +166,6 @@ class Simulation:
     Args:
         faults: What goes wrong.
         eager: A request is executed when it is rung for, not only when it is waited for.
-        is_asynchronous: For faces that wait for whichever worker answers first: that is another one each time.
 
     Attributes:
         struck: The faults that happened, in order, with repetitions.
@@ -173,7 +177,6 @@ class Simulation:
 
     faults: tuple[Fault, ...] = ()
     eager: bool = False
-    is_asynchronous: bool = False
     now: float = 1000.0
     struck: list[Fault] = field(default_factory=list)
     events: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -214,18 +217,30 @@ class Simulation:
                     return fault
         return None
 
-    def wait_any(self, waiting: Sequence[tuple[SimulatedChannel, int]], until: float, bell: Bell) -> list[int]:
-        """Stand in for ``multienv.processes.channel.wait_any``: let one process answer, another one each time."""
-        self.waits += 1
-        for turn in range(len(waiting)):
-            index = (self.waits + turn) % len(waiting)
-            channel, number = waiting[index]
+    def wait_any(
+        self,
+        waiting: Sequence[tuple[SimulatedChannel, int]],
+        until: float,
+        bell: Bell | None = None,
+        watched: Sequence[tuple[SimulatedChannel, int]] = (),
+    ) -> list[int]:
+        """Stand in for ``multienv.processes.channel.wait_any``: let one process answer or die.
+
+        With a bell, in an endless round, it is another one each time; else the first that does not hang.
+        """
+        self.waits += bell is not None
+        everyone = [*waiting, *watched]
+        for turn in range(len(everyone)):
+            index = (self.waits + turn) % len(everyone)
+            channel, number = everyone[index]
             channel.execute(number)
-            if channel.answered(number):
+            if channel.answered(number) or channel.attend():
                 return [index]
-        if until < math.inf:  # they hang
+        if bell is None or until < math.inf:  # they hang
+            assert until < math.inf, "a wait without an end for processes that hang"
             self.now = max(self.now, until)
-        elif not select.select([bell.descriptor], [], [], 60.0)[0]:  # a thread heals another env, in true time
+            return []
+        if not select.select([bell.descriptor], [], [], 60.0)[0]:  # a thread heals another env, in true time
             raise AssertionError("nothing is under way, and nobody rings")
         bell.silence()
         return []
@@ -485,12 +500,6 @@ class SimulatedChannel(Channel):
         assert until is not None, "a wait without an end for a process that hangs"
         process.simulation.now = max(process.simulation.now, until)
         return False
-
-    def answered(self, number: int) -> bool:
-        process = self.process
-        if not process.simulation.is_asynchronous:
-            return True  # wait() has it executed
-        return self.segment.words[REPLY] == number or process.code is not None or self._gone is not None
 
     def descriptors(self) -> tuple[int, ...]:
         return ()

@@ -215,7 +215,6 @@ NAMES = {
     "AsyncEnv", "AsyncSubprocessEnvManager", "AutoResetWrapper", "Deadlines", "EnvManagerConfig", "Fragment", "Loss", "MultiEnv", "RayEnv",
     "RayOptions", "RayVectorEnv", "Recovery", "Recycled", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
     "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "create_ray_envs", "create_subprocess_envs", "flat_statistics", "make_vec",
-    "register_state_hook",
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""The journal against a plain list of entries: whatever is asked, repeated, interrupted, forgotten or copied."""
+"""The journal against a plain list of requests, and of starts and ends of each slot: whatever is asked, repeated,
+interrupted, forgotten or copied."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ import dis
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -17,28 +18,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from multienv.recovery import journal as journal_module
-from multienv.recovery.journal import Journal, Plan
-from multienv.wire.banks import HEAD, IRREGULAR, MESSAGE, STEP, STEPPED, VALUE, BankLayout, Entry
-from multienv.wire.messages import Call, Render, Reset, SetAttribute
+from multienv.recovery.journal import Journal, Plan, Start, furthest_replay
 
-LAYOUT = BankLayout(2, 8, (8,))
-STRIDE = LAYOUT.end
-PROOF_OF_STATE, PROOF_OF_RESET = 3, 5
-UNLIMITED = 10**12
-
-RESET = Reset((1, 2), (None, None))
-SOME_RESET = Reset((1, 2), (None, None), mask=(True, False))
-MESSAGES = st.sampled_from([RESET, RESET, SOME_RESET, Call("poke"), SetAttribute("x", (1, 2)), Render(), None])
-BODIES = st.integers(0, 255)
-CUTS = st.none() | st.integers(0, 12)
+STRIDE, SLOTS = 16, 2
+SHORT, PROOF, LASTING = 1.0, 5, 2
 
 
 @pytest.fixture(autouse=True, scope="module")
-def little_proof():
-    """A few steps are enough to go on from an anchor."""
+def small_numbers():
+    """A few requests are enough for all that the journal decides."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(journal_module, "PROOF_OF_STATE", PROOF_OF_STATE)
-        patched.setattr(journal_module, "PROOF_OF_RESET", PROOF_OF_RESET)
+        for name, value in (("SHORT", SHORT), ("PROOF", PROOF), ("LASTING", LASTING)):
+            patched.setattr(journal_module, name, value)
         yield
 
 
@@ -74,283 +65,270 @@ def cut_at(call: Callable[[], Any], place: int) -> None:
         sys.settrace(before)
 
 
-@dataclass
-class Kept:
-    """What the model knows of a request."""
+def interrupted(call: Callable[[], Any], place: int | None) -> None:
+    """Make a call, which is interrupted at this place if it gets there."""
+    with contextlib.suppress(Cut):
+        call() if place is None else cut_at(call, place)
+
+
+def copy_of(journal: Journal) -> Journal:
+    copy = Journal(recording=True)
+    copy.load(pickle.loads(pickle.dumps(journal.dump())))
+    return copy
+
+
+class Asked(NamedTuple):
+    """What the model knows of a request: its entry, or its mail."""
 
     number: int
-    entry: bytes
-    is_step: bool = False
-    is_plain: bool = False
-    begins: bool = False
-    lasts: bool = False
+    data: bytes
 
 
-@dataclass
-class At:
-    """An anchor of the model: before the entry at this index."""
-
-    index: int
-    generators: bytes = b""
-    state: bytes = b""
+CUTS = st.lists(st.none() | st.integers(0, 15), max_size=2)
+SOME_SLOTS = st.sets(st.integers(0, SLOTS - 1))
 
 
 class Model(RuleBasedStateMachine):
-    """Asks journal and list the same."""
+    """Asks the journal, and a list that forgets nothing, the same."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.journal = Journal(recording=True)
+    @initialize(number=st.integers(1, 2**33), episodes=st.integers(0, 3))
+    def build(self, number: int, episodes: int) -> None:
+        self.journal, self.number, self.seconds = Journal(recording=True), number, 10.0
+        self.journal.lay_out(STRIDE, SLOTS)
+        self.lasting: list[Asked] = []
+        self.begin()
+        self.episodes(episodes, {*range(SLOTS)})
 
-    @initialize(number=st.integers(1, 2**33), lasting=st.sampled_from([b"", b"from before"]))
-    def begin(self, number: int, lasting: bytes) -> None:
-        self.journal.stride = STRIDE
-        self.journal.begin(number, 0, lasting)
-        self.number = self.start = number
-        self.lasting_before = lasting
-        self.kept: list[Kept] = []
-        self.first = 0  # index of the first entry that is still held
-        self.anchors: list[At] = []
-        self.usable = True
-        self.steps_at_start = 0
+    def begin(self) -> None:
+        mails = [one.data for one in self.lasting]
+        assert self.journal.all_lasting() == tuple(mails)
+        self.journal.begin(self.number, mails)
+        self.lasting = [Asked(self.number, mail) for mail in mails]
+        self.asked: list[Asked] = []
+        self.starts: list[list[Start]] = [[] for _ in range(SLOTS)]
+        self.ended = [0] * SLOTS
+        self.is_whole, self.built = True, None
+        self.front = self.snapshot = self.trimmed = 0  # numbers
 
     def repeat(self, call: Callable[[], Any], cuts: list[int | None]) -> None:
         """Make a call again and again; only the last time is sure to come to its end."""
         for place in cuts:
-            with contextlib.suppress(Cut):
-                cut_at(call, UNLIMITED if place is None else place)
+            interrupted(call, place)
         call()
 
-    def stretch(
-        self, number: int, body: int, kind: int = STEP, tag: int = 1, reply: int = STEPPED, flags: int = 0
-    ) -> bytes:
-        return HEAD.pack(kind, tag, reply, flags, 0, number & 0xFFFF_FFFF, 0) + bytes([body]) * (STRIDE - HEAD.size)
+    # --- what happens -----------------------------------------------------------------------------
 
-    @rule(bodies=st.lists(BODIES, min_size=1, max_size=8), times=st.integers(1, 2))
-    def steps(self, bodies: list[int], times: int) -> None:
-        """As the supervisor writes them."""
-        journal = self.journal
-        for body in bodies:
-            number = self.number + 1
-            stretch = self.stretch(number, body)
-            for _ in range(times):
-                journal.entries[journal.base + number * journal.stride :] = stretch
-            self.kept.append(Kept(number, stretch, is_step=True, is_plain=True))
-            self.number = number
+    @rule(count=st.integers(1, 6), byte=st.integers(0, 255))
+    def step(self, count: int, byte: int) -> None:
+        """Put plain steps there, as the hot path does."""
+        for _ in range(count):
+            self.number += 1
+            self.asked.append(Asked(self.number, bytes([byte, *range(STRIDE - 1)])))
+            self.journal.entries[self.number] = self.asked[-1].data
 
     @rule(
-        message=MESSAGES,
-        body=BODIES,
-        mail=st.binary(max_size=9),
-        evidence=st.binary(max_size=9),
-        cuts=st.lists(CUTS, max_size=3),
-        anchor=st.booleans(),
+        skipped=st.integers(0, 2),
+        entry=st.binary(min_size=2, max_size=2 * STRIDE),
+        mail=st.sampled_from([b"", b"call", b"set another attribute"]),
+        ended=SOME_SLOTS,
+        started=SOME_SLOTS,
+        cuts=CUTS,
     )
-    def add(self, message: Any, body: int, mail: bytes, evidence: bytes, cuts: list[int | None], anchor: bool) -> None:
-        """A step with mail, if there is no message; a reset, that may be an anchor; a call."""
-        is_call = message is not None and not isinstance(message, Reset)
-        number = self.number + (2 if is_call else 1)
-        if message is None:
-            stretch = self.stretch(number, body, tag=0, flags=IRREGULAR)
-        else:
-            stretch = self.stretch(number, body, MESSAGE, 0, VALUE if is_call else STEPPED)
-        entry = Entry(stretch, mail, evidence).packed()
-        self.repeat(lambda: self.journal.add(number, entry, message), cuts)
-        lasts = isinstance(message, Call | SetAttribute)
-        self.kept.append(Kept(number, entry, message is None, begins=message is RESET, lasts=lasts))
-        self.number = number
-        if anchor and message is RESET:
-            generators = b"generators %d" % number
-            self.journal.anchor(generators, self.steps_before(len(self.kept)))
-            self.usable = True  # what lies before it is held all the same: it may have come since a snapshot
-            self.anchors.append(At(len(self.kept) - 1, generators))
+    def ask(self, skipped: int, entry: bytes, mail: bytes, ended: set[int], started: set[int], cuts: Any) -> None:
+        """Log another request, in which episodes end and begin; some before it were not recorded."""
+        self.number = number = self.number + skipped + 1
+        self.repeat(lambda: self.journal.log(number, entry, mail), cuts)
+        self.asked.append(Asked(number, entry))
+        self.lasting += [Asked(number, mail)] * bool(mail)
+        self.repeat(lambda: self.journal.note_ends(sorted(ended), number), cuts)
+        for slot in ended:
+            self.ended[slot] = number
+        for slot in started:
+            start = Start(number, self.seconds, b"%d of %d" % (number, slot))
+            self.repeat(partial(self.journal.note_start, slot, number, start.generators, start.seconds), cuts)
+            self.starts[slot].append(start)
 
-    @rule(cuts=st.lists(CUTS, max_size=3), several=st.integers(1, 2))
-    def skip(self, cuts: list[int | None], several: int) -> None:
-        """Requests that are not kept."""
-        for _ in range(several):
-            self.number += 2
-            self.repeat(lambda: self.journal.skip(self.number), cuts)
+    @rule(count=st.integers(1, 3), slots=SOME_SLOTS | st.just({*range(SLOTS)}))
+    def episodes(self, count: int, slots: set[int]) -> None:
+        """Have whole episodes of some slots."""
+        for _ in range(count):
+            self.ask(0, b"reset", b"", set(), slots, [])
+            self.ask(0, b"step", b"", slots, set(), [])
 
-    @rule(message=MESSAGES, cuts=st.lists(CUTS, max_size=3), steps=st.booleans())
-    def lose_what_was_not_committed(self, message: Any, cuts: list[int | None], steps: bool) -> None:
-        """A request is journalled, but the process is lost before that is committed."""
-        number = self.number + (1 if steps else 2)
-        stretch = self.stretch(number, 9) if steps else self.stretch(number, 9, MESSAGE)
-        entry = stretch if steps else Entry(stretch, b"mail").packed()
-        self.journal.log(number, entry, None if steps else message)
+    @rule(length=st.integers(1, 2 * STRIDE), mail=st.binary(max_size=3), place=st.none() | st.integers(0, 9), cuts=CUTS)
+    def lose_what_was_not_committed(self, length: int, mail: bytes, place: int | None, cuts: Any) -> None:
+        """The process is lost when some requests, as of a rollout, were logged, and not all of that was done."""
+        interrupted(lambda: self.journal.log(self.number + 1, bytes(length), mail), place)
+        if place is None:
+            self.journal.log(self.number + 2, bytes(length))
         self.repeat(lambda: self.journal.cut(self.number), cuts)
 
-    @rule()
-    def keep_state(self) -> None:
-        state = b"state %d" % len(self.kept)
-        self.journal.keep_state(state, self.steps_before(len(self.kept)))
-        if not self.usable:
-            self.anchors, self.usable = [], True
-        self.anchors = [one for one in self.anchors if one.state != state]
-        self.anchors.append(At(len(self.kept), state=state))
+    @rule(slots=SOME_SLOTS, cuts=CUTS)
+    def lose(self, slots: set[int], cuts: Any) -> None:
+        """Go on with envs of which some are others."""
+        self.repeat(lambda: self.journal.lose(sorted(slots)), cuts)
+        for slot in slots:
+            self.starts[slot], self.is_whole = [], False
 
-    @rule(limit=st.integers(0, 20), step_limit=st.integers(0, 30), cut=CUTS)
-    def trim(self, limit: int, step_limit: int, cut: int | None) -> None:
-        limit *= STRIDE
-        steps = self.steps_before(len(self.kept))
-        if self.size_from(self.first) > limit or steps - self.steps_at_start > step_limit:
-            room = int(min(limit / 2 // STRIDE, step_limit / 2)) * STRIDE
-            while self.size_from(self.first) > room:
-                self.first += 1
-            self.anchors = [one for one in self.anchors if one.index >= self.first]
-            self.usable = bool(self.anchors)
-            self.steps_at_start = steps - (len(self.kept) - self.first)  # a reset counts as a step here
-        # An interrupted one has forgotten what it was to forget, or nothing.
-        self.repeat(lambda: self.journal.trim(limit, step_limit, steps), [] if cut is None else [cut])
+    @rule(near=st.booleans(), index=st.integers(0, 1), cuts=CUTS)
+    def go_on_from(self, near: bool, index: int, cuts: Any) -> None:
+        """Go on with what a replay has led to."""
+        for plan in self.journal.plans(near=near)[index : index + 1]:
+            self.repeat(partial(self.journal.go_on_from, plan), cuts)
+            for slot, begun in plan.begun.items():
+                later = [one for one in self.starts[slot] if one.number >= begun.number]
+                self.is_whole = self.is_whole and later == self.starts[slot]
+                self.starts[slot] = later
+
+    @rule(
+        passed=st.integers(0, 3),
+        longest=st.integers(1, 12),
+        limit=st.just(10**9) | st.integers(0, 150),
+        snapshot=st.integers(0, 9),
+        place=st.none() | st.integers(0, 150),
+    )
+    def trim(self, passed: int, longest: int, limit: int, snapshot: int, place: int | None) -> None:
+        self.seconds += passed
+        self.built = self.built or self.seconds
+        taken = [self.snapshot, *(one.number for one in self.asked if one.number >= self.trimmed)]
+        newest = self.snapshot = taken[min(snapshot, len(taken) - 1)]
+        self.trimmed = self.asked[-1].number if self.asked else 0
+        trim = lambda journal: journal.trim(limit, self.seconds, longest, newest)  # noqa: E731
+        expected = copy_of(self.journal)
+        trim(expected)
+
+        since_built, sizes = self.seconds - self.built, [len(one.data) for one in self.asked]
+        room = next(index for index in range(len(sizes) + 1) if sum(sizes[index:]) <= limit)
+        forced = self.asked[room - 1].number + 1 if room else 0
+        self.is_whole &= since_built <= longest and not room
+        self.is_whole &= since_built <= SHORT or not all(self.proven(slot) for slot in range(SLOTS))
+        if place is not None:  # what is right after an interruption is right at any moment of the call
+            interrupted(partial(trim, self.journal), place)
+            self.plans_are_right()
+            copy = copy_of(self.journal)
+            trim(copy)
+            assert copy.dump() == expected.dump()
+        self.front = max(self.front, forced)
+        self.starts = [
+            [one for one in of if one.number >= self.front and self.seconds - one.seconds <= longest]
+            for of in self.starts
+        ]
+        trim(self.journal)
+        assert self.journal.dump() == expected.dump()
+        while len(self.lasting) > LASTING or sum(len(one.data) for one in self.lasting) > limit // 4:
+            del self.lasting[0]
+
+        # What is held is bounded by the limits, and by episodes.
+        assert sum(map(len, self.journal.entries.values())) <= limit
+        wanted = [newest + 1] if newest else []
+        for slot, history in enumerate(self.journal.histories):
+            assert all(one in self.starts[slot] for one in history.starts)
+            wanted += [one.number for one in history.starts[:1]]
+            if not self.is_whole:
+                assert list(history.proven(self.journal.last)) == self.proven(slot)[-2:]
+        if not self.is_whole and self.journal.entries:
+            assert next(iter(self.journal.entries)) >= min(wanted)
+        # And what the newest snapshot needs is there.
+        if newest:
+            assert (self.journal.since(newest) is None) == (newest + 1 < self.front)
 
     @rule()
     def begin_anew(self) -> None:
         """In a new life of the envs, where calls were repeated."""
-        lasting = self.journal.all_lasting()
-        assert lasting == self.lasting_up_to(len(self.kept))
-        self.begin(self.number, lasting)
+        self.begin()
 
-    @rule(how=st.sampled_from(["copy", "dump"]))
-    def go_on_with_a_copy(self, how: str) -> None:
-        old = self.journal
-        if how == "copy":
-            self.journal = old.copy()
-        else:
-            self.journal = Journal(recording=True)
-            self.journal.load(pickle.loads(pickle.dumps(old.dump())))
+    @rule()
+    def go_on_with_a_copy(self) -> None:
+        old, self.journal = self.journal, copy_of(self.journal)
         assert self.journal.dump() == old.dump()
-        old.add(self.number + 1, self.stretch(self.number + 1, 1, MESSAGE) + bytes(8), RESET)
-        old.anchor(b"other", 0)
+        old.log(self.number + 1, b"other", b"other")
+        old.note_start(0, self.number + 1, b"other", 0.0)
+        old.note_ends(range(SLOTS), self.number + 1)
 
-    # --- what the list says ----------------------------------------------------------------------
+    # --- what the list says -----------------------------------------------------------------------
 
-    def steps_before(self, index: int) -> int:
-        return sum(one.is_step for one in self.kept[:index])
-
-    def steps_from(self, index: int) -> int:
-        return sum(one.is_step for one in self.kept[index:])
-
-    def size_from(self, index: int) -> int:
-        return len(self.entries_from(index))
-
-    def entries_from(self, index: int) -> bytes:
-        return b"".join([one.entry for one in self.kept[index:]])
-
-    def lasting_up_to(self, index: int) -> bytes:
-        return self.lasting_before + b"".join([one.entry for one in self.kept[:index] if one.lasts])
-
-    def plan_from(self, one: At) -> Plan | None:
-        lasting = self.lasting_up_to(one.index)
-        if one.state:
-            proven = self.steps_from(one.index) >= PROOF_OF_STATE
-            return self.plan(one.index, rung="state", state=one.state, lasting=lasting) if proven else None
-        proven = self.steps_from(one.index) >= PROOF_OF_RESET or any(k.begins for k in self.kept[one.index + 1 :])
-        return self.plan(one.index, generators=one.generators, lasting=lasting) if proven else None
-
-    def plan(self, index: int, **options: Any) -> Plan:
-        return Plan(self.entries_from(index), requests=len(self.kept) - index, **options)
+    def proven(self, slot: int) -> list[Start]:
+        last = self.asked[-1].number if self.asked else 0
+        return [one for one in self.starts[slot] if one.number < self.ended[slot] or last - one.number >= PROOF]
 
     @invariant()
-    def what_is_held_is_the_newest_part_of_the_list(self) -> None:
-        assert bytes(self.journal.entries) == self.entries_from(self.first)
-        assert self.journal.lasting == self.lasting_up_to(self.first)
-        assert self.journal.all_lasting() == self.lasting_up_to(len(self.kept))
-        assert [entry.packed() for entry in self.journal.iterate()] == [one.entry for one in self.kept[self.first :]]
-        assert self.journal.complete == (self.first == 0 and self.usable) or not self.kept
+    def plans_are_right(self) -> None:
+        for near in (False, True):
+            for plan in self.journal.plans(near=near):
+                self.plan_is_right(plan)
+
+    def plan_is_right(self, plan: Plan) -> None:
+        is_whole, before = self.journal.is_whole, len(self.asked) - plan.requests
+        replayed = self.asked[before:]
+        assert plan.entries == b"".join([one.data for one in replayed]), "not the requests from its front on"
+        assert {slot: entry for slot, entry, _ in plan.message.starts if entry == plan.requests}.keys() == {
+            *plan.missing
+        }
+        assert [slot for slot, _, _ in plan.starts] == [*plan.begun]
+        for slot, entry, generators in plan.starts:
+            start = plan.begun[slot]
+            assert (replayed[entry].number, generators) == (start.number, start.generators)
+            assert start in (self.starts[slot] if is_whole else self.proven(slot)), "believed too early"
+        for slot in {*range(SLOTS)} - plan.begun.keys():  # it takes part from the construction on, or not at all
+            assert (slot in plan.missing) == (not is_whole)
+            assert slot in plan.missing or not before
+        assert not plan.begun.keys() & {*plan.missing}
+        assert len(plan.missing) < SLOTS
+        kept = self.lasting[len(self.lasting) - len(self.journal.all_lasting()) :]
+        front = replayed[0].number if replayed else self.number + 1
+        assert plan.lasting == tuple(one.data for one in kept if one.number < front)
+
+    @invariant()
+    def nothing_that_a_plan_needs_is_forgotten(self) -> None:
+        journal = self.journal
+        assert journal.is_whole == self.is_whole
+        assert journal.all_lasting() == tuple(one.data for one in self.lasting)
+        proven = {slot: found for slot in range(SLOTS) if (found := self.proven(slot))}
+        far, near = journal.plans(), journal.plans(near=True)
+        if self.is_whole:
+            assert far[0].requests == len(self.asked)
+            assert far[0].begun == {slot: starts[0] for slot, starts in enumerate(self.starts) if starts}
+        elif not proven:
+            assert far == near == []
+            return
+        for slot, starts in proven.items():
+            assert near[0].begun[slot] == starts[-1]
+            assert far[0 if self.is_whole else -1].begun[slot].number <= starts[-2:][0].number
+        furthest = max(far, key=lambda plan: plan.requests)
+        assert furthest_replay(journal.dump()) == furthest.message
 
     @invariant()
     def since_any_request_is_the_rest_of_the_list_or_not_known(self) -> None:
-        numbers = [self.start, *(one.number for one in self.kept)]
-        for index, number in enumerate(numbers):
-            expected = self.plan(index, rung="snapshot") if index >= self.first else None
-            assert self.journal.since(number) == expected, f"since {number}, the {index}-th"
+        for index, one in enumerate(self.asked):
+            plan = self.journal.since(one.number)
+            assert plan is None or plan.entries == b"".join([later.data for later in self.asked[index + 1 :]])
 
     @invariant()
-    def plans_begin_where_they_say(self) -> None:
-        plans = self.journal.plans()
-        if not self.usable:
-            assert plans == self.journal.plans(short=True) == []
-            return
-        states = [one for one in self.anchors if one.state]
-        resets = [one for one in self.anchors if not one.state]
-        anchors = [*(resets[:1] if self.first else []), *states[:2]]
-        expected = [plan for one in sorted(anchors, key=lambda one: one.index) if (plan := self.plan_from(one))]
-        if self.first == 0 and self.journal.complete:
-            generators = next((one.generators for one in resets if one.index == 0), b"")
-            whole = self.plan(0, lasting=self.lasting_before, generators=generators)
-            expected.insert(0, whole)
-        assert plans == expected
-        short = []  # the anchor before the last of either kind
-        for kind in (resets, states):
-            short += [plan for one in reversed(kind[:-1]) if (plan := self.plan_from(one))][:1]
-        assert self.journal.plans(short=True) == short + [plan for plan in expected if plan not in short]
+    def the_bytes_that_it_says_it_holds_are_held(self) -> None:
+        starts = [start.generators for history in self.journal.histories for start in history.starts]
+        held = [*self.journal.entries.values(), *self.journal.all_lasting(), *starts]
+        assert len(self.journal) == sum(map(len, held))
 
 
 TestJournal = Model.TestCase
-TestJournal.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+TestJournal.settings = settings(
+    max_examples=300, stateful_step_count=25, print_blob=False, deadline=None, report_multiple_bugs=False
+)
 
 
-# --- what a list does not show ------------------------------------------------------------------
+# --- what the list does not show ----------------------------------------------------------------
 
 
-def journal_with(steps: int, **options: Any) -> Journal:
-    journal = Journal(recording=True, **options)
-    journal.stride = STRIDE
-    journal.begin(1)
-    journal.add(2, Entry(HEAD.pack(MESSAGE, 0, STEPPED, 0, 0, 2, 0) + bytes(STRIDE - HEAD.size)).packed(), RESET)
-    for number in range(3, 3 + steps):
-        journal.entries[journal.base + number * STRIDE :] = HEAD.pack(STEP, 1, STEPPED, 0, 0, number, 0) + bytes(STRIDE - HEAD.size)  # fmt: skip
-    return journal
+def test_a_journal_that_does_not_record_holds_nothing():
+    journal = Journal(recording=False)
+    journal.log(2, b"entry", b"call")
+    assert (len(journal), journal.since(1), journal.plans(), journal.all_lasting()) == (0, None, [], ())
+    assert not journal.is_whole
+    assert furthest_replay(None) is None
 
 
-def test_a_first_anchor_is_wanted_and_another_after_many_steps_or_when_half_of_the_limit_is_held():
-    journal = journal_with(0, anchor_every=10)
-    assert journal.wants_anchor(0, UNLIMITED)
-    journal.anchor(b"generators", 0)
-    assert [journal.wants_anchor(steps, UNLIMITED) for steps in (0, 9, 10)] == [False, False, True]
-    assert journal.wants_anchor(0, len(journal.entries))
-
-
-def test_a_state_is_wanted_when_a_quarter_of_the_limits_has_come_since_the_last():
-    journal = journal_with(40)
-    held = len(journal.entries)
-    assert journal.wants_state(3 * held, UNLIMITED, 40)
-    assert not journal.wants_state(5 * held, UNLIMITED, 40)
-    assert journal.wants_state(UNLIMITED, 159, 40)
-    assert not journal.wants_state(UNLIMITED, 161, 40)
-    assert not journal.wants_state(0, 1, 40)
-    journal.keep_state(b"state", 40)
-    assert not journal.wants_state(3 * held, 159, 40)
-    without = journal_with(40)
-    without.trim(STRIDE, UNLIMITED, 40)
-    assert without.wants_state(UNLIMITED, UNLIMITED, 40), "there is nowhere to begin"
-
-
-def test_a_journal_that_does_not_record_holds_nothing_and_one_for_reports_replays_nothing():
-    silent, for_reports = Journal(recording=False), journal_with(20, replaying=False)
-    silent.add(2, b"entry", RESET)
-    silent.anchor(b"generators", 0)
-    silent.skip(4)
-    assert (len(silent), silent.since(1), silent.plans(), silent.wants_anchor(0, 1)) == (0, None, [], False)
-    assert (for_reports.plans(), for_reports.wants_anchor(0, 1), for_reports.wants_state(1, 1, 9)) == ([], False, False)
-    assert len(for_reports.iterate()) == 21
-
-
-def test_an_interruption_whose_traceback_lives_keeps_the_entries_from_nothing():
-    """A view of them in a frame of the traceback would: a bytearray that is looked into cannot grow."""
-    journal = journal_with(20)
-    journal.keep_state(b"state", 0)
-    for place in range(400):
-        caught = None
-        try:
-            cut_at(journal.plans, place)
-        except Cut as error:
-            caught = error
-        journal.entries += bytes(STRIDE)
-        del journal.entries[-STRIDE:]
-        if caught is None:
-            break
-    else:
-        pytest.fail("it was never let through")
-    assert place > 5
+def test_a_journal_for_reports_alone_can_be_replayed_by_who_reads_the_report():
+    journal = Journal(recording=True, replaying=False)
+    journal.log(1, b"entry")
+    assert not journal.replaying
+    assert furthest_replay(journal.dump()).entries == b"entry"

@@ -1,8 +1,7 @@
-"""When a worker is restarted, replaced by plan and asked for its state: arithmetic, with a clock and dice of ours."""
+"""When a worker is restarted, and replaced by plan: arithmetic, with a clock and dice of ours."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multienv.config import RestartPolicy
-from multienv.recovery.policy import Recycling, RestartBudget, StatePacing
+from multienv.recovery.policy import Recycling, RestartBudget
 
 LARGEST_DIE = 1 - 2**-53
 
@@ -72,46 +71,24 @@ def test_no_process_is_replaced_unless_a_limit_is_given():
 def test_a_process_is_due_after_its_steps_counted_from_when_it_began():
     one = recycling(recycle_after_steps=10)
     assert [one.due(steps, 5, unasked) for steps in (9, 10, 12)] == ["", "after 10 steps", "after 12 steps"]
-    one.put_off = True
     one.begin(12, 5)
-    assert not one.put_off
     assert [bool(one.due(steps, 9, unasked)) for steps in (21, 22)] == [False, True]
 
 
-def test_a_process_is_due_by_size_if_that_can_be_read():
+def test_a_replacement_that_fails_is_tried_again_after_twice_as_many_episodes_each_time():
+    one = recycling(recycle_after_steps=10)
+    assert not one.is_put_off(5)
+    for episodes, again_at in ((5, 11), (11, 23), (30, 54)):
+        one.put_off(episodes, slots=3)
+        assert [one.is_put_off(now) for now in (episodes, again_at - 1, again_at)] == [True, True, False]
+    one.begin(12, 54)
+    one.put_off(54, slots=3)
+    assert not one.is_put_off(60)
+
+
+def test_a_process_is_due_by_size_if_that_can_be_read_and_the_replay_that_led_to_it_does_not_take_most_of_the_time():
     one = recycling(max_rss=100 * 2**20)
     assert [one.due(0, 0, lambda size=size: size and size * 2**20) for size in (None, 90, 100, 101)] == ["", "", "", "at 101 MiB"]  # fmt: skip
-
-
-# --- states -----------------------------------------------------------------------------------
-
-
-def due_from(pacing: StatePacing, **options: Any) -> int:
-    """The first count of steps from which on a state may be asked for."""
-    return bisect_left(range(10**7), True, key=lambda steps: pacing.may_ask(steps, **options))
-
-
-def test_a_state_costs_one_percent_of_the_time_and_ten_in_a_hurry_unless_it_is_cheap():
-    pacing = StatePacing(RestartPolicy())
-    pacing.took(1000, seconds=0.2, step_seconds=0.01)
-    assert due_from(pacing, hurry=False) == 1000 + 100 * 20
-    assert due_from(pacing, hurry=True) == 1000 + 10 * 20
-    assert due_from(pacing, hurry=True, beside=True) == 1000 + 100 * 20, "there is a snapshot to come back to"
-    pacing.took(5000, seconds=0.05, step_seconds=0.01)
-    assert due_from(pacing, hurry=True) == 5000
-    assert (pacing.taken, pacing.obstacle) == (2, "")
-
-
-def test_each_refusal_puts_the_next_try_off_for_longer_and_a_lost_process_for_much_longer():
-    pacing = StatePacing(RestartPolicy())
-    waits = []
-    for lost in (False, False, True):
-        pacing.refused(0, "it holds a lock", lost=lost)
-        waits.append(due_from(pacing, hurry=True))
-        assert due_from(pacing, hurry=False) == waits[-1]
-    assert pacing.obstacle == "it holds a lock"
-    assert waits[1] / waits[0] < waits[2] / waits[1]
-    assert 0 < waits[0] < waits[1] < waits[2]
-    pacing.took(0, 0.01, 0.01)
-    pacing.refused(0, "again")
-    assert due_from(pacing, hurry=True) == waits[0], "a state that was had forgives the refusals before"
+    one.begin(12, 5, replayed=30)
+    assert one.due(41, 9, unasked) == ""
+    assert one.due(42, 9, lambda: 101 * 2**20) == "at 101 MiB"

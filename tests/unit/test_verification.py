@@ -13,7 +13,20 @@ from hypothesis import given
 from wire_strategies import fingerprint, spaces_with_values
 
 from multienv.recovery.verification import alike, differences, same
-from multienv.wire.banks import FAILED, HEAD, IRREGULAR, MESSAGE, STEP, STEPPED, VALUE, Bank, BankLayout, entry_of
+from multienv.wire.banks import (
+    BEGIN,
+    ENDED,
+    FAILED,
+    HEAD,
+    IRREGULAR,
+    MESSAGE,
+    STEP,
+    STEPPED,
+    VALUE,
+    Bank,
+    BankLayout,
+    entry_of,
+)
 
 SLOTS = 3
 INLINE = BankLayout(SLOTS, 8 * SLOTS, (4, 8))
@@ -63,6 +76,46 @@ def test_each_slot_tells_its_own_first_difference():
     after = [entry(INLINE, rewards=(2, 1.0)), entry(INLINE, rewards=(2, 3.0), terminated=(0, True))]
     found = differences(b"".join(before), b"".join(after), INLINE, exact=False)
     assert found == {2: "the reward differs at request 1 of 2", 0: "the flags differ at request 2 of 2"}
+
+
+@pytest.mark.parametrize("layout", [INLINE, DIGESTED], ids=["inline", "digested"])
+def test_a_slot_is_not_compared_before_its_start_and_there_by_its_observation_alone(layout):
+    """What it shows with SAME_STEP: reward and flags are of the step that ended the episode before."""
+    plain, seen = b"".join([entry(layout)] * 4), "digests" if layout is DIGESTED else "leaf1"
+
+    def found(place: int, starts: dict[int, int], **change: Any) -> list[int]:
+        replayed = [entry(layout)] * 4
+        replayed[place] = entry(layout, flags=ENDED if "terminated" in change else 0, **change)
+        return list(differences(plain, b"".join(replayed), layout, exact=False, starts=starts))
+
+    for name, value, _ in [*CHANGES, (seen, 7, "")]:
+        change = {name: (1, value)}
+        assert found(1, {1: 2}, **change) == [], "it waits"
+        assert found(2, {1: 2}, **change) == ([1] if name == seen else []), "it starts"
+        assert found(3, {1: 2}, **change) == [1], "it takes part"
+        assert found(1, {0: 2, 2: 4}, **change) == [1], "others wait, or take no part at all"
+        assert found(2, {0: 2}, **change) == [1], "another one starts"
+    assert found(1, {1: 2}, reply=FAILED) == [0, 2]
+
+
+def test_of_a_single_env_all_is_compared_from_its_start_on():
+    before = [entry(EXACT, kind=MESSAGE, tag=0, reply=VALUE), entry(EXACT, kind=BEGIN), entry(EXACT)]
+    for place, expected in enumerate([[], [0], [0]]):
+        after = list(before)
+        after[place] = entry(EXACT, rewards=(0, 1.0))
+        assert list(differences(b"".join(before), b"".join(after), EXACT, exact=True, starts={0: 1})) == expected
+
+
+def test_irregular_rows_of_a_slot_that_waits_are_not_compared_and_those_of_its_start_are():
+    def rows(*values: Any) -> bytes:
+        told = [None if value is None else pickle.dumps(value) for value in values]
+        return entry(INLINE, flags=IRREGULAR, evidence=pickle.dumps(told))
+
+    before = rows("a", "b", "c") * 3
+    for place, expected in enumerate([[], [1], [1]]):
+        after = [rows("a", "b", "c")] * 3
+        after[place] = rows("a", None, "c")
+        assert list(differences(before, b"".join(after), INLINE, exact=False, starts={1: 1})) == expected
 
 
 @pytest.mark.parametrize("layout", [EXACT, INLINE], ids=["exact", "rows"])

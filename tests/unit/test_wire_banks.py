@@ -120,8 +120,10 @@ def test_entries_come_apart_as_they_were_put_together(requests):
 
 def parts_used(layout: BankLayout, head: tuple[int, ...]) -> list[slice]:
     """What of a stretch the request and the reply use, by their head alone."""
-    _, tag, reply, flags, *_ = head
+    kind, tag, reply, flags, *_ = head
     parts = [slice(0, HEAD.size)]
+    if kind == MESSAGE and reply != STEPPED:  # it has no rows
+        return parts
     if tag & ~ABSENT:
         parts.append(slice(layout.actions, layout.actions + layout.action_bytes))
     if tag & ABSENT:

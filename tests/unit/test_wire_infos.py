@@ -117,10 +117,10 @@ def test_infos_that_are_not_alike_are_left_to_pickle_and_keep_no_later_ones_from
 
 
 def test_infos_failures_and_generators_travel_together():
-    mail = pack_extras([(1, dumps({"text": "a"})), (4, dumps({}))], {2: FAILURE}, b"generators")
+    mail = pack_extras([(1, dumps({"text": "a"})), (4, dumps({}))], {2: FAILURE}, {4: b"generators"})
     extras, illegible = unpack_extras(b"xyz" + mail, 3)
     assert extras.infos == [(1, {"text": "a"}), (4, {})]
-    assert (extras.failures, extras.generators, illegible) == ({2: FAILURE}, b"generators", {})
+    assert (extras.failures, extras.generators, illegible) == ({2: FAILURE}, {4: b"generators"}, {})
 
 
 def refuse() -> None:

@@ -1,4 +1,4 @@
-"""Generators that envs are given for first resets without a seed, and those that are captured and put back."""
+"""Generators that envs are given for first resets without a seed, and those that are told of and put back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Drawing(gymnasium.Env[float, int]):
 
 
 def group_of(*envs: Any, draws: tuple[int, ...] = (11, 12), autoreset: str = "") -> EnvGroup:
-    return EnvGroup(envs, Build(b"", False, autoreset, None, draws, None), Segment(-1).words)
+    return EnvGroup(envs, Build(b"", False, autoreset, None, draws, None), Segment(-1))
 
 
 def first_draws(*envs: Drawing, draws: tuple[int, ...] = (11, 12)) -> list[float]:
@@ -118,15 +118,20 @@ def wrapped(env: Any) -> Any:
     return wrappers.RecordEpisodeStatistics(env)
 
 
+def told_of(env: Any) -> bytes:
+    return seeding.ProcessGenerators().with_those_of(env)
+
+
 @pytest.mark.parametrize("outside", [lambda env: env, wrapped], ids=["bare", "wrapped"])
 def test_all_generators_of_env_space_and_process_are_put_back(outside: Any) -> None:
     env, copy = holding_generators(), holding_generators()
     for _ in range(5):
         env.draw()
-    state = seeding.capture([outside(env)])
+    state = told_of(outside(env))
     drawn = [env.draw(), float(np.random.random())]
-    seeding.restore([outside(copy)], state)
-    assert [copy.draw(), float(np.random.random())] == drawn
+    for _ in range(2):
+        seeding.restore(outside(copy), state)
+        assert [copy.draw(), float(np.random.random())] == drawn
     assert copy.rng is copy.same is copy.held_elsewhere[0]  # type: ignore[attr-defined]
 
 
@@ -135,9 +140,76 @@ def test_a_copy_without_a_generator_gets_one_and_the_seed_beside_it(outside: Any
     env, copy = holding_generators(), holding_generators()
     env.reset(seed=7)
     copy._np_random = copy._np_random_seed = None
-    seeding.restore([outside(copy)], seeding.capture([outside(env)]))
+    seeding.restore(outside(copy), told_of(outside(env)))
     assert outside(copy).np_random_seed == 7
     assert copy.np_random.random() == env.np_random.random()
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64", "RandomState", "Random"])
+@pytest.mark.parametrize("held_before", ["the same kind", "another kind", "nothing"])
+def test_a_generator_under_two_names_is_one_again_whatever_its_kind(kind: str, held_before: str) -> None:
+    def make(seed: int) -> Any:
+        if kind in ("Random", "RandomState"):
+            return random.Random(seed) if kind == "Random" else np.random.RandomState(seed)
+        return np.random.Generator(getattr(np.random, kind)(seed))
+
+    generator, other = make(1), {"the same kind": make(2), "another kind": np.random.Generator(np.random.SFC64(2))}
+    draw = generator.gauss if kind == "Random" else generator.normal
+    draw(0, 1)  # of some kinds the second normal number is kept beside the state
+    env = Drawing(one=generator, two=generator)
+    copy = Drawing(one=other.get(held_before), two=other.get(held_before))
+    state = told_of(env)
+    drawn = [draw(0, 1) for _ in range(3)]
+    seeding.restore(copy, state)
+    assert copy.one is copy.two  # type: ignore[attr-defined]
+    draw = copy.one.gauss if kind == "Random" else copy.one.normal  # type: ignore[attr-defined]
+    assert [draw(0, 1) for _ in range(3)] == drawn
+
+
+def test_what_the_system_draws_is_left_alone() -> None:
+    env = Drawing(rng=random.SystemRandom())
+    seeding.restore(env, told_of(env))
+    assert 0 <= env.rng.random() < 1  # type: ignore[attr-defined]
+
+
+DRAWS: dict[str, Any] = {
+    "nothing": lambda: None,
+    "random": random.random,
+    "random.gauss, which keeps a second number": lambda: random.gauss(0, 1),
+    "numpy.random": np.random.random,
+    "numpy.random.normal, which keeps a second number": np.random.normal,
+    "a seed": lambda: np.random.seed(5),
+}
+
+
+def test_generators_of_the_process_are_told_as_they_are_now_whatever_has_been_drawn_since() -> None:
+    """Their states are packed anew only if they have changed: each way to change them is seen, in any order."""
+    dice, env, generators = random.Random(4), Drawing(), seeding.ProcessGenerators()
+    for _ in range(100):
+        DRAWS[dice.choice(list(DRAWS))]()
+        state = generators.with_those_of(env)
+        drawn = [random.gauss(0, 1), np.random.normal(), np.random.random(), random.random()]
+        seeding.restore(Drawing(), state)
+        assert [random.gauss(0, 1), np.random.normal(), np.random.random(), random.random()] == drawn
+        seeding.restore(Drawing(), state)
+
+
+def test_unchanged_generators_of_the_process_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.random.seed(1)
+    generators, env = seeding.ProcessGenerators(), Drawing()
+    first = generators.with_those_of(env)
+    monkeypatch.setattr(np.random, "get_state", None)
+    assert generators.with_those_of(env) == first
+
+
+def test_a_renewed_env_draws_otherwise_than_any_other() -> None:
+    envs = [Drawing() for _ in range(3)]
+    for env in envs:
+        seeding.give_generator(env, 7)
+    for env in envs[1:]:
+        seeding.renew(wrapped(env))
+    assert len({float(env.np_random.random()) for env in envs}) == 3
+    assert envs[1].np_random_seed != envs[2].np_random_seed
 
 
 def test_ordinary_envs_keep_their_attributes_in_place() -> None:
@@ -150,5 +222,5 @@ def test_ordinary_envs_keep_their_attributes_in_place() -> None:
         return sum(layer.env not in gc.get_referents(layer) for layer in (env, env.env, env.env.env))  # type: ignore[attr-defined]
 
     before = layers_with_a_dict()
-    seeding.capture([env])
+    told_of(env)
     assert layers_with_a_dict() == before

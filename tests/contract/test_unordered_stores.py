@@ -1,0 +1,110 @@
+"""On a processor that does not order stores a word counts only once its number has come over the line.
+
+The processors that the tests run on do order them. So what is shown here is that nobody believes a word alone, and that
+the faces work in this way too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from vector_pairs import beside_gymnasium, run_side_by_side
+
+from kit import CounterEnv, first_difference
+from multienv import AsyncEnv, SubprocessEnv, SubprocessVectorEnv, SyncSubprocessEnvManager
+from multienv.envs.subprocess_env import supervisor_of
+from multienv.wire.segment import NUMBERED, REPLY, REQUEST
+
+SOON = 0.05
+
+
+@pytest.fixture(autouse=True)
+def _unordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multienv.processes.worker_process.ORDERED_STORES", False)
+
+
+def kill(pid: int | None) -> None:
+    os.kill(pid or 0, signal.SIGKILL)
+
+
+def test_a_request_and_a_reply_whose_numbers_have_not_come_are_not_believed() -> None:
+    with SubprocessEnv(CounterEnv) as env:
+        env.reset(seed=0)
+        supervisor: Any = supervisor_of(env)
+        channel, number = supervisor.channel, supervisor.number + 1
+        supervisor.line.encode(number, 1)
+        os.kill(channel.pid, signal.SIGSTOP)
+        channel._rung = 0
+        channel.ring(number - 1)  # once more, as after an interruption: what wakes the worker is an old number
+        channel.segment.words[REQUEST] = number
+        os.kill(channel.pid, signal.SIGCONT)
+        assert not channel.wait(number, time.monotonic() + SOON), "the worker believed it"
+        channel.segment.words[REPLY] = number
+        assert not channel.answered(number)
+        assert not channel.wait(number, time.monotonic() + SOON)
+        channel.segment.words[REPLY] = number - 1
+        channel.ring(number)
+        assert channel.wait(number, None)
+        assert channel.segment.words[NUMBERED]
+
+
+def test_an_env_whose_process_is_killed_goes_on_exactly() -> None:
+    twin, episodes = CounterEnv(horizon=50), 0
+    with SubprocessEnv(partial(CounterEnv, horizon=50)) as env:
+        assert first_difference(env.reset(seed=3), twin.reset(seed=3)) is None
+        for step in range(300):
+            if step in (40, 170, 171):
+                kill(env.statistics().pid)
+            transition = env.step(step % 4)
+            assert first_difference(transition[:4], twin.step(np.int64(step % 4))[:4]) is None
+            if transition[2]:
+                episodes += 1
+                assert first_difference(env.reset(), twin.reset()) is None
+        assert episodes == 6
+        assert env.statistics().exact_recoveries == 3
+        env.reset()
+        here = env.snapshot()
+        transition = env.step(1)
+        env.restore(here)
+        assert first_difference(env.step(1), transition) is None
+
+
+@pytest.mark.parametrize("envs_per_worker", [2, 3])
+def test_a_batch_whose_processes_are_killed_is_gymnasiums(envs_per_worker: int) -> None:
+    env_fns = [partial(gymnasium.make, "CartPole-v1", max_episode_steps=15 + index) for index in range(3)]
+    with beside_gymnasium(SubprocessVectorEnv, env_fns, {"envs_per_worker": envs_per_worker}) as (ours, theirs):
+
+        def actions(step: int) -> Any:
+            if step in (30, 150):
+                for statistics in ours.statistics():  # type: ignore[attr-defined]
+                    kill(statistics.pid)
+            return np.full(3, step % 2)
+
+        assert run_side_by_side(ours, theirs, 300, actions=actions) > 10
+        assert all(one.exact_recoveries == 2 for one in ours.statistics())  # type: ignore[attr-defined]
+
+
+def test_the_other_faces() -> None:
+    async def episode() -> list[Any]:
+        async with AsyncEnv(CounterEnv) as env:
+            await env.reset(seed=1)
+            kill(env.statistics().pid)
+            return [(await env.step(1))[0] for _ in range(5)]
+
+    twin = CounterEnv()
+    twin.reset(seed=1)
+    expected = [twin.step(np.int64(1))[0] for _ in range(5)]
+    np.testing.assert_equal(asyncio.run(episode()), expected)
+    with SyncSubprocessEnvManager([CounterEnv] * 2) as manager:
+        manager.reset({0: {"seed": 1}, 1: {"seed": 1}})
+        for observation in expected:
+            for timestep in manager.step({0: 1, 1: 1}).values():
+                np.testing.assert_equal(timestep.observation, observation)

@@ -1,0 +1,180 @@
+"""Invariant 5, of recoveries: what is replayed, kept and leaked again does not grow with the length of the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import ale_py
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from kit import CounterEnv
+from multienv import Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv.recovery import journal, supervisor
+
+gymnasium.register_envs(ale_py)
+
+HORIZONS = (23, 31, 37)
+MIB = 2**20
+
+
+class SlowToReset(CounterEnv):
+    """Takes 50 ms to reset."""
+
+    def reset(self, **options: Any) -> Any:
+        time.sleep(0.05)
+        return super().reset(**options)
+
+
+class Leaking(CounterEnv):
+    """Keeps 1 MiB of each step for ever, in its process."""
+
+    kept: list[bytearray] = []  # noqa: RUF012 - that is the leak
+
+    def step(self, action: Any) -> Any:
+        self.kept.append(bytearray(os.urandom(1024) * 1024))
+        return super().step(action)
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the past be long after a millisecond, and every reset told of: the envs of a test are fast."""
+    monkeypatch.setattr(journal, "SHORT", 0.001)
+    monkeypatch.setattr(supervisor, "SHARE", 1.0)
+
+
+def walk(envs: Any, steps: int, *, before_step: Any = lambda step: None) -> list[Any]:
+    """Step, with masked resets where nobody else resets; return all that is seen."""
+    seen = [envs.reset(seed=3)[0].copy()]
+    for step in range(steps):
+        before_step(step)
+        *transition, _ = envs.step(np.full(len(HORIZONS), step % 4))
+        seen += [part.copy() for part in transition]
+        ended = transition[2] | transition[3]
+        if ended.any() and envs.metadata["autoreset_mode"] is AutoresetMode.DISABLED:
+            seen.append(envs.reset(options={"reset_mask": ended})[0][ended].copy())
+    return seen
+
+
+def envs_of(kind: type[CounterEnv]) -> list[Any]:
+    """Episodes of different lengths: no reset is one of all envs."""
+    return [partial(kind, horizon=horizon, count_episodes=False) for horizon in HORIZONS]
+
+
+def undisturbed(kind: type[CounterEnv], mode: str, steps: int) -> list[Any]:
+    envs = SyncVectorEnv(envs_of(kind), autoreset_mode=AutoresetMode[mode])
+    seen = walk(envs, steps)
+    envs.close()
+    return seen
+
+
+def same(seen: list[Any], expected: list[Any]) -> bool:
+    return len(seen) == len(expected) and all(map(np.array_equal, seen, expected))
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+def test_a_replay_of_a_batch_is_two_episodes_long_whatever_the_length_of_the_run(mode: str, brief: None) -> None:
+    events: list[Any] = []
+    policy = RestartPolicy(snapshots=False)
+    with SubprocessVectorEnv(
+        envs_of(CounterEnv), envs_per_worker=3, autoreset_mode=mode, restart=policy, hooks=[events.append]
+    ) as envs:
+
+        def kill(step: int) -> None:
+            if step % 150 == 149:
+                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+
+        seen = walk(envs, 1000, before_step=kill)
+        held = envs.statistics()[0].journal_bytes
+    recoveries = [one for one in events if isinstance(one, Recovery)]
+    assert [one.outcome for one in recoveries] == ["exact"] * 6
+    assert max(one.replayed for one in recoveries) <= 3 * max(HORIZONS)
+    assert held < 200_000
+    assert same(seen, undisturbed(CounterEnv, mode, 1000))
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+def test_a_leak_in_a_batch_is_bounded_by_max_rss_and_leaves_no_trace(mode: str) -> None:
+    events: list[Any] = []
+    limit = 400 * MIB
+    with SubprocessVectorEnv(
+        envs_of(Leaking),
+        envs_per_worker=3,
+        autoreset_mode=mode,
+        restart=RestartPolicy(max_rss=limit, snapshots=False),
+        hooks=[events.append],
+    ) as envs:
+        largest = 0
+
+        def look(step: int) -> None:
+            nonlocal largest
+            largest = max(largest, envs.statistics()[0].rss or 0)
+
+        seen = walk(envs, 500, before_step=look)
+    replaced = [one for one in events if isinstance(one, Recycled)]
+    assert len(replaced) >= 3
+    assert {one.outcome for one in replaced} == {"exact"}
+    # 64 steps may pass between two looks at it.
+    assert largest < limit + 64 * 3 * MIB + 50 * MIB
+    assert same(seen, undisturbed(CounterEnv, mode, 500))
+
+
+def test_the_chance_of_an_atari_emulator_is_put_back_at_a_reset(brief: None) -> None:
+    """Its "sticky" actions draw from a generator in C."""
+    env_fns = [partial(gymnasium.make, "ALE/Pong-v5", obs_type="ram", max_episode_steps=most) for most in (40, 50)]
+    twin = SyncVectorEnv(env_fns)
+    with SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=RestartPolicy(snapshots=False)) as envs:
+        assert np.array_equal(*[one.reset(seed=4)[0] for one in (envs, twin)])
+        for step in range(230):
+            if step in (150, 220):
+                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+            action = np.full(2, step // 5 % 6)
+            assert all(map(np.array_equal, envs.step(action)[:4], twin.step(action)[:4])), step
+        (told,) = envs.statistics()
+        assert told.exact_recoveries == 2
+        assert told.replayed_steps < 300
+    twin.close()
+
+
+def test_resets_count_among_the_seconds_that_a_replay_may_take() -> None:
+    """Steps take next to nothing here: by their time alone the whole run would be replayed."""
+    events: list[Any] = []
+    policy = RestartPolicy(snapshots=False, replay_limit=0.4)
+    env_fn = partial(SlowToReset, horizon=4, count_episodes=False)
+    with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:
+        for episode in range(24):
+            env.reset(seed=episode)
+            for step in range(4):
+                if (episode, step) == (23, 2):
+                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+                env.step(step)
+    (recovery,) = [one for one in events if isinstance(one, Recovery)]
+    assert recovery.outcome == "exact"
+    assert recovery.replayed <= 2 * 5
+
+
+def test_an_env_whose_episode_has_outgrown_its_journal_is_truncated_alone() -> None:
+    """The other two envs of its worker have resets to begin at."""
+    horizons = (20, None, 25)
+    env_fns = [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in horizons]
+    policy = RestartPolicy(snapshots=False, journal_limit=80 * 1024, max_rss=2**40)
+    twin = gymnasium.vector.SyncVectorEnv(env_fns)
+    with SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=policy) as envs:
+        for one in (envs, twin):
+            one.reset(seed=5)
+        for _ in range(3000):
+            for one in (envs, twin):
+                one.step(np.ones(3, np.int64))
+        os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+        (told, rewards, *flags, infos), expected = envs.step(np.ones(3, np.int64)), twin.step(np.ones(3, np.int64))
+        assert flags[1].tolist() == [False, True, False]
+        assert "not all known" in infos["multienv"]["reason"][1]
+        for part, other in zip((told, rewards), expected[:2], strict=True):
+            assert np.array_equal(part[[0, 2]], other[[0, 2]])
+    twin.close()

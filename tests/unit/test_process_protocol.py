@@ -1,0 +1,51 @@
+"""The messages between trainer and monitor, over a real socket."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from multienv.processes.protocol import close_all, receive_with_descriptors, send_with_descriptors
+
+LONG = bytes(range(256)) * 400
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Return both ends of a connection; what the first one sends goes through a small buffer."""
+    one, other = socket.socketpair()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes its least, some 4 KB
+    other.settimeout(10.0)
+    with one, other:
+        yield one, other
+
+
+def test_a_message_that_the_socket_takes_in_parts_arrives_whole_with_its_descriptors_once(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    one, other = ends
+    received, descriptors = b"", []
+    sender = threading.Thread(target=send_with_descriptors, args=(one, LONG, [other.fileno()]))
+    sender.start()
+    while len(received) < len(LONG):
+        part, handed = receive_with_descriptors(other, 4096)
+        received += part
+        descriptors += handed
+    sender.join()
+    close_all(descriptors)
+    assert received == LONG
+    assert len(descriptors) == 1
+
+
+def test_nothing_follows_a_message_of_which_the_peer_has_not_read_the_rest(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    one, other = ends
+    for message in (LONG, b"the next"):
+        with pytest.raises(BrokenPipeError):
+            send_with_descriptors(one, message)
+    received = b"".join(iter(lambda: other.recv(4096), b""))
+    assert received == LONG[: len(received)]
