@@ -280,10 +280,13 @@ class Journal:
 
     def _front_within(self, limit: int) -> int:
         """Return the number from which on entries take no more than ``limit`` bytes."""
+        held = self.stride * len(self.entries) + sum(self._longer.values())
+        if held <= limit:
+            return self.first
         front, last = self.first, self.last
-        before = sum(number in self.entries for number in range(self._oldest, front))
-        held = self.stride * (len(self.entries) - before)
-        held += sum(longer for number, longer in self._longer.items() if number >= front)
+        for number in range(self._oldest, front):  # left by an interrupted trim
+            if number in self.entries:
+                held -= self.stride + self._longer.get(number, 0)
         while held > limit and front <= last:
             if front in self.entries:
                 held -= self.stride + self._longer.get(front, 0)

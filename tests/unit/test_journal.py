@@ -332,3 +332,29 @@ def test_a_journal_for_reports_alone_can_be_replayed_by_who_reads_the_report():
     journal.log(1, b"entry")
     assert not journal.replaying
     assert furthest_replay(journal.dump()).entries == b"entry"
+
+
+def test_a_look_costs_the_same_however_many_odd_entries_there_are():
+    def instructions_of_a_look(entries: int) -> int:
+        journal, count = Journal(recording=True), 0
+        journal.lay_out(STRIDE, SLOTS)
+        journal.begin(0)
+        for number in range(1, entries + 1):
+            journal.log(number, bytes(STRIDE + 8))
+        journal.trim(10**9, 0.0, 100.0, 0)
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal count
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            journal.trim(10**9, 0.1, 100.0, 0)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert instructions_of_a_look(10) == instructions_of_a_look(1000)
