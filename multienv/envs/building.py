@@ -16,6 +16,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv.config import Deadlines, RestartPolicy, integer
+from multienv.envs.pickling import pickled
 from multienv.errors import EnvFnError, UsageError
 from multienv.events import Hook, checked_hooks
 from multienv.processes.channel import Channel
@@ -218,20 +219,19 @@ def _pickled(env_fns: tuple[EnvFn, ...]) -> bytes:
     if main is not None and main.__name__ == "__mp_main__":
         cloudpickle.register_pickle_by_value(main)
     try:
-        data: bytes = cloudpickle.dumps(env_fns)
+        return pickled(env_fns)
     except Exception as error:  # pickling runs foreign code
         raise EnvFnError(
             f"env_fn {_culprit(env_fns)!r:.100} cannot be sent to a process: {type(error).__name__}: {error}. "
             "Build what it needs inside the function."
         ) from error
-    return data
 
 
 def _culprit(env_fns: tuple[EnvFn, ...]) -> Any:
     """Return the first of these functions that cannot be pickled."""
     for env_fn in env_fns:
         try:
-            cloudpickle.dumps(env_fn)
+            pickled(env_fn)
         except Exception:  # as above
             return env_fn
     return env_fns

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from multienv.config import integer
+from multienv.envs.pickling import pickled
 from multienv.errors import EnvError, UsageError
 from multienv.recovery.rollouts import RolledReply, split
 from multienv.wire.messages import Rollout
@@ -66,7 +66,7 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
     if not callable(policy):
         raise UsageError(f"rollout(): the policy {policy!r:.100} cannot be called; give observations -> actions.")
     try:
-        return Rollout(cloudpickle.dumps(policy), count)
+        return Rollout(pickled(policy), count)
     except Exception as error:  # pickling runs foreign code
         raise UsageError(
             f"rollout(): the policy cannot be pickled: {type(error).__name__}: {error}. It is sent to the worker: keep "
