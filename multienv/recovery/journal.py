@@ -56,10 +56,12 @@ class History:
     Attributes:
         starts: The oldest first.
         ended: Number of the last request in which an episode ended, or a reset was asked for.
+        is_whole: What is recorded reaches back to the construction of the slot's env.
     """
 
     starts: tuple[Start, ...] = ()
     ended: int = 0
+    is_whole: bool = True
 
     def proven(self, last: int) -> tuple[Start, ...]:
         """Return the starts since which enough was seen, up to the request ``last``, to believe a replay."""
@@ -103,7 +105,6 @@ class Journal:
     Attributes:
         entries: By number, in order; the supervisor puts plain steps here itself.
         first: Number of the oldest request that is wholly known, with all that came after it.
-        is_whole: It reaches back to the construction of the envs.
         stride: Length of a plain step.
         histories: Of each slot.
     """
@@ -128,11 +129,15 @@ class Journal:
         repeated = list(lasting)
         self.entries: dict[int, bytes] = {}
         self.first = self._oldest = number + 1
-        self.histories = [History() for _ in range(self.slots)]
-        self.is_whole = self.recording
+        self.histories = [History(is_whole=self.recording) for _ in range(self.slots)]
         self._built: float | None = None  # time of the envs at their construction; noted at the first look
         self._longer: dict[int, int] = {}  # by how much an entry is longer than a plain step, or shorter
         self._lasting = dict(enumerate(repeated, number + 1 - len(repeated)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it reaches back to the construction of the envs, for one slot at least."""
+        return any(history.is_whole for history in self.histories)
 
     @property
     def last(self) -> int:
@@ -182,16 +187,15 @@ class Journal:
     def lose(self, slots: Iterable[int]) -> None:
         """Forget where these slots begin: their envs are not what was recorded."""
         for slot in slots:
-            self.is_whole = False
-            self.histories[slot].starts = ()
+            self.histories[slot] = History(ended=self.histories[slot].ended, is_whole=False)
 
     def go_on_from(self, plan: Plan) -> None:
         """Note that the envs are those that this replay has led to: what came before its starts is over."""
         for slot, start in plan.begun.items():
             history = self.histories[slot]
             if history.starts and history.starts[0].number < start.number:
-                self.is_whole = False
-                history.starts = tuple(one for one in history.starts if one.number >= start.number)
+                kept = tuple(one for one in history.starts if one.number >= start.number)
+                self.histories[slot] = History(kept, history.ended, is_whole=False)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -217,18 +221,18 @@ class Journal:
 
     def _plan(self, *, near: bool) -> Plan | None:
         """Return the replay from the last starts, or from the first ones; ``None`` if no slot has any."""
-        last, begun, missing = self.last, {}, []
+        last, begun, missing, from_construction = self.last, {}, [], False
         for slot, history in enumerate(self.histories):
             starts = history.proven(last)
-            if self.is_whole and (not starts or not near):
+            if history.is_whole and (not starts or not near):
                 starts = history.starts
+            from_construction |= history.is_whole and (not starts or not near)
             if starts:
                 begun[slot] = starts[-1 if near and history.proven(last) else 0]
-            elif not self.is_whole:
+            elif not history.is_whole:
                 missing.append(slot)
         if len(missing) == self.slots:
             return None
-        from_construction = self.is_whole and (not near or len(begun) < self.slots)
         front = self.first if from_construction else min(one.number for one in begun.values())
         numbers = [number for number in self.entries if number >= front]
         return Plan(
@@ -257,21 +261,22 @@ class Journal:
         """
         self._built = seconds if self._built is None else self._built
         last, since_built, room = self.last, seconds - self._built, self._front_within(limit)
-        is_whole = self.is_whole and since_built <= longest and room == self.first
-        if since_built > SHORT and all(history.proven(last) for history in self.histories):
-            is_whole = False
+        is_short = since_built <= longest and room == self.first
+        if since_built > SHORT and all(history.proven(last) for history in self.histories if history.is_whole):
+            is_short = False
         front, histories = self.first, []
         for history in self.histories:
             kept = [one for one in history.starts if one.number >= room and seconds - one.seconds <= longest]
+            is_whole = history.is_whole and is_short
             proven = () if is_whole else history.proven(last)[-_KEPT:]
             kept = [one for one in kept if not proven or one.number >= proven[0].number]
-            histories.append(History(tuple(kept), history.ended))
-        if not is_whole:
+            histories.append(History(tuple(kept), history.ended, is_whole))
+        if not any(history.is_whole for history in histories):
             wanted = [history.starts[0].number for history in histories if history.starts]
             front = max(room, min(wanted + [snapshot + 1] * bool(snapshot), default=last + 1))
         # Adjacent stores: no signal handler comes in between. The entries that no plan uses any more are dropped below,
         # or next time.
-        self.histories, self.is_whole, self.first = histories, is_whole, front
+        self.histories, self.first = histories, front
         while self._oldest < front:
             for held in (self._longer, self.entries):
                 held.pop(self._oldest, None)
@@ -308,23 +313,22 @@ class Journal:
         return {
             "entries": dict(self.entries),
             "first": self.first,
-            "is_whole": self.is_whole,
             "built": self._built,
             "stride": self.stride,
             "lasting": dict(self._lasting),
-            "histories": tuple((tuple(map(tuple, of.starts)), of.ended) for of in self.histories),
+            "histories": tuple((tuple(map(tuple, of.starts)), of.ended, of.is_whole) for of in self.histories),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
         """Hold what :meth:`dump` returned."""
-        histories = [History(tuple(Start(*one) for one in starts), ended) for starts, ended in data["histories"]]
+        histories = [History(tuple(Start(*one) for one in starts), *rest) for starts, *rest in data["histories"]]
         self.lay_out(data["stride"], len(histories))
         longer = {number: len(entry) - self.stride for number, entry in data["entries"].items()}
         self._longer = {number: by for number, by in longer.items() if by}
         self.entries, self._lasting, self.histories = dict(data["entries"]), dict(data["lasting"]), histories
         self.first = data["first"]
         self._oldest = next(iter(self.entries), self.first)  # there may be some that an interrupted trim has left
-        self.is_whole, self._built = data["is_whole"], data["built"]
+        self._built = data["built"]
 
 
 def furthest_replay(data: Mapping[str, Any] | None) -> Replay | None:

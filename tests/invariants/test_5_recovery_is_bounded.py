@@ -178,3 +178,28 @@ def test_an_env_whose_episode_has_outgrown_its_journal_is_truncated_alone() -> N
         for part, other in zip((told, rewards), expected[:2], strict=True):
             assert np.array_equal(part[[0, 2]], other[[0, 2]])
     twin.close()
+
+
+class Unrepeatable(CounterEnv):
+    """Draws from the machine: no replay of it can be exact."""
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        observation[2] += os.getpid()
+        return (observation, *rest)
+
+
+def test_an_env_that_no_replay_matches_costs_its_neighbours_nothing_in_their_first_episode() -> None:
+    """They have no reset to begin at yet: they begin at their construction, at the second loss as well."""
+    env_fns = [Unrepeatable, CounterEnv, partial(CounterEnv, horizon=None)]
+    twin = gymnasium.vector.SyncVectorEnv(env_fns[1:])
+    with SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=RestartPolicy(snapshots=False)) as envs:
+        assert np.array_equal(envs.reset(seed=[5, 6, 7])[0][1:], twin.reset(seed=[6, 7])[0])
+        for step in range(9):
+            if step in (2, 6):
+                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+            told, expected = envs.step(np.ones(3, np.int64)), twin.step(np.ones(2, np.int64))
+            assert told[3].tolist() == [step in (2, 6), False, False]
+            for part, other in zip(told[:4], expected[:4], strict=True):
+                assert np.array_equal(part[1:], other)
+    twin.close()

@@ -114,8 +114,8 @@ MUTANTS = [
         "A trimmed journal still claims to reach back to the construction of the envs.",
         2,
         "recovery/journal.py",
-        "self.histories, self.is_whole, self.first = histories, is_whole, front",
-        "self.histories, self.first = histories, front",
+        "histories.append(History(tuple(kept), history.ended, is_whole))",
+        "histories.append(History(tuple(kept), history.ended, history.is_whole))",
     ),
     Mutant(
         "The journal forgets what the newest forked snapshot needs.",
@@ -342,8 +342,8 @@ MUTANTS = [
         "The limit of the journal counts the bytes of plain steps alone.",
         5,
         "recovery/journal.py",
-        "        held += sum(longer for number, longer in self._longer.items() if number >= front)\n",
-        "",
+        "        held = self.stride * len(self.entries) + sum(self._longer.values())\n",
+        "        held = self.stride * len(self.entries)\n",
         UNIT_JOURNAL,
     ),
     Mutant(

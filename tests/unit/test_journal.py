@@ -107,7 +107,7 @@ class Model(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         self.starts: list[list[Start]] = [[] for _ in range(SLOTS)]
         self.ended = [0] * SLOTS
-        self.is_whole, self.built = True, None
+        self.whole, self.built = [True] * SLOTS, None
         self.front = self.snapshot = self.trimmed = 0  # numbers
 
     def repeat(self, call: Callable[[], Any], cuts: list[int | None]) -> None:
@@ -168,7 +168,7 @@ class Model(RuleBasedStateMachine):
         """Go on with envs of which some are others."""
         self.repeat(lambda: self.journal.lose(sorted(slots)), cuts)
         for slot in slots:
-            self.starts[slot], self.is_whole = [], False
+            self.starts[slot], self.whole[slot] = [], False
 
     @rule(near=st.booleans(), index=st.integers(0, 1), cuts=CUTS)
     def go_on_from(self, near: bool, index: int, cuts: Any) -> None:
@@ -177,7 +177,7 @@ class Model(RuleBasedStateMachine):
             self.repeat(partial(self.journal.go_on_from, plan), cuts)
             for slot, begun in plan.begun.items():
                 later = [one for one in self.starts[slot] if one.number >= begun.number]
-                self.is_whole = self.is_whole and later == self.starts[slot]
+                self.whole[slot] &= later == self.starts[slot]
                 self.starts[slot] = later
 
     @rule(
@@ -200,8 +200,9 @@ class Model(RuleBasedStateMachine):
         since_built, sizes = self.seconds - self.built, [len(one.data) for one in self.asked]
         room = next(index for index in range(len(sizes) + 1) if sum(sizes[index:]) <= limit)
         forced = self.asked[room - 1].number + 1 if room else 0
-        self.is_whole &= since_built <= longest and not room
-        self.is_whole &= since_built <= SHORT or not all(self.proven(slot) for slot in range(SLOTS))
+        is_short = since_built <= longest and not room
+        is_short &= since_built <= SHORT or not all(self.proven(slot) for slot in range(SLOTS) if self.whole[slot])
+        self.whole = [whole and is_short for whole in self.whole]
         if place is not None:  # what is right after an interruption is right at any moment of the call
             interrupted(partial(trim, self.journal), place)
             self.plans_are_right()
@@ -224,9 +225,9 @@ class Model(RuleBasedStateMachine):
         for slot, history in enumerate(self.journal.histories):
             assert all(one in self.starts[slot] for one in history.starts)
             wanted += [one.number for one in history.starts[:1]]
-            if not self.is_whole:
+            if not self.whole[slot]:
                 assert list(history.proven(self.journal.last)) == self.proven(slot)[-2:]
-        if not self.is_whole and self.journal.entries:
+        if not any(self.whole) and self.journal.entries:
             assert next(iter(self.journal.entries)) >= min(wanted)
         # And what the newest snapshot needs is there.
         if newest:
@@ -258,7 +259,8 @@ class Model(RuleBasedStateMachine):
                 self.plan_is_right(plan)
 
     def plan_is_right(self, plan: Plan) -> None:
-        is_whole, before = self.journal.is_whole, len(self.asked) - plan.requests
+        whole = [history.is_whole for history in self.journal.histories]  # not self.whole: trim may be interrupted
+        before = len(self.asked) - plan.requests
         replayed = self.asked[before:]
         assert plan.entries == b"".join([one.data for one in replayed]), "not the requests from its front on"
         assert {slot: entry for slot, entry, _ in plan.message.starts if entry == plan.requests}.keys() == {
@@ -268,9 +270,9 @@ class Model(RuleBasedStateMachine):
         for slot, entry, generators in plan.starts:
             start = plan.begun[slot]
             assert (replayed[entry].number, generators) == (start.number, start.generators)
-            assert start in (self.starts[slot] if is_whole else self.proven(slot)), "believed too early"
+            assert start in (self.starts[slot] if whole[slot] else self.proven(slot)), "believed too early"
         for slot in {*range(SLOTS)} - plan.begun.keys():  # it takes part from the construction on, or not at all
-            assert (slot in plan.missing) == (not is_whole)
+            assert (slot in plan.missing) == (not whole[slot])
             assert slot in plan.missing or not before
         assert not plan.begun.keys() & {*plan.missing}
         assert len(plan.missing) < SLOTS
@@ -281,19 +283,21 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def nothing_that_a_plan_needs_is_forgotten(self) -> None:
         journal = self.journal
-        assert journal.is_whole == self.is_whole
+        assert [history.is_whole for history in journal.histories] == self.whole
         assert journal.all_lasting() == tuple(one.data for one in self.lasting)
         proven = {slot: found for slot in range(SLOTS) if (found := self.proven(slot))}
         far, near = journal.plans(), journal.plans(near=True)
-        if self.is_whole:
+        if any(self.whole):
             assert far[0].requests == len(self.asked)
-            assert far[0].begun == {slot: starts[0] for slot, starts in enumerate(self.starts) if starts}
+            for slot in range(SLOTS):  # those proven: see plan_is_right, and below
+                assert not self.whole[slot] or far[0].begun.get(slot) == next(iter(self.starts[slot]), None)
+            assert [*far[0].missing] == [slot for slot in range(SLOTS) if not self.whole[slot] and slot not in proven]
         elif not proven:
             assert far == near == []
             return
         for slot, starts in proven.items():
             assert near[0].begun[slot] == starts[-1]
-            assert far[0 if self.is_whole else -1].begun[slot].number <= starts[-2:][0].number
+            assert far[0 if any(self.whole) else -1].begun[slot].number <= starts[-2:][0].number
         furthest = max(far, key=lambda plan: plan.requests)
         assert furthest_replay(journal.dump()) == furthest.message
 
