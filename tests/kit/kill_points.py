@@ -165,7 +165,7 @@ class Tracer:
         self.count = 0
         self._last: dict[int, int] = {}  # by thread: the number of its last call
         self._in_nth = 0  # the thread that is inside the n-th call, to be killed at its exit
-        self._parent = 0  # whose child is awaited
+        self._parent = 0  # whose child is awaited; 0 once it has forked and is let go
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
         self._libc.ptrace.restype = ctypes.c_long
@@ -203,9 +203,11 @@ class Tracer:
         if tid == self._parent:
             request = _CONT
             if event == _FORKED:
-                request = _DETACH
-        elif self._parent and not self.pid:  # the newborn's first stop
+                request, self._parent = _DETACH, 0
+        elif not self.pid:  # the newborn's first stop
             self.pid = tid
+            while self._parent:  # seen before the parent's: were the newborn struck now, nobody would let go of that
+                self._attend(*os.waitpid(self._parent, _ANY_THREAD))
             self._ptrace(_SET_OPTIONS, tid, 0, _MARK_CALLS | _FOLLOW_CLONE)
             say(f"newborn {tid}")
         if number == signal.SIGTRAP | 0x80:
