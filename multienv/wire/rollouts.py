@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -47,8 +47,11 @@ class Rolled:
 
     def numbers(self, first: int) -> list[int]:
         """Return the number of each step; ``first`` is that of the first. A reset of a single env takes one as well."""
-        resets = accumulate((step in self.begun for step in range(self.steps)), initial=0)
-        return [first + step + before for step, before in zip(range(self.steps), resets, strict=False)]
+        numbers, number = [], first
+        for step in range(self.steps):
+            numbers.append(number)
+            number += 2 if step in self.begun else 1
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ every place gets its turn, and none is left to luck.
 from __future__ import annotations
 
 import dis
+import inspect
 import signal
 import sys
 import threading
@@ -81,8 +82,12 @@ class Interruption:
             if parent in self._after_call:
                 self._after_call[parent] = False  # what it called was Python: no look at signals on return
             frame.f_trace_lines, frame.f_trace_opcodes = False, True
-            self._after_call[frame] = False
-            self._pass(frame)
+            # A generator that is resumed looks at signals in its first instruction. One that is dropped unfinished runs
+            # none: it ends by GeneratorExit, and what is raised there is swallowed.
+            is_resumed = bool(frame.f_code.co_flags & inspect.CO_GENERATOR) and frame.f_lasti > 0
+            self._after_call[frame] = is_resumed
+            if not is_resumed:
+                self._pass(frame)
             return self._trace_inside
         return None
 
