@@ -129,7 +129,7 @@ class RestartPolicy(Named):
             the construction on. An episode that outgrows this or ``replay_limit`` cannot be replayed: unless there is
             a snapshot, a loss truncates it. The other envs of the worker are brought back. With 0, and a policy that
             replays nothing, crash reports have no journal either.
-        replay_limit: Seconds of env time, resets included, that a replay may take for each env.
+        replay_limit: Seconds of env time, with resets, calls and renderings, that a replay may take for each env.
         snapshots: Workers fork themselves now and then, on Linux only: a lost one is brought
             back from its frozen copy, exactly whatever the env is made of. An env with threads, child
             processes, sockets, shared memory or a GPU has none; ``statistics().no_snapshots`` says so.

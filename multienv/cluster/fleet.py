@@ -24,6 +24,7 @@ from multienv.cluster.courier import Courier
 from multienv.cluster.options import RayOptions
 from multienv.errors import ClosedError, ClusterError, ClusterLostError, NoCapacityError
 from multienv.processes.worker_process import undisturbed
+from multienv.threads import Task
 
 # Seconds that a seat fails at once, after a host could not be made for it.
 _STILL = 5.0
@@ -115,7 +116,7 @@ class Fleet:
         self._names = itertools.count()
         self._retired: list[Courier] = []
         self._lost = ""
-        self._ended = threading.Event()
+        self._ending = Task(self._end)
         self._picking = threading.Lock()
         try:
             self._seats = self._plan(envs)
@@ -124,7 +125,7 @@ class Fleet:
             raise
         self.cores = sum(seat.cpus for seat in self._seats)
         self._dealt = self._seats  # the seat of each worker
-        self._watch = Watch(self.cluster, self._look, self._end)
+        self._watch = Watch(self.cluster, self._look, self._ending.run)
 
     def _plan(self, envs: int) -> list[Seat]:
         options = self.options
@@ -256,7 +257,6 @@ class Fleet:
             courier.join(2.0)
         self.cluster.leave()
         self._retired.clear()  # an env that is closed holds its fleet, until a collection
-        self._ended.set()
 
     def close(self) -> None:
         """End the hosts of a face that could not be made."""
@@ -265,7 +265,7 @@ class Fleet:
     def wait(self, seconds: float) -> None:
         """Wait until a fleet that is over has ended; return at once while it is used."""
         if self._watch.is_over and not self._lost:
-            self._ended.wait(seconds)
+            self._ending.wait(seconds)
 
 
 class RelayLauncher:

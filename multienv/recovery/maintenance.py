@@ -9,7 +9,7 @@ from multienv.processes.channel import Channel
 from multienv.recovery.journal import Journal
 from multienv.recovery.policy import Recycling
 from multienv.recovery.record import Record, memory_of
-from multienv.wire.segment import OBSTACLE, RESET_SECONDS, SNAPSHOT, SNAPSHOTS, STEP_SECONDS
+from multienv.wire.segment import OBSTACLE, OTHER_SECONDS, SNAPSHOT, SNAPSHOTS, STEP_SECONDS
 from multienv.worker.snapshots import OBSTACLES
 
 
@@ -31,13 +31,13 @@ class Maintenance:
         self.seconds = 0.0
         self.is_due = False
         self.recycling_due = ""
-        self._steps, self._resets = 0, 0.0  # counted in ``seconds``: steps, and time of resets in the present process
+        self._steps, self._others = 0, 0.0  # counted in ``seconds``: steps, and other time in the present process
         self._step = 0.0  # time of a step, at the last count
 
     def begin(self, record: Record, channel: Channel, replayed: int) -> None:
         """Note that a new process has taken over, after so many requests of a replay."""
         self.recycling.begin(record.steps, record.episodes, replayed)
-        self._resets = channel.segment.times[RESET_SECONDS]
+        self._others = channel.segment.times[OTHER_SECONDS]
         self.is_due, self.recycling_due = False, ""
 
     def stand(self, seconds: float, steps: int) -> None:
@@ -51,10 +51,10 @@ class Maintenance:
     def count(self, record: Record, channel: Channel) -> float:
         """Return the time that the envs took so far."""
         times = channel.segment.times
-        steps, resets, step = record.steps, times[RESET_SECONDS], times[STEP_SECONDS] or 1e-5
+        steps, others, step = record.steps, times[OTHER_SECONDS], times[STEP_SECONDS] or 1e-5
         # The least of two: a step may have had to wait for its core, and the next look finds that forgotten.
-        self.seconds += max(0, steps - self._steps) * min(step, self._step or step) + resets - self._resets
-        self._steps, self._resets, self._step = steps, resets, step
+        self.seconds += max(0, steps - self._steps) * min(step, self._step or step) + others - self._others
+        self._steps, self._others, self._step = steps, others, step
         return self.seconds
 
     def look(self, journal: Journal, record: Record, channel: Channel) -> None:

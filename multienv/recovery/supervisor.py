@@ -84,16 +84,14 @@ from multienv.wire.messages import (
     BEGINNING,
     LASTING,
     Build,
-    Call,
     Close,
     Description,
     Message,
-    Render,
     Reset,
     Rollout,
-    SetAttribute,
     Unpicklable,
     foreign,
+    is_recorded,
     pack_message,
 )
 from multienv.wire.rollouts import Rolled
@@ -574,7 +572,7 @@ class Supervisor:
                 raise channel.kill(cause="broken", detail=str(illegible)) from illegible
             answer = unreadable(request.name, illegible)
         self.journal.cut(self.number)  # an interrupted call may have got beyond this line
-        if not is_call or _is_recorded(message):
+        if not is_call or is_recorded(message):
             self.journal.log(number, entry, mail if isinstance(message, LASTING) else b"")
         absent = self.state.absent
         if absent:
@@ -975,19 +973,23 @@ class Supervisor:
         self.ladder.close()
         limit = self._deadlines.close if patience is None else min(self._deadlines.close, max(0.0, patience))
         mine = self.lock._is_owned()  # type: ignore[attr-defined]
-        if mine or not self.lock.acquire(blocking=False):
-            channel = self.channel
-            if channel is not None:
-                channel.kill()
-            # Held by a call that sees the end of its process at once, unless this is a signal handler above that call.
-            if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
-                self.record.told.append((self._let_go, None))  # when that call is done
-                return
         try:
+            if mine or not self.lock.acquire(blocking=False):
+                channel = self.channel
+                if channel is not None:
+                    channel.kill()
+                # Held by a call that sees the end of its process at once, unless this is a signal handler above it.
+                if mine or not self.lock.acquire(timeout=min(limit, _SOON)):
+                    self.record.told.append((self._let_go, None))  # when that call is done
+                    return
             self._end(limit)  # again does nothing, unless it was interrupted
             self._release()
         finally:
-            self.lock.release()
+            if not mine:  # whether acquire() has returned cannot be known: an interruption may come right after it
+                try:  # noqa: SIM105 - suppress() is written in Python, where another interruption could come in between
+                    self.lock.release()
+                except RuntimeError:
+                    pass
 
     def _end(self, limit: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
@@ -1045,10 +1047,6 @@ class Supervisor:
             journal_bytes=len(self.journal),
             snapshots=self.maintenance.snapshots(channel),
         )
-
-
-def _is_recorded(message: Message | None) -> bool:
-    return isinstance(message, SetAttribute | Render) or (isinstance(message, Call) and message.recorded)
 
 
 def _name_of(state: State, *, started: bool) -> str:

@@ -252,6 +252,11 @@ Message = (
 LASTING = (SetAttribute, Call)
 
 
+def is_recorded(message: Message | None) -> bool:
+    """Tell whether a request that is neither step nor reset may change an env: it is journalled and replayed."""
+    return isinstance(message, SetAttribute | Render) or (isinstance(message, Call) and message.recorded)
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An exception in the worker, in a form that always travels.

@@ -57,7 +57,7 @@ OBSTACLE = 58  # index into snapshots.OBSTACLES: why it takes none (worker)
 STEP_SECONDS = 59  # float64: env time of a step without resets in it, smoothed; 0: not known (worker)
 RESIDENT = 60  # its resident memory in bytes, where its process is on another machine; 0: ask the system (relay)
 SNAPSHOT = 61  # number of the last request executed in its newest forked snapshot; 0: there is none (worker)
-RESET_SECONDS = 62  # float64: time that resets have taken, all together (worker)
+OTHER_SECONDS = 62  # float64: time that resets and recorded calls have taken, all together (worker)
 
 _SHORT_MAIL = 2048
 _SHORT = 512

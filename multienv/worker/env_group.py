@@ -110,7 +110,7 @@ class EnvGroup:
         except BaseException:
             self.starts.forget(slot)
             raise
-        self.starts.count_reset(perf_counter() - began)
+        self.starts.count(perf_counter() - began)
         self._ended[slot] = False
         self.calls[slot] = self._steps[slot]
         return observation, info

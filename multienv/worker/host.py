@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import cloudpickle
@@ -49,6 +50,7 @@ from multienv.wire.messages import (
     Rollout,
     SetAttribute,
     dumps,
+    is_recorded,
 )
 from multienv.wire.segment import BUSY, REPLAYING, SLOT, Segment
 from multienv.worker import seeding
@@ -113,7 +115,7 @@ class Host:
 
     def _handle(self, number: int) -> tuple[int, float] | None:
         """Execute a request that is not a step."""
-        words, self._rolled = self._segment.words, None
+        words, self._rolled, began = self._segment.words, None, perf_counter()
         words[BUSY] = number
         try:
             if self._segment.banks[number & 1].view[0] == BEGIN:
@@ -121,8 +123,11 @@ class Host:
             else:
                 message = pickle.loads(self._segment.read_request_mail(number))
             _HANDLERS[type(message)](self, number, message)
-            if self._group is not None and not self._group.calls_are_current():
-                self._group.update_calls()
+            if self._group is not None:
+                if is_recorded(message):
+                    self._group.starts.count(perf_counter() - began)
+                if not self._group.calls_are_current():
+                    self._group.update_calls()
         except Exception as error:
             answer_failure(self._segment, number, error)
         words[SLOT] = 0

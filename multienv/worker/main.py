@@ -26,10 +26,10 @@ from multienv.wire.messages import Build
 from multienv.wire.segment import (
     LOOKS,
     NUMBERED,
+    OTHER_SECONDS,
     PID,
     REPLY,
     REQUEST,
-    RESET_SECONDS,
     STEP_SECONDS,
     TRAINER_SLEEPS,
     WORKER_SLEEPS,
@@ -157,9 +157,9 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
                 is_step = False
             else:
                 is_step = segment.banks[number & 1].view[0] == STEP
-                began, resets = clock(), times[RESET_SECONDS]
+                began, others = clock(), times[OTHER_SECONDS]
                 rolled = host.handle(number)
-                seconds = clock() - began - (times[RESET_SECONDS] - resets)
+                seconds = clock() - began - (times[OTHER_SECONDS] - others)
                 if forks.is_astray:
                     os._exit(0)
                 words[REPLY] = last = number

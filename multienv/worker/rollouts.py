@@ -39,7 +39,7 @@ from multienv.wire.codecs import ExactCodec, mail_of
 from multienv.wire.messages import BEGINNING, Failure, Rollout
 from multienv.wire.rollouts import Rolled, Values, stacked
 from multienv.wire.rows import has_rows, leaf_arrays, nested
-from multienv.wire.segment import BUSY, RESET_SECONDS, SLOT, Segment
+from multienv.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
 from multienv.worker.env_group import EnvGroup
 from multienv.worker.failures import failure_of, pickled
 from multienv.worker.replies import answer_failure
@@ -172,9 +172,9 @@ class Roller:
         is_mailed = not is_plain(bank.stretch) and bank.view[0] != BEGIN
         mail = self._aside.read_request_mail(number) if is_mailed else b""
         began, times = time.perf_counter(), self._segment.times
-        resets = times[RESET_SECONDS]
+        others = times[OTHER_SECONDS]
         self._handle(number)
-        progress.seconds += time.perf_counter() - began - (times[RESET_SECONDS] - resets)
+        progress.seconds += time.perf_counter() - began - (times[OTHER_SECONDS] - others)
         evidence = mail_of(self._aside, number)[0] if bank.view[3] & IRREGULAR else b""
         entry = entry_of(bank, mail, evidence, exact=self._group.exact)
         progress.entries.append(entry)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multienv.wire.segment import BUSY, RESET_SECONDS, STEP_SECONDS, Segment
+from multienv.wire.segment import BUSY, OTHER_SECONDS, STEP_SECONDS, Segment
 from multienv.worker import seeding
 
 # Part of the envs' time that telling may take; and where processes are replaced by plan, so that a replay is short.
@@ -41,7 +41,7 @@ class Starts:
         self._share = share
         self._process = seeding.ProcessGenerators()
         self._cost = _COST
-        # Of each slot's last start: number of the request, and time that resets had taken.
+        # Of each slot's last start: number of the request, and time that resets and recorded calls had taken.
         self._last: list[tuple[int, float] | None] = [None] * len(envs)
 
     def take(self) -> Mapping[int, bytes]:
@@ -59,7 +59,7 @@ class Starts:
         elif self._share and self._is_due(slot):
             began = time.perf_counter()
             self.told[slot] = self._process.with_those_of(self._envs[slot])
-            self._last[slot] = self.segment.words[BUSY], self.segment.times[RESET_SECONDS]
+            self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS]
             # As it is where nothing else wants the core.
             self._cost = min(time.perf_counter() - began, _GROWTH * self._cost)
 
@@ -68,15 +68,15 @@ class Starts:
         self._last[slot] = None
         self.told.pop(slot, None)
 
-    def count_reset(self, seconds: float) -> None:
-        """Add to the time that resets have taken."""
-        self.segment.times[RESET_SECONDS] += seconds
+    def count(self, seconds: float) -> None:
+        """Add to the time of the envs what a reset or a recorded call has taken: a replay takes it again."""
+        self.segment.times[OTHER_SECONDS] += seconds
 
     def _is_due(self, slot: int) -> bool:
         last = self._last[slot]
         if last is None:
             return True
-        number, reset = last
+        number, others = last
         words, times = self.segment.words, self.segment.times
-        seconds = (words[BUSY] - number) * times[STEP_SECONDS] + times[RESET_SECONDS] - reset
+        seconds = (words[BUSY] - number) * times[STEP_SECONDS] + times[OTHER_SECONDS] - others
         return seconds >= len(self._envs) * self._cost / self._share

@@ -33,12 +33,13 @@ from cluster.lossy_host import (
     silent_from,
 )
 from cluster.relayed_envs import CountedEnv, GateEnv, PictureEnv
-from kit import CounterEnv, Fault, FaultyEnv, assert_same_trajectory, first_difference, is_alive, rollout
+from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, assert_same_trajectory, first_difference, is_alive, rollout
 from kit.interruption import Ledger, every_place
 from kit.trainer_process import becomes_true
 from multienv import (
     AsyncSubprocessEnvManager,
     Deadlines,
+    Recovery,
     RestartPolicy,
     SerialVectorEnv,
     SubprocessEnv,
@@ -428,6 +429,29 @@ def test_killed_worker_is_healed_by_its_snapshot_on_the_same_host(clusters: Clus
     assert [event.rung for event in events if hasattr(event, "rung")] == ["snapshot"] * 3
     assert [event.exit_code for event in events if hasattr(event, "exit_code")] == [-signal.SIGKILL] * 3
     assert len(cluster.hosts) == 1
+
+
+def test_replay_is_bounded_by_the_time_of_resets_and_begins_where_the_worker_told_the_generators(
+    clusters: Clusters,
+) -> None:
+    events: list[Any] = []
+    _, options = clusters.make()
+    policy = RestartPolicy(snapshots=False, replay_limit=0.4)
+    twin = CounterEnv(horizon=4, count_episodes=False)
+    env_fn = partial(SlowEnv, reset_seconds=0.05, horizon=4, count_episodes=False)
+    with RayEnv(env_fn, ray=options, restart=policy, hooks=[events.append]) as env:
+        env.reset(seed=5)
+        twin.reset(seed=5)
+        for episode in range(24):
+            if episode:
+                assert np.array_equal(env.reset()[0], twin.reset()[0])
+            for step in range(4):
+                if (episode, step) == (23, 2):
+                    kill(env.statistics().pid)
+                assert first_difference(env.step(step)[:4], twin.step(step)[:4]) is None
+    (recovery,) = [event for event in events if isinstance(event, Recovery)]
+    assert recovery.outcome == "exact"
+    assert recovery.replayed <= 2 * 5
 
 
 @pytest.mark.parametrize("fault", ["unanswered", "twice"])

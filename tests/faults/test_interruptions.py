@@ -466,6 +466,9 @@ def test_close_of_one_env_interrupted_at_every_place_is_completed_by_the_next(is
         again.start()
         again.join(10.0)
         assert not again.is_alive(), interruption.where
+        env.close()
+        channel = env._supervisor.channel
+        assert channel is None or channel.descriptors() == (), interruption.where
         with pytest.raises(ClosedError):
             env.step(STEP)
     assert fired > 5

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ale_py
@@ -14,8 +16,8 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from kit import CounterEnv
-from multienv import Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from kit import CounterEnv, SlowEnv
+from multienv import Deadlines, Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.recovery import journal, supervisor
 
 gymnasium.register_envs(ale_py)
@@ -24,12 +26,26 @@ HORIZONS = (23, 31, 37)
 MIB = 2**20
 
 
-class SlowToReset(CounterEnv):
-    """Takes 50 ms to reset."""
+class SlowToRender(CounterEnv):
+    """Takes 20 ms to render."""
 
-    def reset(self, **options: Any) -> Any:
-        time.sleep(0.05)
-        return super().reset(**options)
+    def render(self) -> Any:
+        time.sleep(0.02)
+
+
+class HangsInLongReplays(CounterEnv):
+    """In each process but the first one its 21st step hangs."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__(horizon=5, count_episodes=False)
+        self.left = 20 if marker.exists() else 1_000_000
+        marker.touch()
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            time.sleep(3600)
+        return super().step(action)
 
 
 class Leaking(CounterEnv):
@@ -146,7 +162,7 @@ def test_resets_count_among_the_seconds_that_a_replay_may_take() -> None:
     """Steps take next to nothing here: by their time alone the whole run would be replayed."""
     events: list[Any] = []
     policy = RestartPolicy(snapshots=False, replay_limit=0.4)
-    env_fn = partial(SlowToReset, horizon=4, count_episodes=False)
+    env_fn = partial(SlowEnv, reset_seconds=0.05, horizon=4, count_episodes=False)
     with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:
         for episode in range(24):
             env.reset(seed=episode)
@@ -157,6 +173,43 @@ def test_resets_count_among_the_seconds_that_a_replay_may_take() -> None:
     (recovery,) = [one for one in events if isinstance(one, Recovery)]
     assert recovery.outcome == "exact"
     assert recovery.replayed <= 2 * 5
+
+
+def test_renderings_count_among_the_seconds_that_a_replay_may_take() -> None:
+    events: list[Any] = []
+    policy = RestartPolicy(snapshots=False, replay_limit=0.4)
+    env_fn = partial(SlowToRender, horizon=4, count_episodes=False)
+    with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:
+        for episode in range(15):
+            env.reset(seed=episode)
+            for step in range(4):
+                if (episode, step) == (14, 2):
+                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+                env.step(step)
+                env.render()
+    (recovery,) = [one for one in events if isinstance(one, Recovery)]
+    assert recovery.outcome == "exact"
+    assert recovery.replayed <= 2 * 9
+
+
+def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one begins at the construction, because so little was done since; it has no deadline of its own."""
+    monkeypatch.setattr(supervisor, "SHARE", math.inf)  # every reset is told of
+    monkeypatch.setattr(journal, "SHORT", math.inf)
+    events: list[Any] = []
+    env_fn = partial(HangsInLongReplays, tmp_path / "marker")
+    options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False), "deadlines": Deadlines(recovery=8.0)}
+    with SubprocessEnv(env_fn, hooks=[events.append], **options) as env:
+        for episode in range(8):
+            env.reset(seed=episode)
+            for step in range(5):
+                if (episode, step) == (7, 2):
+                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+                observation, *_ = env.step(step % 4)
+                assert observation[0] == step + 1
+    (recovery,) = [one for one in events if isinstance(one, Recovery)]
+    assert recovery.outcome == "exact"
+    assert recovery.replayed <= 2 * 6
 
 
 def test_an_env_whose_episode_has_outgrown_its_journal_is_truncated_alone() -> None:
