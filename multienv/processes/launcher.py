@@ -157,10 +157,11 @@ class MonitorClient:
 
     def _await_end(self) -> None:
         """Reap the monitor when it has ended; if it was killed, end the processes that it left."""
-        self.process.wait()
+        code = self.process.wait()
         with self._closing:
             self._control.close()
-        end_orphans(self.process.pid)
+        if code:  # one that ends by itself leaves nothing
+            end_orphans(self.process.pid)
 
     def is_alive(self) -> bool:
         """Tell whether the monitor runs."""
