@@ -259,21 +259,27 @@ class Ladder:
 
     def begin(self, *, planned: bool = False) -> Effort:
         """Return the effort of a recovery that begins now, with its deadline."""
-        now, limit = time.monotonic(), self._deadlines.recovery
-        return Effort(now, None if limit is None else now + limit, planned)
+        effort = Effort(time.monotonic(), None, planned)
+        self.arm(effort)
+        return effort
+
+    def arm(self, effort: Effort) -> None:
+        """Give a recovery its whole time from now on: an interrupted one goes on in a later call."""
+        limit = self._deadlines.recovery
+        effort.until = None if limit is None else time.monotonic() + limit
 
     def admit(self, effort: Effort, progress: int) -> None:
-        """Charge one recovery to the budget and wait for its turn. Raises :class:`BudgetSpentError`."""
+        """Charge one recovery to the budget, once, and wait for its turn. Raises :class:`BudgetSpentError`."""
         if effort.planned:
             return
-        delay = self._budget.admit(time.monotonic(), progress)
-        if delay is None:
-            raise BudgetSpentError
-        if effort.until is not None:
-            delay = min(delay, max(0.0, effort.until - time.monotonic()))
-        over = time.monotonic() + delay
-        while not self._closed and time.monotonic() < over:
-            time.sleep(min(delay, _LOOK))
+        if effort.turn is None:
+            now = time.monotonic()
+            delay = self._budget.admit(now, progress)
+            if delay is None:
+                raise BudgetSpentError
+            effort.turn = now + delay if effort.until is None else min(now + delay, effort.until)
+        while not self._closed and time.monotonic() < effort.turn:
+            time.sleep(_LOOK)
         if self._closed:
             raise Unrecoverable("it was closed")
 
@@ -410,8 +416,13 @@ class Ladder:
         effort.deaths.clear()
         channel = self.restart(effort)
         if lasting:
+            until, limit = effort.until, self._deadlines.call
+            if until is not None:  # one that hangs must leave time for a process without them
+                until = (time.monotonic() + until) / 2
+            if limit is not None:
+                until = min(until or math.inf, time.monotonic() + len(lasting) * limit + _REPLAY_GRACE)
             try:
-                self.ask(channel, Replay(b"", lasting=lasting), effort.until)
+                self.ask(channel, Replay(b"", lasting=lasting), until)
             except BaseException:
                 self._let_go(channel)
                 raise

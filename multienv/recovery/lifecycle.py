@@ -188,6 +188,7 @@ class Lifecycle:
         assert loss is not None
         assert channel is not None
         effort = self._effort = self._effort or ladder.begin()
+        ladder.arm(effort)
         try:
             ladder.admit(effort, self._record.steps)
             found = ladder.wake(channel, self._journal.since, effort, fate)
@@ -238,8 +239,9 @@ class Lifecycle:
         lasting = self._journal.all_lasting() if self._journal.replaying else ()
         try:
             channel = self.ladder.renew(effort, lasting)
-        except Gone:  # one of the calls ends the process: go on without them
+        except Gone:  # one of the calls ends the process, or they take too long: go on without them
             lasting = ()
+            self.ladder.arm(effort)
             channel = self.ladder.renew(effort, lasting)
         self._journal.begin(number, lasting)
         return channel

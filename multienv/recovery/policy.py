@@ -19,11 +19,13 @@ class Effort:
         began: When the loss was noticed, seconds of the clock.
         until: When it is given up; ``None``: never.
         planned: No process was lost: nothing is charged to the budget.
+        turn: When it may begin, seconds of the clock; ``None``: it is not charged yet.
     """
 
     began: float
     until: float | None
     planned: bool = False
+    turn: float | None = None
     attempts: int = 0
     replayed: int = 0
     rung: Rung = ""

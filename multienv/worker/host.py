@@ -121,7 +121,10 @@ class Host:
             if self._segment.banks[number & 1].view[0] == BEGIN:
                 message: Message = BEGINNING
             else:
-                message = pickle.loads(self._segment.read_request_mail(number))
+                mail = self._segment.read_request_mail(number)
+                message = pickle.loads(mail)
+                if self._group is not None:
+                    self._group.starts.count_bytes(len(mail))
             _HANDLERS[type(message)](self, number, message)
             if self._group is not None:
                 if is_recorded(message):
@@ -245,6 +248,7 @@ class Host:
         """
         segment, words, group, came = self._segment, self._segment.words, self._envs(), []
         absent = {start.slot for start in message.starts}
+        group.starts.begin_replay()
         for index, entry in enumerate(split_entries(message.entries, segment.layout.end)):
             starting = {start.slot: start.generators for start in message.starts if start.entry == index}
             absent -= starting.keys()
@@ -263,6 +267,13 @@ class Host:
             evidence = mail_of(segment, again)[0] if bank.view[3] & IRREGULAR else b""
             came.append(entry_of(bank, entry.request_mail, evidence, exact=group.exact))
         words[REPLAYING] = 0
+        group.starts.look_at_generators()
+        if group.starts.has_drawn and any(start.entry for start in message.starts):
+            # What others drew is missing, and nothing of this need have shown yet.
+            raise RuntimeError(
+                "several envs of a process draw from random or numpy.random, and not all of them were replayed from "
+                "the same request on. Draw from self.np_random, or give envs_per_worker=1"
+            )
         for slot in absent:
             seeding.renew(group.envs[slot])
         return b"".join(came)

@@ -36,6 +36,11 @@ def seed_process(seeds: Sequence[int]) -> None:
     np.random.seed(seeds[1])  # noqa: NPY002 - the legacy global state is what must not be shared
 
 
+def state_of_process() -> Any:
+    """Return how ``random`` and ``numpy.random`` stand, to be compared."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False), protocol=5)  # noqa: NPY002
+
+
 def give_generator(env: Env, draw: int) -> None:
     """Give an env that has no generator of gymnasium's one that is seeded with a recorded number.
 

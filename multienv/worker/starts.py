@@ -17,6 +17,8 @@ from multienv.worker import seeding
 SHARE, LARGE_SHARE = 0.005, 0.05
 # Seconds that telling takes, about, before it was measured; and how fast what was measured may grow.
 _COST, _GROWTH = 1e-4, 1.1
+# Bytes of requests after which a start is told in any case: the journal holds some that lie not far back.
+_BYTES = 2**20
 
 
 class Starts:
@@ -31,18 +33,23 @@ class Starts:
         told: Slot → state of its generators before the reset in the request that is being executed. The reply takes it
             from here. It stays the same object.
         replaying: In a replay: slot → state to put back before the slot is reset. Else ``None``.
+        has_drawn: In a replay an env has drawn from ``random`` or ``numpy.random``, as far as it was noticed.
     """
 
     def __init__(self, envs: Sequence[Any], share: float, segment: Segment) -> None:
         self.segment = segment
         self.told: dict[int, bytes] = {}
         self.replaying: dict[int, bytes] | None = None
+        self.has_drawn = False
+        self._stood: Any = None  # the generators of the process, when they were put back last
         self._envs = envs
         self._share = share
         self._process = seeding.ProcessGenerators()
         self._cost = _COST
-        # Of each slot's last start: number of the request, and time that resets and recorded calls had taken.
-        self._last: list[tuple[int, float] | None] = [None] * len(envs)
+        self._mailed = 0  # bytes of the requests that do not lie in banks
+        # Of each slot's last start: number of the request; and what resets and recorded calls had taken, and requests
+        # that do not lie in banks, by then.
+        self._last: list[tuple[int, float, int] | None] = [None] * len(envs)
 
     def take(self) -> Mapping[int, bytes]:
         """Return what is to be told, once."""
@@ -55,13 +62,23 @@ class Starts:
         if self.replaying is not None:
             generators = self.replaying.pop(slot, None)
             if generators:
+                self.look_at_generators()
                 seeding.restore(self._envs[slot], generators)
+                self._stood = seeding.state_of_process()
         elif self._share and self._is_due(slot):
             began = time.perf_counter()
             self.told[slot] = self._process.with_those_of(self._envs[slot])
-            self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS]
+            self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS], self._mailed
             # As it is where nothing else wants the core.
             self._cost = min(time.perf_counter() - began, _GROWTH * self._cost)
+
+    def begin_replay(self) -> None:
+        """Note that a replay begins."""
+        self.replaying, self.has_drawn, self._stood = {}, False, seeding.state_of_process()
+
+    def look_at_generators(self) -> None:
+        """See whether anything was drawn from the generators of the process since they were put back."""
+        self.has_drawn = self.has_drawn or self._stood != seeding.state_of_process()
 
     def forget(self, slot: int) -> None:
         """Note that the reset raised: no episode has begun."""
@@ -72,11 +89,17 @@ class Starts:
         """Add to the time of the envs what a reset or a recorded call has taken: a replay takes it again."""
         self.segment.times[OTHER_SECONDS] += seconds
 
+    def count_bytes(self, size: int) -> None:
+        """Count a request that does not lie in its bank."""
+        self._mailed += size
+
     def _is_due(self, slot: int) -> bool:
         last = self._last[slot]
         if last is None:
             return True
-        number, others = last
+        number, others, mailed = last
         words, times = self.segment.words, self.segment.times
+        if (words[BUSY] - number) * self.segment.layout.end + self._mailed - mailed >= _BYTES:
+            return True
         seconds = (words[BUSY] - number) * times[STEP_SECONDS] + times[OTHER_SECONDS] - others
         return seconds >= len(self._envs) * self._cost / self._share

@@ -6,6 +6,9 @@ Each test makes exactness impossible, and then wants the truncation; or leaves i
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,11 @@ from faces import AND_ASYNC, KINDS, REPLAY, Face, assert_as_without_losses, asse
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive
 from kit.trainer_process import becomes_true
-from multienv import Recovery, RestartPolicy
+from multienv import Recovery, Recycled, RestartPolicy, SubprocessVectorEnv
 from multienv.errors import WorkerLostError
+from multienv.recovery import journal, supervisor
+
+STAY = np.zeros(3, np.int64)
 
 
 class FileEnv(CounterEnv):
@@ -41,6 +47,20 @@ class WideEnv(NondeterministicEnv):
 
     def _observe(self) -> Any:
         return super()._observe().astype(np.float64)
+
+
+class HiddenGoalEnv(CounterEnv):
+    """Draws in ``reset()``, from a generator that all envs of the process share, what its last reward alone shows."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            random.seed(seed)
+        self.goal = random.random()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, self.goal if terminated else 0.0, terminated, truncated, info
 
 
 def unrepeatable(what: str, directory: Path) -> Any:
@@ -182,3 +202,33 @@ def test_a_call_that_finds_the_episode_lost_raises_and_the_next_step_is_truncate
         assert_honest_truncation(face.step([1])[0], record[-1], "SIGKILL")
         face.reset()
         assert face.step([1])[0].observation[0] == 1
+
+
+@pytest.mark.parametrize("way", ["killed", "recycled"])
+def test_what_envs_draw_from_generators_that_they_share_is_never_taken_for_exact(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay in which some of them begin later draws otherwise; it shows at the end of the episode alone."""
+    monkeypatch.setattr(journal, "SHORT", 0.001)
+    monkeypatch.setattr(supervisor, "SHARE", 1.0)
+    monkeypatch.setattr(supervisor, "LARGE_SHARE", 1.0)
+    env_fns = [partial(HiddenGoalEnv, horizon=horizon, count_episodes=False) for horizon in (60, 7, 9)]
+    policy = RestartPolicy(snapshots=False, recycle_after_steps=70 if way == "recycled" else None)
+    events: list[Any] = []
+    twin = SubprocessVectorEnv(env_fns, envs_per_worker=3)
+    with twin, SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=policy, hooks=[events.append]) as envs:
+        for one in (envs, twin):
+            one.reset(seed=5)
+        for step in range(400):
+            if way == "killed" and step == 200:
+                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+            (_, *told, infos), (_, *expected, _) = envs.step(STAY), twin.step(STAY)
+            if told[2].any():
+                assert (way, step) == ("killed", 200)
+                assert told[2].all()
+                assert "draw from random" in infos["multienv"]["reason"][0]
+                return
+            assert all(map(np.array_equal, told, expected)), step
+    assert way == "recycled", "the loss was not noticed"
+    outcomes = {event.outcome for event in events if isinstance(event, Recycled)}
+    assert outcomes == {"put off"}, events

@@ -48,6 +48,19 @@ class HangsInLongReplays(CounterEnv):
         return super().step(action)
 
 
+class HangsWhenToldAgain(CounterEnv):
+    """Its method hangs in each process but the first one."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__(horizon=5)
+        self.is_first = not marker.exists()
+        marker.touch()
+
+    def tell(self) -> None:
+        while not self.is_first:
+            time.sleep(1)
+
+
 class Leaking(CounterEnv):
     """Keeps 1 MiB of each step for ever, in its process."""
 
@@ -210,6 +223,37 @@ def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monke
     (recovery,) = [one for one in events if isinstance(one, Recovery)]
     assert recovery.outcome == "exact"
     assert recovery.replayed <= 2 * 6
+
+
+@pytest.mark.parametrize("kind", ["one env", "batch"])
+def test_calls_that_cannot_be_repeated_end_the_episode_and_the_next_one_begins_without_them(
+    kind: str, tmp_path: Path
+) -> None:
+    env_fn = partial(HangsWhenToldAgain, tmp_path / "marker")
+    options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False), "deadlines": Deadlines(recovery=3.0)}
+    with SubprocessEnv(env_fn, **options) if kind == "one env" else SubprocessVectorEnv([env_fn], **options) as env:
+        action = np.int64(1) if kind == "one env" else np.ones(1, np.int64)
+        env.reset(seed=1)
+        env.call("tell")
+        env.step(action)
+        (one,) = [env.statistics()] if kind == "one env" else env.statistics()
+        os.kill(one.pid or 0, signal.SIGKILL)
+        assert env.step(action)[3]
+        assert env.reset(seed=2)[0].ravel()[0] == 0
+        assert not env.step(action)[3]
+
+
+def test_large_requests_leave_a_start_in_the_journal() -> None:
+    """By the time of the env alone one would be told of after many megabytes, more than the journal takes."""
+    options = {"large": bytes(2**20)}
+    with SubprocessEnv(partial(CounterEnv, horizon=3), restart=RestartPolicy(snapshots=False)) as env:
+        for episode in range(40):
+            env.reset(seed=episode, options=options)
+            for _ in range(3):
+                if episode == 39:
+                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+                assert not env.step(np.int64(1))[3]
+        assert env.statistics().exact_recoveries == 3
 
 
 def test_an_env_whose_episode_has_outgrown_its_journal_is_truncated_alone() -> None:

@@ -327,8 +327,8 @@ MUTANTS = [
         "A recovery has no deadline.",
         5,
         "recovery/ladder.py",
-        "return Effort(now, None if limit is None else now + limit, planned)",
-        "return Effort(now, None, planned)",
+        "effort.until = None if limit is None else time.monotonic() + limit",
+        "effort.until = None",
     ),
     Mutant(
         "Restarts are not charged to the budget.",
@@ -366,6 +366,21 @@ MUTANTS = [
         "processes/worker_process.py",
         "self._line.send(wake_bytes(number), NO_SIGNAL | socket.MSG_DONTWAIT)",
         "pass",
+    ),
+    Mutant(
+        "A replay in which envs that share generators begin at different requests is believed.",
+        3,
+        "worker/host.py",
+        "if group.starts.has_drawn and any(",
+        "if False and any(",
+    ),
+    Mutant(
+        "An interrupted recovery is charged to the budget once more.",
+        5,
+        "recovery/ladder.py",
+        "        if effort.turn is None:\n",
+        "        if True:\n",
+        ("tests/unit/test_policy.py",),
     ),
     Mutant(
         "The first replay may use up the whole of Deadlines.recovery.",
@@ -458,8 +473,8 @@ MUTANTS = [
         "Nobody reaps the monitor.",
         7,
         "processes/launcher.py",
-        "        self.process.wait()\n",
-        "        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)\n",
+        "        code = self.process.wait()\n",
+        "        code = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT).si_status\n",
         (f"{SEVEN}::test_the_last_close_leaves_nothing",),
     ),
     Mutant(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multienv.config import RestartPolicy
+from multienv.config import Deadlines, RestartPolicy
+from multienv.recovery import ladder as ladder_module
+from multienv.recovery.ladder import BudgetSpentError, Ladder
 from multienv.recovery.policy import Recycling, RestartBudget
+from multienv.wire.messages import Build
 
 LARGEST_DIE = 1 - 2**-53
 
@@ -30,6 +34,23 @@ def test_a_thousand_failures_in_a_row_do_not_overflow_and_without_backoff_nothin
     assert [budget(backoff=0.0).admit(0.0, progress=0) for _ in range(3)] == [0.0] * 3
     one = budget(backoff=0.1, max_backoff=10.0)
     assert [one.admit(0.0, progress=0) for _ in range(1000)][-1] == pytest.approx(10.0)
+
+
+def test_an_interrupted_recovery_is_charged_once_and_has_its_whole_time_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now = [100.0]
+    monkeypatch.setattr(ladder_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pytest.fail))
+    build = Build(b"", True, "", None, (1,), None)
+    ladder = Ladder(None, build, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0))  # type: ignore[arg-type]
+    effort = ladder.begin()
+    for _ in range(3):
+        ladder.admit(effort, progress=0)
+        now[0] += 50.0
+        ladder.arm(effort)
+        assert effort.until == now[0] + 20.0
+    with pytest.raises(BudgetSpentError):
+        ladder.admit(ladder.begin(), progress=0)
 
 
 @given(
