@@ -23,6 +23,7 @@ from multienv.errors import NoCapacityError
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.journal import Plan
 from multienv.recovery.policy import Effort, RestartBudget
+from multienv.recovery.state_machine import LOSSES
 from multienv.recovery.verification import differences
 from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32
 from multienv.wire.codecs import Codec, codec_of
@@ -32,9 +33,6 @@ from multienv.wire.segment import REPLAYING, REQUEST, RESTARTS
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 _REPLAY_GRACE = 1.0
-# Processes that may die while envs are built, and at one place of a replay when killed from outside, before a rung
-# is given up. Such a death says nothing of the journal.
-_PATIENCE = 6
 # Seconds that an interrupted request of our own may go on, before the next one is published.
 _ABANDONED = 30.0
 # Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
@@ -452,7 +450,7 @@ class Ladder:
         outside = (place == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
         effort.deaths[place, outside] += 1
         deaths = effort.deaths[place, outside]
-        if deaths < (_PATIENCE if outside else self._policy.poison_after):
+        if deaths < (LOSSES if outside else self._policy.poison_after):
             return ""
         what = "while being built" if place == _BUILDING else f"while running request {place + 1} of its replay"
         return f"{deaths} processes ended {'when their replay was over' if place == -1 else what}"

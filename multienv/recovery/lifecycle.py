@@ -18,6 +18,7 @@ from multienv.recovery.pending import Pending
 from multienv.recovery.policy import Effort
 from multienv.recovery.record import Record
 from multienv.recovery.state_machine import (
+    LOSSES,
     BudgetSpent,
     Built,
     Event,
@@ -31,9 +32,6 @@ from multienv.recovery.state_machine import (
 from multienv.reports.crash import Case
 from multienv.reports.texts import what_happened
 from multienv.wire.messages import Build
-
-# Processes that may be killed from outside while envs are built for the first time.
-_BUILD_ATTEMPTS = 6
 
 
 class Lifecycle:
@@ -117,7 +115,7 @@ class Lifecycle:
         self.loss = self._record.loss(gone, "initialize", gone.slot, self._pending.limit, self._case(b""))
         effort = self._effort = self._effort or self.ladder.begin()
         outside = _is_from_outside(gone)
-        allowed = _BUILD_ATTEMPTS if outside else self._policy.poison_after
+        allowed = LOSSES if outside else self._policy.poison_after
         action = self._policy.on_timeout if gone.cause == "hung" else self._policy.on_crash
         advice, kind = "", None
         if action != "replay" or self._deaths >= allowed:

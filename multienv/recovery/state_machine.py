@@ -238,7 +238,8 @@ class Instruction(Enum):
 
 
 # Lost so often before it answered, a request counts as the cause even if no process died executing it: an env may close
-# the worker's descriptors, return, and the worker ends of that. Deaths from outside count here and nowhere else.
+# the worker's descriptors, return, and the worker ends of that. So many processes may also be killed from outside while
+# they build their envs, or at one place of a replay: such a death says nothing against the request.
 LOSSES = 6
 
 # (process, event) → the process states it may lead to. What is not here cannot happen; decide() raises.
