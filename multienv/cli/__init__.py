@@ -6,7 +6,8 @@ import sys
 from typing import Annotated
 
 try:
-    import rich  # noqa: F401 - asked for here, where one line says what to install
+    import psutil  # noqa: F401 - asked for here, where one line says what to install
+    import rich  # noqa: F401
     import typer
 except ImportError as missing:
     # Not "multienv[cli]" alone: on the package index that name belongs to another project.

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
+from rich.filesize import decimal as size_of
 
 from multienv import SubprocessEnv
-from multienv.cli.texts import duration, size_of
+from multienv.cli.texts import duration
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvFnError, MultienvError, WorkerLostError
 from multienv.events import Recovery, Statistics

@@ -18,7 +18,7 @@ import cloudpickle
 import gymnasium
 
 from multienv.errors import ReportError, UsageError
-from multienv.reports.read import Report
+from multienv.reports.crash import Report
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 _FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -34,6 +35,9 @@ EnvArgument = Annotated[
 KwargsOption = Annotated[str, typer.Option(help="Arguments of the env, as JSON.", metavar="JSON")]
 NumEnvsOption = Annotated[int, typer.Option("--envs", "--num-envs", min=1, help="How many of it.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
+ReportsOption = Annotated[
+    Path | None, typer.Option(help="Where the reports lie; else $MULTIENV_REPORTS, else the user's cache.")
+]
 BackendOption = Annotated[str, typer.Option(help="Where the envs are: subprocess or ray.")]
 
 _TRIAL = Deadlines(reset=60.0, step=30.0)
