@@ -15,6 +15,7 @@ except ImportError as missing:
 
 from multienv import __version__
 from multienv.cli import bench, chaos, doctor, replay, top
+from multienv.cli.options import refusing
 
 app = typer.Typer(name="multienv", add_completion=False, no_args_is_help=True)
 
@@ -34,8 +35,5 @@ def main(
     """Run gymnasium environments in processes that may die at any moment."""
 
 
-app.command()(doctor.doctor)
-app.command()(chaos.chaos)
-app.command()(bench.bench)
-app.command()(replay.replay)
-app.command()(top.top)
+for command in (doctor.doctor, chaos.chaos, bench.bench, replay.replay, top.top):
+    app.command()(refusing(command))

@@ -268,11 +268,12 @@ class Trainer:
         segments = dict(_segments(self.pid))
         for inode in [one for one, worker in self._workers.items() if one not in segments or not worker.is_there]:
             self._workers.pop(inode).close()
-        for inode in segments.keys() - self._workers.keys():
-            with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile
-                worker = _worker_of(self._process, segments[inode])
-                if worker is not None:
-                    self._workers[inode] = worker
+        new = segments.keys() - self._workers.keys()
+        family = {one.pid: one for one in self._process.children(recursive=True)} if new else {}
+        for inode in new:
+            worker = _worker_of(family, segments[inode])
+            if worker is not None:
+                self._workers[inode] = worker
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -288,24 +289,26 @@ def _segments(pid: int) -> Iterator[tuple[int, Path]]:
                 yield path.stat().st_ino, path
 
 
-def _worker_of(trainer: psutil.Process, path: Path) -> Worker | None:
+def _worker_of(family: dict[int, psutil.Process], path: Path) -> Worker | None:
     """Return the worker that a trainer's segment belongs to; ``None``: it is not up, or has ended.
 
     The segment says which process it is, and only a descendant of the trainer is believed: a trainer in a PID namespace
     of its own, a container, knows its workers by other numbers. Look from inside the container there.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        segment = Segment(descriptor, read_only=True)
-    except ValueError:  # it has no size yet
-        os.close(descriptor)
-        return None
-    for process in trainer.children(recursive=True):
-        if process.pid == segment.words[PID]:
-            # The worker's descriptor is the trainer's, which was sent to it: they have one offset.
-            offset = int((path.parents[1] / "fdinfo" / path.name).read_text().split()[1])
-            return Worker(process, segment, offset)
-    segment.unmap()
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            segment = Segment(descriptor, read_only=True)
+        except ValueError:  # it has no size yet
+            os.close(descriptor)
+            return None
+        process = family.get(segment.words[PID])
+        with contextlib.suppress(OSError, psutil.Error):
+            if process is not None:
+                # The worker's descriptor is the trainer's, which was sent to it: they have one offset.
+                offset = int((path.parents[1] / "fdinfo" / path.name).read_text().split()[1])
+                return Worker(process, segment, offset)
+        segment.unmap()
     return None
 
 

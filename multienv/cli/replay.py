@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 
 from multienv.cli.env_functions import env_functions
-from multienv.cli.options import ReportsOption, arguments_of, plain_console, refuse
+from multienv.cli.options import ReportsOption, arguments_of, plain_console
 from multienv.cli.replaying import EnvRaised, Rerun
 from multienv.cli.texts import report_line, visible
-from multienv.errors import ReportError, UsageError
+from multienv.errors import ReportError
 from multienv.reports import store
 from multienv.reports.crash import Report
 from multienv.reports.read import load, summary_of
@@ -67,8 +67,6 @@ def replay(
         faulthandler.enable()
         found = load(_path(report, directory))
         _replay(say, found, env, None if env_kwargs is None else arguments_of(env_kwargs), debug=debug)
-    except UsageError as error:
-        refuse(str(error))
     except EnvRaised as raised:
         text = f"{raised.failure.traceback.rstrip()}\nThe env raised: {str(raised).rstrip('.')}."
         say(text, raised=str(raised), traceback=raised.failure.traceback)

@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from multienv.cli.onlooker import Row, Trainer
-from multienv.cli.options import JsonOption, ReportsOption, refuse
+from multienv.cli.options import JsonOption, ReportsOption
 from multienv.cli.texts import duration, report_line
-from multienv.errors import UsageError
 from multienv.reports import store
 from multienv.reports.read import summary_of
 
@@ -42,11 +41,7 @@ def top(
     Exit code 2: there is no such trainer, or it is not yours.
     """
     directory = store.directory_for(reports)
-    try:
-        trainer = Trainer(pid)
-    except UsageError as error:
-        refuse(str(error))
-    with contextlib.closing(trainer), contextlib.suppress(KeyboardInterrupt):
+    with contextlib.closing(Trainer(pid)) as trainer, contextlib.suppress(KeyboardInterrupt):
         if once or stacks or as_json or not sys.stdout.isatty():
             trainer.watch(every)
             document = _document(trainer, directory)

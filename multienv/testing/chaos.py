@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from multienv import RayVectorEnv, create_subprocess_envs
+from multienv import create_ray_envs, create_subprocess_envs
 from multienv.cluster.options import RayOptions
 from multienv.config import Deadlines
 from multienv.errors import EnvsFailedError
 from multienv.events import Event, Loss, Recovery
-from multienv.recovery.record import resident_bytes
 from multienv.reports.texts import exit_text
 from multienv.testing.killer import Killer, KillManner, send, worker_pids
 from multienv.testing.processes import descendants
@@ -29,18 +27,6 @@ _SNAPSHOT_TOO, _SNAPSHOT_ALONE = 0.4, 0.25
 _HOST_EVERY, _NODE_EVERY = 10, 20
 # Seconds of silence after which a host is given up: of a node that is killed Ray tells no sooner.
 _SUSPECT_AFTER = 3.0
-
-
-class Usage(NamedTuple):
-    """Tells what this process uses, with its children: bytes of resident memory, open descriptors, descendants."""
-
-    rss: int
-    descriptors: int
-    processes: int
-
-
-def _usage() -> Usage:
-    return Usage(resident_bytes(os.getpid()) or 0, len(os.listdir("/dev/fd")), len(descendants(os.getpid())))
 
 
 @dataclass
@@ -58,7 +44,6 @@ class Chaos:
         mismatches: What differed silently from the undisturbed run; must be empty.
         undisturbed: What differed without any strike, looked for where something differed: the env itself is not
             deterministic, and nothing can be told of recovery. ``""``: nothing.
-        usage: Before the first strike, and after the last.
     """
 
     steps: int = 0
@@ -69,7 +54,6 @@ class Chaos:
     inexact: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     undisturbed: str = ""
-    usage: list[Usage] = field(default_factory=list)
 
     @property
     def kills(self) -> int:
@@ -158,7 +142,7 @@ def run_chaos(
         seed: Decides seeds, actions, victims, manners and pauses; not what a victim is doing at that moment.
         manners: The signals; a stopped worker hangs, and is killed at its deadline.
         interval: The least and greatest pause between two strikes, seconds.
-        cluster: The envs are a ``RayVectorEnv`` on it, and hosts are killed too; ``None``: a ``MultiEnv`` here.
+        cluster: The envs are on it, and hosts are killed too; ``None``: they are on this machine.
         kill_nodes: Kill whole nodes of the cluster, too. A new one takes the place of each.
         progress: Called now and then.
         options: For ``SubprocessEnv``; deadlines, without which a stopped worker would be waited for, are half a
@@ -169,14 +153,14 @@ def run_chaos(
     options = {"deadlines": Deadlines(step=0.5, reset=5.0), "reports": "", **options}
     env_fns, options["hooks"] = [env_fn] * num_envs, [chaos.note]
 
-    def make() -> Any:
+    def make() -> list[Any]:
         if cluster is None:
-            return create_subprocess_envs(env_fns, **options)
+            return [*create_subprocess_envs(env_fns, **options)]
         where = RayOptions(address=cluster.address, suspect_after=_SUSPECT_AFTER)
-        return RayVectorEnv(env_fns, ray=where, merge_infos=False, **options)
+        return [*create_ray_envs(env_fns, ray=where, **options)]
 
     def side_by_side(seed: int) -> SideBySide:
-        return SideBySide(env_fn, make, num_envs, seed, as_vector=cluster is not None)
+        return SideBySide(env_fn, make, num_envs, seed)
 
     mend: Callable[[], object] = cluster.mend if cluster is not None else lambda: None
     goes_on: Callable[[], bool] = lambda: chaos.kills < kills and time.monotonic() < until  # noqa: E731
@@ -184,7 +168,6 @@ def run_chaos(
     while goes_on() and len(chaos.mismatches) < ENOUGH_MISMATCHES and not chaos.undisturbed:
         before = chaos.steps
         with side_by_side(attempt) as pair:
-            chaos.usage = chaos.usage or [_usage()]
             try:
                 aim = partial(strikes.victims, pair.struck, goes_on)
                 with Killer(aim, manners=manners, interval=interval, seed=dice.randrange(2**32)) as killer:
@@ -198,7 +181,6 @@ def run_chaos(
             except EnvsFailedError as failed:
                 chaos.inexact += [str(error) for error in failed.failures.values()]
             chaos.inexact += pair.reasons
-            chaos.usage[1:] = [_usage()]
         if pair.mismatch:
             chaos.undisturbed = _undisturbed(side_by_side, attempt, (chaos.steps - before) // num_envs + 1)
             if not chaos.undisturbed:
