@@ -15,7 +15,6 @@ from rich.table import Column, Table
 from multienv import RayOptions
 from multienv.cli.measuring import PEERS, WORTH_IT, Bench, measure
 from multienv.cli.options import (
-    BackendOption,
     EnvArgument,
     JsonOption,
     KwargsOption,
@@ -23,12 +22,11 @@ from multienv.cli.options import (
     VerboseOption,
     at_work,
     first_line,
-    is_on_ray,
     plain_console,
-    share_import_path,
     vector_env_code,
     working_env,
 )
+from multienv.cluster.cluster import import_ray
 from multienv.cores import cores
 from multienv.errors import UsageError
 
@@ -39,7 +37,7 @@ def bench(
     against: Annotated[str, typer.Option(help="gymnasium, sb3, both with a comma, or none.")] = "gymnasium",
     seconds: Annotated[float, typer.Option(min=0.01, help="How long each turn takes.")] = 0.25,
     repeats: Annotated[int, typer.Option(min=1, help="How many turns each contender has.")] = 7,
-    backend: BackendOption = "subprocess",
+    backend: Annotated[str, typer.Option(help="subprocess; or ray: measure RayVectorEnv, too.")] = "subprocess",
     address: Annotated[str | None, typer.Option(help="With ray: of the cluster. Else a local one is started.")] = None,
     env_kwargs: KwargsOption = "{}",
     verbose: VerboseOption = False,
@@ -61,14 +59,18 @@ def bench(
     multienv bench CartPole-v1 --backend ray --address ray-head:6379
     """
     peers = _peers(against)
-    ray = RayOptions(address=address) if is_on_ray(backend) else None
-    if address is not None and ray is None:
-        raise UsageError("--address is that of a Ray cluster: give --backend ray, too.")
+    if backend not in ("subprocess", "ray") or (address is not None and backend != "ray"):
+        raise UsageError("--backend is subprocess or ray, and --address that of a Ray cluster.")
+    if backend == "ray":
+        import_ray()
     load = os.getloadavg()[0]
     with at_work("building ...", as_json=as_json, verbose=verbose) as status:
         found = working_env(env, env_kwargs)
-        if ray is not None:
-            share_import_path()
+        ray = None
+        if backend == "ray":
+            # A Ray that this process starts finds the env's module as this process does: its nodes inherit this.
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            ray = RayOptions(address=address)
         try:
             result = measure(
                 found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, ray=ray, told=status.update

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import Annotated, Any
 
@@ -10,7 +9,6 @@ import typer
 from rich.table import Table
 
 from multienv.cli.options import (
-    BackendOption,
     EnvArgument,
     JsonOption,
     KwargsOption,
@@ -18,15 +16,12 @@ from multienv.cli.options import (
     VerboseOption,
     at_work,
     first_line,
-    is_on_ray,
     plain_console,
-    share_import_path,
     working_env,
 )
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import MultienvError, UsageError
 from multienv.testing.chaos import run_chaos
-from multienv.testing.ray_cluster import RayCluster
 
 
 def chaos(
@@ -41,14 +36,12 @@ def chaos(
     pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two strikes, in seconds.")] = 0.05,
     snapshot_every: Annotated[int | None, typer.Option(min=1, help="Steps between two snapshots.")] = None,
     snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or by replay alone.")] = True,
-    backend: BackendOption = "subprocess",
-    kill_nodes: Annotated[bool, typer.Option("--kill-nodes", help="With ray: kill whole nodes, too.")] = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Step an env while its workers are killed, and hold every transition against an undisturbed run.
 
-    Workers are killed, crashed and stopped at random moments; with ray the actors that they belong to are killed, too.
+    Workers are killed, crashed and stopped at random moments.
     An episode that could not be brought back exactly ends with a reason.
 
     Exit code 0: nothing differed silently.
@@ -60,19 +53,10 @@ def chaos(
     multienv chaos CartPole-v1 --kills 200
 
     multienv chaos my_envs:make_my_env --kills 50 --no-snapshots
-
-    multienv chaos CartPole-v1 --backend ray --kill-nodes
     """
-    on_ray = is_on_ray(backend)
-    if kill_nodes and not on_ray:
-        raise UsageError("--kill-nodes needs --backend ray: processes of this machine have no nodes.")
-    with at_work("building ...", as_json=as_json, verbose=verbose) as status, contextlib.ExitStack() as stack:
+    with at_work("building ...", as_json=as_json, verbose=verbose) as status:
         found = working_env(env, env_kwargs)
         try:
-            if on_ray:
-                share_import_path()
-            # Each node has room for all envs: none is to end because the others are full.
-            cluster = stack.enter_context(RayCluster(cpus=num_envs)) if on_ray else None
             result = run_chaos(
                 found.env_fn,
                 num_envs=num_envs,
@@ -80,8 +64,6 @@ def chaos(
                 seconds=60 * minutes,
                 seed=seed,
                 interval=(0.0, pause),
-                cluster=cluster,
-                kill_nodes=kill_nodes,
                 progress=lambda so_far: status.update(
                     f"{so_far.kills} of {kills} workers lost, {so_far.steps:,} steps ..."
                 ),

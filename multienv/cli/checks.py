@@ -39,8 +39,6 @@ _ANNOUNCED = 0.2
 _EPISODE_STEPS, _LEAST_EPISODES, _MOST_EPISODES, _EPISODES_SECONDS = 20, 3, 50, 0.5
 # Memory that comes and goes in a process that leaks nothing.
 _NOISE = 256 * 2**10
-# Seconds until nothing of a killed worker may be left.
-_GONE_WITHIN = 2.0
 # Lines of what a worker that was lost had written on stderr.
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Draw from self.np_random only."
@@ -284,25 +282,8 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
     }
 
 
-def orphans(patient: Patient) -> Row:
-    """Kill the worker with SIGKILL, and look for the processes that its env had started."""
-    with patient.worker(reports="") as env:
-        walk(env, min(20, patient.first.steps))
-        worker = psutil.Process(_pid(env))
-        # Those that are no longer its children are the monitor's.
-        names = {one: one.name() for one in worker.parent().children(recursive=True) if one != worker}
-        send(worker.pid, "SIGKILL")
-        _, left = psutil.wait_procs(names, _GONE_WITHIN)
-        for process in left:
-            process.kill()
-    if left:
-        told = ", ".join(f"{names[one]} ({one.pid})" for one in left)
-        return Row("note", f"outlive their worker: {told}", "Have them end when their parent is gone.")
-    return Row("ok", f"none: all {len(names)} that it had started ended with it" if names else "none")
-
-
 CHECKS: tuple[Callable[[Patient], Row], ...] = (
-    builds, steps, repeats, forks, replays, a_hung_worker, leaks, orphans,
+    builds, steps, repeats, forks, replays, a_hung_worker, leaks,
 )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from multienv import SubprocessEnv
 from multienv.cli.env_functions import Named, named
 from multienv.cli.texts import visible
 from multienv.cli.walking import RAISE, walk
-from multienv.cluster.cluster import import_ray
 from multienv.config import Deadlines
 from multienv.errors import EnvsFailedError, MultienvError, UsageError
 
@@ -38,7 +37,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 ReportsOption = Annotated[
     Path | None, typer.Option(help="Where the reports lie; else $MULTIENV_REPORTS, else the user's cache.")
 ]
-BackendOption = Annotated[str, typer.Option(help="Where the envs are: subprocess or ray.")]
 
 VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show what the env prints, on stderr.")]
 
@@ -81,18 +79,6 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
     return arguments
 
 
-def is_on_ray(backend: str) -> bool:
-    """Tell whether a backend is Ray. Raises UsageError if there is none of that name, or Ray is not installed."""
-    if backend not in ("subprocess", "ray"):
-        raise UsageError(f"--backend {backend}: choose subprocess or ray.")
-    if backend == "ray":
-        try:
-            import_ray()
-        except UsageError as error:
-            raise UsageError(first_line(error)) from error
-    return backend == "ray"
-
-
 def working_env(env: str, env_kwargs: str) -> Named:
     """Return what builds the env. Raises UsageError unless it is built, reset and stepped in a process of its own."""
     found = named(env, **arguments_of(env_kwargs))
@@ -102,11 +88,6 @@ def working_env(env: str, env_kwargs: str) -> Named:
     except MultienvError as error:
         raise UsageError(f"{env} does not work: {first_line(error)} `multienv doctor {env}` says more.") from error
     return found
-
-
-def share_import_path() -> None:
-    """Have a Ray that this process starts find the env's module as this process does: its nodes inherit this."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
 
 @contextlib.contextmanager

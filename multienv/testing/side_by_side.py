@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -20,7 +20,8 @@ ENOUGH_MISMATCHES = 5
 # For envs that may hang by themselves; a step is not expected to take so long.
 PATIENT = Deadlines(reset=60.0, step=60.0)
 
-_UNDISTURBED: dict[str, Any] = {
+# Options of SubprocessEnv for an env that is not struck: nothing is recovered, and a busy machine is waited for.
+UNDISTURBED: dict[str, Any] = {
     "restart": RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False, journal_limit=0),
     "deadlines": PATIENT,
     "reports": "",
@@ -45,11 +46,11 @@ class SideBySide:
         reasons: Why episodes were ended, because of a loss; or how an undisturbed env was lost by itself.
     """
 
-    def __init__(self, env_fn: EnvFn, make: Callable[[], list[Any]], num_envs: int, seed: int) -> None:
+    def __init__(self, env_fn: EnvFn, make: Callable[[], Sequence[Any]], num_envs: int, seed: int) -> None:
         self.mismatch = ""
         self.reasons: list[str] = []
         with contextlib.ExitStack() as stack:
-            calm = create_subprocess_envs([env_fn] * num_envs, **_UNDISTURBED)
+            calm = create_subprocess_envs([env_fn] * num_envs, **UNDISTURBED)
             self._calm: MultiEnv = stack.enter_context(MultiEnv(calm))
             self.struck: MultiEnv = stack.enter_context(MultiEnv(make()))
             self._actions = copy.deepcopy(self._calm.action_space)
