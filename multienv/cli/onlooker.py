@@ -14,8 +14,8 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -42,41 +42,6 @@ _SAMPLING = 0.02
 # Seconds given to faulthandler; without new output for so long, a stack counts as whole.
 _STACK_PATIENCE = 1.0
 _QUIET = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Holds what is shown of a worker, all of it plain values.
-
-    Attributes:
-        name: Its envs.
-        pid: The process.
-        state: ``"building"`` its envs, ``"busy"`` with a request, ``"replaying"`` the journal of a lost process,
-            ``"idle"``; or what the kernel says of a process that does not run, such as ``"stopped"``.
-        request: What it was asked for: ``"step"``, ``"reset"`` or ``"call"``; ``""``: nothing.
-        env: The env that is being called; ``""``: none.
-        seconds: For how long it has been seen at this request, or without one.
-        at_least: It may have been at it for longer.
-        busy, awaited: Shares of the time: it was not idle; the trainer slept until it would answer.
-        step_ms: Milliseconds from one request of the trainer to the next; ``None``: there was none.
-        env_ms: Of them in the envs, smoothed; ``None``: not known yet.
-        rss: Bytes of memory.
-        restarts: Processes started in place of lost ones.
-    """
-
-    name: str
-    pid: int
-    state: str
-    request: str
-    env: str
-    seconds: float
-    at_least: bool
-    busy: float
-    awaited: float
-    step_ms: float | None
-    env_ms: float | None
-    rss: int
-    restarts: int
 
 
 class Worker:
@@ -129,28 +94,31 @@ class Worker:
         self._busy += not is_idle
         self._awaited += not is_idle and bool(self._segment.words[TRAINER_SLEEPS])
 
-    def row(self) -> Row:
-        """Sample it once more, and return what was seen since the last row. Raises psutil.Error if it has ended."""
+    def row(self) -> dict[str, Any]:
+        """Sample it once more, and return what was seen since the last row, as JSON values; ``docs/top.md`` says what.
+
+        Raises psutil.Error if it has ended.
+        """
         self.sample()
         now, words, (is_idle, number, _) = time.monotonic(), self._segment.words, self._doing
         # Requests that are not the caller's, such as the one that builds the envs, have negative numbers.
         asked = max(0, number - self._first_request) if self._first_request > 0 else 0
         slot, step_seconds = words[SLOT] - 1, self._segment.times[STEP_SECONDS]
-        row = Row(
-            name=self.name,
-            pid=self._process.pid,
-            state=self._state(),
-            request="" if is_idle or number < 0 else _KINDS.get(self._segment.kind_of(number), "call"),
-            env="" if slot < 0 else "env" if self.first is None else f"env {self.first + slot}",
-            seconds=now - self._since,
-            at_least=self._is_older,
-            busy=self._busy / self._samples,
-            awaited=self._awaited / self._samples,
-            step_ms=1000 * (now - self._began) / asked if asked else None,
-            env_ms=1000 * step_seconds or None,
-            rss=self._process.memory_info().rss,
-            restarts=words[RESTARTS],
-        )
+        row = {
+            "name": self.name,
+            "pid": self._process.pid,
+            "state": self._state(),
+            "request": "" if is_idle or number < 0 else _KINDS.get(self._segment.kind_of(number), "call"),
+            "env": "" if slot < 0 else "env" if self.first is None else f"env {self.first + slot}",
+            "seconds": now - self._since,
+            "at_least": self._is_older,
+            "busy": self._busy / self._samples,
+            "awaited": self._awaited / self._samples,
+            "step_seconds": (now - self._began) / asked if asked else None,
+            "env_seconds": step_seconds or None,
+            "rss": self._process.memory_info().rss,
+            "restarts": words[RESTARTS],
+        }
         self._begin_round()
         return row
 
@@ -214,7 +182,7 @@ class Trainer:
         try:
             self._process = psutil.Process(self.pid)
             self.command = " ".join(self._process.cmdline())
-            self.rows: list[Row] = []
+            self.rows: list[dict[str, Any]] = []
             self._workers: dict[int, Worker] = {}  # by the inodes of their segments
             self._find_workers()
         except psutil.NoSuchProcess:
@@ -242,12 +210,6 @@ class Trainer:
     def workers(self) -> list[Worker]:
         """The workers, by the indices of their envs."""
         return sorted(self._workers.values(), key=lambda one: -1 if one.first is None else one.first)
-
-    @property
-    def waited_for(self) -> Row | None:
-        """Return whom the trainer slept for most of the time; ``None``: it waited for none worth mentioning."""
-        row = max(self.rows, key=lambda row: (row.awaited, row.seconds), default=None)
-        return row if row is not None and row.awaited >= 0.5 else None
 
     def watch(self, seconds: float) -> None:
         """Sample all workers for so long, make a row of each, and find those that are new."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from multienv.cli.onlooker import Row, Trainer
+from multienv.cli.onlooker import Trainer
 from multienv.cli.options import JsonOption, ReportsOption
 from multienv.cli.texts import duration, report_line
 from multienv.reports import store
@@ -50,37 +50,38 @@ def top(
             if as_json:
                 print(json.dumps(document, indent=1))
             else:
-                Console().print(_drawn(trainer, document))
+                Console().print(_drawn(document))
             return
         with Live(screen=True, auto_refresh=False) as live:
             while trainer.is_there:
                 trainer.watch(every)
-                live.update(_drawn(trainer, _document(trainer, directory)), refresh=True)
+                live.update(_drawn(_document(trainer, directory)), refresh=True)
         print(f"The trainer {trainer.pid} has ended.")
 
 
 def _document(trainer: Trainer, directory: Path | None) -> dict[str, Any]:
     """Return all that is shown, as JSON values."""
-    waited_for, started = trainer.waited_for, trainer.started - 1.0  # a process before it may have had its pid
+    started = trainer.started - 1.0  # a process before it may have had its pid
     paths = [path for path in store.listed(directory, trainer.pid) if store.time_of(path) >= started]
+    row = max(trainer.rows, key=lambda row: (row["awaited"], row["seconds"]), default=None)
     return {
         "trainer": {"pid": trainer.pid, "command": trainer.command, "started": trainer.started},
-        "waited_for": waited_for and waited_for.pid,
-        "workers": [asdict(row) for row in trainer.rows],
+        "waited_for": row if row is not None and row["awaited"] >= 0.5 else None,
+        "workers": trainer.rows,
         "reports": {"directory": directory and str(directory), "number": len(paths)},
         "losses": [found for found in map(summary_of, paths[:_LOSSES_SHOWN]) if found is not None],
     }
 
 
-def _drawn(trainer: Trainer, document: dict[str, Any]) -> Group:
+def _drawn(document: dict[str, Any]) -> Group:
     """Draw all that is shown. What does not fit is cut off at the end, so the table is last but for stacks."""
+    waited_for, reports, rows = document["waited_for"], document["reports"], document["workers"]
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append(f"trainer {trainer.pid}: ", "bold").append(f"{trainer.command}\n")
-    waited_for, reports = trainer.waited_for, document["reports"]
+    text.append(f"trainer {document['trainer']['pid']}: ", "bold").append(f"{document['trainer']['command']}\n")
     if waited_for is not None:
-        at = f", at it for {_seconds(waited_for)}" if waited_for.seconds >= 1.0 else ""
-        text.append(f"It waits for {waited_for.name} ({waited_for.awaited:.0%} of the time){at}.\n", "yellow")
-    elif all(row.busy < 0.1 for row in trainer.rows):
+        at = f", at it for {_seconds(waited_for)}" if waited_for["seconds"] >= 1.0 else ""
+        text.append(f"It waits for {waited_for['name']} ({waited_for['awaited']:.0%} of the time){at}.\n", "yellow")
+    elif all(row["busy"] < 0.1 for row in rows):
         text.append("The workers wait for it.\n")
     else:
         text.append("It waits for no worker in particular.\n")
@@ -90,27 +91,23 @@ def _drawn(trainer: Trainer, document: dict[str, Any]) -> Group:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in _COLUMNS[:3] else "right", no_wrap=True)
-    for row in trainer.rows:
-        _add(table, row)
+    for row in rows:
+        what = " of ".join(filter(None, (row["request"], row["env"])))
+        table.add_row(
+            row["name"],
+            str(row["pid"]),
+            Text(row["state"], _STYLES.get(row["state"], "red")).append(what and f": {what}", ""),
+            _seconds(row),
+            f"{row['busy']:.0%}",
+            Text(f"{row['awaited']:.0%}", "yellow" if row["awaited"] >= 0.5 else ""),
+            "" if row["step_seconds"] is None else duration(row["step_seconds"]),
+            "" if row["env_seconds"] is None else duration(row["env_seconds"]),
+            decimal(row["rss"]),
+            str(row["restarts"]),
+        )
     stacks = [Text(f"\nStack of {name}:\n{stack}") for name, stack in document.get("stacks", {}).items()]
     return Group(text, table, *stacks)
 
 
-def _add(table: Table, row: Row) -> None:
-    what = " of ".join(filter(None, (row.request, row.env)))
-    table.add_row(
-        row.name,
-        str(row.pid),
-        Text(row.state, _STYLES.get(row.state, "red")).append(what and f": {what}", ""),
-        _seconds(row),
-        f"{row.busy:.0%}",
-        Text(f"{row.awaited:.0%}", "yellow" if row.awaited >= 0.5 else ""),
-        "" if row.step_ms is None else duration(row.step_ms / 1000),
-        "" if row.env_ms is None else duration(row.env_ms / 1000),
-        f"{row.rss / 2**20:,.0f}M",
-        str(row.restarts),
-    )
-
-
-def _seconds(row: Row) -> str:
-    return f"{'> ' if row.at_least else ''}{duration(row.seconds)}"
+def _seconds(row: dict[str, Any]) -> str:
+    return f"{'> ' if row['at_least'] else ''}{duration(row['seconds'])}"

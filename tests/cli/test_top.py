@@ -61,17 +61,17 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env_and_shows_its_sta
     trainer: Trainer, tmp_path: Path
 ) -> None:
     trainer.expect("ready")
-    running = table_where(trainer.pid, lambda seen: all(row["env_ms"] for row in seen["workers"]))
+    running = table_where(trainer.pid, lambda seen: all(row["env_seconds"] for row in seen["workers"]))
     assert [row["name"] for row in running["workers"]] == ["envs 0-1", "envs 2-3"]
-    assert all(row["step_ms"] and row["rss"] > 2**20 for row in running["workers"])
+    assert all(row["step_seconds"] and row["rss"] > 2**20 for row in running["workers"])
     assert running["losses"] == []
 
     (tmp_path / "step-3").touch()
     hung = table_where(trainer.pid, lambda seen: seen["workers"][1]["at_least"] and seen["waited_for"])
     first, second = hung["workers"]
-    assert hung["waited_for"] == second["pid"]
+    assert hung["waited_for"] == second
     assert (second["state"], second["request"], second["env"]) == ("busy", "step", "env 3")
-    assert (second["step_ms"], second["busy"]) == (None, 1.0)
+    assert (second["step_seconds"], second["busy"]) == (None, 1.0)
     assert (first["state"], first["busy"], first["awaited"]) == ("idle", 0.0, 0.0)
     text = top(trainer.pid, "--once", "--every", "0.2").output
     assert "It waits for envs 2-3 (100% of the time)" in text
@@ -108,7 +108,7 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table_and_no_stack_of_o
     assert loss["outcome"] == "exact"
     assert json.loads(Path(loss["report"]).read_text())["loss"]["stack"] == []
     assert "exact" in top(trainer.pid, "--once", "--every", "0.1").output
-    again = table_where(trainer.pid, lambda seen: all(row["step_ms"] for row in seen["workers"]))
+    again = table_where(trainer.pid, lambda seen: all(row["step_seconds"] for row in seen["workers"]))
     assert again["workers"][0]["pid"] == row["pid"]
 
 
