@@ -40,7 +40,7 @@ class Named(NamedTuple):
     code: str
 
 
-def named(name: str, **arguments: Any) -> Named:
+def named(name: str, /, **arguments: Any) -> Named:
     """Find what builds an env.
 
     Args:

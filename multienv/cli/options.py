@@ -37,7 +37,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 ReportsOption = Annotated[
     Path | None, typer.Option(help="Where the reports lie; else $MULTIENV_REPORTS, else the user's cache.")
 ]
-
 VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show what the env prints, on stderr.")]
 
 _TRIAL = Deadlines(reset=60.0, step=30.0)

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import ale_py
 import gymnasium
 import numpy as np
 import pytest
@@ -205,17 +204,6 @@ def test_what_was_killed_from_outside_runs_through(reports: Path, replay: Replay
     assert result.exit_code == 0, result.output
     assert "answers are as they were recorded" in result.stdout
     assert "The fault did not come again: the request returned." in result.stdout
-
-
-def test_observations_of_which_there_are_digests(reports: Path, replay: Replay) -> None:
-    gymnasium.register_envs(ale_py)
-    report = killed(partial(gymnasium.make, "ALE/Pong-v5", frameskip=3), 60, reports)
-    layout = load(report).layout
-    assert layout is not None
-    assert sum(layout.leaf_bytes) > 1024
-    result = replay(report)
-    assert result.exit_code == 0, result.output
-    assert "All 60 answers are as they were recorded." in result.stdout
 
 
 def test_a_report_is_replayed_in_the_world_that_its_trainer_saw(tmp_path: Path, reports: Path, replay: Replay) -> None:
@@ -455,23 +443,6 @@ def test_the_texts_of_a_report_do_not_steer_the_terminal(cartpole_report: Path, 
 
 
 # --- several envs in a process ----------------------------------------------------------------------
-
-
-def test_the_envs_of_a_process_are_replayed_together(reports: Path, replay: Replay) -> None:
-    fns = [partial(gymnasium.make, "CartPole-v1")] * 6
-    with contextlib.closing(SubprocessVectorEnv(fns, envs_per_worker=3)) as envs:
-        envs.action_space.seed(0)
-        envs.reset(seed=1)
-        for _ in range(60):
-            envs.step(envs.action_space.sample())
-        os.kill(envs.statistics()[1].pid, signal.SIGKILL)
-        envs.step(envs.action_space.sample())
-        settle()
-    (report,) = reports.glob("*.json")
-    assert json.loads(report.read_text())["build"]["first_env"] == 3
-    result = replay(report)
-    assert result.exit_code == 0, result.output
-    assert "All 61 answers are as they were recorded." in result.stdout
 
 
 def test_the_culprit_among_several_is_named_and_its_fault_comes_again(reports: Path) -> None:
