@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 import gymnasium
 import psutil
+from ray_cluster import RayCluster
 
 from multienv import RayOptions, RayVectorEnv
-from multienv.testing.ray_cluster import RayCluster
 
 SUSPECT_AFTER = 5.0
 

@@ -6,7 +6,8 @@ import sys
 from typing import Annotated
 
 try:
-    import rich  # noqa: F401 - asked for here, where one line says what to install
+    import psutil  # noqa: F401 - asked for here, where one line says what to install
+    import rich  # noqa: F401
     import typer
 except ImportError as missing:
     # Not "multienv[cli]" alone: on the package index that name belongs to another project.
@@ -14,6 +15,7 @@ except ImportError as missing:
 
 from multienv import __version__
 from multienv.cli import bench, chaos, doctor, replay, top
+from multienv.cli.options import refusing
 
 app = typer.Typer(name="multienv", add_completion=False, no_args_is_help=True)
 
@@ -33,8 +35,5 @@ def main(
     """Run gymnasium environments in processes that may die at any moment."""
 
 
-app.command()(doctor.doctor)
-app.command()(chaos.chaos)
-app.command()(bench.bench)
-app.command()(replay.replay)
-app.command()(top.top)
+for command in (doctor.doctor, chaos.chaos, bench.bench, replay.replay, top.top):
+    app.command()(refusing(command))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import Annotated, Any
 
@@ -10,30 +9,26 @@ import typer
 from rich.table import Table
 
 from multienv.cli.options import (
-    BackendOption,
     EnvArgument,
     JsonOption,
     KwargsOption,
     NumEnvsOption,
+    VerboseOption,
     at_work,
-    checked_backend,
     first_line,
     plain_console,
-    refuse,
-    share_import_path,
     working_env,
 )
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import MultienvError
-from multienv.testing.chaos import Chaos, run_chaos
-from multienv.testing.ray_cluster import RayCluster
+from multienv.errors import MultienvError, UsageError
+from multienv.testing.chaos import run_chaos
 
 
 def chaos(
     env: EnvArgument,
     num_envs: NumEnvsOption = 4,
     kills: Annotated[int, typer.Option(min=1, help="End after so many workers lost.")] = 100,
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="End after this time.")] = None,
+    minutes: Annotated[float, typer.Option(min=0.0, help="End after this time.")] = float("inf"),
     seed: Annotated[int, typer.Option(min=0, help="Decides actions, victims, manners and pauses.")] = 0,
     env_kwargs: KwargsOption = "{}",
     step_deadline: Annotated[float, typer.Option(help="Seconds after which a stopped worker counts as hung.")] = 0.5,
@@ -41,14 +36,12 @@ def chaos(
     pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two strikes, in seconds.")] = 0.05,
     snapshot_every: Annotated[int | None, typer.Option(min=1, help="Steps between two snapshots.")] = None,
     snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or by replay alone.")] = True,
-    backend: BackendOption = "subprocess",
-    nodes: Annotated[int, typer.Option(min=2, help="With ray: nodes of the cluster, all on this machine.")] = 3,
-    kill_nodes: Annotated[bool, typer.Option("--kill-nodes", help="With ray: kill whole nodes, too.")] = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Step an env while its workers are killed, and hold every transition against an undisturbed run.
 
-    Workers are killed, crashed and stopped at random moments; with ray the actors that they belong to are killed, too.
+    Workers are killed, crashed and stopped at random moments.
     An episode that could not be brought back exactly ends with a reason.
 
     Exit code 0: nothing differed silently.
@@ -60,77 +53,56 @@ def chaos(
     multienv chaos CartPole-v1 --kills 200
 
     multienv chaos my_envs:make_my_env --kills 50 --no-snapshots
-
-    multienv chaos CartPole-v1 --backend ray --kill-nodes
     """
-    on_ray = checked_backend(backend) == "ray"
-    if kill_nodes and not on_ray:
-        refuse("--kill-nodes needs --backend ray: processes of this machine have no nodes.")
-    policy = RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000)
-    with at_work("building ...", as_json=as_json) as status, contextlib.ExitStack() as stack:
+    with at_work("building ...", as_json=as_json, verbose=verbose) as status:
         found = working_env(env, env_kwargs)
         try:
-            # Each node has room for all envs: none is to end because the others are full.
-            cluster = None
-            if on_ray:
-                share_import_path()
-                cluster = stack.enter_context(RayCluster(nodes, cpus=num_envs))
             result = run_chaos(
                 found.env_fn,
                 num_envs=num_envs,
                 kills=kills,
-                seconds=float("inf") if minutes is None else 60 * minutes,
+                seconds=60 * minutes,
                 seed=seed,
                 interval=(0.0, pause),
-                cluster=cluster,
-                kill_nodes=kill_nodes,
                 progress=lambda so_far: status.update(
                     f"{so_far.kills} of {kills} workers lost, {so_far.steps:,} steps ..."
                 ),
-                restart=policy,
+                restart=RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000),
                 deadlines=Deadlines(step=step_deadline, reset=reset_deadline),
             )
         except MultienvError as error:
-            refuse(f"{env} fails by itself: {first_line(error)} `multienv doctor {env}` says more.")
+            raise UsageError(
+                f"{env} fails by itself: {first_line(error)} `multienv doctor {env}` says more."
+            ) from error
+    seconds = {"median": result.quantile(0.5), "p99": result.quantile(0.99)}
+    document = {"env": env, "kills": result.kills, **vars(result), "seconds": seconds}
     if as_json:
-        print(json.dumps(_document(env, result), indent=1))
+        print(json.dumps(document, indent=1))
     if result.undisturbed:
-        refuse(
+        raise UsageError(
             f"{env} is not deterministic: without any kill it differs in two processes {result.undisturbed}. "
             f"So nothing can be told of recovery here; `multienv doctor {env}` says more."
         )
     if not as_json:
         console = plain_console()
-        console.print(_table(env, result))
+        console.print(_table(document))
         for mismatch in result.mismatches:
             console.print(mismatch, style="red")
     raise typer.Exit(1 if result.mismatches else 0)
 
 
-def _document(env: str, result: Chaos) -> dict[str, Any]:
-    document = {name: value for name, value in vars(result).items() if name != "seconds"}
-    document["seconds"] = {"median": result.quantile(0.5), "p99": result.quantile(0.99)}
-    document["usage"] = [one._asdict() for one in result.usage]
-    return {"env": env, "kills": result.kills, **document}
-
-
-def _table(env: str, result: Chaos) -> Table:
-    title = f"{env}: {result.steps:,} steps held against an undisturbed run"
+def _table(told: dict[str, Any]) -> Table:
+    title = f"{told['env']}: {told['steps']:,} steps held against an undisturbed run"
     table = Table(title=title, show_header=False, min_width=len(title))
     table.add_column("")
     table.add_column("", justify="right")
-    for title, counts in (("struck", result.strikes), ("lost", result.losses), ("brought back by", result.rungs)):
-        for name, number in sorted(counts.items()):
-            table.add_row(f"{title}: {name}", f"{number:,}")
+    for name, counts in (("struck", "strikes"), ("lost", "losses"), ("brought back by", "rungs")):
+        for kind, number in sorted(told[counts].items()):
+            table.add_row(f"{name}: {kind}", f"{number:,}")
     table.add_section()
-    table.add_row("time to recover, median", f"{1000 * result.quantile(0.5):.1f} ms")
-    table.add_row("time to recover, 99 of 100", f"{1000 * result.quantile(0.99):.1f} ms")
-    if len(result.usage) == 2:
-        before, after = result.usage
-        table.add_row("memory of the trainer", f"{before.rss / 2**20:.1f} → {after.rss / 2**20:.1f} MiB")
-        table.add_row("its descriptors", f"{before.descriptors} → {after.descriptors}")
-        table.add_row("its processes", f"{before.processes} → {after.processes}")
+    table.add_row("time to recover, median", f"{1000 * told['seconds']['median']:.1f} ms")
+    table.add_row("time to recover, 99 of 100", f"{1000 * told['seconds']['p99']:.1f} ms")
     table.add_section()
-    table.add_row("episodes ended with a reason", f"{len(result.inexact):,}")
-    table.add_row("mismatches", f"{len(result.mismatches):,}", style="red" if result.mismatches else "green")
+    table.add_row("episodes ended with a reason", f"{len(told['inexact']):,}")
+    table.add_row("mismatches", f"{len(told['mismatches']):,}", style="red" if told["mismatches"] else "green")
     return table

@@ -11,12 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from multienv.cli.checks import Patient, Row, Verdict, examine, options_for
+from multienv.cli.env_functions import named
 from multienv.cli.options import (
     EnvArgument,
     JsonOption,
     KwargsOption,
+    VerboseOption,
+    arguments_of,
     at_work,
-    named_env,
     plain_console,
     vector_env_code,
 )
@@ -35,6 +37,7 @@ def doctor(
     env_kwargs: KwargsOption = "{}",
     step_deadline: Annotated[float, typer.Option(min=0.01, help="Seconds after which a step counts as hung.")] = 10.0,
     reset_deadline: Annotated[float, typer.Option(min=0.01, help="The same for a reset, and for a build.")] = 60.0,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Examine an env: does it survive the death of its process, and what does that cost?
@@ -51,8 +54,8 @@ def doctor(
 
     multienv doctor my_envs.py:MyEnv --env-kwargs '{"size": 4}'
     """
-    with at_work(f"examining {env} ...", as_json=as_json) as status:
-        found = named_env(env, env_kwargs)
+    with at_work(f"examining {env} ...", as_json=as_json, verbose=verbose) as status:
+        found = named(env, **arguments_of(env_kwargs))
         patient = Patient(env, found.env_fn, step_deadline, reset_deadline)
         rows = examine(patient, lambda row: None if as_json else _show(status.console, row))
     is_broken = rows[-1].verdict == "broken"
@@ -60,7 +63,7 @@ def doctor(
     code = "" if is_broken else vector_env_code(found, 8, options_for(patient))
     if as_json:
         checks = [row._asdict() for row in rows]
-        seconds = None if is_broken else patient.times._asdict()
+        seconds = {"slowest_reset": patient.first.slowest_reset, "slowest_step": patient.first.slowest_step}
         document = {"env": env, "verdict": verdict, "checks": checks, "seconds": seconds, "code": code}
         print(json.dumps(document, indent=1))
     else:
@@ -73,7 +76,7 @@ def _show(console: Console, row: Row) -> None:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=1)
     grid.add_column(width=_NAME_WIDTH)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     grid.add_row(Text(mark, style), row.name, row.meaning)
     if row.advice:
         grid.add_row("", "", Text(f"→ {row.advice}", "dim"))

@@ -18,7 +18,7 @@ import cloudpickle
 import gymnasium
 
 from multienv.errors import ReportError, UsageError
-from multienv.reports.read import Report
+from multienv.reports.crash import Report
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 _FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"
@@ -40,7 +40,7 @@ class Named(NamedTuple):
     code: str
 
 
-def named(name: str, **arguments: Any) -> Named:
+def named(name: str, /, **arguments: Any) -> Named:
     """Find what builds an env.
 
     Args:

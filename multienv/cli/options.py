@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from functools import partial
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,10 +19,9 @@ from rich.status import Status
 from multienv import SubprocessEnv
 from multienv.cli.env_functions import Named, named
 from multienv.cli.texts import visible
-from multienv.cluster.cluster import import_ray
+from multienv.cli.walking import RAISE, walk
 from multienv.config import Deadlines
 from multienv.errors import EnvsFailedError, MultienvError, UsageError
-from multienv.testing.probe import RAISE, walk
 
 EnvArgument = Annotated[
     str,
@@ -34,7 +34,10 @@ EnvArgument = Annotated[
 KwargsOption = Annotated[str, typer.Option(help="Arguments of the env, as JSON.", metavar="JSON")]
 NumEnvsOption = Annotated[int, typer.Option("--envs", "--num-envs", min=1, help="How many of it.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
-BackendOption = Annotated[str, typer.Option(help="Where the envs are: subprocess or ray.")]
+ReportsOption = Annotated[
+    Path | None, typer.Option(help="Where the reports lie; else $MULTIENV_REPORTS, else the user's cache.")
+]
+VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show what the env prints, on stderr.")]
 
 _TRIAL = Deadlines(reset=60.0, step=30.0)
 _TRIAL_STEPS = 20
@@ -43,10 +46,18 @@ _TRIAL_STEPS = 20
 plain_console = partial(Console, markup=False, highlight=False)
 
 
-def refuse(text: str) -> NoReturn:
-    """Say in one line on stderr what is wrong with what was asked for, and end with exit code 2."""
-    print(visible(text), file=sys.stderr)
-    raise typer.Exit(2)
+def refusing(command: Callable[..., None]) -> Callable[..., None]:
+    """Have a command say on stderr what is wrong with what was asked for, a UsageError, and end with exit code 2."""
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        try:
+            command(**arguments)
+        except UsageError as error:
+            print(visible(str(error)), file=sys.stderr)
+            raise typer.Exit(2) from error
+
+    return run
 
 
 def first_line(error: BaseException) -> str:
@@ -57,71 +68,52 @@ def first_line(error: BaseException) -> str:
 
 
 def arguments_of(env_kwargs: str) -> dict[str, Any]:
-    """Return the arguments in ``--env-kwargs``; end the command if they are none."""
+    """Return the arguments in ``--env-kwargs``. Raises UsageError."""
     try:
         arguments = json.loads(env_kwargs)
     except ValueError as error:
-        refuse(f"--env-kwargs {env_kwargs}: this is not JSON: {error}.")
+        raise UsageError(f"--env-kwargs {env_kwargs}: this is not JSON: {error}.") from error
     if not isinstance(arguments, dict):
-        refuse(f'--env-kwargs {env_kwargs}: give a JSON object, such as {{"size": 4}}.')
+        raise UsageError(f'--env-kwargs {env_kwargs}: give a JSON object, such as {{"size": 4}}.')
     return arguments
 
 
-def checked_backend(backend: str) -> str:
-    """Return the name of a backend; end the command if there is none of it, or what it needs is not installed."""
-    if backend not in ("subprocess", "ray"):
-        refuse(f"--backend {backend}: choose subprocess or ray.")
-    if backend == "ray":
-        try:
-            import_ray()
-        except UsageError as error:
-            refuse(first_line(error))
-    return backend
-
-
-def named_env(env: str, env_kwargs: str) -> Named:
-    """Return what builds the env, by its name on the command line; end the command if there is none."""
-    try:
-        return named(env, **arguments_of(env_kwargs))
-    except UsageError as error:
-        refuse(first_line(error))
-
-
 def working_env(env: str, env_kwargs: str) -> Named:
-    """Return the same; end the command if the env cannot be built, reset and stepped in a process of its own."""
-    found = named_env(env, env_kwargs)
+    """Return what builds the env. Raises UsageError unless it is built, reset and stepped in a process of its own."""
+    found = named(env, **arguments_of(env_kwargs))
     try:
         with SubprocessEnv(found.env_fn, restart=RAISE, deadlines=_TRIAL, reports="") as worker:
             walk(worker, _TRIAL_STEPS, seconds=1.0)
     except MultienvError as error:
-        refuse(f"{env} does not work: {first_line(error)} `multienv doctor {env}` says more.")
+        raise UsageError(f"{env} does not work: {first_line(error)} `multienv doctor {env}` says more.") from error
     return found
 
 
-def share_import_path() -> None:
-    """Have a Ray that this process starts find the env's module as this process does: its nodes inherit this."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-
-
 @contextlib.contextmanager
-def at_work(doing: str, *, as_json: bool) -> Iterator[Status]:
+def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Status]:
     """Show on a terminal what is being done, and keep from it what would only disturb.
 
-    These are warnings of losses, which are meant here; and with ``as_json`` what envs print, which goes to stderr. What
-    is printed meanwhile goes through the console of the status, which makes room for it.
+    These are warnings of losses, which are meant here, and what envs print: with ``verbose`` it goes to stderr, else
+    nowhere. What the command prints meanwhile goes through the console of the status.
     """
-    logger, saved = logging.getLogger("multienv"), os.dup(1)
+    logger = logging.getLogger("multienv")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    if as_json:
-        os.dup2(2, 1)
-    try:
-        with plain_console(stderr=as_json).status(doing) as status:
-            yield status
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-        logger.setLevel(level)
+    own: Any = sys.stderr if as_json else sys.stdout
+    with contextlib.ExitStack() as stack:
+        stack.callback(logger.setLevel, level)
+        if own in (sys.__stdout__, sys.__stderr__):
+            own = stack.enter_context(os.fdopen(os.dup(own.fileno()), "w", encoding=own.encoding))
+        hidden = os.dup(2) if verbose else os.open(os.devnull, os.O_WRONLY)
+        stack.callback(os.close, hidden)
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            saved = os.dup(number)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, number)
+            stack.callback(stream.flush)
+            os.dup2(hidden, number)
+        yield stack.enter_context(plain_console(file=own).status(doing))
 
 
 def vector_env_code(env: Named, num_envs: int, options: str) -> str:

@@ -14,12 +14,14 @@ import typer
 from rich.console import Console
 
 from multienv.cli.env_functions import env_functions
-from multienv.cli.options import arguments_of, plain_console, refuse
+from multienv.cli.options import ReportsOption, arguments_of, plain_console
 from multienv.cli.replaying import EnvRaised, Rerun
-from multienv.cli.texts import age_of, visible
-from multienv.errors import ReportError, UsageError
+from multienv.cli.texts import report_line, visible
+from multienv.errors import ReportError
 from multienv.reports import store
-from multienv.reports.read import Report, load, summary_of
+from multienv.reports.crash import Report
+from multienv.reports.read import load, summary_of
+from multienv.reports.texts import what_happened
 
 _LATEST = "latest"
 # Says what has happened: in words for people, and by name for programs.
@@ -37,9 +39,7 @@ def replay(
     ] = None,
     env_kwargs: Annotated[str | None, typer.Option(help="Arguments of --env, as JSON.")] = None,
     debug: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger before the fatal request.")] = False,
-    reports: Annotated[
-        Path | None, typer.Option(help="Where the reports lie; else $MULTIENV_REPORTS, else the user's cache.")
-    ] = None,
+    reports: ReportsOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Each thing that happens as a line of JSON; the list as one document.")
     ] = False,
@@ -67,8 +67,6 @@ def replay(
         faulthandler.enable()
         found = load(_path(report, directory))
         _replay(say, found, env, None if env_kwargs is None else arguments_of(env_kwargs), debug=debug)
-    except UsageError as error:
-        refuse(str(error))
     except EnvRaised as raised:
         text = f"{raised.failure.traceback.rstrip()}\nThe env raised: {str(raised).rstrip('.')}."
         say(text, raised=str(raised), traceback=raised.failure.traceback)
@@ -91,21 +89,21 @@ def _path(report: str, directory: Path | None) -> Path:
 
 def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:
     """Print the reports in the directory, one line each, the newest first."""
-    summaries = [summary for summary in map(summary_of, store.listed(directory)) if summary is not None]
+    found = [summary for summary in map(summary_of, store.listed(directory)) if summary is not None]
     if as_json:
-        console.print(json.dumps([summary.as_json() for summary in summaries], indent=2))
-        return
-    if not summaries:
+        console.print(json.dumps(found, indent=2))
+    elif not found:
         console.print(f"There are no reports in {directory}.")
-        return
-    console.print(f"Reports in {directory}, the newest first; `multienv replay {_LATEST}`, or with the name of one:")
-    for one in summaries:
-        console.print(visible(f"{age_of(one.path):>11}  {one.outcome:9}  {one.path.name}  {one.what}"))
+    else:
+        console.print(f"Reports in {directory}, the newest first; `multienv replay {_LATEST}`, or the name of one:")
+        for one in found:
+            console.print(report_line(one))
 
 
 def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any] | None, *, debug: bool) -> None:
     """Run the report again and tell of each step; the output is flushed before the fatal request runs."""
-    say(report.what, report=str(report.path), what=report.what)
+    what = what_happened(report.loss)
+    say(what, report=report.path, what=what)
     run = Rerun(report, env_functions(report, env, arguments))
     if run.was_building:
         say("It was being built: building the env ...", fatal="initialize")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import pdb
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,8 +16,7 @@ from multienv.cli.env_functions import EnvFn
 from multienv.errors import ReportError
 from multienv.processes.environment import worker_environment
 from multienv.recovery.verification import differences
-from multienv.reports.crash import action_of
-from multienv.reports.read import Report
+from multienv.reports.crash import Report, action_of
 from multienv.wire.banks import FAILED, HEAD, MESSAGE, STEPPED, U32, split_entries
 from multienv.wire.codecs import mail_of
 from multienv.wire.infos import unpack_extras
@@ -48,11 +46,11 @@ class Rerun:
     """
 
     def __init__(self, report: Report, env_fns: Sequence[EnvFn]) -> None:
-        self.was_building = report.loss.get("command") == "initialize"
-        self._report, self._fatal, self._exact = report, report.pending, report.build.exact
+        self.was_building = report.loss.command == "initialize"
+        self._report, self._exact = report, report.build.exact
+        self._fatal = next(split_entries(report.pending, report.end), None)
         self._replay = report.replay or Replay(b"")
-        end = 0 if report.layout is None else report.layout.end
-        self.length = sum(1 for _ in split_entries(self._replay.entries, end))
+        self.length = sum(1 for _ in split_entries(self._replay.entries, report.end))
         self._envs: list[Any] = []
         self._segment = Segment(-1)
         self._description: Description
@@ -99,23 +97,18 @@ class Rerun:
         fatal = self._fatal
         if fatal is None:
             return None
-        try:
-            if fatal.is_step:
-                return action_of(fatal, self._segment.layout, self._description, exact=self._exact)
-            return message_of(fatal.stretch[0], fatal.request_mail)
-        except Exception as error:  # damage has many faces; unpickling runs foreign code
-            raise ReportError(
-                f"{self._report.path}: the request that was fatal cannot be read: {type(error).__name__}: {error}."
-            ) from error
+        if fatal.is_step:
+            return action_of(fatal, self._segment.layout, self._description, exact=self._exact)
+        return message_of(fatal.stretch[0], fatal.request_mail)
 
     def request(self) -> str:
         """Return the fatal request and its place in the episode, in words; ``""`` if no request was pending."""
         loss, fatal = self._report.loss, self._fatal
         if fatal is None:
             return ""
-        what = f"step({self._asked()!r})" if fatal.is_step else f"{loss.get('command')}: {self._asked()!r:.500}"
-        after = "" if loss.get("step") is None else f", after {loss['step']} steps of its episode"
-        return f"{what}{after}" + ("" if loss.get("seed") is None else f", last seed {loss['seed']}")
+        what = f"step({self._asked()!r})" if fatal.is_step else f"{loss.command}: {self._asked()!r:.500}"
+        after = "" if loss.step is None else f", after {loss.step} steps of its episode"
+        return f"{what}{after}" + ("" if loss.seed is None else f", last seed {loss.seed}")
 
     def run_fatal(self) -> None:
         """Run the request that the process was lost in; if the fault happens again, it ends this process.
@@ -125,9 +118,13 @@ class Rerun:
         """
         fatal, segment = self._fatal, self._segment
         assert fatal is not None
-        with self._bounded():
-            # The number leaves the bank of the fatal request alone.
-            self._ask(~fatal.number, Replay(fatal.packed()))
+        if self._report.loss.cause == "hung" and self._report.deadline is not None:
+            # Prints the stack and ends this process if it hangs again; this works without the GIL.
+            faulthandler.dump_traceback_later(2 * self._report.deadline + 1, exit=True)
+        try:
+            self._ask(~fatal.number, Replay(fatal.packed()))  # the number leaves the bank of the fatal request alone
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         kind = segment.banks[fatal.number & 1].view[2]
         failures: dict[int, Failure] = {}
         if kind == FAILED:
@@ -138,17 +135,6 @@ class Rerun:
         for slot, failure in failures.items():
             who = "it" if self._exact else f"env {slot}"
             raise EnvRaised(f"{who} raised {failure.type_name}: {failure.text}", failure)
-
-    @contextlib.contextmanager
-    def _bounded(self) -> Iterator[None]:
-        """Print the stack and end this process if a request that hung hangs again; this works without the GIL."""
-        deadline = self._report.deadline
-        if self._report.loss.get("cause") == "hung" and deadline is not None:
-            faulthandler.dump_traceback_later(2 * deadline + 1, exit=True)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
     def stop(self) -> None:
         """Stop in a debugger with ``env`` and ``action`` at hand; of a request that is no step the message."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from multienv.reports.store import time_of
 
@@ -23,14 +24,8 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def size_of(number: int) -> str:
-    """Return a number of bytes with its unit."""
-    for length, unit in ((2**20, "MiB"), (2**10, "KiB")):
-        if number >= length:
-            return f"{number / length:.1f} {unit}"
-    return f"{number} bytes"
-
-
-def age_of(report: Path) -> str:
-    """Return how long ago a crash report was opened."""
-    return f"{duration(max(0.0, time.time() - time_of(report)))} ago"
+def report_line(summary: dict[str, Any]) -> str:
+    """Return the line of a list that tells of a crash report, see ``summary_of``: its age, outcome, name, and loss."""
+    path = Path(summary["report"])
+    age = f"{duration(max(0.0, time.time() - time_of(path)))} ago"
+    return visible(f"{age:>11}  {summary['outcome']:9}  {path.name}  {summary['what']}")

@@ -1,20 +1,14 @@
-"""Write a report of each loss: a JSON document to read, and beside it what it takes to run it again.
+"""Write a report of each loss: ``NAME.json`` to read, and ``NAME.pickle`` to run it again.
 
-``NAME.json`` says what happened, what was asked, what became of it, and how the envs were built. ``NAME.npz`` holds
-bytes::
-
-    replay      the pickled Replay that reaches back furthest
-    pending     the journal entry of the request that the process was lost in
-    build       the pickled Build, without the trainer's environment variables: secrets are kept there
-
-It is no larger than ``store.REPORT_BYTES``: of a longer journal the end is kept, to be looked at.
+The document says what happened, what was asked, what became of it, and how the envs were built. The pickle is a
+:class:`Report`. One larger than ``store.REPORT_BYTES`` keeps the end of its journal, and cannot be replayed.
 """
 
 from __future__ import annotations
 
-import pickle
 import platform
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -37,14 +31,46 @@ from multienv.wire.messages import Build, Description, Replay, message_of
 from multienv.wire.segment import Segment
 
 FORMAT = "multienv-report"
-VERSION = 4
+VERSION = 5
+# Bytes for the document, about.
+_OVERHEAD = 2**19
 _NO_JOURNAL = (
     "its journal has outgrown the RestartPolicy's journal_limit or replay_limit, and begins where no replay can begin; "
     "or too many workers were lost at once for their journals to be kept"
 )
-_MOST = f"a report takes {store.REPORT_BYTES >> 20} MiB at most"
-# Bytes of the headers of the arrays, and of what the document says of them.
-_OVERHEAD = 2**14
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Holds what it takes to run a loss again.
+
+    Attributes:
+        path: Of the document.
+        loss: What happened.
+        deadline: Seconds that the pending request was allowed.
+        layout: Of the banks that the entries were copied from; ``None``: the envs were never built.
+        replay: What came before the loss; ``None``: it is not known, and no request was pending.
+        pending: The journal entry of the request that the process was lost in; ``b""``: none was pending, or the envs
+            were being built.
+        build: How the envs were built, without the trainer's environment variables: secrets are kept there.
+    """
+
+    path: str
+    loss: Loss
+    deadline: float | None
+    layout: BankLayout | None
+    replay: Replay | None
+    pending: bytes
+    build: Build
+
+    @property
+    def end(self) -> int:
+        """Return where the entries of the journal end in their banks."""
+        return 0 if self.layout is None else self.layout.end
+
+    def steps(self) -> list[bool]:
+        """Return for each request of the journal whether it is a step."""
+        return [entry.is_step for entry in split_entries(self.replay.entries if self.replay else b"", self.end)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +136,33 @@ class CrashReports:
         store.submit(Path(self.last), compose, case.size, wait=recovery.outcome in ("raised", "truncated"))
 
 
-def _compose(
-    case: Case, recovery: Recovery, path: str, index: int | None, when: str
-) -> tuple[dict[str, Any], store.Arrays]:
-    """Return the document and the arrays."""
-    loss, build, layout, replay = recovery.loss, case.build, case.layout, case.replay()
+def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when: str) -> tuple[dict[str, Any], bytes]:
+    """Return the document and the pickle."""
+    loss, build = recovery.loss, case.build
     setting = build.setting and replace(build.setting, environment={}, authkey=b"")
-    document: dict[str, Any] = {
+    build = replace(build, setting=setting)
+    if len(build.env_fns) > store.REPORT_BYTES // 2:
+        build = replace(build, env_fns=b"")  # a replay asks for --env
+    report = Report(path, loss, case.deadline, case.layout, case.replay(), case.pending, build)
+    data, obstacle, steps = cloudpickle.dumps(report), None, report.steps()
+    if report.replay is None and case.pending:
+        data, obstacle = b"", _NO_JOURNAL
+    elif len(data) > store.REPORT_BYTES:
+        entries, whole = report.replay.entries if report.replay else b"", len(steps)
+        room = max(0, store.REPORT_BYTES - _OVERHEAD - (len(data) - len(entries)))
+        report = replace(report, replay=Replay(_end_of(entries, report.end, room)))
+        data, steps = cloudpickle.dumps(report), report.steps()
+        data = data if len(data) <= store.REPORT_BYTES else b""  # the pending request alone may take more
+        most = store.REPORT_BYTES >> 20
+        obstacle = f"a report takes {most} MiB at most, and has only the last {len(steps)} of {whole} requests"
+    return {
         "format": FORMAT,
         "version": VERSION,
         "what": what_happened(loss),
         "when": when,
         "replay": replay_command(path),
-        "obstacle": None,
+        "obstacle": obstacle,
+        "checksum": zlib.crc32(data),
         "loss": {
             **asdict(loss),
             "how": how_lost(loss),
@@ -143,46 +183,15 @@ def _compose(
             "arguments": setting and setting.arguments,
             "directory": setting and setting.directory,
         },
-        "layout": layout and {name: getattr(layout, name) for name in ("slots", "action_bytes", "leaf_bytes")},
-        "journal": None,
+        "journal": {"requests": len(steps), "steps": sum(steps)},
         "made_with": _versions(),
-    }
-    parts, told = _fitted(
-        replace(build, setting=setting), case, replay, store.REPORT_BYTES - _OVERHEAD - len(store.text_of(document))
-    )
-    return document | told, {name: np.frombuffer(data, np.uint8) for name, data in parts.items()}
+    }, data
 
 
-def _fitted(build: Build, case: Case, replay: Replay | None, room: int) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return the arrays, as many as fit ``room`` bytes, and what the document says of them."""
-    if len(build.env_fns) > room // 2:
-        build = replace(build, env_fns=b"")  # a replay asks for --env
-    parts = {"build": cloudpickle.dumps(build), "pending": case.pending}
-    room -= sum(map(len, parts.values()))
-    if room < 0:
-        return {}, {"obstacle": f"{_MOST}, and the pending request, or what its envs are built from, takes more"}
-    if replay is None or case.layout is None:
-        return parts, {"obstacle": _NO_JOURNAL if case.pending else None}
-    told: dict[str, Any] = {"journal": _counts(replay.entries, case.layout)}
-    parts["replay"] = pickle.dumps(replay)
-    if len(parts["replay"]) > room:
-        replay, whole = Replay(_end_of(replay.entries, case.layout, room)), told["journal"]["requests"]
-        parts["replay"] = pickle.dumps(replay)
-        told["journal"] = _counts(replay.entries, case.layout)
-        told["obstacle"] = f"{_MOST}, and has only the last {told['journal']['requests']} of {whole} requests"
-    return parts, told
-
-
-def _counts(entries: bytes, layout: BankLayout) -> dict[str, int]:
-    """Return how many requests, and steps among them, journal entries are."""
-    steps = [entry.is_step for entry in split_entries(entries, layout.end)]
-    return {"requests": len(steps), "steps": sum(steps)}
-
-
-def _end_of(entries: bytes, layout: BankLayout, room: int) -> bytes:
-    """Return the last journal entries, as many as fit ``room`` bytes."""
+def _end_of(entries: bytes, end: int, room: int) -> bytes:
+    """Return the last journal entries, as many as fit ``room`` bytes; ``end``: where one ends in its bank."""
     place = 0
-    for entry in split_entries(entries, layout.end):
+    for entry in split_entries(entries, end):
         if len(entries) - place <= room:
             break
         place += len(entry.packed())

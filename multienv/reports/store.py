@@ -9,13 +9,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from multienv.errors import UsageError
 
@@ -32,10 +30,9 @@ DELAY = 0.02
 PATIENCE = 5.0
 # Journals that wait to be written take no more memory than this.
 WAITING_BYTES = 64 * 2**20
-_NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|npz|part)")
+_NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|pickle|npz|part)")
 
-Arrays = Mapping[str, np.ndarray[Any, Any]]
-Compose = Callable[[], tuple[Any, Arrays]]
+Compose = Callable[[], tuple[Any, bytes]]
 
 _numbers = count(1)
 _complained: set[Path] = set()
@@ -96,13 +93,8 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def text_of(document: Any) -> bytes:
-    """Return a document as it is written."""
-    return json.dumps(document, indent=2).encode()
-
-
-def write(path: Path, document: Any, arrays: Arrays) -> None:
-    """Write a report, readable by its owner alone: the arrays first, and nothing if not all can be written.
+def write(path: Path, document: Any, pickled: bytes) -> None:
+    """Write a report, readable by its owner alone: the pickle first, if there is one, and all of it or nothing.
 
     The document has its name from the moment when it is whole: other programs look for reports at any time.
     """
@@ -110,12 +102,12 @@ def write(path: Path, document: Any, arrays: Arrays) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory == _default_directory() and directory.stat().st_uid == os.geteuid():
         directory.chmod(0o700)  # it was there before, perhaps with another mode, and is for reports alone
-    beside, part = path.with_suffix(".npz"), path.with_suffix(".part")
+    beside, part = path.with_suffix(".pickle"), path.with_suffix(".part")
     try:
-        with open(beside, "xb", opener=_private) as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        with open(part, "xb", opener=_private) as file:
-            file.write(text_of(document))
+        for target, data in ((beside, pickled), (part, json.dumps(document, indent=2).encode())):
+            if data:
+                with open(target, "xb", opener=_private) as file:
+                    file.write(data)
         part.rename(path)
     except BaseException:
         for half in (part, path, beside):
@@ -145,7 +137,7 @@ class Writing(threading.Thread):
 
     Args:
         path: Of the document.
-        compose: Returns document and arrays.
+        compose: Returns document and pickle.
         size: Bytes of memory held until the report is written.
         delay: Seconds to wait first.
     """

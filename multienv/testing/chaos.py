@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from multienv import RayVectorEnv, create_subprocess_envs
-from multienv.cluster.options import RayOptions
+from multienv import create_subprocess_envs
 from multienv.config import Deadlines
 from multienv.errors import EnvsFailedError
 from multienv.events import Event, Loss, Recovery
-from multienv.recovery.record import resident_bytes
 from multienv.reports.texts import exit_text
 from multienv.testing.killer import Killer, KillManner, send, worker_pids
 from multienv.testing.processes import descendants
-from multienv.testing.ray_cluster import RayCluster
-from multienv.testing.side_by_side import ENOUGH_MISMATCHES, EnvFn, SideBySide
+from multienv.testing.side_by_side import ENOUGH_MISMATCHES, UNDISTURBED, EnvFn, SideBySide
 
 # How often a worker's newest snapshot is killed, so that replays are needed too; how often the worker is spared then.
 _SNAPSHOT_TOO, _SNAPSHOT_ALONE = 0.4, 0.25
-# A host of a cluster, and a node, is killed whenever so many workers more were lost: the latter takes seconds.
-_HOST_EVERY, _NODE_EVERY = 10, 20
-# Seconds of silence after which a host is given up: of a node that is killed Ray tells no sooner.
-_SUSPECT_AFTER = 3.0
-
-
-class Usage(NamedTuple):
-    """Tells what this process uses, with its children: bytes of resident memory, open descriptors, descendants."""
-
-    rss: int
-    descriptors: int
-    processes: int
-
-
-def _usage() -> Usage:
-    return Usage(resident_bytes(os.getpid()) or 0, len(os.listdir("/dev/fd")), len(descendants(os.getpid())))
 
 
 @dataclass
@@ -49,8 +29,7 @@ class Chaos:
 
     Attributes:
         steps: Env steps held against the undisturbed run.
-        strikes: Signals sent, by kind; ``"snapshot"`` is SIGKILL to a snapshot, ``"host"`` and ``"node"`` to an actor
-            of a Ray cluster, and to all processes of one of its nodes.
+        strikes: Signals sent, by kind; ``"snapshot"`` is SIGKILL to a snapshot.
         losses: Workers lost, by how: the cause, and the exit code in words.
         rungs: How often each was used: ``"snapshot"``, ``"journal"``, or the outcome where it was not exact.
         seconds: Those of each recovery, from the loss being noticed to the answer.
@@ -58,7 +37,6 @@ class Chaos:
         mismatches: What differed silently from the undisturbed run; must be empty.
         undisturbed: What differed without any strike, looked for where something differed: the env itself is not
             deterministic, and nothing can be told of recovery. ``""``: nothing.
-        usage: Before the first strike, and after the last.
     """
 
     steps: int = 0
@@ -69,7 +47,6 @@ class Chaos:
     inexact: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     undisturbed: str = ""
-    usage: list[Usage] = field(default_factory=list)
 
     @property
     def kills(self) -> int:
@@ -84,50 +61,10 @@ class Chaos:
     def note(self, event: Event) -> None:
         """Count a loss or its outcome: a hook."""
         if isinstance(event, Loss):
-            is_with_host = event.detail.startswith("its host")
-            how = "its host was lost" if is_with_host else exit_text(event.exit_code).partition(" (")[0]
-            self.losses[f"{event.cause}: {how}"] += 1
+            self.losses[f"{event.cause}: {exit_text(event.exit_code).partition(' (')[0]}"] += 1
         elif isinstance(event, Recovery):
             self.rungs[event.rung or event.outcome] += 1
             self.seconds.append(event.seconds)
-
-
-class _Strikes:
-    """Chooses what is struck, in the thread of a killer, and strikes whatever is no worker.
-
-    Args:
-        chaos: Counts.
-        dice: Chooses.
-        cluster: Whose hosts are killed, too.
-        kill_nodes: So are its nodes.
-    """
-
-    def __init__(self, chaos: Chaos, dice: random.Random, cluster: RayCluster | None, *, kill_nodes: bool) -> None:
-        self._chaos, self._dice = chaos, dice
-        self._rare: dict[str, tuple[int, Callable[[random.Random], bool]]] = {}
-        if cluster is not None:
-            self._rare["host"] = (_HOST_EVERY, cluster.kill_host)
-        if cluster is not None and kill_nodes:
-            self._rare["node"] = (_NODE_EVERY, cluster.kill_node)
-        self._due = {kind: every // 4 for kind, (every, _) in self._rare.items()}
-
-    def victims(self, face: Any, goes_on: Callable[[], bool]) -> list[int]:
-        """Return the worker that is to be struck, if any."""
-        strikes, dice, workers = self._chaos.strikes, self._dice, worker_pids(face)
-        if not workers or not goes_on():
-            return []
-        for kind, (every, strike) in self._rare.items():
-            if self._chaos.kills >= self._due[kind]:
-                self._due[kind] = self._chaos.kills + every
-                strikes[kind] += strike(dice)
-                return []
-        worker = dice.choice(workers)
-        # A snapshot is never stopped: it would hang while it is woken, and nothing but a debugger does that.
-        for snapshot in sorted(descendants(worker))[-1:] if dice.random() < _SNAPSHOT_TOO else []:
-            strikes["snapshot"] += send(snapshot, "SIGKILL")
-            if dice.random() < _SNAPSHOT_ALONE:
-                return []
-        return [worker]
 
 
 def run_chaos(
@@ -139,8 +76,6 @@ def run_chaos(
     seed: int = 0,
     manners: Sequence[KillManner] = ("SIGKILL", "SIGSEGV", "SIGSTOP"),
     interval: tuple[float, float] = (0.0, 0.05),
-    cluster: RayCluster | None = None,
-    kill_nodes: bool = False,
     progress: Callable[[Chaos], object] = lambda chaos: None,
     **options: Any,
 ) -> Chaos:
@@ -158,8 +93,6 @@ def run_chaos(
         seed: Decides seeds, actions, victims, manners and pauses; not what a victim is doing at that moment.
         manners: The signals; a stopped worker hangs, and is killed at its deadline.
         interval: The least and greatest pause between two strikes, seconds.
-        cluster: The envs are a ``RayVectorEnv`` on it, and hosts are killed too; ``None``: a ``MultiEnv`` here.
-        kill_nodes: Kill whole nodes of the cluster, too. A new one takes the place of each.
         progress: Called now and then.
         options: For ``SubprocessEnv``; deadlines, without which a stopped worker would be waited for, are half a
             second for a step and five for a reset unless they say otherwise.
@@ -167,30 +100,35 @@ def run_chaos(
     chaos, until, dice = Chaos(), time.monotonic() + seconds, random.Random(seed)
     # No reports: reports of strikes would push out the reports of real losses.
     options = {"deadlines": Deadlines(step=0.5, reset=5.0), "reports": "", **options}
-    env_fns, options["hooks"] = [env_fn] * num_envs, [chaos.note]
+    options["hooks"], attempt = [chaos.note], seed
 
-    def make() -> Any:
-        if cluster is None:
-            return create_subprocess_envs(env_fns, **options)
-        where = RayOptions(address=cluster.address, suspect_after=_SUSPECT_AFTER)
-        return RayVectorEnv(env_fns, ray=where, merge_infos=False, **options)
+    def side_by_side(**options: Any) -> SideBySide:
+        make = partial(create_subprocess_envs, [env_fn] * num_envs, **options)
+        return SideBySide(env_fn, make, num_envs, attempt)
 
-    def side_by_side(seed: int) -> SideBySide:
-        return SideBySide(env_fn, make, num_envs, seed, as_vector=cluster is not None)
+    def goes_on() -> bool:
+        return chaos.kills < kills and time.monotonic() < until
 
-    mend: Callable[[], object] = cluster.mend if cluster is not None else lambda: None
-    goes_on: Callable[[], bool] = lambda: chaos.kills < kills and time.monotonic() < until  # noqa: E731
-    strikes, attempt = _Strikes(chaos, dice, cluster, kill_nodes=kill_nodes), seed
+    def victims() -> list[int]:
+        """Return the worker that is to be struck, if any; called in the thread of the killer."""
+        workers = worker_pids(pair.struck)
+        if not workers or not goes_on():
+            return []
+        worker = dice.choice(workers)
+        # A snapshot is never stopped: it would hang while it is woken, and nothing but a debugger does that.
+        for snapshot in sorted(descendants(worker))[-1:] if dice.random() < _SNAPSHOT_TOO else []:
+            chaos.strikes["snapshot"] += send(snapshot, "SIGKILL")
+            if dice.random() < _SNAPSHOT_ALONE:
+                return []
+        return [worker]
+
     while goes_on() and len(chaos.mismatches) < ENOUGH_MISMATCHES and not chaos.undisturbed:
         before = chaos.steps
-        with side_by_side(attempt) as pair:
-            chaos.usage = chaos.usage or [_usage()]
+        with side_by_side(**options) as pair:
             try:
-                aim = partial(strikes.victims, pair.struck, goes_on)
-                with Killer(aim, manners=manners, interval=interval, seed=dice.randrange(2**32)) as killer:
+                with Killer(victims, manners=manners, interval=interval, seed=dice.randrange(2**32)) as killer:
                     while goes_on() and pair.agree:
                         pair.step()
-                        mend()
                         chaos.steps += 0 if pair.reasons else num_envs
                         progress(chaos)
                 chaos.strikes += killer.strikes
@@ -198,21 +136,22 @@ def run_chaos(
             except EnvsFailedError as failed:
                 chaos.inexact += [str(error) for error in failed.failures.values()]
             chaos.inexact += pair.reasons
-            chaos.usage[1:] = [_usage()]
         if pair.mismatch:
-            chaos.undisturbed = _undisturbed(side_by_side, attempt, (chaos.steps - before) // num_envs + 1)
-            if not chaos.undisturbed:
+            with side_by_side(**UNDISTURBED) as again:
+                place = _differs_after(again, (chaos.steps - before) // num_envs + 1)
+            if place is None:
                 chaos.mismatches.append(f"after {chaos.steps} steps (seed {attempt}): {pair.mismatch}")
+            else:
+                chaos.undisturbed = f"after {place} steps (seed {attempt}): {again.mismatch}"
         attempt += 1000
     progress(chaos)
     return chaos
 
 
-def _undisturbed(side_by_side: Callable[[int], SideBySide], seed: int, steps: int) -> str:
-    """Return where two runs of the env differ without any strike; ``""``: nowhere."""
-    with side_by_side(seed) as pair:
-        taken = 0
-        while taken < steps and pair.agree:
-            pair.step()
-            taken += 1
-    return pair.mismatch and f"after {taken} steps (seed {seed}): {pair.mismatch}"
+def _differs_after(pair: SideBySide, steps: int) -> int | None:
+    """Step both batches; return after how many steps they differ, ``None``: they do not."""
+    for taken in range(1, steps + 1):
+        pair.step()
+        if pair.mismatch:
+            return taken
+    return None

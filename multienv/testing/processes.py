@@ -27,18 +27,3 @@ def descendants(pid: int) -> set[int]:
         found.update(new)
         pending += new
     return found - dead
-
-
-def is_alive(pid: int) -> bool:
-    """Tell whether there is such a process; one that has ended and was not reaped yet is not alive."""
-    try:
-        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def name_of(pid: int) -> str:
-    """Return the name of a process, of which the kernel keeps 15 characters; empty if it has ended."""
-    with contextlib.suppress(OSError):
-        return Path("/proc", str(pid), "comm").read_text(errors="replace").rstrip("\n")
-    return ""

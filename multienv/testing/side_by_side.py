@@ -9,7 +9,7 @@ from typing import Any
 
 import gymnasium
 
-from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessVectorEnv, create_subprocess_envs
+from multienv import Deadlines, MultiEnv, RestartPolicy, create_subprocess_envs
 from multienv.errors import EnvsFailedError, WorkerLostError
 from multienv.recovery.verification import same
 
@@ -20,7 +20,8 @@ ENOUGH_MISMATCHES = 5
 # For envs that may hang by themselves; a step is not expected to take so long.
 PATIENT = Deadlines(reset=60.0, step=60.0)
 
-_UNDISTURBED: dict[str, Any] = {
+# Options of SubprocessEnv for an env that is not struck: nothing is recovered, and a busy machine is waited for.
+UNDISTURBED: dict[str, Any] = {
     "restart": RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False, journal_limit=0),
     "deadlines": PATIENT,
     "reports": "",
@@ -38,7 +39,6 @@ class SideBySide:
         make: Builds the envs that are struck.
         num_envs: How many.
         seed: Decides seeds and actions.
-        as_vector: ``make`` builds a vector env of them, with ``merge_infos=False``.
 
     Attributes:
         struck: The batch that is struck.
@@ -46,15 +46,13 @@ class SideBySide:
         reasons: Why episodes were ended, because of a loss; or how an undisturbed env was lost by itself.
     """
 
-    def __init__(
-        self, env_fn: EnvFn, make: Callable[[], Any], num_envs: int, seed: int, *, as_vector: bool = False
-    ) -> None:
+    def __init__(self, env_fn: EnvFn, make: Callable[[], Sequence[Any]], num_envs: int, seed: int) -> None:
         self.mismatch = ""
         self.reasons: list[str] = []
-        self._is_vector = as_vector
         with contextlib.ExitStack() as stack:
-            self._calm: Any = stack.enter_context(_undisturbed([env_fn] * num_envs, as_vector=as_vector))
-            self.struck: Any = stack.enter_context(make() if as_vector else MultiEnv(make()))
+            calm = create_subprocess_envs([env_fn] * num_envs, **UNDISTURBED)
+            self._calm: MultiEnv = stack.enter_context(MultiEnv(calm))
+            self.struck: MultiEnv = stack.enter_context(MultiEnv(make()))
             self._actions = copy.deepcopy(self._calm.action_space)
             self._actions.seed(seed)
             self._compare("reset", self.struck.reset(seed=seed)[0], self._calm.reset(seed=seed)[0])
@@ -77,7 +75,7 @@ class SideBySide:
         """Step both batches, if they have not parted."""
         if not self.agree:
             return
-        actions = self._actions.sample() if self._is_vector else [self._actions.sample() for _ in self.struck.envs]
+        actions = [self._actions.sample() for _ in self.struck.envs]
         seen = self.struck.step(copy.deepcopy(actions))
         told = [info.get("multienv", {}) for info in seen[4] if info]
         self.reasons = [one["reason"] for one in told if "reason" in one]
@@ -97,12 +95,6 @@ class SideBySide:
 
     def _compare(self, name: str, seen: Any, expected: Any) -> None:
         self.mismatch = self.mismatch or difference(seen, expected, name) or ""
-
-
-def _undisturbed(env_fns: Sequence[EnvFn], *, as_vector: bool) -> Any:
-    if as_vector:
-        return SubprocessVectorEnv(env_fns, envs_per_worker=1, merge_infos=False, **_UNDISTURBED)
-    return MultiEnv(create_subprocess_envs(env_fns, **_UNDISTURBED))
 
 
 def difference(seen: Any, expected: Any, name: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from typing import Any
 
@@ -34,6 +35,17 @@ class LeakyWithThread(CounterEnv):
     def reset(self, **options: Any) -> Any:
         os.dup(2)
         return super().reset(**options)
+
+
+class Loud(CounterEnv):
+    """Prints at each step, and ends its process in its 20th."""
+
+    def step(self, action: Any) -> Any:
+        print(f"out {self.episode_step}", flush=True)
+        print(f"err {self.episode_step}", file=sys.stderr, flush=True)
+        if self.episode_step == 19:
+            os._exit(7)
+        return super().step(action)
 
 
 class Forked(CounterEnv):

@@ -52,8 +52,6 @@ def test_a_deterministic_env(reports: Path) -> None:
     assert row(result, "episodes ended with a reason") == "0"
     assert int(row(result, "brought back by: snapshot")) > 0
     assert int(row(result, "brought back by: journal")) > 0
-    before, _, after = row(result, "its descriptors").partition(" → ")
-    assert int(after) <= int(before) + 2
     assert not list(reports.iterdir())  # they would push out those of real losses
 
 

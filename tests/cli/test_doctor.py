@@ -11,8 +11,7 @@ from cli_command import ODD_ENVS, run, run_process
 import multienv as package
 
 CHECKS = [
-    "builds", "steps", "repeats", "time it takes", "forks", "replays", "leaks", "orphans", "a dead worker",
-    "a hung worker", "crashes",
+    "builds", "steps", "repeats", "forks", "replays", "a hung worker", "leaks",
 ]  # fmt: skip
 
 
@@ -22,7 +21,7 @@ def test_a_sound_env_is_recoverable_and_the_line_of_code_works(tmp_path: Path) -
     assert [line[2:15].strip() for line in done.stdout.splitlines() if line[:1] == "✓"] == CHECKS
     assert re.search(r"✓ forks +a killed worker comes back from its snapshot, exact, in \d", done.stdout)
     assert re.search(r"✓ replays +a new process repeats 1\d\d requests, exact", done.stdout)
-    assert re.search(r"✓ a dead worker +costs nothing; \d", done.stdout)
+    assert re.search(r"✓ a hung worker +costs its deadline, and then \d", done.stdout)
     code = done.stdout.partition("Use\n")[2]
     lines = "\n".join(line.strip() for line in code.splitlines())
     assert "sutton_barto_reward=True" in lines
@@ -43,7 +42,7 @@ def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay() -> None:
     assert "recycle_after_steps" in told["code"]
     assert "from odd_envs import LeakyWithThread" in told["code"]
     assert "lambda: LeakyWithThread(horizon=7)" in told["code"]
-    assert 0 < told["seconds"]["step"] <= told["seconds"]["slowest_step"]
+    assert all(0 < seconds < 60 for seconds in told["seconds"].values())
 
 
 def test_an_env_that_draws_from_elsewhere_truncates() -> None:
@@ -52,15 +51,16 @@ def test_an_env_that_draws_from_elsewhere_truncates() -> None:
     verdicts = {row["name"]: row["verdict"] for row in told["checks"]}
     assert [name for name, verdict in verdicts.items() if verdict == "note"] == ["repeats", "forks"]
     assert [name for name, verdict in verdicts.items() if verdict == "truncates"] == [
-        "replays", "a dead worker", "a hung worker",
-    ]  # fmt: skip
+        "replays",
+        "a hung worker",
+    ]
 
 
 def test_an_env_that_is_another_one_after_a_fork_is_run_without_snapshots() -> None:
     result, told = run("doctor", f"{ODD_ENVS}:ForkedLate", "--json")
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in told["checks"]}
-    assert {name for name, row in rows.items() if row["verdict"] != "ok"} <= {"forks", "a dead worker", "a hung worker"}
+    assert {name for name, row in rows.items() if row["verdict"] != "ok"} <= {"forks", "a hung worker"}
     assert rows["forks"]["meaning"] == "after a snapshot was woken step 181 differs silently"
     assert "restart=RestartPolicy(snapshots=False)" in told["code"]
 
@@ -88,7 +88,7 @@ def test_a_broken_env_is_named_broken_by_the_check_that_it_fails(
     assert "multienv/worker" not in row["detail"]
     written = sorted(reports.glob("*.json"), key=lambda path: path.stat().st_mtime)
     assert bool(written) == (env in ("segfaulting", "hanging"))
-    for report in written[-1:]:  # a crash of its own leaves one in each try; the last is said how to run again
+    for report in written:
         assert f"multienv replay {report} --env {ODD_ENVS}:{env}" in row["advice"]
 
 
@@ -97,10 +97,19 @@ def test_an_env_that_crashes_now_and_then_is_examined_to_the_end() -> None:
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in told["checks"]}
     assert list(rows) == CHECKS
-    assert rows["a dead worker"]["meaning"].startswith("costs nothing")
-    assert rows["leaks"]["meaning"].startswith("not known")
-    assert "killed by SIGSEGV" in rows["crashes"]["meaning"]
-    assert "snapshot_every=20" in told["code"]
+    assert rows["a hung worker"]["verdict"] == "ok"
+    assert rows["leaks"]["meaning"].startswith("not known: The env's process was killed by SIGSEGV")
+    assert "multienv replay " in rows["leaks"]["advice"]
+
+
+def test_what_an_env_prints_does_not_flood_the_terminal_but_for_its_last_words() -> None:
+    arguments = ("doctor", f"{ODD_ENVS}:Loud", "--env-kwargs", '{"horizon": 30}')
+    quiet, loud = run_process(*arguments), run_process(*arguments, "--verbose")
+    assert (quiet.returncode, quiet.stderr) == (2, "")
+    printed = [line.strip() for line in quiet.stdout.splitlines() if re.fullmatch(r" +(out|err) \d+", line)]
+    assert printed == [f"err {step}" for step in range(10, 20)]
+    assert {"out 0", "err 0", "err 19"} <= set(loud.stderr.splitlines())
+    assert "out 0" not in loud.stdout
 
 
 def test_what_is_no_env_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_command import run, run_process, run_python
@@ -43,22 +42,7 @@ def a_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("a_ray_of_its_own")
-def test_chaos_kills_workers_hosts_and_nodes_and_nothing_differs() -> None:
-    few = ("--kills", "10", "--envs", "3", "--nodes", "2", "--pause", "0.2", "--json")
-    done = run_process("chaos", "CartPole-v1", "--backend", "ray", "--kill-nodes", *few)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert told["strikes"]["host"] >= 1
-    assert told["strikes"]["node"] >= 1
-    assert told["losses"]["died: its host was lost"] >= 1
-    assert sum(told["losses"].values()) == told["kills"] >= 10
-    assert {"journal"} <= told["rungs"].keys() <= {"journal", "snapshot"}
-    assert sum(told["rungs"].values()) == told["kills"]
-    assert told["mismatches"] == told["inexact"] == []
-
-
-@pytest.mark.usefixtures("a_ray_of_its_own")
-def test_bench_measures_an_env_of_a_file_and_says_that_the_network_limits_short_steps(tmp_path: Path) -> None:
+def test_bench_measures_an_env_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "my_envs.py"
     file.write_text("from kit import CounterEnv\ndef make(): return CounterEnv()\n")
     few = ("--envs", "2", "--seconds", "0.05", "--repeats", "3", "--against", "none", "--json")
@@ -66,12 +50,7 @@ def test_bench_measures_an_env_of_a_file_and_says_that_the_network_limits_short_
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert told["left_out"] == {}
-    rates = {one["name"]: one["steps_per_second"] for one in told["contenders"]}
-    ray = told["ray"]
-    assert ray["steps_per_second"] == rates["RayVectorEnv(env_fns)"] == 2 * ray["rounds_per_second"] > 0
-    assert ray["share_of_env_steps"] < 0.5
-    assert ray["network_limits"]
-    assert ray["steps_per_second_in_fragments"] > ray["steps_per_second"]
+    assert {one["name"]: one["steps_per_second"] for one in told["contenders"]}["RayVectorEnv(env_fns)"] > 0
 
 
 @pytest.mark.usefixtures("a_ray_of_its_own")
@@ -87,21 +66,13 @@ def test_the_actor_critic_learns_on_ray_what_it_learns_here_while_workers_are_ki
     assert struck.stdout.splitlines()[0] == calm.stdout.splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("chaos", "--backend", "ray"), 'need the extra "ray"'),
-        (("bench", "--backend", "ray"), 'need the extra "ray"'),
-        (("chaos", "--kill-nodes"), "--kill-nodes needs --backend ray"),
-        (("bench", "--address", "auto"), "give --backend ray"),
-        (("chaos", "--backend", "dask"), "choose subprocess or ray"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], said: str
-) -> None:
+def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    result, _ = run(*arguments, "CartPole-v1")
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert result.stderr.count("\n") == 1
+    for arguments, said in {
+        ("--backend", "ray"): 'need the extra "ray"',
+        ("--address", "auto"): "--address that of a Ray cluster",
+        ("--backend", "dask"): "--backend is subprocess or ray",
+    }.items():
+        result, _ = run("bench", "CartPole-v1", *arguments)
+        assert result.exit_code == 2
+        assert said in result.stderr

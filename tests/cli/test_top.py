@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -10,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +21,6 @@ from kit import CounterEnv
 from kit.trainer_process import PATH, Trainer
 from multienv import SubprocessEnv
 from multienv.cli import app
-from multienv.cli.onlooker import Trainer as Onlooker
-from multienv.cli.onlooker import Worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what processes do is read from /proc")
 
@@ -51,14 +47,8 @@ def table_where(pid: int, holds: Callable[[Any], bool]) -> Any:
     return found
 
 
-@contextlib.contextmanager
-def a_worker(pid: int, name: str) -> Iterator[Worker]:
-    onlooker = Onlooker(pid, None)
-    (worker,) = [worker for worker in onlooker.workers.values() if worker.name == name]
-    try:
-        yield worker
-    finally:
-        onlooker.close()
+def stacks(pid: int) -> dict[str, str]:
+    return json.loads(top(pid, "--json", "--stacks", "--every", "0.1").output)["stacks"]
 
 
 @pytest.fixture
@@ -71,32 +61,31 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env_and_shows_its_sta
     trainer: Trainer, tmp_path: Path
 ) -> None:
     trainer.expect("ready")
-    running = table_where(trainer.pid, lambda seen: all(row["env_ms"] for row in seen["workers"]))
+    running = table_where(trainer.pid, lambda seen: all(row["env_seconds"] for row in seen["workers"]))
     assert [row["name"] for row in running["workers"]] == ["envs 0-1", "envs 2-3"]
-    assert all(row["step_ms"] and row["rss"] > 2**20 for row in running["workers"])
+    assert all(row["step_seconds"] and row["rss"] > 2**20 for row in running["workers"])
     assert running["losses"] == []
 
     (tmp_path / "step-3").touch()
     hung = table_where(trainer.pid, lambda seen: seen["workers"][1]["at_least"] and seen["waited_for"])
     first, second = hung["workers"]
-    assert hung["waited_for"] == second["pid"]
+    assert hung["waited_for"] == second
     assert (second["state"], second["request"], second["env"]) == ("busy", "step", "env 3")
-    assert (second["step_ms"], second["busy"]) == (None, 1.0)
+    assert (second["step_seconds"], second["busy"]) == (None, 1.0)
     assert (first["state"], first["busy"], first["awaited"]) == ("idle", 0.0, 0.0)
     text = top(trainer.pid, "--once", "--every", "0.2").output
     assert "It waits for envs 2-3 (100% of the time)" in text
     assert "busy: step of env 3" in text
 
-    with a_worker(trainer.pid, "envs 2-3") as worker:
-        for _ in range(2):  # the second is not the first once more, with the other behind it
-            stack = worker.stack()
-            assert stack.count("in halt_while_it_is_there") == 1, stack
+    for _ in range(2):  # the second is not the first once more, with the other behind it
+        stack = stacks(trainer.pid)["envs 2-3"]
+        assert stack.count("in halt_while_it_is_there") == 1, stack
+    assert "in halt_while_it_is_there" in top(trainer.pid, "--stacks", "--every", "0.1").output
     os.kill(second["pid"], signal.SIGSTOP)
     try:
         stopped = table_where(trainer.pid, lambda seen: seen["workers"][1]["state"] == "stopped")
         assert stopped["workers"][1]["env"] == "env 3"
-        with a_worker(trainer.pid, "envs 2-3") as worker:
-            assert "its state is T (stopped)" in worker.stack()
+        assert stacks(trainer.pid)["envs 2-3"].endswith("it is stopped.")
     finally:
         os.kill(second["pid"], signal.SIGCONT)
 
@@ -106,9 +95,8 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table_and_no_stack_of_o
 ) -> None:
     trainer.expect("ready")
     (before,) = {row["pid"] for row in table(trainer.pid)["workers"] if row["name"] == "envs 0-1"}
-    with a_worker(trainer.pid, "envs 0-1") as worker:
-        assert "Current thread" in worker.stack()
-        os.kill(worker.pid, signal.SIGKILL)
+    assert "Current thread" in stacks(trainer.pid)["envs 0-1"]
+    os.kill(before, signal.SIGKILL)
     after = table_where(trainer.pid, lambda seen: len(seen["losses"]) == 1 and len(seen["workers"]) == 2)
     row = after["workers"][0]
     assert row["name"] == "envs 0-1"
@@ -120,14 +108,14 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table_and_no_stack_of_o
     assert loss["outcome"] == "exact"
     assert json.loads(Path(loss["report"]).read_text())["loss"]["stack"] == []
     assert "exact" in top(trainer.pid, "--once", "--every", "0.1").output
-    again = table_where(trainer.pid, lambda seen: all(row["step_ms"] for row in seen["workers"]))
+    again = table_where(trainer.pid, lambda seen: all(row["step_seconds"] for row in seen["workers"]))
     assert again["workers"][0]["pid"] == row["pid"]
 
 
 def test_envs_that_are_being_built(trainer: Trainer, tmp_path: Path) -> None:
     (tmp_path / "build").touch()  # the trainer imports for longer than this takes
     deadline = time.monotonic() + STUCK_AFTER
-    while top(trainer.pid, "--json", "--every", "0.1").exit_code == 2:  # no workers yet
+    while len(json.loads(top(trainer.pid, "--json", "--every", "0.1").stdout or "{}").get("workers", ())) < 2:
         assert time.monotonic() < deadline
     expected = [("building", "env 0"), ("building", "env 2")]  # not at once: they import before
     table_where(trainer.pid, lambda seen: [(row["state"], row["env"]) for row in seen["workers"]] == expected)
@@ -135,63 +123,24 @@ def test_envs_that_are_being_built(trainer: Trainer, tmp_path: Path) -> None:
     trainer.expect("ready")
 
 
-class Terminal:
-    """A program in a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._ours, theirs = pty.openpty()
-        self.before = termios.tcgetattr(theirs)
-        self._theirs = theirs
-        environment = {**os.environ, "PYTHONPATH": PATH, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "multienv", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-        )
-        self.shown = ""
-
-    def expect(self, text: str) -> None:
-        """Wait until the program has written this."""
-        deadline = time.monotonic() + STUCK_AFTER
-        while text not in self.shown:
-            assert time.monotonic() < deadline, f"never shown: {text!r} in {self.shown[-4000:]}"
-            if select.select([self._ours], [], [], 0.2)[0]:
-                self.shown += os.read(self._ours, 65_536).decode(errors="replace")
-        self.shown = ""
-
-    def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
-
-    def settings(self) -> Any:
-        return termios.tcgetattr(self._theirs)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-        os.close(self._theirs)
-
-
-def test_the_keys_in_a_terminal_select_show_a_stack_kill_and_quit(trainer: Trainer, tmp_path: Path) -> None:
+def test_in_a_terminal_the_table_is_live_until_ctrl_c(trainer: Trainer, tmp_path: Path) -> None:
     trainer.expect("ready")
     (tmp_path / "step-2").touch()
-    with contextlib.closing(Terminal("top", str(trainer.pid), "--every", "0.2")) as terminal:
-        terminal.expect("busy: step of env 2")
-        terminal.type("\x1b[B")
-        terminal.expect("\x1b[7menvs 2-3")  # in reverse: it is selected
-        terminal.type("s")
-        terminal.expect("in halt_while_it_is_there")
-        terminal.type("k")
-        terminal.expect("Kill process")
-        terminal.type("n")
-        terminal.expect("envs 2-3")
-        (tmp_path / "step-2").unlink()
-        terminal.type("k")
-        terminal.expect("Kill process")
-        terminal.type("y")
-        terminal.expect("was killed")
-        terminal.expect("Losses: 1; the newest")
-        terminal.type("q")
-        assert terminal.process.wait(STUCK_AFTER) == 0
-        assert terminal.settings() == terminal.before
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "multienv", "top", str(trainer.pid), "--every", "0.2"]
+    environment = {**os.environ, "PYTHONPATH": PATH, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        for text in ("busy: step of env 2", "idle"):
+            shown, deadline = "", time.monotonic() + STUCK_AFTER
+            while text not in shown:
+                assert time.monotonic() < deadline, f"never shown: {text!r} in {shown[-4000:]}"
+                if select.select([ours], [], [], 0.2)[0]:
+                    shown += os.read(ours, 65_536).decode(errors="replace")
+            (tmp_path / "step-2").unlink(missing_ok=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(STUCK_AFTER) == 0
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_a_trainer_that_is_busy_itself() -> None:

@@ -23,7 +23,7 @@ def test_who_looks_for_reports_while_they_are_written_finds_whole_ones(tmp_path:
     reader.start()
     try:
         for number in range(200):
-            store.write(store.new_path(tmp_path, 0), {"number": number}, {})
+            store.write(store.new_path(tmp_path, 0), {"number": number}, b"x")
     finally:
         done.set()
         reader.join()
