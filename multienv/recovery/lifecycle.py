@@ -6,6 +6,7 @@ commits the state.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from multienv.config import Deadlines, RestartPolicy
@@ -28,6 +29,7 @@ from multienv.recovery.state_machine import (
     NotRecovered,
     Recovered,
     State,
+    told,
 )
 from multienv.reports.crash import Case
 from multienv.reports.texts import what_happened
@@ -43,6 +45,7 @@ class Lifecycle:
         record: Notes losses and recoveries.
         journal: What drove the envs.
         pending: The pending request.
+        path: The last events of the worker and the states that they led to.
 
     Attributes:
         channel: To the present process, or to the last one that was lost.
@@ -62,6 +65,7 @@ class Lifecycle:
         record: Record,
         journal: Journal,
         pending: Pending,
+        path: Iterable[tuple[Event, State]],
     ) -> None:
         self.ladder = Ladder(launcher, build, policy, deadlines)
         self.channel: Channel | None = None
@@ -70,7 +74,7 @@ class Lifecycle:
         self.loss: Loss | None = None
         self.replayed = 0
         self._policy, self._deadlines = policy, deadlines
-        self._record, self._journal, self._pending = record, journal, pending
+        self._record, self._journal, self._pending, self._path = record, journal, pending, path
         self._deaths = 0  # processes lost while the envs are built for the first time
         self._fate: Fate | None = None  # not the Gone itself: its traceback would keep the segment mapped
         self._effort: Effort | None = None
@@ -316,6 +320,7 @@ class Lifecycle:
             description=ladder.description,
             deadline=self._pending.limit,
             layout=None if codec is None else codec.layout,
+            path=tuple(told(event, after) for event, after in self._path),
         )
 
 

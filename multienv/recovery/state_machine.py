@@ -299,6 +299,13 @@ def decide(state: State, event: Event, rules: Rules) -> tuple[State, Instruction
     return after, instruction
 
 
+def told(event: Event, after: State) -> str:
+    """Return an event and the state that it led to, in a line for a crash report."""
+    request = "" if after.request is None else f", {after.request.name} pending"
+    cause = f" ({event.cause}, slot {event.slot})" if isinstance(event, Lost) else ""
+    return f"{type(event).__name__}{cause}: process {after.process.value}, episode {after.episode.value}{request}"
+
+
 def _launched(state: State, event: Launched, rules: Rules) -> tuple[State, Instruction]:
     return state._replace(process=Process.BUILDING), Instruction.AWAIT_BUILD
 

@@ -17,6 +17,7 @@ import pickle
 import threading
 import time
 import weakref
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,8 @@ logger = logging.getLogger("multienv")
 
 # Seconds that close() waits for a call whose process it has killed, and for the answer of a call that was interrupted.
 _SOON = 0.5
+# How many events of a worker are kept for crash reports.
+_PATH = 50
 # Those that take long: a caller that has other workers to wait for leaves them to a thread.
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
@@ -146,6 +149,7 @@ class Supervisor:
         lock: Held by whatever reads and changes the state.
         line: What the hot path touches of the present process; ``None``: there is none.
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
+        path: The last events and the states that they led to, but for those of plain steps.
         journal, record: What drove the envs, and what happened to them.
     """
 
@@ -165,6 +169,7 @@ class Supervisor:
         self.last_answer: Any = None
         self.core: int | None = None
         self.asked_by: Any = None
+        self.path: deque[tuple[Event, State]] = deque(maxlen=_PATH)
         self.index = index
         self._sharing = 0
         self._policy, self._deadlines = policy, deadlines
@@ -188,6 +193,7 @@ class Supervisor:
             record=self.record,
             journal=self.journal,
             pending=self.pending,
+            path=self.path,
         )
         self.rules = Rules(
             resets_itself=build.autoreset in ("NEXT_STEP", "SAME_STEP"),
@@ -410,6 +416,7 @@ class Supervisor:
         state, instruction = self.state, Instruction.NOTHING
         for event in events:
             state, instruction = decide(state, event, self.rules)
+            self.path.append((event, state))
         self.state = interned(state)
         return instruction
 
@@ -543,6 +550,7 @@ class Supervisor:
     def _commit(self, number: int, event: Replied, answer: Any) -> None:
         """Commit an answer."""
         state, _ = decide(self.state, event, self.rules)
+        self.path.append((event, state))
         self.last_answer = answer
         # Adjacent stores: no signal handler comes in between.
         self.number, self.state = number, interned(state)

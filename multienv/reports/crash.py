@@ -86,6 +86,7 @@ class Case:
         description: What they are, once they have been built.
         deadline: Seconds that the request was allowed.
         layout: Of the banks that the entries were copied from.
+        path: What had happened to the worker, and the states that it was in after that; the newest last.
     """
 
     replay: Callable[[], Replay | None]
@@ -95,6 +96,7 @@ class Case:
     description: Description | None
     deadline: float | None
     layout: BankLayout | None
+    path: tuple[str, ...] = ()
 
 
 class CrashReports:
@@ -183,6 +185,7 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
             "arguments": setting and setting.arguments,
             "directory": setting and setting.directory,
         },
+        "states": case.path,
         "journal": {"requests": len(steps), "steps": sum(steps)},
         "made_with": _versions(),
     }, data

@@ -70,6 +70,12 @@ def test_a_kill_that_is_healed(reports: Path) -> None:
     assert report["recovery"]["outcome"] == "exact"
     assert report["recovery"]["attempts"] == 1
     assert report["env"]["spec"]["id"] == "CartPole-v1"
+    assert report["states"] == [
+        "Launched: process building, episode none",
+        "Built: process ready, episode none",
+        "Asked: process ready, episode none, reset pending",
+        "Replied: process ready, episode running",
+    ]
     assert (report["journal"]["requests"], report["journal"]["steps"]) == (4, 3)
     assert found.replay is not None
     assert found.layout is not None
