@@ -38,6 +38,7 @@ from multienv.errors import (
     WaitTimeout,
     WorkerHungError,
 )
+from multienv.processes.launcher import MonitorClient
 from multienv.recovery import pending
 from multienv.recovery.lifecycle import Lifecycle
 
@@ -113,6 +114,24 @@ async def test_fifty_envs_step_at_the_same_time(tmp_path: Path) -> None:
             np.testing.assert_array_equal(observation, [1, first[1], WAIT])
     finally:
         await asyncio.gather(*(env.close() for env in envs))
+
+
+@in_a_loop
+async def test_envs_that_are_built_at_once_take_turns_with_the_monitor(monkeypatch: Any) -> None:
+    sends, sending, most = MonitorClient.send, [0], [0]
+
+    def send(*args: Any, **options: Any) -> None:
+        sending[0] += 1
+        most[0] = max(most[0], sending[0])
+        time.sleep(0.01)  # as if its socket were full
+        sends(*args, **options)
+        sending[0] -= 1
+
+    monkeypatch.setattr(MonitorClient, "send", send)
+    envs = [AsyncEnv(CounterEnv) for _ in range(5)]
+    await asyncio.gather(*(env.initialize() for env in envs))
+    await asyncio.gather(*(env.close() for env in envs))
+    assert most == [1]
 
 
 async def told(call: Any) -> Any:
