@@ -124,8 +124,10 @@ async def test_envs_that_are_built_at_once_take_turns_with_the_monitor(monkeypat
         sending[0] += 1
         most[0] = max(most[0], sending[0])
         time.sleep(0.01)  # as if its socket were full
-        sends(*args, **options)
-        sending[0] -= 1
+        try:
+            sends(*args, **options)
+        finally:
+            sending[0] -= 1
 
     monkeypatch.setattr(MonitorClient, "send", send)
     envs = [AsyncEnv(CounterEnv) for _ in range(5)]
