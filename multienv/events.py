@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from multienv.errors import UsageError
+
+logger = logging.getLogger("multienv")
 
 # How a process is lost; and why an episode ends that cannot go on.
 LossCause = Literal["died", "hung", "broken"]
@@ -198,3 +202,13 @@ def checked_hooks(hooks: Any) -> tuple[Hook, ...]:
     if not all(map(callable, given)):
         raise UsageError(f"hooks is {hooks!r:.100}; give a list of functions that take an event.")
     return given
+
+
+def tell(told: deque[tuple[Callable[[Any], object], Any]]) -> None:
+    """Call hooks with events, the oldest first, and forget them; log the exceptions that hooks raise."""
+    while told:
+        hook, event = told.popleft()
+        try:
+            hook(event)
+        except Exception:  # a hook must not break a recovery
+            logger.exception("A hook failed on %r", event)

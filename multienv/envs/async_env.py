@@ -1,26 +1,34 @@
-"""One env in one process, stepped from an asyncio event loop: for steps that take seconds to minutes."""
+"""A SubprocessEnv that is awaited, in an asyncio event loop: for steps that take seconds to minutes."""
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
-from collections.abc import Callable
-from concurrent.futures import Future
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from multienv.config import check_seconds
 from multienv.envs.building import EnvFn
+from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
-from multienv.errors import CallPendingError, ClosedError, MultienvError, WaitTimeout
-from multienv.events import Statistics
-from multienv.processes.event_loop import end_of, heard_from, in_thread, without_stop
-from multienv.recovery.supervisor import HealingDue
+from multienv.errors import CallPendingError, EnvRaisedError, MultienvError, WaitTimeout, rebuilt
+from multienv.events import Event, Hook, Statistics, checked_hooks, tell
+from multienv.fanout import resumed
+from multienv.threads import Pool, Task
 from multienv.wire.codecs import Transition
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_THREAD = "multienv-async"
+# Seconds after which a step that is being waited for looks whether it has been given another deadline.
+_LOOK = 2.0
 
 
 class AsyncEnv:
@@ -32,58 +40,49 @@ class AsyncEnv:
             observation, info = await env.reset(seed=0)
             observation, reward, terminated, truncated, info = await env.step(action, deadline=60.0)
 
-    While the env works the loop waits for descriptors of its process: no thread is blocked, and nothing is killed
-    without a deadline. What blocks, such as bringing back a lost process, gets a thread for as long as it takes.
+    Each call is made by a thread of this env's own, and awaited. Nothing is killed without a deadline.
 
-    **Cancellation.** A call that is cancelled has been sent all the same, and the env goes on with it. The next
-    ``step()`` completes a cancelled ``step()``: its own action is not taken, and ``info["multienv"]`` is
-    ``{"resumed": True}``. ``reset()`` waits for it and drops its outcome; ``call()`` raises CallPendingError. Any other
+    **Cancellation.** A call that is cancelled goes on in its thread. The next ``step()`` completes a cancelled
+    ``step()``: its own action is not taken, and ``info["multienv"]`` is ``{"resumed": True}``; the next ``rollout()`` a
+    ``rollout()``. ``reset()`` waits for either and drops its outcome; other calls raise CallPendingError. Any other
     cancelled call is completed by the next call, and its outcome is dropped. Only a deadline gives up the process.
 
-    An env is awaited by one task at a time; many envs share a loop. Hooks are called in the loop's thread.
+    An env is awaited by one task at a time; many envs share a loop. Hooks are called in the loop's thread. What is not
+    described here is as :class:`~multienv.SubprocessEnv` has it.
 
     Args:
         env_fn: Builds the env; called in its process.
+        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
         **options: Of :class:`~multienv.SubprocessEnv`.
 
     Raises:
         EnvFnError: ``env_fn`` is not callable or cannot be pickled.
     """
 
-    def __init__(self, env_fn: EnvFn, **options: Any) -> None:
-        self._env = env = SubprocessEnv(env_fn, **options)
-        supervisor = supervisor_of(env)
-        assert supervisor is not None
-        self._supervisor = supervisor
-        self._calls = calls_of(env)
+    def __init__(self, env_fn: EnvFn, *, hooks: Sequence[Hook] = (), **options: Any) -> None:
+        # What hooks are to be told when the call is done.
+        self._told: deque[tuple[Callable[[Any], object], Any]] = deque()
+        later = [partial(_note, self._told, hook) for hook in checked_hooks(hooks)]
+        self._env = SubprocessEnv(env_fn, hooks=later, **options)
+        self._pool = Pool(1, _THREAD)
+        self._call: _Call | None = None  # until its outcome is handed to the caller
+        self._deadlines: deque[float] = deque()  # of the step that is taken; its thread takes note of them
         self._awaited: tuple[str, asyncio.AbstractEventLoop] | None = None  # the call that a task awaits now, and where
-        self._work: Future[BaseException | None] | None = None  # the thread of a call, or of one that was cancelled
-        self._closed = False
 
     # --- start and end --------------------------------------------------------------------------
 
     async def initialize(self) -> Self:
-        """Launch the process and wait until the env is built; its spaces are known then. Again does nothing.
-
-        Raises:
-            EnvRaisedError: ``env_fn`` raised; catchable by the exception's own type too.
-            WorkerLostError: Building the env ended its process.
-        """
-        mine = self._taken("initialize")
-        try:
-            await self._build()
-        finally:
-            if self._awaited is mine:
-                self._awaited = None
+        """Launch the process and wait until the env is built; its spaces are known then. Again does nothing."""
+        await self._ask("initialize", self._env.initialize)
         return self
 
     async def close(self) -> None:
         """End the process, as ``SubprocessEnv.close()`` does; a call that is awaited raises ClosedError."""
-        self._closed = True
-        await end_of(in_thread(self._env.close))
-        if self._work is not None:  # a recovery, which ends now
-            await end_of(self._work)
-        self._supervisor.record.call_hooks()
+        await _Call("close", self._env.close).ended(Pool(1, _THREAD))  # the env's own thread may be busy
+        if self._call is not None:  # it ends now
+            await self._call.ended(self._pool)
+        self._pool.shutdown(wait=False)
+        tell(self._told)
 
     async def __aenter__(self) -> Self:
         """Initialize; close if that fails."""
@@ -97,14 +96,22 @@ class AsyncEnv:
         """Close."""
         await self.close()
 
+    def __del__(self) -> None:
+        """End a call that is still being made, if close() was not called; an env that is idle lets go by itself."""
+        call = self.__dict__.get("_call")
+        if call is not None and not call.task.wait(0):
+            with contextlib.suppress(RuntimeError):  # no thread is to be had
+                _thread.start_new_thread(self._env.close, ())  # takes no lock: a finalizer may run anywhere
+
     # --- an episode -----------------------------------------------------------------------------
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode; see :meth:`SubprocessEnv.reset`. The first one builds the env, if nothing has yet."""
-        send = partial(self._env.reset_async, seed=seed, options=options)
-        answer: tuple[Any, dict[str, Any]] = await self._ask("reset", send)
+        """Begin an episode. The first call of an env builds it, if nothing has yet."""
+        answer: tuple[Any, dict[str, Any]] = await self._ask(
+            "reset", partial(self._env.reset, seed=seed, options=options)
+        )
         return answer
 
     async def step(self, action: Any, *, deadline: float | None = None) -> Transition:
@@ -114,17 +121,54 @@ class AsyncEnv:
             action: Of the env's action space.
             deadline: Seconds that the process may take for this step; ``None``: as ``Deadlines.step`` says. Once they
                 have passed the process counts as hung, and ``RestartPolicy.on_timeout`` says what happens. Given for a
-                step that was cancelled, they count from now.
+                step that was cancelled, they count from now, or from up to two seconds later.
         """
         check_seconds("deadline", deadline)
-        transition: Transition = await self._ask("step", partial(self._env.step_async, action), deadline)
+        # The thread encodes it later: another task may reuse an array until then.
+        take = partial(_step, self._env, copy.deepcopy(action), self._deadlines)
+        transition: Transition = await self._ask("step", take, deadline)
         return transition
+
+    async def rollout(self, policy: Policy, steps: int) -> Fragment:
+        """Take many steps in one request, the policy beside the env; see :meth:`SubprocessEnv.rollout`."""
+        fragment: Fragment = await self._ask("rollout", partial(self._env.rollout, policy, steps))
+        return fragment
+
+    # --- branching and checkpoints ----------------------------------------------------------------
+
+    async def snapshot(self) -> Any:
+        """Keep the env as it is now, to come back to with :meth:`restore`; see :meth:`SubprocessEnv.snapshot`."""
+        return await self._ask("snapshot", self._env.snapshot)
+
+    async def restore(self, snapshot: Any) -> None:
+        """Have the env as it was when this snapshot of it was taken; see :meth:`SubprocessEnv.restore`."""
+        await self._ask("restore", partial(self._env.restore, snapshot))
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to go on from here in another trainer; see :meth:`SubprocessEnv.state_dict`."""
+        state: dict[str, Any] = await self._ask("state_dict", self._env.state_dict)
+        return state
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called; see :meth:`SubprocessEnv.load_state_dict`."""
+        await self._ask("load_state_dict", partial(self._env.load_state_dict, state))
+
+    # --- anything else ----------------------------------------------------------------------------
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the env, or return an attribute of it; see :meth:`SubprocessEnv.call`."""
-        return await self._ask("call", partial(self._env.call_async, name, *args, **kwargs))
+        return await self._ask("call", partial(self._env.call, name, *args, **kwargs))
 
-    # --- what is known here ---------------------------------------------------------------------
+    async def get_attr(self, name: str) -> Any:
+        """Return a copy of an attribute of the env or of one of its wrappers; of a method, what calls it there."""
+        value = await self._ask("get_attr", partial(self._env.get_attr, name))
+        if getattr(getattr(value, "func", value), "__self__", None) is not self._env:
+            return value
+        return getattr(self, name) if name in ("reset", "step", "close") else partial(self.call, name)
+
+    async def set_attr(self, name: str, value: Any) -> None:
+        """Set an attribute where it is found among env and wrappers, else on the outermost. Recorded, replayed."""
+        await self._ask("set_attr", partial(self._env.set_attr, name, value))
 
     @property
     def observation_space(self) -> Any:
@@ -142,112 +186,116 @@ class AsyncEnv:
 
     # --- how --------------------------------------------------------------------------------------
 
-    def _taken(self, name: str) -> object:
-        """Have this task be the one that awaits; refuse a second one. A task whose loop was closed is cancelled."""
-        if self._awaited is not None and not self._awaited[1].is_closed():
+    async def _ask(self, name: str, call: Callable[[], Any], deadline: float | None = None) -> Any:
+        """Have the thread make a call, wait for it, and return what it returned or raise what it raised."""
+        if self._awaited is not None and not self._awaited[1].is_closed():  # a task whose loop was closed is cancelled
             other = self._awaited[0]
             raise CallPendingError(f"{name}(): another task awaits {other}() of this env.", other)
-        self._awaited = name, asyncio.get_running_loop()
-        return self._awaited
-
-    async def _ask(self, name: str, send: Callable[[], None], deadline: float | None = None) -> Any:
-        """Send a request, wait and return the answer, or raise the error that is the answer."""
-        mine = self._taken(name)
+        self._awaited = mine = name, asyncio.get_running_loop()
         try:
-            await self._build()
-            resumes = name == "step" == self._calls.pending()
+            resumes = await self._settle(name)
             if not resumes:
-                await self._send(name, send)
+                self._deadlines.clear()
             if deadline is not None:
-                self._supervisor.bound(deadline)
-            return await self._outcome(resumes=resumes)  # nothing is called after it: see FanOut.finish()
+                self._deadlines.append(deadline)
+            if not resumes:
+                self._call = _Call(name, partial(_once_built, self._env, call))
+            current = self._call
+            assert current is not None
+            await current.ended(self._pool)
+            answer, error = current.outcome(resumes)
+            tell(self._told)
         finally:
             if self._awaited is mine:
                 self._awaited = None
-
-    async def _build(self) -> None:
-        """Wait for what a cancelled call has left to a thread, then until the env is built."""
-        supervisor = self._supervisor
-        if self._work is not None:
-            await self._end_of_work()
+        self._call = None  # no call of anything comes after it: an interruption would lose the outcome
+        if error is None:
+            return answer
         try:
-            while supervisor.description is None:
-                try:
-                    await self._in_thread(partial(supervisor.initialize, 0.0))
-                except WaitTimeout:
-                    await self._is_answered()
-        finally:
-            supervisor.record.call_hooks()
-        self._refuse_if_closed()
-        self._env.initialize()
-
-    async def _send(self, name: str, send: Callable[[], None]) -> None:
-        """Complete a call that was cancelled, then send a request."""
-        pending = self._calls.pending()
-        if pending == "step" and name != "reset":
-            raise CallPendingError(
-                f"{name}(): step() was cancelled. Call step() again for its outcome, or reset() to drop it.", "step"
-            )
-        if pending:
-            with contextlib.suppress(MultienvError):
-                await self._outcome()
-        maintenance = self._supervisor.maintenance
-        # The process is to be replaced by plan first, or may be.
-        if maintenance.is_due or (name == "reset" and maintenance.recycling.wanted):
-            await self._in_thread(send)
-        else:
-            send()
-
-    async def _outcome(self, *, resumes: bool = False) -> Any:
-        """Wait until what is pending is answered; return the answer or raise the error that is the answer."""
-        supervisor, calls = self._supervisor, self._calls
-        name = calls.pending()
-        while True:
-            while supervisor.state.request is not None:
-                try:
-                    if await self._is_answered():
-                        supervisor.collect(heal=False)
-                    else:
-                        await self._in_thread(partial(supervisor.collect, 0.0))
-                except (HealingDue, WaitTimeout):
-                    continue
-                except MultienvError:
-                    if supervisor.state.request is not None:  # it is not the answer, which the supervisor keeps
-                        raise
-            self._refuse_if_closed()
-            try:
-                return without_stop(lambda: calls.wait(name, 0.0, resumes=resumes))
-            except WaitTimeout:  # an interruption had come before it was sent, which it is now
-                continue
-
-    async def _is_answered(self) -> bool:
-        """Wait for the reply; false if something else is to be done: the process has ended, say, or is overdue."""
-        self._refuse_if_closed()
-        line = self._supervisor.waiting()
-        if line is None:
-            return False
-        channel, number, due = line
-        await heard_from(channel, number, None if due == inf else due)
-        self._refuse_if_closed()
-        return channel.answered(number)
-
-    async def _in_thread(self, call: Callable[[], object]) -> None:
-        """Make a blocking call in a thread; if this is cancelled, the next call waits for the thread."""
-        self._work = in_thread(call)
-        error = await self._end_of_work()
-        try:
-            if error is not None:
-                raise error
+            raise error
         finally:
             del error  # its traceback holds this frame
 
-    async def _end_of_work(self) -> BaseException | None:
-        assert self._work is not None
-        error = await end_of(self._work)
-        self._work = None
-        self._refuse_if_closed()
-        return error
+    async def _settle(self, name: str) -> bool:
+        """Return whether ``name`` completes a call that was cancelled; complete any other one and drop its outcome."""
+        pending = self._call
+        if pending is None:
+            return False
+        if pending.name in ("step", "rollout"):
+            if pending.name == name:
+                return True
+            if name != "reset":
+                raise CallPendingError(
+                    f"{name}(): {pending.name}() was cancelled. Call {pending.name}() again for its outcome, or "
+                    "reset() to drop it.",
+                    pending.name,
+                )
+        await pending.ended(self._pool)
+        return False
 
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise ClosedError("This env has been closed. Make a new one.")
+
+class _Call:
+    """A call that a thread makes and that any number of tasks await, of one event loop or of several in turn."""
+
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+        self.name = name
+        # The loops and the events that are set there. By weak references: the thread would keep a task whose loop was
+        # closed, and the env with it.
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, WeakMethod[Callable[[], None]]]] = []
+        self.task = Task(call, partial(_wake, self._waiting))
+
+    async def ended(self, pool: Pool) -> None:
+        """Wait until the call has ended; have the pool make it if it was not begun. A cancellation leaves it alone."""
+        ended = asyncio.Event()
+        self._waiting.append((asyncio.get_running_loop(), WeakMethod(ended.set)))
+        self.task.start(pool)
+        if not self.task.wait(0):
+            await ended.wait()
+
+    def outcome(self, resumes: bool) -> tuple[Any, BaseException | None]:
+        """Return what the call returned and what it raised, as a coroutine can return or raise it."""
+        answer, error = self.task.result, self.task.error
+        if error is not None:
+            error = error.with_traceback(None)  # its frames would keep memory mapped as long as it is kept
+            if isinstance(error, StopIteration):  # which no coroutine can raise
+                stop, error = error, rebuilt((EnvRaisedError, error.args, vars(error)))
+                error.__cause__ = stop.__cause__
+        elif resumes:
+            answer = resumed(answer) if self.name == "step" else replace(answer, resumed=True)
+        return answer, error
+
+
+def _note(told: deque[tuple[Callable[[Any], object], Any]], hook: Hook, event: Event) -> None:
+    told.append((hook, event))
+
+
+def _wake(waiting: list[tuple[asyncio.AbstractEventLoop, WeakMethod[Callable[[], None]]]]) -> None:
+    for loop, event in waiting:
+        awaken = event()
+        if awaken is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(awaken)
+
+
+def _once_built(env: SubprocessEnv, call: Callable[[], Any]) -> Any:
+    env.initialize()
+    return call()
+
+
+def _step(env: SubprocessEnv, action: Any, deadlines: deque[float]) -> Any:
+    """Take a step whose deadline is the last that is given here, before or while it is taken."""
+    calls, supervisor = calls_of(env), supervisor_of(env)
+    assert supervisor is not None
+    if calls.pending() == "step":  # the system had not let an earlier call come to its end: no descriptor was left, say
+        return calls.step(action)
+    calls.send("step", action, whole=True)
+    while supervisor.state.request is not None:
+        while deadlines:
+            supervisor.bound(deadlines.popleft())
+        try:
+            supervisor.collect(_LOOK)
+        except WaitTimeout:
+            pass
+        except MultienvError:
+            break  # wait() raises it
+    return calls.wait("step", None, whole=True)

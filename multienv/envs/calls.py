@@ -163,25 +163,18 @@ class Calls:
             self.settle(name)
         return self._outcome(self._fan.ask(name, (request,)))
 
-    def send(self, name: str, request: Any) -> None:
-        """Send a request whose answer :meth:`wait` collects."""
+    def send(self, name: str, request: Any, *, whole: bool = False) -> None:
+        """Send a request whose answer :meth:`wait` collects; ``whole``: in the same call of the caller's."""
         self.settle(name)
-        current = self._fan.send(name, (request,), whole=False)
+        current = self._fan.send(name, (request,), whole=whole)
         if current.failures:
             self._outcome(current)
 
-    def wait(self, name: str, timeout: float | None, *, resumes: bool = False) -> Any:
-        """Collect the answer to the request that :meth:`send` sent under this name.
-
-        Args:
-            name: What the caller called.
-            timeout: Seconds to wait for it.
-            resumes: A later call completes an earlier one; the info of a step then says so.
-        """
+    def wait(self, name: str, timeout: float | None, *, whole: bool = False) -> Any:
+        """Collect the answer to the request that :meth:`send` sent under this name; wait ``timeout`` seconds for it."""
         unfinished = self._fan.unfinished
-        if unfinished is None or unfinished.name != name or unfinished.whole:
+        if unfinished is None or unfinished.name != name or unfinished.whole is not whole:
             self._supervisor.refuse(f"{name}_wait")
-        unfinished.resumed |= resumes
         return self._outcome(self._fan.collect(timeout))
 
     def resume(self) -> Any:

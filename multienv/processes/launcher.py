@@ -205,6 +205,9 @@ class MonitorClient:
 
 _client: MonitorClient | None = None
 _lock = threading.Lock()
+# Held by the thread that has a worker launched. If hundreds tried at once while the monitor's socket is full they would
+# keep the cores from the monitor, and some would be given up. No signal handler runs in them: see undisturbed().
+_turn = threading.Lock()
 _is_shutting_down = False
 
 
@@ -224,7 +227,8 @@ def _launched(order: Order) -> ProcessChannel:
     for _ in range(_MONITORS):
         client = _monitor(ended=client)
         try:
-            return _ordered(client, order)
+            with _turn:
+                return _ordered(client, order)
         except OSError as error:
             if error.errno not in _ENDED:
                 raise
@@ -258,9 +262,9 @@ def _monitor(ended: MonitorClient | None = None) -> MonitorClient:
 
 
 def _forget() -> None:
-    """Drop monitor, workers and lock in a forked child: they are the trainer's, whose threads may hold the lock."""
-    global _client, _lock
-    client, _client, _lock = _client, None, threading.Lock()
+    """Drop monitor, workers and locks in a forked child: they are the trainer's, whose threads may hold the locks."""
+    global _client, _lock, _turn
+    client, _client, _lock, _turn = _client, None, threading.Lock(), threading.Lock()
     if client is not None:
         client.abandon()
     for channel in list(live):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multienv.errors import WorkerLostError
-from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics
+from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Statistics, tell
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.policy import Effort
 from multienv.reports.crash import Case, CrashReports
@@ -218,12 +218,7 @@ class Record:
 
     def call_hooks(self) -> None:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""
-        while self.told:
-            hook, event = self.told.popleft()
-            try:
-                hook(event)
-            except Exception:  # a hook must not break a recovery
-                logger.exception("A hook failed on %r", event)
+        tell(self.told)
 
     def statistics(
         self,

@@ -1,4 +1,4 @@
-"""AsyncEnv: many slow envs in one event loop, cancellation, deadlines, losses while a step is awaited.
+"""AsyncEnv: what is more than SubprocessEnv: many in one event loop, cancellation, the deadline of one step, the end.
 
 Invariants 2, 3, 5 and 7 are shown for it in ``tests/invariants``. Envs wait at a gate, which the test opens; a gate
 that stays closed is a step that takes for ever.
@@ -7,7 +7,9 @@ that stays closed is a step that takes for ever.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import inspect
 import logging
 import os
 import signal
@@ -22,7 +24,8 @@ import numpy as np
 import pytest
 from gate_env import GO, WAIT, GateEnv, gated_from_the_second_time
 
-from kit import CounterEnv, FailsNthTime, assert_nothing_left, is_alive, snapshot_resources
+from kit import CounterEnv, assert_nothing_left, is_alive, snapshot_resources
+from kit.policies import constant
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import AsyncEnv, Deadlines, Recovery, RestartPolicy, SubprocessEnv
 from multienv.errors import (
@@ -31,11 +34,13 @@ from multienv.errors import (
     ClosedError,
     EnvRaisedError,
     ResetNeededError,
+    UsageError,
     WaitTimeout,
-    WorkerDiedError,
     WorkerHungError,
 )
+from multienv.processes.launcher import MonitorClient
 from multienv.recovery import pending
+from multienv.recovery.lifecycle import Lifecycle
 
 TRUNCATE = RestartPolicy(on_crash="truncate", on_timeout="truncate")
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
@@ -46,17 +51,10 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        async def body() -> None:
-            await test(*args, **kwargs)
-            assert becomes_true(lambda: not helpers())
-
-        asyncio.run(body())
+        asyncio.run(test(*args, **kwargs))
+        assert becomes_true(lambda: "multienv-async" not in str(threading.enumerate()))
 
     return run
-
-
-def helpers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("multienv-async")]
 
 
 async def exists(*paths: Path) -> None:
@@ -103,13 +101,12 @@ def left_by_its_loop(env: AsyncEnv, directory: Path, is_lost: bool = False) -> l
 
 
 @in_a_loop
-async def test_fifty_envs_step_at_the_same_time_and_no_thread_waits_for_them(tmp_path: Path) -> None:
+async def test_fifty_envs_step_at_the_same_time(tmp_path: Path) -> None:
     envs = [AsyncEnv(partial(GateEnv, tmp_path, str(number)), env_index=number) for number in range(50)]
     try:
         await asyncio.gather(*(env.reset(seed=number) for number, env in enumerate(envs)))
         steps = [asyncio.create_task(env.step(WAIT)) for env in envs]
         await exists(*(tmp_path / f"waits{number}" for number in range(50)))
-        assert becomes_true(lambda: not helpers())
         assert not any(step.done() for step in steps)
         (tmp_path / "gate").touch()
         for number, (observation, *_) in enumerate(await asyncio.gather(*steps)):
@@ -120,23 +117,55 @@ async def test_fifty_envs_step_at_the_same_time_and_no_thread_waits_for_them(tmp
 
 
 @in_a_loop
-async def test_an_episode_is_that_of_a_subprocess_env() -> None:
-    async with AsyncEnv(CounterEnv) as env:
-        with SubprocessEnv(CounterEnv) as other:
-            assert (env.observation_space, env.action_space) == (other.observation_space, other.action_space)
-            found = [await env.reset(seed=4, options={"start": 3})]
-            expected: list[Any] = [other.reset(seed=4, options={"start": 3})]
-            for action in [1, 2, 3, 0, 1, 2, 3]:
-                found.append(await env.step(action))
-                expected.append(other.step(action))
-            assert await env.call("poke", 0.5) == other.call("poke", 0.5) == 1
-            assert await env.call("episode_step") == 10
-        assert found[-1][2]
-        np.testing.assert_equal(found, expected)
+async def test_envs_that_are_built_at_once_take_turns_with_the_monitor(monkeypatch: Any) -> None:
+    sends, sending, most = MonitorClient.send, [0], [0]
+
+    def send(*args: Any, **options: Any) -> None:
+        sending[0] += 1
+        most[0] = max(most[0], sending[0])
+        time.sleep(0.01)  # as if its socket were full
+        try:
+            sends(*args, **options)
+        finally:
+            sending[0] -= 1
+
+    monkeypatch.setattr(MonitorClient, "send", send)
+    envs = [AsyncEnv(CounterEnv) for _ in range(5)]
+    await asyncio.gather(*(env.initialize() for env in envs))
+    await asyncio.gather(*(env.close() for env in envs))
+    assert most == [1]
+
+
+async def told(call: Any) -> Any:
+    """Return what a call of either env returns."""
+    return await call if inspect.isawaitable(call) else call
+
+
+async def all_calls(env: Any) -> list[Any]:
+    """Make each call once, and return what they return."""
+    found: list[Any] = [await told(env.reset(seed=4, options={"start": 3}))]
+    found += [await told(env.step(action)) for action in (1, 2, 3)]
+    found += [vars(await told(env.rollout(constant, 9))), await told(env.reset())]
+    snapshot, state = await told(env.snapshot()), await told(env.state_dict())
+    found += [await told(env.step(1)), await told(env.restore(snapshot))]
+    found += [await told(env.step(1)), await told(env.load_state_dict(state))]
+    found += [await told(env.step(1)), await told(env.call("poke", 0.5)), await told(env.set_attr("mark", "set"))]
+    found += [await told(env.get_attr("mark")), await told((await told(env.get_attr("poke")))(0.5))]
+    found += [await told((await told(env.get_attr("step")))(2)), env.statistics().steps]
+    return [*found, env.observation_space, env.action_space]
 
 
 @in_a_loop
-async def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
+async def test_all_calls_are_those_of_a_subprocess_env() -> None:
+    env, other = AsyncEnv(CounterEnv), SubprocessEnv(CounterEnv)
+    with other:
+        expected = await all_calls(other)
+    async with env:
+        np.testing.assert_equal(await all_calls(env), expected)
+
+
+@in_a_loop
+async def test_wrong_calls_are_refused_and_nothing_is_lost() -> None:
     async with AsyncEnv(CounterEnv) as env:
         with pytest.raises(ResetNeededError):
             await env.step(1)
@@ -145,31 +174,12 @@ async def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
             await env.step([1])
         with pytest.raises(ValueError, match="deadline"):
             await env.step(1, deadline=-1.0)
-        with pytest.raises(ValueError, match="use `step` directly"):
-            await env.call("step", 1)
-        assert (await env.step(1))[0][0] == 1
-
-
-@in_a_loop
-async def test_what_the_env_raises_is_raised_where_it_is_awaited() -> None:
-    async with AsyncEnv(CounterEnv) as env:
-        await env.reset(seed=0)
         with pytest.raises(AttributeError) as caught:
             await env.call("nothing_of_the_kind")
         assert isinstance(caught.value, EnvRaisedError)
         assert (await env.step(1))[0][0] == 1
-
-
-@in_a_loop
-async def test_an_env_that_cannot_be_built_raises_and_leaves_nothing() -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        async with AsyncEnv(lambda: 1 / 0):  # type: ignore[arg-type, return-value]
-            pass
-    assert isinstance(caught.value, EnvRaisedError)
-
-
-def raises(error: Exception) -> Any:
-    raise error
+    with pytest.raises(UsageError, match="hooks"):
+        AsyncEnv(CounterEnv, hooks=[1])  # type: ignore[list-item]
 
 
 @in_a_loop
@@ -187,8 +197,8 @@ async def test_an_env_that_raises_stop_iteration_fails_as_any_other() -> None:
         assert "next(iter(()))" in error.remote_traceback
         assert isinstance(error.__cause__, StopIteration)
         await env.reset()
-    with pytest.raises(EnvRaisedError, match="StopIteration"):  # what a thread came upon
-        async with AsyncEnv(partial(raises, StopIteration())):
+    with pytest.raises(EnvRaisedError, match="StopIteration"):
+        async with AsyncEnv(lambda: next(iter(()))):
             pass
 
 
@@ -198,10 +208,6 @@ async def test_a_wait_timeout_of_the_env_is_not_one_of_the_call() -> None:
         def step(self, action: Any) -> Any:
             raise WaitTimeout("not ready")
 
-    env = AsyncEnv(partial(raises, WaitTimeout("not ready")))
-    with pytest.raises(EnvRaisedError, match="not ready"):
-        await asyncio.wait_for(env.initialize(), STUCK_AFTER)
-    await env.close()
     async with AsyncEnv(NotReadyEnv) as env:
         await env.reset(seed=0)
         with pytest.raises(EnvRaisedError, match="not ready"):
@@ -246,8 +252,6 @@ async def test_a_worker_killed_while_its_step_is_awaited_is_brought_back_beside_
         (tmp_path / "waits").unlink()
         kill(env)
         await exists(tmp_path / "waits")  # the step is asked of another process, in which it waits too
-        while helpers():
-            await asyncio.sleep(0.005)
         assert (await other.step(1))[0][0] == 1
         (tmp_path / "gate").touch()
         observation, _, _, truncated, info = await step
@@ -259,45 +263,30 @@ async def test_a_worker_killed_while_its_step_is_awaited_is_brought_back_beside_
 
 
 @in_a_loop
-async def test_a_worker_killed_while_its_step_is_awaited_is_truncated_where_the_policy_says_so(tmp_path: Path) -> None:
-    async with AsyncEnv(partial(GateEnv, tmp_path), restart=TRUNCATE) as env:
-        await env.reset(seed=3)
-        before, *_ = await env.step(GO)
-        step = await started(env, tmp_path)
-        kill(env)
-        observation, reward, terminated, truncated, info = await step
-        assert (reward, terminated, truncated) == (0.0, False, True)
-        np.testing.assert_array_equal(observation, before)
-        assert "SIGKILL" in info["multienv"]["reason"]
-        with pytest.raises(ResetNeededError):
-            await env.step(GO)
-        assert (await env.reset())[0][0] == 0
-        assert (await env.step(GO))[0][0] == 1
+async def test_a_step_that_the_system_does_not_let_recover_is_completed_by_the_next(monkeypatch: Any) -> None:
+    def fails(lifecycle: Any) -> Any:
+        monkeypatch.undo()
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    async with AsyncEnv(CounterEnv) as env:
+        await env.reset(seed=0)
+        for completes in (env.step, env.reset):
+            monkeypatch.setattr(Lifecycle, "recover", fails)
+            kill(env)
+            with pytest.raises(OSError, match="no descriptor"):
+                await env.step(1)
+            *_, info = await completes(2) if completes == env.step else await completes()
+            assert info.get("multienv") == ({"resumed": True} if completes == env.step else None)
 
 
 @in_a_loop
-async def test_a_loss_and_a_new_env_that_cannot_be_built_are_raised_and_the_next_reset_tries_again(
-    tmp_path: Path,
-) -> None:
-    env_fn = FailsNthTime(env_fn=CounterEnv, counter=tmp_path / "built", nth=2, manner="raise")
-    async with AsyncEnv(env_fn, restart=RAISE) as env:
+async def test_an_action_is_the_one_that_was_given_whatever_becomes_of_the_array() -> None:
+    action = np.array(1)
+    async with AsyncEnv(CounterEnv) as env:
         await env.reset(seed=0)
-        kill(env)
-        with pytest.raises(WorkerDiedError, match="SIGKILL"):
-            await env.step(1)
-        with pytest.raises(EnvRaisedError):
-            await env.reset()
-        assert (await env.reset())[0][0] == 0
-
-
-@in_a_loop
-async def test_envs_are_replaced_by_plan_between_two_steps() -> None:
-    async with AsyncEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(recycle_after_steps=64)) as env:
-        await env.reset(seed=0)
-        for number in range(1, 151):
-            assert (await env.step(1))[0][0] == number
-        assert env.statistics().recycled >= 1
-        await env.reset()
+        step = asyncio.create_task(env.step(action))
+        asyncio.get_running_loop().call_soon(action.fill, 3)
+        assert (await step)[0][3] == 1
 
 
 # --- deadlines ----------------------------------------------------------------------------------------
@@ -317,17 +306,6 @@ async def test_the_deadline_of_one_step_is_for_that_step_alone(tmp_path: Path) -
         assert not step.done()
         (tmp_path / "gate").touch()
         assert (await step)[0][0] == 1
-
-
-@in_a_loop
-async def test_a_step_past_its_deadline_is_truncated_where_the_policy_says_so(tmp_path: Path) -> None:
-    async with AsyncEnv(partial(GateEnv, tmp_path), restart=TRUNCATE) as env:
-        await env.reset(seed=0)
-        pid = env.statistics().pid
-        *_, truncated, info = await env.step(WAIT, deadline=0.2)
-        assert truncated
-        assert "deadline of 0.2 s" in info["multienv"]["reason"]
-        assert not is_alive(pid or 0)
 
 
 @in_a_loop
@@ -392,6 +370,19 @@ async def test_a_reset_drops_a_cancelled_step(tmp_path: Path) -> None:
 
 
 @in_a_loop
+async def test_the_next_rollout_completes_a_cancelled_one(tmp_path: Path) -> None:
+    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
+        await env.reset(seed=0)
+        await cancelled(await started(env, tmp_path, env.rollout(lambda observation: WAIT, 3)))
+        with pytest.raises(CallPendingError, match=r"rollout\(\) was cancelled"):
+            await env.step(GO)
+        (tmp_path / "gate").touch()
+        fragment = await env.rollout(lambda observation: GO, 5)
+        assert (fragment.resumed, list(fragment.actions)) == (True, [WAIT] * 3)
+        assert (await env.step(GO))[0][0] == 4
+
+
+@in_a_loop
 async def test_a_cancelled_call_is_completed_by_the_next_one_of_any_name(tmp_path: Path) -> None:
     async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
         await env.reset(seed=0)
@@ -431,7 +422,6 @@ async def test_a_step_cancelled_while_its_worker_is_brought_back_is_completed_by
         await env.reset(seed=0)
         kill(env)
         await cancelled(await started(env, tmp_path, env.step(2)))
-        assert len(helpers()) == 1  # the recovery goes on
         step = asyncio.create_task(env.step(GO))
         await asyncio.sleep(0.1)  # the loop is not blocked by it
         assert not step.done()

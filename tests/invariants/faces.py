@@ -40,9 +40,6 @@ class InLoop:
         run = asyncio.run if self._loop.is_closed() else self._loop.run_until_complete
         return lambda *args, **kwargs: run(found(*args, **kwargs))
 
-    def set_attr(self, name: str, value: Any) -> None:
-        self.call("set_wrapper_attr", name, value)
-
     def step_async(self, action: Any) -> None:
         """Begin a step in a task that nobody awaits."""
         self._task = self._loop.create_task(self._env.step(action))

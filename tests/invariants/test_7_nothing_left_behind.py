@@ -246,7 +246,7 @@ def test_the_last_close_leaves_nothing(kind: str, without_collections: None) -> 
     face = Face(kind, [CounterEnv, CounterEnv], restart=RestartPolicy(snapshot_every=1))
     face.record(counts(6, 2), 1, lambda step: face.signal() if step == 3 else None)
     assert face.losses() == 1
-    kept = [env.snapshot() for env in getattr(face.envs, "envs", [face.envs]) if kind != "async_env"]
+    kept = [env.snapshot() for env in getattr(face.envs, "envs", [face.envs])]
     assert len(snapshot_resources().processes) > 2 + len(kept)
     face.close()
     # The monitor is not spared here: by default nothing of ours is.
