@@ -5,7 +5,7 @@ episodes end at different steps: no reset is one of all of them. The columns:
 
 peak      the largest resident memory that the kernel has noted of a worker, against the limit
 first     seconds of the first 1,000 steps; last: of the last 1,000; ratio: last against first
-replaced  processes that have taken the place of another: exact, fresh; put off: it could not be replaced yet
+replaced  processes that have taken the place of another: exact, reset; put off: it could not be replaced yet
 replay    the longest replay against two episodes of each of the worker's envs, in requests
 equal     observations, rewards and flags are, to the bit, those of the envs without workers and leaks
 
@@ -302,8 +302,8 @@ def measure(row: Row, leak: str, steps: int, max_rss: int) -> dict[str, Any]:
         first, last = watch.seconds(0, WINDOW), watch.seconds(steps - WINDOW, steps)
         figures |= {"first": first, "last": last, "ratio": last / first}
     outcomes = Counter(event.outcome for event in watch.replacements)
-    figures |= {outcome: outcomes[outcome] for outcome in ("exact", "put off", "fresh")}
-    figures["replaced"] = outcomes["exact"] + outcomes["fresh"]
+    figures |= {outcome: outcomes[outcome] for outcome in ("exact", "put off", "reset")}
+    figures["replaced"] = outcomes["exact"] + outcomes["reset"]
     figures["replay"] = max(replays, default=0.0)
     figures["equal"] = [(one.dtype, one.tobytes()) for one in record] == [
         (one.dtype, one.tobytes()) for one in expected
@@ -316,7 +316,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
     return [name for name, bar in BARS.items() if figures.get(name, 0.0) > bar] + ["equal"] * (not figures["equal"])
 
 
-COLUMNS = ("peak", "first", "last", "ratio", "replaced", "exact", "put off", "fresh", "replay", "equal")
+COLUMNS = ("peak", "first", "last", "ratio", "replaced", "exact", "put off", "reset", "replay", "equal")
 
 
 def shown(figures: dict[str, Any], name: str) -> str:

@@ -8,12 +8,12 @@ Rooms: each imports only from rooms above it in this list (``tests/unit/test_arc
     worker                   inside a worker process: the request loop, the envs, snapshots
     processes                launching, watching over and ending processes; the channel to one
     reports                  what is said of a loss, and crash reports
-    recovery                 state machine, hot path, journal, ladder, verification: the supervisor of one worker
+    recovery                 state machine, hot path, journal, recoverer, verification: the supervisor of one worker
     fanout                   ask several workers, collect, recover in threads, go on after Ctrl-C
-    envs, vector             the faces
+    envs, vector             the env classes
     cluster                  the same on the nodes of a Ray cluster
     managers                 envs by id
-    adapters                 the faces as other libraries want them
+    adapters                 the env classes as other libraries want them
     testing, cli             faulty envs, a killer, checks; the command line
 """
 

@@ -15,8 +15,8 @@ logger = logging.getLogger("multienv")
 # How a process is lost; and why an episode ends that cannot go on.
 LossCause = Literal["died", "hung", "broken"]
 Cause = LossCause | Literal["error"]
-Outcome = Literal["exact", "truncated", "fresh", "raised"]
-Rung = Literal["snapshot", "journal", ""]
+Outcome = Literal["exact", "truncated", "reset", "raised"]
+RecoveryMethod = Literal["snapshot", "journal", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ class Recovery:
     Attributes:
         loss: The loss.
         outcome: ``"exact"``: the same episode goes on, verified; ``"truncated"``: it was ended, the
-            transition says so; ``"fresh"``: the caller had asked for a new episode anyway and got a clean
+            transition says so; ``"reset"``: the caller had asked for a new episode anyway and got a clean
             one; ``"raised"``: an error was raised.
         reason: Why it is not exact, or ``""``.
         replayed: Requests that were run again, in all attempts together.
         attempts: Processes it took.
         seconds: From the loss being noticed to the answer.
-        rung: What the env was brought back from: ``"snapshot"``, a forked copy of the lost process; ``"journal"``,
+        method: What the env was brought back from: ``"snapshot"``, a forked copy of the lost process; ``"journal"``,
             a new process in which the requests since a reset of each env were run again; or ``""`` when it was not.
         report: The crash report, for ``multienv replay``; ``""`` if none is written. It is there when an error or a
             truncation tells of it, and a moment later after an exact recovery.
@@ -82,7 +82,7 @@ class Recovery:
     replayed: int
     attempts: int
     seconds: float
-    rung: Rung = ""
+    method: RecoveryMethod = ""
     report: str = ""
 
 
@@ -93,7 +93,7 @@ class Recycled:
     Attributes:
         env_index: The env's index in its batch, or ``None``.
         why: Which limit was reached, in words.
-        outcome: ``"exact"``: the same episodes go on, verified; ``"fresh"``: they could not be replayed, and the new
+        outcome: ``"exact"``: the same episodes go on, verified; ``"reset"``: they could not be replayed, and the new
             process began with the reset of all envs that was asked for; ``"put off"``: nor was there such a reset, so
             the old process goes on, until there is one or some more episodes have ended.
         reason: Why it is not exact, or ``""``.
@@ -103,7 +103,7 @@ class Recycled:
 
     env_index: int | None
     why: str
-    outcome: Literal["exact", "fresh", "put off"]
+    outcome: Literal["exact", "reset", "put off"]
     reason: str
     replayed: int
     seconds: float
@@ -163,7 +163,7 @@ COUNTERS = (
 
 
 def flat_statistics(statistics: Statistics | Iterable[Statistics | None]) -> dict[str, float]:
-    """Return what ``statistics()`` of any face returned as one flat dict of numbers, for a logger.
+    """Return what ``statistics()`` of any env class returned as one flat dict of numbers, for a logger.
 
     Args:
         statistics: Of one worker, or of several; ``None`` for an env that keeps none is left out.

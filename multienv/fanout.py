@@ -135,10 +135,10 @@ class Round:
 class FanOut:
     """Makes one round at a time, or an endless one.
 
-    A face calls ``ask(name, requests)``, makes the caller's values of the round, and calls ``finish()`` in the last
-    line before it returns or raises them. If it finds ``unfinished`` set when it is called, an earlier call was
+    An env class calls ``ask(name, requests)``, makes the caller's values of the round, and calls ``finish()`` in the
+    last line before it returns or raises them. If it finds ``unfinished`` set when it is called, an earlier call was
     interrupted: ``resume()`` completes that round, ``drop()`` completes it for nobody. The two halves of a call are
-    ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``. A face whose envs do not move in
+    ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``. One whose envs do not move in
     step calls ``begin_endless()`` once, then ``note()`` and ``send_noted()`` for each request, and ``take()`` for the
     answers.
 

@@ -56,7 +56,7 @@ class PrometheusExporter:
         """Read ``envs.statistics()`` whenever metrics are asked for, as long as somebody else holds ``envs``.
 
         Args:
-            envs: Any face.
+            envs: Of any class.
             name: Value of the label ``envs``: ``"train"``, say.
         """
         self._watched[name] = weakref.ref(envs)

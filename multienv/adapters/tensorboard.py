@@ -32,7 +32,7 @@ class TensorBoardExporter:
         self._step = 0
 
     def log(self, statistics: Statistics | Iterable[Statistics | None], step: int) -> None:
-        """Write what ``statistics()`` of a face returned, at this step of the trainer."""
+        """Write what ``statistics()`` of an env class returned, at this step of the trainer."""
         self._step = step
         for name, value in flat_statistics(statistics).items():
             self.writer.add_scalar(f"multienv/{name}", value, step)

@@ -96,7 +96,7 @@ def _table(told: dict[str, Any]) -> Table:
     table = Table(title=title, show_header=False, min_width=len(title))
     table.add_column("")
     table.add_column("", justify="right")
-    for name, counts in (("struck", "strikes"), ("lost", "losses"), ("brought back by", "rungs")):
+    for name, counts in (("struck", "strikes"), ("lost", "losses"), ("brought back by", "methods")):
         for kind, number in sorted(told[counts].items()):
             table.add_row(f"{name}: {kind}", f"{number:,}")
     table.add_section()

@@ -188,7 +188,7 @@ def forks(patient: Patient) -> Row:
     """Kill the worker with SIGKILL after it has taken a snapshot of itself."""
     struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshot_every=max(1, patient.first.steps // 4)))
     recovery, obstacle = struck.recovery, struck.statistics.no_snapshots
-    if recovery.rung == "snapshot":
+    if recovery.method == "snapshot":
         patient.ways["snapshot"] = struck.outcome
         if struck.outcome == "exact":
             return Row("ok", f"a killed worker comes back from its snapshot, exact, in {duration(recovery.seconds)}")

@@ -1,4 +1,4 @@
-"""Envs on the nodes of a Ray cluster, behind the same faces.
+"""Envs on the nodes of a Ray cluster, behind the same classes.
 
 ::
 
@@ -13,7 +13,7 @@ frames     what travels between a courier and its relay
 relay      on the node: monitor, workers, and what was asked of them; knows nothing of Ray
 courier    in the trainer: a thread that exchanges frames with one relay
 channel    the trainer's end of one worker on a node
-fleet      the relays of one face: where they are, and which take the place of lost ones
+fleet      the relays of one vector env or list: where they are, and which take the place of lost ones
 cluster    all that is asked of Ray
-ray_env, ray_vector_env   the faces
+ray_env, ray_vector_env   the env classes
 """

@@ -261,7 +261,7 @@ class HostActor:
     """Runs a relay on a node, as an actor.
 
     Args:
-        hash_seed: Of all workers of a face, on whatever node: a set is iterated in the same order then.
+        hash_seed: Of all workers of one vector env or list, on whatever node: a set is iterated in the same order then.
     """
 
     def __init__(self, hash_seed: str) -> None:
@@ -388,7 +388,7 @@ def in_order(nodes: Collection[Node], placement: Any, hosts: Collection[str], av
     Args:
         nodes: Those that live.
         placement: As ``RayOptions.placement``.
-        hosts: Node ids of the face's other hosts, with repetitions.
+        hosts: Node ids of its other hosts, with repetitions.
         avoided: Node ids that come last: a host there was lost.
     """
     if not isinstance(placement, str):

@@ -1,4 +1,4 @@
-"""The hosts of one face: where they are, and which take the place of lost ones.
+"""The hosts of one vector env or list: where they are, and which take the place of lost ones.
 
 A *seat* is a place for a host, with its workers; the host on it changes. When a host is lost, or its node is drained,
 the next worker that is launched on the seat has a new one made, on another node; the seat's others follow it there.
@@ -94,7 +94,7 @@ class Seat:
 
 
 class Fleet:
-    """Has the hosts of a face.
+    """Has the hosts of a vector env, or of a list of envs.
 
     Args:
         options: How.
@@ -130,7 +130,7 @@ class Fleet:
     def _plan(self, envs: int) -> list[Seat]:
         options = self.options
         until = time.monotonic() + options.placement_timeout
-        while True:  # the CPUs of a face that was closed just now are free some tenths of a second later
+        while True:  # the CPUs of envs that were closed just now are free some tenths of a second later
             known = in_order(self.cluster.nodes(), options.placement, (), ())
             nodes = [node for node in known if node.free > 0]
             if nodes or not known or time.monotonic() >= until:
@@ -259,7 +259,7 @@ class Fleet:
         self._retired.clear()  # an env that is closed holds its fleet, until a collection
 
     def close(self) -> None:
-        """End the hosts of a face that could not be made."""
+        """End the hosts of envs that could not be made."""
         self.drop(-1)
 
     def wait(self, seconds: float) -> None:
@@ -272,7 +272,7 @@ class RelayLauncher:
     """Launches the processes of one worker on the host of its seat.
 
     Args:
-        fleet: Of its face.
+        fleet: Of its hosts.
         name: In the fleet.
         seat: Where.
         how: Start method, native threads and title.

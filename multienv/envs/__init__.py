@@ -1,1 +1,1 @@
-"""The faces of single envs, and of lists of them."""
+"""The classes of single envs, and of lists of them."""

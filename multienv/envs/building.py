@@ -23,7 +23,7 @@ from multienv.processes.channel import Channel
 from multienv.processes.environment import module_path, worker_environment, working_directory
 from multienv.processes.launcher import Launch, method_of
 from multienv.processes.serial import SerialChannel
-from multienv.recovery.ladder import Launcher
+from multienv.recovery.recoverer import Launcher
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
@@ -249,7 +249,7 @@ def check_env_fn(env_fn: Any, name: str = "env_fn") -> None:
         )
 
 
-def listed_env_fns(face: str, env_fns: Any) -> list[EnvFn]:
+def listed_env_fns(owner: str, env_fns: Any) -> list[EnvFn]:
     """Return a list of functions, one for each env.
 
     Raises:
@@ -257,15 +257,15 @@ def listed_env_fns(face: str, env_fns: Any) -> list[EnvFn]:
         UsageError: ``env_fns`` is empty.
     """
     if callable(env_fns):
-        raise EnvFnError(f"{face}: env_fns is a single function; give a list of them, one for each env.")
+        raise EnvFnError(f"{owner}: env_fns is a single function; give a list of them, one for each env.")
     if isinstance(env_fns, str) or not isinstance(env_fns, Iterable):
         raise EnvFnError(
-            f"{face}: env_fns is {env_fns!r:.100}; give a list of functions, one for each env. "
+            f"{owner}: env_fns is {env_fns!r:.100}; give a list of functions, one for each env. "
             "make_vec(id, num_envs) makes a batch of an id."
         )
     found = list(env_fns)
     if not found:
-        raise UsageError(f"{face}: env_fns is empty; give one function for each env.")
+        raise UsageError(f"{owner}: env_fns is empty; give one function for each env.")
     for place, env_fn in enumerate(found):
         check_env_fn(env_fn, f"env_fns[{place}]")
     return found

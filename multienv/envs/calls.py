@@ -1,4 +1,4 @@
-"""What all faces do before a call, and the calls to one supervised env: a fan-out over one member."""
+"""What all env classes do before a call, and the calls to one supervised env: a fan-out over one member."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 from multienv.config import integer
 from multienv.envs.pickling import pickled
 from multienv.errors import EnvError, UsageError
-from multienv.recovery.rollouts import RolledReply, split
+from multienv.recovery.rollouts import RolloutReply, split
 from multienv.wire.messages import Rollout
 from multienv.wire.rollouts import Values, joined, slot_of
 
@@ -74,7 +74,7 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
         ) from error
 
 
-def fragment_of_one(reply: RolledReply, resumed: bool) -> Fragment | Exception:
+def fragment_of_one(reply: RolloutReply, resumed: bool) -> Fragment | Exception:
     """Return the fragment of a single env, or the error to raise, which has it."""
     fragment = _fragment_of(reply, resumed=resumed)
     for error in reply.errors.values():
@@ -85,7 +85,7 @@ def fragment_of_one(reply: RolledReply, resumed: bool) -> Fragment | Exception:
     return fragment
 
 
-def _fragment_of(reply: RolledReply, *, resumed: bool = False) -> Fragment | None:
+def _fragment_of(reply: RolloutReply, *, resumed: bool = False) -> Fragment | None:
     values = reply.values
     if values is None:
         return None
@@ -103,7 +103,7 @@ def _fragment_of(reply: RolledReply, *, resumed: bool = False) -> Fragment | Non
     )
 
 
-def fragment_of_slot(reply: RolledReply, slot: int) -> Fragment | None:
+def fragment_of_slot(reply: RolloutReply, slot: int) -> Fragment | None:
     """Return the fragment of one env of several; ``None``: its values cannot be read here."""
     values = reply.values
     if values is None:
@@ -118,10 +118,10 @@ def fragment_of_slot(reply: RolledReply, slot: int) -> Fragment | None:
         {},
     )
     infos: dict[int, Any] = {step: [(0, dict(infos).get(slot))] for step, infos in reply.infos.items()}
-    return _fragment_of(RolledReply(own, infos))
+    return _fragment_of(RolloutReply(own, infos))
 
 
-def fragment_of_all(replies: Sequence[RolledReply], infos: Mapping[int, Any], *, resumed: bool) -> Fragment:
+def fragment_of_all(replies: Sequence[RolloutReply], infos: Mapping[int, Any], *, resumed: bool) -> Fragment:
     """Return the fragment of all workers' envs.
 
     Args:
@@ -139,6 +139,6 @@ def fragment_of_all(replies: Sequence[RolledReply], infos: Mapping[int, Any], *,
         joined([part.truncated for part in parts]),
         {},
     )
-    fragment = _fragment_of(RolledReply(values), resumed=resumed)
+    fragment = _fragment_of(RolloutReply(values), resumed=resumed)
     assert fragment is not None
     return replace(fragment, infos=infos)

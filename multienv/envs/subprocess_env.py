@@ -17,7 +17,7 @@ from multienv.envs.calls import Calls, call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 from multienv.events import Hook, Statistics
-from multienv.recovery.rollouts import RolledReply
+from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import close_at_once
@@ -199,7 +199,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         if self._calls.pending() == "rollout":
             return self._calls.rollout(None, fragment_of_one)
         answer = self._calls.resume()
-        if not isinstance(answer, RolledReply):
+        if not isinstance(answer, RolloutReply):
             return answer
         told = fragment_of_one(answer, False)
         if isinstance(told, Exception):

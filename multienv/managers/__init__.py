@@ -2,6 +2,6 @@
 
 config       options, states of envs, timesteps
 env_manager  what users call
-rollout      the envs of a launched manager: what is asked of each, and what has come back
+scheduler      the envs of a launched manager: what is asked of each, and what has come back
 stacked      the manager whose observations and actions are batches
 """

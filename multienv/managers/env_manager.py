@@ -29,7 +29,7 @@ from multienv.errors import (
 )
 from multienv.events import Hook, Statistics
 from multienv.managers.config import EnvManagerConfig, EnvReference, EnvState, Timestep
-from multienv.managers.rollout import Rollout
+from multienv.managers.scheduler import Scheduler
 from multienv.wire.messages import GetAttribute, Message, Method, Render, SetAttribute
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class EnvManager:
             "deadlines": self.config.deadlines,
             "context": self.config.context,
         }
-        self._rollout: Rollout | None = None
+        self._scheduler: Scheduler | None = None
         self._envs: list[SupervisedEnv] = []
         self._reference: EnvReference | None = None
         self._seeds: dict[int, int] = {}
@@ -138,8 +138,8 @@ class EnvManager:
             self._reference = self._reference or _reference_of(envs[0])
             self._seed_actions()
             supervisors = [supervisor for supervisor in map(supervisor_of, envs) if supervisor is not None]
-            rollout = self._rollout = Rollout(supervisors, self.config, self._seed_of)
-            self._reset(rollout, {**dict.fromkeys(range(self.env_num)), **params})
+            scheduler = self._scheduler = Scheduler(supervisors, self.config, self._seed_of)
+            self._reset(scheduler, {**dict.fromkeys(range(self.env_num)), **params})
         except BaseException as error:
             closed = self._envs is not envs
             self.close()
@@ -160,17 +160,17 @@ class EnvManager:
 
         ``launch()`` can be called again.
         """
-        rollout, envs, self._envs = self._rollout, self._envs, []
-        if rollout is not None:
-            rollout.close()
+        scheduler, envs, self._envs = self._scheduler, self._envs, []
+        if scheduler is not None:
+            scheduler.close()
         else:  # launch() is building the envs
             close_all(envs)
-        self._rollout = None
+        self._scheduler = None
 
     @property
     def closed(self) -> bool:
         """Tell whether the manager is not launched, or is closed again."""
-        return self._rollout is None or self._rollout.closed
+        return self._scheduler is None or self._scheduler.closed
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
         """Raise NotCopyableError: a manager can be neither copied nor pickled."""
@@ -201,14 +201,14 @@ class EnvManager:
         Raises:
             EnvsFailedError: Some could not be reset; the others are.
         """
-        rollout = self._launched("reset()")
+        scheduler = self._launched("reset()")
         params = _checked_params(reset_param, self.env_num)
-        self._reset(rollout, params if reset_param is not None else None)
+        self._reset(scheduler, params if reset_param is not None else None)
 
-    def _reset(self, rollout: Rollout, params: Mapping[int, dict[str, Any] | None] | None) -> None:
+    def _reset(self, scheduler: Scheduler, params: Mapping[int, dict[str, Any] | None] | None) -> None:
         for index, param in (params or {}).items():
-            rollout.params[index] = param or {}
-        rollout.reset(range(self.env_num) if params is None else list(params))
+            scheduler.params[index] = param or {}
+        scheduler.reset(range(self.env_num) if params is None else list(params))
 
     def seed(self, seed: int | Sequence[int] | Mapping[int, int], dynamic_seed: bool | None = None) -> None:
         """Seed the envs, from their next reset on; before :meth:`launch` or after.
@@ -225,8 +225,8 @@ class EnvManager:
         given = _checked_seeds(seed, self.env_num)
         self._seeds = {**self._seeds, **given}
         self._dynamic_seed = dynamic_seed is None or bool(dynamic_seed)
-        if self._rollout is not None:
-            self._rollout.count_resets_anew(given)
+        if self._scheduler is not None:
+            self._scheduler.count_resets_anew(given)
         self._seed_actions()
 
     def _seed_of(self, index: int, episode: int) -> int | None:
@@ -251,10 +251,10 @@ class EnvManager:
         Raises:
             EnvsFailedError: Envs could not be reset in the background; it holds the other observations.
         """
-        rollout = self._launched("ready_obs")
-        rollout.until_some_are_ready()
-        observations = {index: rollout.observation(index) for index in rollout.ready()}
-        rollout.tell_failures("ready_obs", observations)
+        scheduler = self._launched("ready_obs")
+        scheduler.until_some_are_ready()
+        observations = {index: scheduler.observation(index) for index in scheduler.ready()}
+        scheduler.tell_failures("ready_obs", observations)
         return observations
 
     def random_action(self) -> dict[int, Any]:
@@ -276,20 +276,20 @@ class EnvManager:
             EnvsFailedError: Some envs raised, or could not be reset in the background; its ``results`` has the
                 timesteps of the others, by id.
         """
-        rollout = self._launched("step()")
+        scheduler = self._launched("step()")
         if not isinstance(actions, Mapping):
             raise UsageError(f"step({actions!r:.100}): give a dict: env id → action.")
-        self._send_steps(rollout, actions)
-        self._wait(rollout, len(actions))
-        return rollout.hand_over("step()", dict)  # type: ignore[no-any-return]
+        self._send_steps(scheduler, actions)
+        self._wait(scheduler, len(actions))
+        return scheduler.hand_over("step()", dict)  # type: ignore[no-any-return]
 
-    def _send_steps(self, rollout: Rollout, actions: Mapping[Any, Any]) -> None:
+    def _send_steps(self, scheduler: Scheduler, actions: Mapping[Any, Any]) -> None:
         """Send these steps, all of them or none."""
-        rollout.finish_calls()
+        scheduler.finish_calls()
         chosen: dict[int, Any] = {}
         for env_id, action in actions.items():
             index = _checked_id("step()", env_id, self.env_num)
-            record = rollout.records[index]
+            record = scheduler.records[index]
             if record.asked == "step" or record.timestep is not None:
                 raise CallPendingError(
                     f"step(): env {index} is stepping; {self._way_to_collect} collects it. Nothing was sent."
@@ -298,19 +298,19 @@ class EnvManager:
                 reason = _NO_REASON_TO_STEP[record.state].format(index)
                 raise ResetNeededError(f"step(): env {index} {reason}. Nothing was sent.")
             chosen[index] = action
-        if not (chosen or rollout.is_busy()):
+        if not (chosen or scheduler.is_busy()):
             states = {index: state.name for index, state in self.env_states.items()}
             raise UsageError(f"step(): no action, and nothing to wait for: {states}. Step some envs, or reset them.")
-        rollout.step(chosen)
+        scheduler.step(chosen)
 
-    def _wait(self, rollout: Rollout, asked: int) -> None:
+    def _wait(self, scheduler: Scheduler, asked: int) -> None:
         """Wait for the timesteps that step() is to return; ``asked``: how many steps this call has sent."""
-        if not (rollout.stepping() or rollout.news()):
-            rollout.until_some_are_ready()
+        if not (scheduler.stepping() or scheduler.news()):
+            scheduler.until_some_are_ready()
         elif self._waits_for_all:
-            rollout.until_stepped(math.inf, None)
+            scheduler.until_stepped(math.inf, None)
         else:
-            rollout.until_stepped(min(self.config.wait_num, asked or math.inf), self.config.step_wait_timeout)
+            scheduler.until_stepped(min(self.config.wait_num, asked or math.inf), self.config.step_wait_timeout)
 
     # --- the state of the envs --------------------------------------------------------------------
 
@@ -347,10 +347,10 @@ class EnvManager:
     @property
     def env_states(self) -> dict[int, EnvState]:
         """Return the state of each env by id, according to the answers taken up so far."""
-        rollout = self._rollout
-        if rollout is None or rollout.closed:
+        scheduler = self._scheduler
+        if scheduler is None or scheduler.closed:
             return dict.fromkeys(range(self.env_num), EnvState.VOID)
-        return {index: record.state for index, record in enumerate(rollout.records)}
+        return {index: record.state for index, record in enumerate(scheduler.records)}
 
     @property
     def active_env(self) -> list[int]:
@@ -360,9 +360,9 @@ class EnvManager:
     @property
     def ready_env(self) -> list[int]:
         """Return the ids of the envs that can be stepped now; does not wait."""
-        rollout = self._launched("ready_env")
-        rollout.turn(0.0)
-        return rollout.ready()
+        scheduler = self._launched("ready_env")
+        scheduler.turn(0.0)
+        return scheduler.ready()
 
     @property
     def ready_obs_id(self) -> list[int]:
@@ -372,9 +372,9 @@ class EnvManager:
     @property
     def ready_info(self) -> dict[int, dict[str, Any]]:
         """Return the infos of the envs that can be stepped, by id: each from the env's last step or reset."""
-        rollout = self._launched("ready_info")
-        rollout.turn(0.0)
-        return {index: rollout.records[index].info for index in rollout.ready()}
+        scheduler = self._launched("ready_info")
+        scheduler.turn(0.0)
+        return {index: scheduler.records[index].info for index in scheduler.ready()}
 
     @property
     def ready_imgs(self) -> dict[int, Any]:
@@ -384,7 +384,7 @@ class EnvManager:
     @property
     def done(self) -> bool:
         """Tell whether each env has run ``episode_num`` episodes."""
-        return self._rollout is not None and self._rollout.done()
+        return self._scheduler is not None and self._scheduler.done()
 
     def env_state_done(self, env_id: int) -> bool:
         """Tell whether this env has run ``episode_num`` episodes."""
@@ -425,11 +425,11 @@ class EnvManager:
     def _call(self, what: str, name: str, message: Message, ids: Iterable[int]) -> dict[int, Any]:
         return self._launched(what).call(what, name, dict.fromkeys(ids, message))
 
-    def _launched(self, what: str) -> Rollout:
-        rollout = self._rollout
-        if rollout is None or rollout.closed:
+    def _launched(self, what: str) -> Scheduler:
+        scheduler = self._scheduler
+        if scheduler is None or scheduler.closed:
             raise ClosedError(f"{what}: the envs are not running. Call launch() first.")
-        return rollout
+        return scheduler
 
 
 class AsyncSubprocessEnvManager(EnvManager):

@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 from multienv.errors import ActionError, EnvError, UsageError
 from multienv.managers.config import EnvManagerConfig, Timestep
 from multienv.managers.env_manager import EnvManager, ResetParam
-from multienv.managers.rollout import Rollout
+from multienv.managers.scheduler import Scheduler
 
 # Spaces whose actions for several envs can be one value; those for others are a list.
 _BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)
@@ -51,16 +51,16 @@ class StackedSubprocessEnvManager(EnvManager):
             EnvsFailedError: Envs could not be reset in the background, or have returned what does not fit their space;
                 it holds the other observations.
         """
-        rollout = self._launched("ready_obs")
-        rollout.until_some_are_ready()
-        self._tell_failures(rollout)
-        ready = rollout.ready()
-        observations = [rollout.records[index].observation for index in ready]
+        scheduler = self._launched("ready_obs")
+        scheduler.until_some_are_ready()
+        self._tell_failures(scheduler)
+        ready = scheduler.ready()
+        observations = [scheduler.records[index].observation for index in ready]
         try:
             batch = _stacked(self.observation_space, observations)
         except Exception:  # of numpy's, or of a custom space
-            rollout.fail(self._misfits(dict(zip(ready, observations, strict=True))))
-            self._tell_failures(rollout)
+            scheduler.fail(self._misfits(dict(zip(ready, observations, strict=True))))
+            self._tell_failures(scheduler)
             raise
         self._batch, self._implied = ready, None
         return batch
@@ -93,18 +93,18 @@ class StackedSubprocessEnvManager(EnvManager):
             UsageError: ``ready_obs`` must be read first.
             EnvsFailedError: As for the other managers; ``results`` is by env id.
         """
-        rollout = self._launched("step()")
+        scheduler = self._launched("step()")
         batch = self._batch
-        if batch is None and not rollout.stepping() and not rollout.news():
+        if batch is None and not scheduler.stepping() and not scheduler.news():
             batch = self._implied
             if batch is None:
                 raise UsageError("step(): read ready_obs first: the actions are for the envs of that batch.")
         order = batch or []
         rows = _rows(self.action_space, actions, order)
-        self._send_steps(rollout, dict(zip(order, rows, strict=True)))
+        self._send_steps(scheduler, dict(zip(order, rows, strict=True)))
         self._batch = self._implied = None
-        self._wait(rollout, len(order))
-        return rollout.hand_over("step()", lambda steps: self._listed(rollout, steps, order))  # type: ignore[no-any-return]
+        self._wait(scheduler, len(order))
+        return scheduler.hand_over("step()", lambda steps: self._listed(scheduler, steps, order))  # type: ignore[no-any-return]
 
     def reset(self, reset_param: ResetParam | None = None) -> None:
         """Reset envs as :meth:`EnvManager.reset` does; the last batch is out of date then."""
@@ -119,16 +119,16 @@ class StackedSubprocessEnvManager(EnvManager):
         super().launch(reset_param)
         self._implied = list(range(self.env_num))
 
-    def _listed(self, rollout: Rollout, steps: dict[int, Timestep], order: list[int]) -> list[Timestep]:
+    def _listed(self, scheduler: Scheduler, steps: dict[int, Timestep], order: list[int]) -> list[Timestep]:
         # Which envs a reset in the background makes ready is chance: these are in no batch until ready_obs is read.
         goes_on = self.config.reset_inplace or not any(timestep.done for timestep in steps.values())
-        if order and goes_on and all(rollout.records[index].is_idle for index in order):
+        if order and goes_on and all(scheduler.records[index].is_idle for index in order):
             self._implied = order
         first = [steps[index] for index in order if index in steps]
         return first + [step for index, step in steps.items() if index not in order]
 
-    def _tell_failures(self, rollout: Rollout) -> None:
-        rollout.tell_failures("ready_obs", {index: rollout.observation(index) for index in rollout.ready()})
+    def _tell_failures(self, scheduler: Scheduler) -> None:
+        scheduler.tell_failures("ready_obs", {index: scheduler.observation(index) for index in scheduler.ready()})
 
     def _misfits(self, observations: Mapping[int, Any]) -> dict[int, EnvError]:
         """Return an error for each env whose observation does not fit the space."""

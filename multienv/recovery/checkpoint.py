@@ -12,7 +12,7 @@ from typing import Any
 from multienv.errors import NotForkableError, NotRestoredError, UsageError
 from multienv.processes.channel import Channel
 from multienv.recovery.journal import Journal
-from multienv.recovery.ladder import Unrecoverable
+from multienv.recovery.recoverer import Unrecoverable
 from multienv.recovery.state_machine import Episode, Process, State
 from multienv.wire.messages import KeepSnapshot
 
@@ -121,7 +121,7 @@ class Checkpoints:
                 f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, devices and "
                 "shared memory do not survive it; nor does the trainer take part in it (SerialEnv). Nothing is lost."
             )
-        snapshot = Snapshot(token, self.standing(), worker.ladder.free)
+        snapshot = Snapshot(token, self.standing(), worker.recoverer.free)
         self._kept.add(snapshot)
         self._asked = 0
         return snapshot
@@ -137,12 +137,12 @@ class Checkpoints:
             raise UsageError("restore(): this is another env's snapshot; each env comes back to its own.")
         if snapshot.is_free:
             raise UsageError("restore(): this snapshot has been freed.")
-        standing, ladder = snapshot.standing, worker.ladder
-        effort = ladder.begin(planned=True)
+        standing, recoverer = snapshot.standing, worker.recoverer
+        effort = recoverer.begin(planned=True)
         # First: else this process is the parent of the woken one, and the monitor does not see that one end.
         worker.give_up()
         try:
-            channel = ladder.wake_kept(snapshot.token, standing.number, effort)
+            channel = recoverer.wake_kept(snapshot.token, standing.number, effort)
             if channel is None:  # the frozen process is gone: replay what led to it
                 channel = self._replayed(standing, effort)
         except Unrecoverable as reason:
@@ -159,7 +159,7 @@ class Checkpoints:
 
     def _free_asked(self) -> None:
         if self._asked:
-            self._supervisor.ladder.free(self._asked)
+            self._supervisor.recoverer.free(self._asked)
             self._asked = 0
 
     # --- checkpoints --------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Checkpoints:
                 "The env is as it was before."
             )
         try:
-            channel = self._replayed(standing, worker.ladder.begin(planned=True))
+            channel = self._replayed(standing, worker.recoverer.begin(planned=True))
         except Unrecoverable as reason:
             raise NotRestoredError(
                 f"load_state_dict(): {reason}. Is the env_fn the same, and the env deterministic? "
@@ -212,7 +212,7 @@ class Checkpoints:
     def standing(self) -> Standing:
         """Return journal, counters and last answer of the worker, as plain data."""
         worker = self._supervisor
-        build = worker.ladder.build
+        build = worker.recoverer.build
         return Standing(
             journal=worker.journal.dump(),
             shown=worker.answers.standing(worker.segment),
@@ -233,16 +233,16 @@ class Checkpoints:
         worker = self._supervisor
         journal = Journal(recording=True)
         journal.load(standing.journal)
-        ladder, before = worker.ladder, worker.ladder.build
-        ladder.build = replace(before, seeds=standing.process_seeds, draws=standing.draws)
+        recoverer, before = worker.recoverer, worker.recoverer.build
+        recoverer.build = replace(before, seeds=standing.process_seeds, draws=standing.draws)
         try:
-            found = ladder.bring_back(journal.plans(), effort)
+            found = recoverer.bring_back(journal.plans(), effort)
         finally:
-            ladder.build = before
-        if found.strays:
+            recoverer.build = before
+        if found.mismatches:
             found.channel.kill()
             found.channel.release()
-            raise Unrecoverable(next(iter(found.strays.values())))
+            raise Unrecoverable(next(iter(found.mismatches.values())))
         channel: Channel = found.channel
         return channel
 
@@ -251,8 +251,8 @@ class Checkpoints:
         worker = self._supervisor
         worker.refuse_if_closed("restore", channel)
         worker.give_up()
-        ladder = worker.ladder
-        ladder.build = replace(ladder.build, seeds=standing.process_seeds, draws=standing.draws)
+        recoverer = worker.recoverer
+        recoverer.build = replace(recoverer.build, seeds=standing.process_seeds, draws=standing.draws)
         worker.journal.load(standing.journal)
         worker.number, worker.record.steps_before[:] = standing.number, standing.steps_before
         worker.record.seeds[:] = standing.seeds

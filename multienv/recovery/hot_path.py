@@ -5,7 +5,7 @@ rows, and infos of numbers, hold all there is to tell. Everything else is left t
 
 Each line counts here. What takes 1 µs in a loop of its own takes 3 µs between two processes that share a core, because
 the caches are cold by then. So the loop over the workers is inside these functions, and what they touch of a process
-lies in one object, its ``Line``.
+lies in one object, its ``StepBuffers``.
 
 Ctrl-C may come between any two lines. A step lies in its bank before the state says that it is asked; an answer is kept
 as ``last_answer`` before the state says that it is taken; whatever comes in between is done once more by the next call.
@@ -64,7 +64,7 @@ def is_asked_plainly(state: State) -> bool:
     return state is STEPPING or state is STEPPING_HALF or state is BEGINNING_ANEW or state is BEGINNING_ANEW_HALF
 
 
-class Line:
+class StepBuffers:
     """Holds what the hot path touches of one process.
 
     Args:
@@ -128,18 +128,18 @@ def ask(
             with supervisor.lock:
                 if supervisor.state is not RUNNING or supervisor.asked_by is not asker or supervisor.maintenance.is_due:
                     return done
-                line, number, pending = supervisor.line, supervisor.number + 1, supervisor.pending
+                buffers, number, pending = supervisor.buffers, supervisor.number + 1, supervisor.pending
                 try:
-                    line.encode(number, action)
+                    buffers.encode(number, action)
                 except MultienvError:  # the supervisor raises it once more
                     return done
-                limit = pending.limit = line.limit
+                limit = pending.limit = buffers.limit
                 pending.until = None if limit is None else monotonic() + limit
                 supervisor.state = state
-                words = line.words
+                words = buffers.words
                 words[REQUEST] = number
                 if words[WORKER_SLEEPS]:
-                    line.ring(number)
+                    buffers.ring(number)
         done += 1
     return done
 
@@ -175,9 +175,9 @@ def take(  # noqa: C901 - one loop, because each call counts here
             if supervisor.state is not state:
                 is_left = True
                 continue
-            line, number = supervisor.line, supervisor.number + 1
-            words, side = line.words, number & 1
-            looks = line.looks
+            buffers, number = supervisor.buffers, supervisor.number + 1
+            words, side = buffers.words, number & 1
+            looks = buffers.looks
             if words[REPLY] != number and looks:
                 asleep_at = monotonic() + LOOKING
                 while words[REPLY] != number and looks:
@@ -189,11 +189,11 @@ def take(  # noqa: C901 - one loop, because each call counts here
                 if not supervisor.is_answered(number, until):
                     is_left = True
                     continue
-            meaning = line.meanings.get(line.heads[side][0])
+            meaning = buffers.meanings.get(buffers.heads[side][0])
             if meaning is None or (meaning == _BEGINS and words[REQUEST] != number):
                 is_left = True
                 continue
-            answer = line.read(number)
+            answer = buffers.read(number)
             if words[REPLY_MAIL + side]:
                 answer = supervisor.with_infos(number, answer)
                 if answer is None:
@@ -201,7 +201,7 @@ def take(  # noqa: C901 - one loop, because each call counts here
                     continue
             journal = supervisor.journal
             if journal.recording:
-                journal.entries[number] = bytes(line.stretches[side])
+                journal.entries[number] = bytes(buffers.stretches[side])
             replies = supervisor.answers
             replies.seen = number
             if meaning == _ENDS:
@@ -210,7 +210,7 @@ def take(  # noqa: C901 - one loop, because each call counts here
                 answer = answer[0], answer[4]
             supervisor.last_answer = answer
             # Adjacent stores: no signal handler comes in between.
-            supervisor.number, supervisor.state = number, line.after[meaning]
+            supervisor.number, supervisor.state = number, buffers.after[meaning]
             if meaning == _BEGINS:
                 supervisor.record.reset((None,), BEGINNING.touches)
                 journal.note_ends((0,), number)

@@ -27,7 +27,8 @@ from multienv.wire.messages import Replay, ReplayStart
 SHORT = 0.1
 # Requests that prove a start if no episode has ended since.
 PROOF = 512
-# Starts of a slot that are kept, of those that are proven: what strays from the last one is tried from the one before.
+# Starts of a slot that are kept, of those that are proven: if a replay from the last one differs, the one before is
+# tried.
 _KEPT = 2
 # Calls and attributes set that are repeated before a replay; older ones are forgotten.
 LASTING = 1000

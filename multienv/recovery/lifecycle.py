@@ -14,10 +14,10 @@ from multienv.errors import MultienvError
 from multienv.events import Loss, Outcome
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery.journal import Journal, furthest_replay
-from multienv.recovery.ladder import BudgetSpentError, Found, Ladder, Launcher, RequestFailedError, Unrecoverable
 from multienv.recovery.pending import Pending
 from multienv.recovery.policy import Effort
 from multienv.recovery.record import Record
+from multienv.recovery.recoverer import BudgetSpentError, Found, Launcher, Recoverer, RequestFailedError, Unrecoverable
 from multienv.recovery.state_machine import (
     LOSSES,
     BudgetSpent,
@@ -67,7 +67,7 @@ class Lifecycle:
         pending: Pending,
         path: Iterable[tuple[Event, State]],
     ) -> None:
-        self.ladder = Ladder(launcher, build, policy, deadlines)
+        self.recoverer = Recoverer(launcher, build, policy, deadlines)
         self.channel: Channel | None = None
         self.building = 0
         self.found: Found | None = None
@@ -84,8 +84,8 @@ class Lifecycle:
 
     def launch(self) -> None:
         """Launch the first process and ask it to build the envs."""
-        self.channel, self.building = self.ladder.launch()
-        self.ladder.handed_over()
+        self.channel, self.building = self.recoverer.launch()
+        self.recoverer.handed_over()
         self._pending.limit = self._deadlines.start
         self._pending.arm()
 
@@ -102,7 +102,7 @@ class Lifecycle:
         try:
             if not self._pending.await_reply(channel, self.building, until, "initialize"):
                 return None
-            self.ladder.await_build(channel, self.building, self._pending.until)
+            self.recoverer.await_build(channel, self.building, self._pending.until)
         except RequestFailedError as failed:
             self.drop()
             return self._record.error_of(-1, failed.failure, "initialize")
@@ -117,7 +117,7 @@ class Lifecycle:
         """Note a process lost while building; return the event for another try, or the error if none is left."""
         self._deaths += 1
         self.loss = self._record.loss(gone, "initialize", gone.slot, self._pending.limit, self._case(b""))
-        effort = self._effort = self._effort or self.ladder.begin()
+        effort = self._effort = self._effort or self.recoverer.begin()
         outside = _is_from_outside(gone)
         allowed = LOSSES if outside else self._policy.poison_after
         action = self._policy.on_timeout if gone.cause == "hung" else self._policy.on_crash
@@ -126,7 +126,7 @@ class Lifecycle:
             advice = "Run env_fn() in-process to see why; initialize() tries again."
         else:
             try:
-                self.ladder.admit(effort, self._record.steps)
+                self.recoverer.admit(effort, self._record.steps)
             except (BudgetSpentError, Unrecoverable):
                 advice, kind = self._budget_text(), "budget"
         self.drop()
@@ -135,7 +135,7 @@ class Lifecycle:
             self._record.recovery(self.loss, "raised", "", effort)
             return self._record.lost_error(self.loss, advice, kind)  # type: ignore[arg-type]
         effort.attempts += 1
-        self.ladder.restarts += 1
+        self.recoverer.restarts += 1
         return Lost(gone.cause, -1, outside)
 
     # --- losses -----------------------------------------------------------------------------------
@@ -161,13 +161,13 @@ class Lifecycle:
             self._pending.save(channel.segment, number)
         self._journal.cut(committed)
         self._fate = gone.fate
-        codec = self.ladder.codec
+        codec = self.recoverer.codec
         entry = b""
         if codec is not None and self._record.reports.wanted:
             entry = self._pending.entry(channel.segment, number, request, codec.layout)
         idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
         self.loss = self._record.loss(gone, request.name, slot, self._pending.limit, self._case(entry), idle=idle)
-        self._effort = self.ladder.begin()
+        self._effort = self.recoverer.begin()
         slot = slots if is_policy else slot
         return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))
 
@@ -180,21 +180,21 @@ class Lifecycle:
             outcome: Outcome = "raised"
         else:
             is_reset = state.request is not None and state.request.kind is Kind.RESET
-            outcome = "fresh" if is_reset else "truncated"
+            outcome = "reset" if is_reset else "truncated"
         self._record.recovery(self.loss, outcome, "" if outcome == "raised" else state.what, self._effort)
 
     def recover(self) -> Event:
-        """Bring the envs back by the ladder, with one charge to the budget and one deadline; return the event."""
-        fate, loss, ladder, channel = self._fate, self.loss, self.ladder, self.channel
+        """Bring the envs back, with one charge to the budget and one deadline; return the event."""
+        fate, loss, recoverer, channel = self._fate, self.loss, self.recoverer, self.channel
         assert fate is not None
         assert loss is not None
         assert channel is not None
-        effort = self._effort = self._effort or ladder.begin()
-        ladder.arm(effort)
+        effort = self._effort = self._effort or recoverer.begin()
+        recoverer.arm(effort)
         try:
-            ladder.admit(effort, self._record.steps)
-            found = ladder.wake(channel, self._journal.since, effort, fate)
-            self.found = found or ladder.bring_back(self._journal.plans(), effort)
+            recoverer.admit(effort, self._record.steps)
+            found = recoverer.wake(channel, self._journal.since, effort, fate)
+            self.found = found or recoverer.bring_back(self._journal.plans(), effort)
             self._go_on_from(self.found, effort)
         except BudgetSpentError:
             self._record.recovery(loss, "raised", "the budget of restarts is spent", effort)
@@ -205,7 +205,7 @@ class Lifecycle:
         return Recovered(
             {
                 slot: f"{what_happened(loss)} It cannot be brought back: {what}."
-                for slot, what in self.found.strays.items()
+                for slot, what in self.found.mismatches.items()
             }
         )
 
@@ -218,13 +218,13 @@ class Lifecycle:
         if isinstance(event, NotRecovered):
             is_reset = before.request is not None and before.request.kind is Kind.RESET
             fresh = is_reset and not after.owed and not after.absent
-            self._record.recovery(loss, "fresh" if fresh else "truncated", event.reason, effort)
+            self._record.recovery(loss, "reset" if fresh else "truncated", event.reason, effort)
         elif isinstance(event, Recovered):
-            truncated = [reason for slot, reason in after.owed if slot in event.strays]
-            reasons = [*dict(after.absent).values(), *truncated, *event.strays.values()]
+            truncated = [reason for slot, reason in after.owed if slot in event.mismatches]
+            reasons = [*dict(after.absent).values(), *truncated, *event.mismatches.values()]
             outcome: Outcome = "exact"
             if reasons:  # all that differs may be about to be reset
-                outcome = "truncated" if after.absent or truncated else "fresh"
+                outcome = "truncated" if after.absent or truncated else "reset"
             reason = next(iter(reasons), "")
             if instruction is Instruction.RAISE_POISON:
                 outcome, reason = "raised", f"The same {loss.command}() ended process after process."
@@ -237,31 +237,31 @@ class Lifecycle:
             RequestFailedError: ``env_fn`` raised.
             Unrecoverable: No process can be built.
         """
-        effort, self.replayed = self.ladder.begin(planned=self.loss is None), 0
+        effort, self.replayed = self.recoverer.begin(planned=self.loss is None), 0
         lasting = self._journal.all_lasting() if self._journal.replaying else ()
         try:
-            channel = self.ladder.renew(effort, lasting)
+            channel = self.recoverer.renew(effort, lasting)
         except Gone:  # one of the calls ends the process, or they take too long: go on without them
             lasting = ()
-            self.ladder.arm(effort)
-            channel = self.ladder.renew(effort, lasting)
+            self.recoverer.arm(effort)
+            channel = self.recoverer.renew(effort, lasting)
         self._journal.begin(number, lasting)
         return channel
 
     def replace(self) -> tuple[Channel | None, Effort, str]:
         """Replay the envs, which are not lost, in a new process; return it, or ``None`` and the reason."""
-        effort = self.ladder.begin(planned=True)
+        effort = self.recoverer.begin(planned=True)
         try:
             # A short replay: a replay of the whole past would repeat what leaked.
-            found = self.ladder.bring_back(self._journal.plans(near=True), effort)
+            found = self.recoverer.bring_back(self._journal.plans(near=True), effort)
         except (Unrecoverable, OSError) as reason:
             if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
                 raise
             return None, effort, str(reason)
-        if found.strays:
+        if found.mismatches:
             found.channel.kill()
             found.channel.release()
-            return None, effort, next(iter(found.strays.values()))
+            return None, effort, next(iter(found.mismatches.values()))
         self._go_on_from(found, effort)
         return found.channel, effort, ""
 
@@ -270,7 +270,7 @@ class Lifecycle:
         self.replayed = effort.replayed
         if found.plan is not None:
             self._journal.go_on_from(found.plan)
-            self._journal.lose(found.strays)
+            self._journal.lose(found.mismatches)
 
     def error(self, instruction: Instruction, state: State) -> MultienvError:
         """Build the error for an instruction to raise."""
@@ -310,14 +310,14 @@ class Lifecycle:
         """Return the data for a crash report; ``None`` if no reports are wanted."""
         if not self._record.reports.wanted:
             return None
-        ladder, codec = self.ladder, self.ladder.codec
+        recoverer, codec = self.recoverer, self.recoverer.codec
         known = self._journal.recording and codec is not None
         return Case(
             replay=partial(furthest_replay, self._journal.dump() if known else None),
             size=len(self._journal) if known else 0,
             pending=pending,
-            build=ladder.build,
-            description=ladder.description,
+            build=recoverer.build,
+            description=recoverer.description,
             deadline=self._pending.limit,
             layout=None if codec is None else codec.layout,
             path=tuple(told(event, after) for event, after in self._path),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from multienv.config import RestartPolicy
-from multienv.events import Rung
+from multienv.events import RecoveryMethod
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Effort:
     turn: float | None = None
     attempts: int = 0
     replayed: int = 0
-    rung: Rung = ""
+    method: RecoveryMethod = ""
     deaths: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
 

@@ -174,7 +174,7 @@ class Record:
             effort.replayed,
             effort.attempts,
             time.monotonic() - effort.began,
-            effort.rung if outcome == "exact" else "",
+            effort.method if outcome == "exact" else "",
             self.reports.path,
         )
         self.reports.close(recovery)
@@ -206,7 +206,7 @@ class Record:
         self._tell(loss)
         self._tell(self.last_recovery)
 
-    def recycling(self, why: str, outcome: Literal["exact", "fresh", "put off"], reason: str, effort: Effort) -> None:
+    def recycling(self, why: str, outcome: Literal["exact", "reset", "put off"], reason: str, effort: Effort) -> None:
         """Note that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - effort.began
         self._recycled += outcome != "put off"

@@ -13,13 +13,13 @@ from multienv.recovery.answers import Absent, ErrorOf, Told, unreadable
 from multienv.reports.texts import original_of
 from multienv.wire.infos import Illegible, NumberInfos, unpack_extras
 from multienv.wire.messages import Failure, foreign
-from multienv.wire.rollouts import Rolled, Values, slot_of, steps_of
+from multienv.wire.rollouts import RolloutResult, Values, slot_of, steps_of
 
 Infos = NumberInfos | list[tuple[int, Any]]  # slot and info of those that have one
 
 
 @dataclass(slots=True)
-class RolledReply:
+class RolloutReply:
     """Holds what a worker answered to a rollout.
 
     Attributes:
@@ -42,7 +42,7 @@ class RolledReply:
             yield numbers[step] + after, generators
 
 
-class RolledReader:
+class RolloutReader:
     """Makes the reply to a rollout of what a worker answered.
 
     Args:
@@ -61,12 +61,12 @@ class RolledReader:
         self._same_step, self._truncates = same_step, truncates
         self._error_of, self._told = error_of, told
 
-    def reply(self, rolled: Rolled, absent: Absent) -> RolledReply | PolicyError:
+    def reply(self, rolled: RolloutResult, absent: Absent) -> RolloutReply | PolicyError:
         """Return the reply; ``absent`` are the slots that took no part in the first step, and why."""
         if rolled.by_policy:
             assert rolled.failure is not None
             return _policy_error(rolled.failure, rolled.steps)
-        reply = RolledReply()
+        reply = RolloutReply()
         try:
             if rolled.values:
                 reply.values = foreign(partial(pickle.loads, rolled.values), Illegible)
@@ -97,7 +97,7 @@ class RolledReader:
         return reply
 
     def _unpacked(
-        self, mail: bytes, reply: RolledReply, step: int, failures: list[tuple[int, int, Failure]], after: int = 0
+        self, mail: bytes, reply: RolloutReply, step: int, failures: list[tuple[int, int, Failure]], after: int = 0
     ) -> Infos:
         extras, illegible = unpack_extras(mail)
         if extras.generators:
@@ -107,7 +107,7 @@ class RolledReader:
             reply.errors.setdefault(slot, unreadable("rollout", error))
         return extras.infos
 
-    def _tell(self, reply: RolledReply, step: int, slot: int, reason: str) -> None:
+    def _tell(self, reply: RolloutReply, step: int, slot: int, reason: str) -> None:
         """Say in the info of a slot that its step is a truncation, and why."""
         infos, told = dict(reply.infos.get(step, ())), {"multienv": self._told(slot, reason)}
         infos[slot] = {**infos.get(slot, {}), **told}
@@ -116,7 +116,7 @@ class RolledReader:
             infos[slot] |= {"final_obs": steps_of(before, 0), "final_info": told}
         reply.infos[step] = sorted(infos.items())
 
-    def _join_ends(self, reply: RolledReply, rolled: Rolled, reasons: dict[tuple[int, int], str]) -> None:
+    def _join_ends(self, reply: RolloutReply, rolled: RolloutResult, reasons: dict[tuple[int, int], str]) -> None:
         """Give each step of a single env that ended an episode the info of the reset that followed it."""
         for step, _ in rolled.ends:
             info = dict(reply.infos.get(step, ())).get(0, {})

@@ -176,9 +176,9 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Says that the envs stand where the caller saw them last, but for ``strays``: slot → what differs."""
+    """Says that the envs stand where the caller saw them last, but for ``mismatches``: slot → what differs."""
 
-    strays: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    mismatches: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class Instruction(Enum):
     LAUNCH = "launch"  # launch a process and ask it to build the envs
     AWAIT_BUILD = "await build"  # wait until the envs are built
     ASK = "ask"  # publish the pending request, without its absent slots, and wait for the answer
-    RECOVER = "recover"  # try the ladder: snapshot, then replays of the journal
+    RECOVER = "recover"  # try the methods in order: snapshot, then replays of the journal
     DELIVER = "deliver"  # hand the answer to the caller, truncations overlaid
     TRUNCATE = "truncate"  # hand the caller truncated=True for all slots without asking any process
     RAISE_LOST = "raise lost"  # raise the error of the loss
@@ -365,18 +365,18 @@ def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Ins
     assert request is not None
     poisoned = _poisoned(state, rules)
     if request.kind is Kind.CALL or rules.slots in poisoned:
-        owes = event.strays and rules.slots == 1 and state.episode is Episode.RUNNING
+        owes = event.mismatches and rules.slots == 1 and state.episode is Episode.RUNNING
         episode = Episode.OWED if owes else state.episode
-        after = after._replace(owed=_merged(state.owed, event.strays), episode=episode)
+        after = after._replace(owed=_merged(state.owed, event.mismatches), episode=episode)
         if poisoned:
             return _without_request(after), Instruction.RAISE_POISON
         return after, Instruction.ASK
-    absent = _merged(state.absent, {**event.strays, **poisoned} if request.kind is Kind.STEP else poisoned)
+    absent = _merged(state.absent, {**event.mismatches, **poisoned} if request.kind is Kind.STEP else poisoned)
     after = after._replace(absent=absent)
     if request.kind is Kind.RESET:
         touched = request.touched
-        strays = {slot: why for slot, why in event.strays.items() if touched is not None and not touched[slot]}
-        after = after._replace(owed=_merged(state.owed, strays))
+        mismatches = {slot: why for slot, why in event.mismatches.items() if touched is not None and not touched[slot]}
+        after = after._replace(owed=_merged(state.owed, mismatches))
         if poisoned and rules.slots == 1:
             return _without_request(after, episode=Episode.NONE), Instruction.RAISE_POISON
         return after, Instruction.ASK

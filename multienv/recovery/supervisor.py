@@ -46,19 +46,19 @@ from multienv.recovery.hot_path import (
     SAMPLE,
     STEPPING,
     STEPPING_HALF,
-    Line,
+    StepBuffers,
     ask,
     interned,
     is_asked_plainly,
     take,
 )
 from multienv.recovery.journal import Journal
-from multienv.recovery.ladder import Ladder, Launcher, RequestFailedError, Unrecoverable
 from multienv.recovery.lifecycle import Lifecycle
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
 from multienv.recovery.record import Record, memory_of
-from multienv.recovery.rollouts import RolledReader, RolledReply
+from multienv.recovery.recoverer import Launcher, Recoverer, RequestFailedError, Unrecoverable
+from multienv.recovery.rollouts import RolloutReader, RolloutReply
 from multienv.recovery.state_machine import (
     Asked,
     BuildFailed,
@@ -95,7 +95,7 @@ from multienv.wire.messages import (
     is_recorded,
     pack_message,
 )
-from multienv.wire.rollouts import Rolled
+from multienv.wire.rollouts import RolloutResult
 from multienv.wire.segment import REQUEST, STEP_SECONDS, Segment
 from multienv.worker.starts import LARGE_SHARE, SHARE
 
@@ -138,7 +138,7 @@ class Supervisor:
         build: The request that builds the envs.
         policy, deadlines: What happens when a process is lost, and when it counts as hung.
         index: Env index of the first env in its batch, or ``None``.
-        hooks: Called with each event by ``record.call_hooks()``: the faces do so when their own call is done.
+        hooks: Called with each event by ``record.call_hooks()``: the env classes do so when their own call is done.
         reports: Where crash reports are written; ``None``: nowhere.
 
     Attributes:
@@ -147,7 +147,7 @@ class Supervisor:
         last_answer: That answer, until the next one is collected; an exception if it is one to raise.
         core: The core it should run on, or ``None``.
         lock: Held by whatever reads and changes the state.
-        line: What the hot path touches of the present process; ``None``: there is none.
+        buffers: What the hot path touches of the present process; ``None``: there is none.
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
         path: The last events and the states that they led to, but for those of plain steps.
         journal, record: What drove the envs, and what happened to them.
@@ -206,13 +206,13 @@ class Supervisor:
         self._checkpoints = Checkpoints(self, policy.max_snapshots)
         # Of the present process.
         self.segment: Any = None
-        self.line: Any = None  # Line
+        self.buffers: Any = None  # StepBuffers
         _supervisors.add(self)
 
     @property
-    def ladder(self) -> Ladder:
+    def recoverer(self) -> Recoverer:
         """Return the ways back; it knows how the envs are built."""
-        return self.lifecycle.ladder
+        return self.lifecycle.recoverer
 
     @property
     def channel(self) -> Channel | None:
@@ -222,7 +222,7 @@ class Supervisor:
     @property
     def description(self) -> Description | None:
         """Return what the envs are, once they were built."""
-        return self.ladder.description
+        return self.recoverer.description
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Supervisor:
             if self.segment.words[REQUEST] != number and (request is None or request.kind is not Kind.STEP):
                 return False
             self.pending.arm()
-        self.line.ring(number)
+        self.buffers.ring(number)
         try:
             return self._await(number, until, ends_overdue=until is None)
         except Gone:
@@ -344,7 +344,7 @@ class Supervisor:
             self._maintain(resetting=False)
         number = self.number + 1
         if self.state.process is Process.READY:
-            self.line.encode(number, action)
+            self.buffers.encode(number, action)
             self.pending.begin_step(self._deadlines.step)
         else:  # there is no process to ask it
             assert self.codec is not None
@@ -526,7 +526,7 @@ class Supervisor:
         """End all episodes without asking a process."""
         answer = self.answers.truncation(self.segment, self.state.absent)
         self._commit(self.number + 2, Replied(ended=True), answer)
-        self.record.ended(range(self.rules.slots), self.ladder.build.autoreset)
+        self.record.ended(range(self.rules.slots), self.recoverer.build.autoreset)
         self.record.steps += 1
         return Instruction.DELIVER
 
@@ -571,7 +571,7 @@ class Supervisor:
         rest = segment.read_reply_mail(number) if is_call else self.answers.read(segment, number)
         evidence = b"" if is_call or failed else self.answers.evidence
         # Before truncations are laid over the rows.
-        mail, exact = self.pending.mail_of(segment, number, request), self.ladder.build.exact
+        mail, exact = self.pending.mail_of(segment, number, request), self.recoverer.build.exact
         entry = entry_of(bank, mail, evidence, exact=exact)
         try:
             answer = foreign(partial(self._answer, number, request, message, rest), Illegible)
@@ -606,9 +606,9 @@ class Supervisor:
             rolled = foreign(partial(pickle.loads, segment.read_reply_mail(number)), Illegible)
         except Illegible as illegible:
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
-        if not isinstance(rolled, Rolled):
+        if not isinstance(rolled, RolloutResult):
             raise channel.kill(cause="broken", detail=f"it answered a rollout by {rolled!r:.1000}")
-        answer = self._rolled_reader().reply(rolled, self.state.absent)
+        answer = self._rollout_reader().reply(rolled, self.state.absent)
         journal.cut(self.number)
         for place, entry in enumerate(rolled.entries, number):
             journal.log(place, entry)
@@ -624,9 +624,9 @@ class Supervisor:
         self.number, self.state = last, interned(state)
         self._count_rollout(rolled, answer, number)
 
-    def _rolled_reader(self) -> RolledReader:
-        build = self.ladder.build
-        return RolledReader(
+    def _rollout_reader(self) -> RolloutReader:
+        build = self.recoverer.build
+        return RolloutReader(
             self.rules.slots,
             exact=build.exact,
             same_step=build.autoreset == "SAME_STEP",
@@ -635,11 +635,11 @@ class Supervisor:
             told=self.record.truncation,
         )
 
-    def _count_rollout(self, rolled: Rolled, answer: RolledReply | PolicyError, first: int) -> None:
+    def _count_rollout(self, rolled: RolloutResult, answer: RolloutReply | PolicyError, first: int) -> None:
         """Count the steps and episodes of a rollout whose first request has the number ``first``; see what is due."""
-        record, build, before = self.record, self.ladder.build, self.record.steps
+        record, build, before = self.record, self.recoverer.build, self.record.steps
         assert self.channel is not None
-        for slot, error in answer.truncated_errors if isinstance(answer, RolledReply) else ():
+        for slot, error in answer.truncated_errors if isinstance(answer, RolloutReply) else ():
             record.truncated_error(slot, error, self.channel.pid)
         for step, slots in rolled.ends:
             if build.exact and step in rolled.begun:
@@ -653,7 +653,7 @@ class Supervisor:
         for step, slots in rolled.ends:
             self.journal.note_ends(slots, numbers[step])
         seconds = self.maintenance.count(record, self.channel)
-        for number, generators in answer.starts(numbers) if isinstance(answer, RolledReply) else ():
+        for number, generators in answer.starts(numbers) if isinstance(answer, RolloutReply) else ():
             for slot, state in generators.items():
                 self.journal.note_start(slot, number, state, seconds)
         self.look_at_limits()
@@ -669,7 +669,7 @@ class Supervisor:
             return self._error_of(-1, pickle.loads(rest))
         slots = message.slots or range(self.rules.slots)
         values, errors = call_answer(rest, slots, request.name, self._error_of)
-        if self.ladder.build.exact:
+        if self.recoverer.build.exact:
             return errors[0] if 0 in errors else values[0]
         return values, errors
 
@@ -702,7 +702,7 @@ class Supervisor:
         """Note whose episodes the answer to the step ``number`` ends; again does no harm."""
         if isinstance(reply, RowsReply):
             ended = (reply.terminated | reply.truncated).nonzero()[0].tolist()
-            self.record.ended(ended, self.ladder.build.autoreset)
+            self.record.ended(ended, self.recoverer.build.autoreset)
             self.journal.note_ends(ended, number)
 
     def note_starts(self, number: int) -> None:
@@ -752,11 +752,11 @@ class Supervisor:
 
     def _lay_out(self) -> None:
         """Lay out what depends on the envs, once they are known."""
-        codec = self.ladder.codec
+        codec = self.recoverer.codec
         assert codec is not None
         if self.codec is not None:
             return
-        build = self.ladder.build
+        build = self.recoverer.build
         self.journal.lay_out(codec.layout.end, codec.slots)
         if build.exact:
             self.answers = ExactAnswers(codec, self._error_of, self.record.truncation)  # type: ignore[arg-type]
@@ -775,13 +775,13 @@ class Supervisor:
         """Make a process the worker's."""
         codec, segment, old = self.codec, channel.segment, self.channel
         assert codec is not None
-        line = Line(channel, codec, self._deadlines.step)
+        buffers = StepBuffers(channel, codec, self._deadlines.step)
         if self.segment is not None:
             self.answers.stand(segment, self.answers.standing(self.segment))
         self.pending.put(segment, self.number + 1)
         # Adjacent stores: no signal handler comes in between.
-        self.lifecycle.channel, self.segment, self.line = channel, segment, line
-        self.ladder.handed_over()
+        self.lifecycle.channel, self.segment, self.buffers = channel, segment, buffers
+        self.recoverer.handed_over()
         self.maintenance.begin(self.record, channel, self.lifecycle.replayed)
         channel.on_leaving = self.maintenance.leave
         if channel.leaving:
@@ -823,7 +823,7 @@ class Supervisor:
     def _maintain(self, *, resetting: bool) -> None:
         """Do what is due between two requests: replace the process."""
         maintenance, channel = self.maintenance, self.channel
-        self.ladder.finish_asking()
+        self.recoverer.finish_asking()
         if channel is not None and self.state.process is Process.READY and maintenance.recycling_due:
             self._recycle(maintenance.recycling_due, resetting=resetting)
         maintenance.is_due = False
@@ -839,7 +839,7 @@ class Supervisor:
         self.maintenance.recycling_due = ""
         if resetting:  # the next request begins anew in any case
             self.give_up()
-            self.record.recycling(why, "fresh", reason, effort)
+            self.record.recycling(why, "reset", reason, effort)
         else:
             self.maintenance.recycling.put_off(self.record.episodes, self.rules.slots)
             self.record.recycling(why, "put off", reason, effort)
@@ -879,8 +879,8 @@ class Supervisor:
             maintenance = self.maintenance
             was_due, maintenance.is_due = maintenance.is_due, True  # Ctrl-C: the next request waits for the answer
             try:
-                self.ladder.finish_asking()
-                answer = self.ladder.ask(channel, message, time.monotonic() + limit)
+                self.recoverer.finish_asking()
+                answer = self.recoverer.ask(channel, message, time.monotonic() + limit)
                 maintenance.is_due = was_due
                 return answer
             except Gone as gone:
@@ -978,7 +978,7 @@ class Supervisor:
             self.abandon()
             return
         self._closed = True
-        self.ladder.close()
+        self.recoverer.close()
         limit = self._deadlines.close if patience is None else min(self._deadlines.close, max(0.0, patience))
         mine = self.lock._is_owned()  # type: ignore[attr-defined]
         try:
@@ -1012,7 +1012,7 @@ class Supervisor:
                 self.pending.publish(channel, number, state)  # an interruption may have come before the first time
                 is_idle = channel.wait(number, min(time.monotonic() + _SOON, until))
             if is_idle:
-                self.ladder.publish(channel, self.ladder.next_number(), pack_message(Close()))
+                self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
                 channel.close(max(0.0, until - time.monotonic()))
             else:
                 channel.kill()
@@ -1035,11 +1035,11 @@ class Supervisor:
         self.note_closed()
         self._checkpoints.free_all()
         channel = self.channel
-        self.lifecycle.channel = self.last_answer = self.segment = self.line = None
+        self.lifecycle.channel = self.last_answer = self.segment = self.buffers = None
         with SystemErrors():
             if channel is not None:
                 channel.release()
-            self.ladder.release()
+            self.recoverer.release()
 
     def statistics(self) -> Statistics:
         """Return counters and state at this moment."""
@@ -1047,10 +1047,10 @@ class Supervisor:
         words = None if channel is None else channel.segment
         alive = state.process in (Process.BUILDING, Process.READY) and channel is not None
         return self.record.statistics(
-            state=_name_of(state, started=self.ladder.description is not None),
+            state=_name_of(state, started=self.recoverer.description is not None),
             pid=channel.pid if alive and channel is not None else None,
             rss=memory_of(channel) if alive and channel is not None else None,
-            restarts=self.ladder.restarts,
+            restarts=self.recoverer.restarts,
             step_seconds=None if words is None else (words.times[STEP_SECONDS] or None),
             journal_bytes=len(self.journal),
             snapshots=self.maintenance.snapshots(channel),

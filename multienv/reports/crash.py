@@ -174,7 +174,7 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
         },
         "request": {"command": loss.command, "deadline": case.deadline, **_request(case)},
         "recovery": {
-            name: getattr(recovery, name) for name in ("outcome", "reason", "rung", "attempts", "replayed", "seconds")
+            name: getattr(recovery, name) for name in ("outcome", "reason", "method", "attempts", "replayed", "seconds")
         },
         "env": _env(case.description),
         "build": {

@@ -39,7 +39,7 @@ _CLASSES: dict[LostKind, type[WorkerLostError]] = {
     "budget": RestartBudgetExceeded,
 }
 # What an outcome that is not exact costs the caller.
-_COSTS = {"truncated": "the episode has ended", "fresh": "in a new process", "raised": "an error is raised"}
+_COSTS = {"truncated": "the episode has ended", "reset": "in a new process", "raised": "an error is raised"}
 # Lines of a stack or of stderr that an error shows.
 _LINES = 60
 
@@ -115,7 +115,7 @@ def where(command: str, step: int | None, seed: int | None, *, idle: bool = Fals
 def outcome_text(recovery: Recovery) -> str:
     """Return what the log says of a loss and of what became of it; no sentence stands in it twice."""
     happened = what_happened(recovery.loss)
-    cost = f"from the {recovery.rung}, {recovery.replayed} requests replayed" if recovery.rung else ""
+    cost = f"from the {recovery.method}, {recovery.replayed} requests replayed" if recovery.method else ""
     cost = cost or _COSTS.get(recovery.outcome, "")
     outcome = ", ".join(filter(None, [recovery.outcome, cost, f"in {recovery.seconds:.3f} s"]))
     parts = [happened, f"Outcome: {outcome}."]

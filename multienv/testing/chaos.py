@@ -31,7 +31,7 @@ class Chaos:
         steps: Env steps held against the undisturbed run.
         strikes: Signals sent, by kind; ``"snapshot"`` is SIGKILL to a snapshot.
         losses: Workers lost, by how: the cause, and the exit code in words.
-        rungs: How often each was used: ``"snapshot"``, ``"journal"``, or the outcome where it was not exact.
+        methods: How often each was used: ``"snapshot"``, ``"journal"``, or the outcome where it was not exact.
         seconds: Those of each recovery, from the loss being noticed to the answer.
         inexact: Reasons given for episodes that were ended, or errors raised, because of a loss.
         mismatches: What differed silently from the undisturbed run; must be empty.
@@ -42,7 +42,7 @@ class Chaos:
     steps: int = 0
     strikes: Counter[str] = field(default_factory=Counter)
     losses: Counter[str] = field(default_factory=Counter)
-    rungs: Counter[str] = field(default_factory=Counter)
+    methods: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
     inexact: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Chaos:
         if isinstance(event, Loss):
             self.losses[f"{event.cause}: {exit_text(event.exit_code).partition(' (')[0]}"] += 1
         elif isinstance(event, Recovery):
-            self.rungs[event.rung or event.outcome] += 1
+            self.methods[event.method or event.outcome] += 1
             self.seconds.append(event.seconds)
 
 

@@ -17,9 +17,9 @@ KillManner = Literal["SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"]
 """The signals a :class:`Killer` knows. A stopped process hangs: a deadline has to end it."""
 
 
-def worker_pids(face: Any) -> list[int]:
+def worker_pids(envs: Any) -> list[int]:
     """Return the processes of the workers of an env, a batch or a manager that are alive, each once."""
-    found = face.statistics()
+    found = envs.statistics()
     several = found.values() if isinstance(found, Mapping) else found if isinstance(found, Iterable) else [found]
     pids = [one.pid for one in several if one is not None and one.pid is not None]
     return list(dict.fromkeys(pids))

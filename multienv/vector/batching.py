@@ -108,11 +108,11 @@ def observation_spaces(mode: Any, found: Sequence[Space]) -> tuple[Space, Space]
     return batch_space(found[0], len(found)), found[0]
 
 
-def check_spaces(face: str, mode: Any, members: Sequence[tuple[Space, Space]]) -> None:
+def check_spaces(owner: str, mode: Any, members: Sequence[tuple[Space, Space]]) -> None:
     """Raise SpaceMismatchError unless the spaces of all envs fit one batch.
 
     Args:
-        face: The name of the class, for messages.
+        owner: The name of the class, for messages.
         mode: The ``observation_mode``.
         members: Observation and action space of each env.
     """
@@ -121,13 +121,13 @@ def check_spaces(face: str, mode: Any, members: Sequence[tuple[Space, Space]]) -
     for index, (observation_space, action_space) in enumerate(members):
         if mode == "same" and observation_space != single:
             raise SpaceMismatchError(
-                f"{face}(..., observation_mode='same') however some of the sub-environments observation spaces are not "
-                "equivalent. If this is intentional, use `observation_mode='different'` instead. "
+                f"{owner}(..., observation_mode='same') however some of the sub-environments observation spaces are "
+                "not equivalent. If this is intentional, use `observation_mode='different'` instead. "
                 f"Here env {index} has the observation space {observation_space}, not {single}."
             )
         if mode != "same" and not _are_alike(observation_space, single):
             raise SpaceMismatchError(
-                f"{face}(..., observation_mode='different' or custom space) however the sub-environment's observation "
+                f"{owner}(..., observation_mode='different' or custom space) however the sub-environment's observation "
                 "spaces do not share a common shape and dtype. Wrap the envs so that they agree: "
                 f"env {index} has the observation space {observation_space}, not {single}."
             )

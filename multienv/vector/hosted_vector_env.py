@@ -30,7 +30,7 @@ from multienv.errors import (
 )
 from multienv.events import Statistics
 from multienv.fanout import FanOut, Round
-from multienv.recovery.rollouts import RolledReply, first_policy_error
+from multienv.recovery.rollouts import RolloutReply, first_policy_error
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
@@ -349,7 +349,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
 
-    def _infos_of_step(self, replies: Sequence[RolledReply], step: int) -> Infos:
+    def _infos_of_step(self, replies: Sequence[RolloutReply], step: int) -> Infos:
         """Return the infos of one step of a rollout as :meth:`step` returns them."""
         extras = [Extras(reply.infos[step]) if step in reply.infos else None for reply in replies]
         rows = [RowsReply([], _NOTHING, _NOTHING, _NOTHING, one) for one in extras]
@@ -702,8 +702,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             )
 
     def _refuse_closed(self, name: str) -> NoReturn:
-        face = type(self).__name__
-        raise ClosedError(f"{name}(): Trying to operate on `{face}`, after a call to `close()`. Make a new one.")
+        kind = type(self).__name__
+        raise ClosedError(f"{name}(): Trying to operate on `{kind}`, after a call to `close()`. Make a new one.")
 
     def _collected(self, timeout: float | None) -> Round:
         current = self._fanout.unfinished

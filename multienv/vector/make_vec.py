@@ -21,9 +21,9 @@ _Env = gymnasium.Env[Any, Any]
 
 
 def _on_a_cluster(*arguments: Any, **options: Any) -> HostedVectorEnv:
-    """Make a RayVectorEnv. By a string: the face lies in a room above, which few programs enter."""
-    face: Callable[..., HostedVectorEnv] = importlib.import_module("multienv.cluster.ray_vector_env").RayVectorEnv
-    return face(*arguments, **options)
+    """Make a RayVectorEnv. By a string: the class lies in a room above, which few programs enter."""
+    kind: Callable[..., HostedVectorEnv] = importlib.import_module("multienv.cluster.ray_vector_env").RayVectorEnv
+    return kind(*arguments, **options)
 
 
 _FACES: dict[str, Callable[..., HostedVectorEnv]] = {

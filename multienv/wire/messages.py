@@ -226,7 +226,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Take many steps, each with what a policy returns for the observations before it; the answer is a ``Rolled``.
+    """Take many steps, each with what a policy returns for the observations before it; answered by a ``RolloutResult``.
 
     Attributes:
         policy: Pickled by cloudpickle.

@@ -14,7 +14,7 @@ from multienv.wire.messages import Failure
 
 
 @dataclass(frozen=True, slots=True)
-class Rolled:
+class RolloutResult:
     """Answers a :class:`Rollout`. Each step, and each reset of a single env, is a request with a number of its own.
 
     Attributes:

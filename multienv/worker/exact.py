@@ -93,14 +93,14 @@ class ExactStepper:
                         observation, reward, terminated, truncated, info = result
                     except (TypeError, ValueError):
                         raise wrong_result("step", STEP_RESULT, result) from None
-                    kind, letter = type(reward), b""
+                    kind, packed = type(reward), b""
                     if (
                         terminated is not False
                         or truncated is not False
                         or (kind is not float and kind is not float64)
                         or type(observation) is not ndarray
                         or set_flags[0]
-                        or (info and not (letter := pack([(0, info)])))
+                        or (info and not (packed := pack([(0, info)])))
                     ):
                         write(number, observation, reward, terminated, truncated, info)
                     else:
@@ -114,8 +114,8 @@ class ExactStepper:
                                 view[4] = tag_of_float64
                             if digest is not None:
                                 digest()
-                            if letter:
-                                segment.write_reply_mail(number, letter)
+                            if packed:
+                                segment.write_reply_mail(number, packed)
                             elif words[mail]:
                                 words[mail] = 0
             except Exception as error:

@@ -1,6 +1,6 @@
 """Executes requests: one call, one request of a segment.
 
-The same host runs in a worker process and, for the serial faces, in the trainer's own. It knows nothing of pipes and
+The same host runs in a worker process and, for the serial classes, in the trainer's own. It knows nothing of pipes and
 processes: whoever rings and waits is outside (see ``main`` and ``processes/serial``).
 """
 
@@ -59,7 +59,7 @@ from multienv.worker.exact import ExactStepper, Handle
 from multienv.worker.failures import failure_of, pickled
 from multienv.worker.registrations import built
 from multienv.worker.replies import answer, answer_failure
-from multienv.worker.rollouts import Roller
+from multienv.worker.rollouts import RolloutRunner
 from multienv.worker.rows import RowsStepper
 
 
@@ -97,7 +97,7 @@ class Host:
         self._env_fns = env_fns
         self._group: EnvGroup | None = None
         self._stepper: ExactStepper | RowsStepper | None = None
-        self._roller: Roller | None = None  # made when it is first needed
+        self._runner: RolloutRunner | None = None  # made when it is first needed
         self._rolled: tuple[int, float] | None = None
 
     def move(self, segment: Segment) -> None:
@@ -109,7 +109,7 @@ class Host:
     def close_envs(self) -> None:
         """Close the envs, once. Raises what one of them raises, when all are closed."""
         group, self._group, self._stepper, self.handle = self._group, None, None, self._handle
-        self._roller = None
+        self._runner = None
         if group is not None:
             group.close()
 
@@ -144,7 +144,7 @@ class Host:
         group.move(segment)
         self._stepper = self._make_stepper(segment)
         self.handle = self._stepper.compile(self._handle)
-        self._roller = None
+        self._runner = None
 
     def _make_stepper(self, segment: Segment) -> ExactStepper | RowsStepper:
         group = self._envs()
@@ -193,10 +193,10 @@ class Host:
 
     def _rollout(self, number: int, message: Rollout) -> None:
         group, bank = self._envs(), self._segment.banks[number & 1]
-        if self._roller is None:
-            self._roller = Roller(group, self._segment, self._make_stepper)
+        if self._runner is None:
+            self._runner = RolloutRunner(group, self._segment, self._make_stepper)
         absent = bank.absent.copy() if bank.view[1] & ABSENT else np.zeros(group.slots, np.uint8)
-        rolled, seconds = self._roller.run(number, message, absent)
+        rolled, seconds = self._runner.run(number, message, absent)
         self._answer(number, rolled, "rollout")
         self._rolled = number + max(0, len(rolled.entries) - 1), seconds
 

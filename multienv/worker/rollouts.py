@@ -37,7 +37,7 @@ from multienv.wire.banks import (
 )
 from multienv.wire.codecs import ExactCodec, mail_of
 from multienv.wire.messages import BEGINNING, Failure, Rollout
-from multienv.wire.rollouts import Rolled, Values, stacked
+from multienv.wire.rollouts import RolloutResult, Values, stacked
 from multienv.wire.rows import has_rows, leaf_arrays, nested
 from multienv.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
 from multienv.worker.env_group import EnvGroup
@@ -51,7 +51,7 @@ _SOLID = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
 
 @dataclass
 class _Progress:
-    """Holds what has come of a rollout so far; see :class:`~multienv.wire.rollouts.Rolled` for what is not said here.
+    """Holds what has come of a rollout so far; see ``RolloutResult`` in ``wire.rollouts`` for what is not said here.
 
     Attributes:
         next: Number of the next request.
@@ -87,7 +87,7 @@ class _Progress:
     seconds: float = 0.0
 
 
-class Roller:
+class RolloutRunner:
     """Runs policies beside the envs of one worker.
 
     Args:
@@ -111,7 +111,7 @@ class Roller:
             for bank in self._aside.banks
         ]
 
-    def run(self, number: int, message: Rollout, absent: Array) -> tuple[Rolled, float]:
+    def run(self, number: int, message: Rollout, absent: Array) -> tuple[RolloutResult, float]:
         """Take the steps.
 
         Args:
@@ -338,7 +338,7 @@ class Roller:
 
     # --- the answer -------------------------------------------------------------------------------
 
-    def _rolled(self, progress: _Progress) -> Rolled:
+    def _rolled(self, progress: _Progress) -> RolloutResult:
         steps, values = progress.steps, b""
         if progress.seen is not None and "bank" not in progress.seen:
             bank = self._aside.banks[progress.seen["seen"] & 1]
@@ -348,7 +348,7 @@ class Roller:
                 values = pickled("rollout", self._values(progress, steps))
             except Exception as error:
                 progress.failure = progress.failure or failure_of(error)
-        return Rolled(
+        return RolloutResult(
             entries=tuple(progress.entries),
             steps=steps,
             ends=tuple(progress.ends),

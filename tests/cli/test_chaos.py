@@ -70,7 +70,7 @@ def test_what_differs_silently_after_a_kill_is_told_and_nothing_else_is_on_stdou
     told = json.loads(result.stdout)
     assert told["mismatches"]
     assert told["undisturbed"] == ""
-    assert told["rungs"]["snapshot"] > 0
+    assert told["methods"]["snapshot"] > 0
     assert sum(told["losses"].values()) == told["kills"]
 
 

@@ -47,7 +47,7 @@ def test_a_node_killed_in_the_middle_of_a_rollout_leaves_the_trajectory_whole_to
         lost = ray_cluster.node_of(pids(envs)[0])
         ray_cluster.kill_node(lost)
         run.step(80)
-        assert {(one.outcome, one.rung) for one in run.recoveries} == {("exact", "journal")}
+        assert {(one.outcome, one.method) for one in run.recoveries} == {("exact", "journal")}
         assert all("is lost" in one.loss.detail for one in run.recoveries)
     ray_cluster.nodes.remove(lost)
     ray_cluster.add_node()
@@ -62,7 +62,7 @@ def test_a_worker_killed_inside_a_host_is_woken_from_its_snapshot_and_no_actor_i
         wait_until(lambda: (run.step(50), envs.statistics()[0].snapshots)[1], "a snapshot was taken")
         os.kill(pids(envs)[0], signal.SIGKILL)
         run.step(30)
-        assert [(one.outcome, one.rung) for one in run.recoveries] == [("exact", "snapshot")]
+        assert [(one.outcome, one.method) for one in run.recoveries] == [("exact", "snapshot")]
         assert run.recoveries[0].loss.exit_code == -signal.SIGKILL
         assert [ray_cluster.actors_of(node) for node in ray_cluster.nodes] == before
 
@@ -76,7 +76,7 @@ def test_a_host_that_dies_is_replaced_and_the_other_hosts_stay(ray_cluster):
         (actor,), kept = ray_cluster.actors_of(node), pids(envs)[2:]
         os.kill(actor, signal.SIGKILL)
         run.step(50)
-        assert [(one.outcome, one.rung) for one in run.recoveries] == [("exact", "journal")] * 2
+        assert [(one.outcome, one.method) for one in run.recoveries] == [("exact", "journal")] * 2
         assert pids(envs)[2:] == kept
 
 

@@ -426,7 +426,7 @@ def test_killed_worker_is_healed_by_its_snapshot_on_the_same_host(clusters: Clus
 
         twin = rollout(CounterEnv(horizon=5), ACTIONS, seed=5)
         assert_same_trajectory(rollout(env, ACTIONS, seed=5, before_step=strike), twin)
-    assert [event.rung for event in events if hasattr(event, "rung")] == ["snapshot"] * 3
+    assert [event.method for event in events if hasattr(event, "method")] == ["snapshot"] * 3
     assert [event.exit_code for event in events if hasattr(event, "exit_code")] == [-signal.SIGKILL] * 3
     assert len(cluster.hosts) == 1
 

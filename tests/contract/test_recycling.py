@@ -82,7 +82,7 @@ def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:
         assert env.statistics().pid != pid
         assert env.statistics().losses == 0
     assert_no_splice([*first, *second])
-    assert [event.outcome for event in events] == ["put off", "fresh"]
+    assert [event.outcome for event in events] == ["put off", "reset"]
     assert not any(transition.truncated for transition in first)
 
 

@@ -222,7 +222,9 @@ def test_a_worker_that_makes_rollouts_alone_takes_snapshots_and_forgets_what_is_
             envs.rollout(constant, 32)
         (told,) = envs.statistics()
         assert told.snapshots >= 20
-        assert told.journal_bytes < 2 * 4000 + 32 * 200
+        assert (
+            told.journal_bytes < 60_000
+        )  # with the generators of a few starts; all of it would take four times as much
 
 
 # --- wrong calls and errors ---------------------------------------------------------------------

@@ -111,4 +111,4 @@ def test_every_step_is_the_undisturbed_one_or_says_that_it_is_not(env_id: str, r
     if rung != "little":
         assert told == 0
     if rung == "snapshot":
-        assert sum(event.rung == "snapshot" for event in recoveries) >= kills * 0.3
+        assert sum(event.method == "snapshot" for event in recoveries) >= kills * 0.3

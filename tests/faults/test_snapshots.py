@@ -44,7 +44,7 @@ class Rungs:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Recovery):
-            self.seen.append(event.rung or event.outcome)
+            self.seen.append(event.method or event.outcome)
             self.recoveries.append(event)
 
 
@@ -103,17 +103,17 @@ class Alarmed(CounterEnv):
 
     def __init__(self) -> None:
         super().__init__(horizon=None)
-        self.rung = 0
+        self.method = 0
         signal.signal(signal.SIGALRM, self.ring)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
 
     def ring(self, *_: Any) -> None:
-        self.rung += 1
+        self.method += 1
 
     def step(self, action: Any) -> Any:
-        before = self.rung
-        while self.rung == before:
+        before = self.method
+        while self.method == before:
             signal.pause()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         return super().step(action)
@@ -132,7 +132,7 @@ def test_handlers_and_timers_are_what_they_were() -> None:
             seen += steps(env, 10)
         assert [int(one[0][0]) for one in seen] == list(range(1, 31))
         assert env.statistics().losses == 1
-        assert env.statistics().last_recovery.rung == "snapshot"  # type: ignore[union-attr]
+        assert env.statistics().last_recovery.method == "snapshot"  # type: ignore[union-attr]
 
 
 def test_a_snapshot_that_nobody_wants_ends() -> None:
@@ -175,7 +175,7 @@ def test_an_env_that_a_snapshot_does_not_bring_back_costs_the_others_of_its_proc
         records = face.record(actions, 4, lambda step: face.signal() if step == 11 else None)
         assert_as_without_losses(face, records, actions, 4, envs=[0, 1] if has_stray else None)
     (recovery,) = rungs.recoveries
-    assert (recovery.rung, recovery.attempts) == ("journal", 2) if not has_stray else recovery.outcome == "truncated"
+    assert (recovery.method, recovery.attempts) == ("journal", 2) if not has_stray else recovery.outcome == "truncated"
     assert sum(one.recovery is not None for one in records[2]) == has_stray
 
 

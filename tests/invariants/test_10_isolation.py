@@ -91,7 +91,7 @@ def test_after_a_recovery_a_worker_draws_what_it_would_have_drawn(
         after = face.call("draws")
         assert face.losses() == 2
         recoveries = [event for event in events if isinstance(event, Recovery)]
-        assert [(event.outcome, event.rung) for event in recoveries] == [("exact", rung)] * 2
+        assert [(event.outcome, event.method) for event in recoveries] == [("exact", rung)] * 2
     assert becomes_true(lambda: len(list(reports.glob("*.json"))) == 2, STUCK_AFTER)  # they are written a moment later
     seeds = seeds_in(reports)
     assert len(seeds) == 1

@@ -126,7 +126,7 @@ def test_a_snapshot_brings_back_what_no_replay_could(kind: str) -> None:
 
         (record, *_) = face.record(counts(9, 2), 3, kill)
         (recovery,) = [event for event in events if isinstance(event, Recovery)]
-        assert (recovery.outcome, recovery.rung) == ("exact", "snapshot")
+        assert (recovery.outcome, recovery.method) == ("exact", "snapshot")
         assert [int(one.observation[0]) for one in record] == list(range(10))
         assert not any(one.recovery for one in record)
 
@@ -186,7 +186,7 @@ def test_a_reset_of_an_env_that_is_lost_for_good_begins_a_clean_episode(kind: st
         face.record(counts(4, 1), 3)
         face.signal()
         (begun,) = face.reset(seed=3)
-        assert [event.outcome for event in events if isinstance(event, Recovery)] == ["fresh"]
+        assert [event.outcome for event in events if isinstance(event, Recovery)] == ["reset"]
         assert (begun.observation[0], begun.recovery) == (0, None)
         (after,) = face.step([1])
         assert (after.observation[0], after.truncated) == (1, False)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multienv.config import Deadlines, RestartPolicy
-from multienv.recovery import ladder as ladder_module
-from multienv.recovery.ladder import BudgetSpentError, Ladder
+from multienv.recovery import recoverer as recoverer_module
 from multienv.recovery.policy import Recycling, RestartBudget
+from multienv.recovery.recoverer import BudgetSpentError, Recoverer
 from multienv.wire.messages import Build
 
 LARGEST_DIE = 1 - 2**-53
@@ -40,17 +40,17 @@ def test_an_interrupted_recovery_is_charged_once_and_has_its_whole_time_when_it_
     monkeypatch: pytest.MonkeyPatch,
 ):
     now = [100.0]
-    monkeypatch.setattr(ladder_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pytest.fail))
+    monkeypatch.setattr(recoverer_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pytest.fail))
     build = Build(b"", True, "", None, (1,), None)
-    ladder = Ladder(None, build, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0))  # type: ignore[arg-type]
-    effort = ladder.begin()
+    recoverer = Recoverer(None, build, RestartPolicy(max_restarts=1), Deadlines(recovery=20.0))  # type: ignore[arg-type]
+    effort = recoverer.begin()
     for _ in range(3):
-        ladder.admit(effort, progress=0)
+        recoverer.admit(effort, progress=0)
         now[0] += 50.0
-        ladder.arm(effort)
+        recoverer.arm(effort)
         assert effort.until == now[0] + 20.0
     with pytest.raises(BudgetSpentError):
-        ladder.admit(ladder.begin(), progress=0)
+        recoverer.admit(recoverer.begin(), progress=0)
 
 
 @given(

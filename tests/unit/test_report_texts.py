@@ -119,7 +119,7 @@ def test_exceptions_of_any_kind_travel_catchable(error):
 
 @pytest.mark.parametrize(
     ("outcome", "cost"),
-    [("truncated", "the episode has ended"), ("raised", "an error is raised"), ("fresh", "in a new process")],
+    [("truncated", "the episode has ended"), ("raised", "an error is raised"), ("reset", "in a new process")],
 )
 def test_no_sentence_stands_twice_in_the_log(outcome, cost):
     reason = what_happened(LOSS)
@@ -134,5 +134,5 @@ def test_no_sentence_stands_twice_in_the_log(outcome, cost):
 
 
 def test_an_exact_recovery_tells_what_it_was_made_from():
-    text = outcome_text(Recovery(LOSS, "exact", "", 12, 1, 0.006, rung="snapshot"))
+    text = outcome_text(Recovery(LOSS, "exact", "", 12, 1, 0.006, method="snapshot"))
     assert text.endswith("Outcome: exact, from the snapshot, 12 requests replayed, in 0.006 s.")

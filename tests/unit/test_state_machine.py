@@ -53,7 +53,9 @@ def events(slots):
         for slot in (-1, 0)
         for outside in (False, True)
     )
-    yield from (Recovered(strays) for strays in ({}, {0: "the reward differs"}, dict.fromkeys(range(slots), "x")))
+    yield from (
+        Recovered(mismatches) for mismatches in ({}, {0: "the reward differs"}, dict.fromkeys(range(slots), "x"))
+    )
 
 
 @cache

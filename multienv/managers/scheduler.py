@@ -65,7 +65,7 @@ class Record(NamedTuple):
         return self.state is EnvState.RUN and not self.asked and self.timestep is None
 
 
-class Rollout:
+class Scheduler:
     """Asks the envs of a manager and takes up what they answer.
 
     Args:

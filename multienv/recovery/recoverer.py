@@ -2,8 +2,8 @@
 
 First the forked snapshot of the lost process, in which later requests are run again. Then new processes that run the
 journal, in which each slot begins at a reset of its own. Each is compared with what the caller saw, slot by slot. The
-first one in which no slot strays is taken. Where some stray in each, the last replay is taken with its strays, unless
-all slots stray there, as that of a single env does: then there is no way back.
+first one in which no slot differs is taken. Where some differ in each, the last replay is taken with its mismatches,
+unless all slots differ there, as that of a single env does: then there is no way back.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ class Found:
 
     Attributes:
         channel: Of their process.
-        strays: Slot → difference of those that are not what was seen.
+        mismatches: Slot → difference of those that are not what was seen.
         plan: The replay that led there; ``None``: it began with a snapshot.
     """
 
     channel: Channel
-    strays: dict[int, str]
+    mismatches: dict[int, str]
     plan: Plan | None = None
 
 
-class Ladder:
+class Recoverer:
     """Starts the processes of one worker and brings its envs back in them.
 
     Args:
@@ -243,7 +243,7 @@ class Ladder:
             current.kill()
 
     def release(self) -> None:
-        """Release the process that was being started when an interruption came; this ladder is not used any more."""
+        """Release the process that was being started when an interruption came; this recoverer is not used any more."""
         current, self._current = self._current, None
         if current is not None:
             current.release()
@@ -307,7 +307,7 @@ class Ladder:
         assert self.codec is not None
         effort.attempts += 1
         until, limit = effort.until, time.monotonic() + _UP_WITHIN
-        if until is not None:  # a copy that does not wake, or hangs in its replay, must leave time for the other rungs
+        if until is not None:  # a copy that does not wake, or hangs in its replay, must leave time for a replay
             until = (time.monotonic() + until) / 2
             limit = min(limit, until)
         try:
@@ -315,24 +315,24 @@ class Ladder:
             channel.segment.lay_out(self.codec.layout)
             if not channel.wait(number, limit):
                 raise channel.kill(cause="hung")
-            strays = self._replay(channel, plan, effort, until)
+            mismatches = self._replay(channel, plan, effort, until)
         except (Gone, RequestFailedError):
             self._let_go(channel)
             return None
         except BaseException:
             self._let_go(channel)
             raise
-        if strays:
+        if mismatches:
             self._let_go(channel)
             return None
-        effort.rung = "snapshot"
+        effort.method = "snapshot"
         return Found(channel, {})
 
     def bring_back(self, plans: Iterable[Plan], effort: Effort) -> Found:
-        """Bring the envs back in a new process, by the first of these plans on which no slot strays, else by the last.
+        """Bring the envs back in a new process, by the first of these plans on which no slot differs, else by the last.
 
         Raises:
-            Unrecoverable: All plans failed: a replay ended its process or raised, or all slots stray.
+            Unrecoverable: All plans failed: a replay ended its process or raised, or all slots differ.
         """
         assert self.codec is not None
         reason = _UNKNOWN
@@ -354,7 +354,7 @@ class Ladder:
                         raise Unrecoverable(why) from failed.with_traceback(None)
                     continue
                 try:
-                    strays = self._replay(channel, plan, effort, until)
+                    mismatches = self._replay(channel, plan, effort, until)
                 except Gone as gone:
                     self._let_go(channel)
                     reason = self._count_death(effort, gone.replaying, gone)
@@ -370,11 +370,11 @@ class Ladder:
                 except BaseException:
                     self._let_go(channel)
                     raise
-                if not strays or (is_last and len(strays) < self.codec.slots):
-                    effort.rung = "journal"
-                    return Found(channel, strays, plan)
+                if not mismatches or (is_last and len(mismatches) < self.codec.slots):
+                    effort.method = "journal"
+                    return Found(channel, mismatches, plan)
                 self._let_go(channel)
-                reason = next(iter(strays.values()))
+                reason = next(iter(mismatches.values()))
                 break
         raise Unrecoverable(reason)
 
@@ -446,7 +446,7 @@ class Ladder:
         return None if None in limits else max(filter(None, limits)) + _REPLAY_GRACE
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
-        """Count a death; return why this rung is given up if too many died at this place, else ``""``."""
+        """Count a death; return why this method is given up if too many died at this place, else ``""``."""
         outside = (place == _BUILDING or gone.fate.code in (None, -9)) and gone.cause != "hung"
         effort.deaths[place, outside] += 1
         deaths = effort.deaths[place, outside]
