@@ -171,38 +171,25 @@ def test_the_chance_of_an_atari_emulator_is_put_back_at_a_reset(brief: None) -> 
     twin.close()
 
 
-def test_resets_count_among_the_seconds_that_a_replay_may_take() -> None:
+@pytest.mark.parametrize("slow", ["reset", "render"])
+def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(slow: str) -> None:
     """Steps take next to nothing here: by their time alone the whole run would be replayed."""
+    kind = {"reset": partial(SlowEnv, reset_seconds=0.05), "render": SlowToRender}[slow]
+    requests = {"reset": 5, "render": 9}[slow]  # of an episode
     events: list[Any] = []
     policy = RestartPolicy(snapshots=False, replay_limit=0.4)
-    env_fn = partial(SlowEnv, reset_seconds=0.05, horizon=4, count_episodes=False)
-    with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:
+    with SubprocessEnv(partial(kind, horizon=4, count_episodes=False), restart=policy, hooks=[events.append]) as env:
         for episode in range(24):
             env.reset(seed=episode)
             for step in range(4):
                 if (episode, step) == (23, 2):
                     os.kill(env.statistics().pid or 0, signal.SIGKILL)
                 env.step(step)
+                if slow == "render":
+                    env.render()
     (recovery,) = [one for one in events if isinstance(one, Recovery)]
     assert recovery.outcome == "exact"
-    assert recovery.replayed <= 2 * 5
-
-
-def test_renderings_count_among_the_seconds_that_a_replay_may_take() -> None:
-    events: list[Any] = []
-    policy = RestartPolicy(snapshots=False, replay_limit=0.4)
-    env_fn = partial(SlowToRender, horizon=4, count_episodes=False)
-    with SubprocessEnv(env_fn, restart=policy, hooks=[events.append]) as env:
-        for episode in range(15):
-            env.reset(seed=episode)
-            for step in range(4):
-                if (episode, step) == (14, 2):
-                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
-                env.step(step)
-                env.render()
-    (recovery,) = [one for one in events if isinstance(one, Recovery)]
-    assert recovery.outcome == "exact"
-    assert recovery.replayed <= 2 * 9
+    assert recovery.replayed <= 2 * requests
 
 
 def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
