@@ -30,7 +30,10 @@ from kit.process_table import descendants
 from mutants.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("multienv", "tests", "docs", "examples", "benchmarks", "README.md", "setup.cfg", "pyproject.toml")
+DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+COPIED = ("multienv", "tests", "docs", "examples", "benchmarks", *DOCUMENTS, "setup.cfg", "pyproject.toml")
+# What pages link to.
+LINKED = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 # What is run one after the other until a test fails: the quickest first.
 STAGES: tuple[tuple[str, ...], ...] = (
     ("tests/simulation",),

@@ -262,6 +262,7 @@ MUTANTS = [
         "recovery/journal.py",
         "tuple(one for one in self.starts if one.number < self.ended or last - one.number >= PROOF)",
         "self.starts",
+        UNIT_JOURNAL,
     ),
     Mutant(
         "After a replay has led elsewhere an env of a batch is still replayed from resets before that.",
