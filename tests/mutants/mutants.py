@@ -270,7 +270,7 @@ MUTANTS = [
         "recovery/lifecycle.py",
         "            self._journal.lose(found.mismatches)\n",
         "",
-        SIMULATED_STARTS,
+        ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),
     Mutant(
         "The step of an env of a batch that is given up does not say that it is truncated.",
