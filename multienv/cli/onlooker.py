@@ -55,12 +55,13 @@ class Worker:
     Attributes:
         first: Index of its first env in the batch; ``None``: one env without an index.
         name: The worker's name, by its envs, as the title of the process has it.
+        pid: Of the worker.
     """
 
     def __init__(self, process: psutil.Process, segment: Segment, offset: int) -> None:
         self._process, self._segment, self._offset = process, segment, offset
         title = _TITLE.match(" ".join(process.cmdline()))
-        self.name = "env" if title is None else title[1]
+        self.name, self.pid = "env" if title is None else title[1], process.pid
         self.first = None if title is None else int(title[2])
         self._since, self._is_older = time.monotonic(), True
         self._doing = self._work()
@@ -185,7 +186,7 @@ class Trainer:
             self.rows: list[dict[str, Any]] = []
             self._workers: dict[int, Worker] = {}  # by the inodes of their segments
             self._find_workers()
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # it may end at any moment
             raise UsageError(f"There is no process {self.pid}.") from None
         except PermissionError:
             raise UsageError(

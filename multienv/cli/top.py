@@ -46,7 +46,7 @@ def top(
             trainer.watch(every)
             document = _document(trainer, directory)
             if stacks:
-                document["stacks"] = {worker.name: worker.stack() for worker in trainer.workers}
+                document["stacks"] = {f"{worker.name}, pid {worker.pid}": worker.stack() for worker in trainer.workers}
             if as_json:
                 print(json.dumps(document, indent=1))
             else:

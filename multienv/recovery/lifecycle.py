@@ -125,6 +125,7 @@ class Lifecycle:
         if action != "replay" or self._deaths >= allowed:
             advice = "Run env_fn() in-process to see why; initialize() tries again."
         else:
+            effort.turn = None  # each of these deaths is charged
             try:
                 self.recoverer.admit(effort, self._record.steps)
             except (BudgetSpentError, Unrecoverable):
@@ -243,7 +244,6 @@ class Lifecycle:
             channel = self.recoverer.renew(effort, lasting)
         except Gone:  # one of the calls ends the process, or they take too long: go on without them
             lasting = ()
-            self.recoverer.arm(effort)
             channel = self.recoverer.renew(effort, lasting)
         self._journal.begin(number, lasting)
         return channel
@@ -320,7 +320,7 @@ class Lifecycle:
             description=recoverer.description,
             deadline=self._pending.limit,
             layout=None if codec is None else codec.layout,
-            path=tuple(told(event, after) for event, after in self._path),
+            path=tuple(told(event, after) for event, after in tuple(self._path)),
         )
 
 

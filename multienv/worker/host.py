@@ -267,9 +267,9 @@ class Host:
             evidence = mail_of(segment, again)[0] if bank.view[3] & IRREGULAR else b""
             came.append(entry_of(bank, entry.request_mail, evidence, exact=group.exact))
         words[REPLAYING] = 0
-        group.starts.look_at_generators()
-        began = {start.entry for start in message.starts} | ({0} if len(message.starts) < group.slots else set())
-        if group.starts.has_drawn and len(began) > 1:
+        if absent:
+            group.starts.look_at_generators()
+        if group.starts.has_drawn:
             # What others drew is missing, and nothing of this need have shown yet.
             raise RuntimeError(
                 "several envs of a process draw from random or numpy.random, and not all of them were replayed from "

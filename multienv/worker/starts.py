@@ -33,7 +33,7 @@ class Starts:
         told: Slot → state of its generators before the reset in the request that is being executed. The reply takes it
             from here. It stays the same object.
         replaying: In a replay: slot → state to put back before the slot is reset. Else ``None``.
-        has_drawn: In a replay an env has drawn from ``random`` or ``numpy.random``, as far as it was noticed.
+        has_drawn: In a replay envs have drawn other numbers from ``random`` or ``numpy.random`` than the first time.
     """
 
     def __init__(self, envs: Sequence[Any], share: float, segment: Segment) -> None:
@@ -62,10 +62,13 @@ class Starts:
         if self.replaying is not None:
             generators = self.replaying.pop(slot, None)
             if generators:
-                self.look_at_generators()
+                stands = seeding.state_of_process()
                 seeding.restore(self._envs[slot], generators)
-                self._stood = seeding.state_of_process()
-        elif self._share and self._is_due(slot):
+                recorded = seeding.state_of_process()
+                # Drawn from, and not as it was the first time: envs that drew then do not take part yet.
+                self.has_drawn = self.has_drawn or stands not in (self._stood, recorded)
+                self._stood = recorded
+        elif self._share and (self.told or self._is_due(slot)):  # envs that are reset together begin together
             began = time.perf_counter()
             self.told[slot] = self._process.with_those_of(self._envs[slot])
             self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS], self._mailed
@@ -77,7 +80,7 @@ class Starts:
         self.replaying, self.has_drawn, self._stood = {}, False, seeding.state_of_process()
 
     def look_at_generators(self) -> None:
-        """See whether anything was drawn from the generators of the process since they were put back."""
+        """Note whether anything was drawn from the generators of the process since they were put back."""
         self.has_drawn = self.has_drawn or self._stood != seeding.state_of_process()
 
     def forget(self, slot: int) -> None:

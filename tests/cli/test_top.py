@@ -48,7 +48,8 @@ def table_where(pid: int, holds: Callable[[Any], bool]) -> Any:
 
 
 def stacks(pid: int) -> dict[str, str]:
-    return json.loads(top(pid, "--json", "--stacks", "--every", "0.1").output)["stacks"]
+    found = json.loads(top(pid, "--json", "--stacks", "--every", "0.1").output)["stacks"]
+    return {name.partition(", pid ")[0]: stack for name, stack in found.items()}
 
 
 @pytest.fixture

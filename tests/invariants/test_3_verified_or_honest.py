@@ -232,3 +232,23 @@ def test_what_envs_draw_from_generators_that_they_share_is_never_taken_for_exact
     assert way == "recycled", "the loss was not noticed"
     outcomes = {event.outcome for event in events if isinstance(event, Recycled)}
     assert outcomes == {"put off"}, events
+
+
+@pytest.mark.parametrize("case", ["one draws", "all begin together"])
+def test_a_replay_in_which_envs_draw_what_they_drew_from_shared_generators_is_exact(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "SHORT", 0.001)
+    monkeypatch.setattr(supervisor, "SHARE", 1.0)
+    horizons = (60, 7, 9) if case == "one draws" else (9, 9, 9)
+    kinds = [HiddenGoalEnv if case != "one draws" or place == 1 else CounterEnv for place in range(3)]
+    env_fns = [partial(kind, horizon=most, count_episodes=False) for kind, most in zip(kinds, horizons, strict=True)]
+    twin = SubprocessVectorEnv(env_fns, envs_per_worker=3)
+    with twin, SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=RestartPolicy(snapshots=False)) as envs:
+        for one in (envs, twin):
+            one.reset(seed=5)
+        for step in range(400):
+            if step in (200, 333):
+                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+            assert all(map(np.array_equal, envs.step(STAY)[:4], twin.step(STAY)[:4])), step
+        assert envs.statistics()[0].exact_recoveries == 2

@@ -372,8 +372,8 @@ MUTANTS = [
         "A replay in which envs that share generators begin at different requests is believed.",
         3,
         "worker/host.py",
-        "if group.starts.has_drawn and len(began) > 1:",
-        "if False:",
+        "        if group.starts.has_drawn:\n",
+        "        if False:\n",
     ),
     Mutant(
         "An interrupted recovery is charged to the budget once more.",

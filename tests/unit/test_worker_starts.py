@@ -55,7 +55,7 @@ def told_by_resets(group: EnvGroup, number: int, *slots: int) -> list[int]:
 def test_the_first_reset_of_each_slot_is_told_of_once():
     group = group_with(share=1e-9)
     assert told_by_resets(group, 1, 0) == [0]
-    assert told_by_resets(group, 2, 0, 1) == [1]
+    assert told_by_resets(group, 2, 1) == [1]
     assert told_by_resets(group, 3, 0, 1) == []
 
 
@@ -93,7 +93,13 @@ def test_a_reset_that_fails_is_not_told_of_but_the_next_one_is(outcome: Any):
     group.begin(1)
     assert list(group.starts.take()) == [1]
     group.envs[0].outcome = None  # type: ignore[attr-defined]
-    assert told_by_resets(group, 2, 0, 1) == [0]
+    assert told_by_resets(group, 2, 0) == [0]
+
+
+def test_resets_in_one_request_are_told_of_together():
+    group = group_with(share=1e-9)
+    assert told_by_resets(group, 1, 1) == [1]
+    assert told_by_resets(group, 2, 0, 1) == [0, 1]
 
 
 def test_what_is_told_puts_the_generators_back_before_the_same_reset_in_a_replay_and_only_there():
