@@ -154,6 +154,27 @@ def test_a_leak_in_a_batch_is_bounded_by_max_rss_and_leaves_no_trace(mode: str) 
     assert same(seen, undisturbed(CounterEnv, mode, 500))
 
 
+def test_what_came_before_a_replacement_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the envs are young: or what a replacement had got rid of would leak again."""
+    monkeypatch.setattr(journal, "SHORT", math.inf)
+    monkeypatch.setattr(supervisor, "LARGE_SHARE", math.inf)  # every reset is told of
+    events: list[Any] = []
+    policy = RestartPolicy(snapshots=False, recycle_after_steps=100)
+    with SubprocessEnv(
+        partial(CounterEnv, horizon=10, count_episodes=False), restart=policy, hooks=[events.append]
+    ) as env:
+        for episode in range(16):
+            env.reset(seed=episode)
+            for step in range(10):
+                if (episode, step) == (15, 5):
+                    os.kill(env.statistics().pid or 0, signal.SIGKILL)
+                env.step(step % 4)
+    assert [event.outcome for event in events if isinstance(event, Recycled)] == ["exact"]
+    (recovery,) = [one for one in events if isinstance(one, Recovery)]
+    assert recovery.outcome == "exact"
+    assert recovery.replayed <= 9 * 11
+
+
 def test_the_chance_of_an_atari_emulator_is_put_back_at_a_reset(brief: None) -> None:
     """Its "sticky" actions draw from a generator in C."""
     env_fns = [partial(gymnasium.make, "ALE/Pong-v5", obs_type="ram", max_episode_steps=most) for most in (40, 50)]

@@ -353,6 +353,7 @@ MUTANTS = [
         "recovery/lifecycle.py",
         "            self._journal.go_on_from(found.plan)\n",
         "",
+        ("tests/invariants/test_5_recovery_is_bounded.py",),
     ),
     Mutant(
         "SIGTERM is not followed by SIGKILL.",
