@@ -67,7 +67,8 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
         "reset": lambda face: face.reset(0),
         "call": lambda face: face.call("poke"),
     }
-    with Face(kind, env_fns, deadlines=limits, restart=RAISE) as face:
+    events: list[Any] = []
+    with Face(kind, env_fns, deadlines=limits, restart=RAISE, hooks=[events.append]) as face:
         face.reset(0)
         for name in {"step", "call"} & {moment}:
             requests[name](face)
@@ -76,6 +77,7 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
             requests[moment](face)
         assert becomes_true(lambda: not is_alive(hung))
         assert face.losses() == 1
+    assert events[0].exit_code == -signal.SIGKILL, "SIGTERM is ignored: it was not ended in time"
 
 
 @pytest.mark.parametrize("kind", AND_ASYNC)
