@@ -295,7 +295,7 @@ def _step(env: SubprocessEnv, action: Any, deadlines: deque[float]) -> Any:
         try:
             supervisor.collect(_LOOK)
         except WaitTimeout:
-            pass
+            pass  # it goes on: look whether another deadline has been given
         except MultienvError:
             break  # wait() raises it
     return calls.wait("step", None, whole=True)
