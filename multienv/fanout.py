@@ -8,18 +8,15 @@ one worker is waited for all others are watched, so that such a thread begins wh
 The env managers have one *endless* round: each member is asked again whenever it has answered, and answers are taken as
 they come.
 
-**Ctrl-C at any line.** A round is noted in ``FanOut.unfinished`` before anything is sent, and stays there until its
-owner has handed the outcome to the caller; an endless round always. It holds for each member the number of the last
-request before the one that it is asked now. That is all it takes to go on: a request was sent if the supervisor has one
-pending or its number is higher, and was answered if the number is higher and nothing is pending; the supervisor keeps
-that answer. So :meth:`FanOut.collect` and :meth:`FanOut.take` send what was not sent, wait for what was not answered
-and take what was not taken; they may be broken off and called again any number of times.
+**Ctrl-C.** A round that was broken off while it was sent was never made: the next call takes it back from those that
+were asked, whose processes count as lost. One that was sent stays ``FanOut.unfinished`` until its owner has handed the
+outcome to the caller; an endless round always. The supervisors keep the answers. So :meth:`FanOut.collect` and
+:meth:`FanOut.take` wait for what was not answered and take what was not taken; they may be broken off and called again
+any number of times.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -89,7 +86,6 @@ class Round:
     Args:
         name: What the caller called: ``"step"``, ``"reset"``, …
         requests: One for each member: an action, a message, or :class:`Noted`; ``None`` leaves the member alone.
-        marks: For each member the number of its supervisor's last answered request.
         order: Of the supervisors, in which they are asked.
         whole: Asked and answered in one call of the caller's; else in two halves.
         nothing: The request that leaves a member alone.
@@ -98,15 +94,28 @@ class Round:
         answers: One for each member; ``None`` for those left alone and those that failed; ``MISSING`` while it lacks.
         failures: Member → what it raised.
         resumed: It was broken off, and a later call completes it.
+        sending: Members that are being asked; ``()``: all are asked.
+        before: Of those in an endless round, their answers before.
     """
 
-    __slots__ = ("answers", "ended", "failures", "marks", "name", "order", "requests", "resumed", "tasks", "whole")
+    __slots__ = (
+        "answers",
+        "before",
+        "ended",
+        "failures",
+        "name",
+        "order",
+        "requests",
+        "resumed",
+        "sending",
+        "tasks",
+        "whole",
+    )
 
     def __init__(
         self,
         name: str,
         requests: Sequence[Any],
-        marks: list[int],
         order: Sequence[int] = (),
         *,
         whole: bool,
@@ -114,15 +123,15 @@ class Round:
     ) -> None:
         self.name = name
         self.requests = requests
-        self.marks = marks
         self.order = order
         self.whole = whole
         self.resumed = False
+        self.sending: Collection[int] = ()
+        self.before: dict[int, Any] = {}
         self.answers: list[Any] = [None if request is nothing else MISSING for request in requests]
         self.failures: dict[int, BaseException] = {}
         self.tasks: dict[int, Task] = {}
-        # Members whose step ended an episode and is followed by a reset: the transition, and the number of that step.
-        self.ended: dict[int, tuple[Any, int]] = {}
+        self.ended: dict[int, Any] = {}  # transitions that ended an episode and are followed by a reset
 
     def misses_some(self) -> bool:
         """Tell whether an answer lacks. No generator: one swallows an interruption that comes while it is closed."""
@@ -139,8 +148,7 @@ class FanOut:
     last line before it returns or raises them. If it finds ``unfinished`` set when it is called, an earlier call was
     interrupted: ``resume()`` completes that round, ``drop()`` completes it for nobody. The two halves of a call are
     ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``. One whose envs do not move in
-    step calls ``begin_endless()`` once, then ``note()`` and ``send_noted()`` for each request, and ``take()`` for the
-    answers.
+    step calls ``begin_endless()`` once, then ``send_some()`` for requests, and ``take()`` for the answers.
 
     Args:
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
@@ -151,7 +159,6 @@ class FanOut:
 
     Attributes:
         supervisors: Of the members that have one, ``None`` for the others.
-        unfinished: The round whose outcome has not been handed to the caller.
     """
 
     def __init__(
@@ -164,7 +171,7 @@ class FanOut:
         skips_none: bool = True,
     ) -> None:
         self.supervisors: list[Any] = [None if callable(member) else member for member in members]
-        self.unfinished: Round | None = None
+        self._round: Round | None = None
         self._blocking = {place: member for place, member in enumerate(members) if callable(member)}
         self._followup = followup
         self._threads = min(threads or len(members), len(members))
@@ -178,6 +185,29 @@ class FanOut:
         self._heals_here = len(members) == 1 and not self._blocking  # no other member has to wait meanwhile
         # After multienv.cores.spread(), which says on which core each worker runs.
         self._turns = Turns({place: one.core for place, one in enumerate(self.supervisors) if one is not None})
+
+    @property
+    def unfinished(self) -> Round | None:
+        """Return the round whose outcome has not been handed to the caller; one that was half sent is taken back."""
+        current = self._round
+        if current is not None and current.sending:
+            self._take_back(current)
+        return self._round
+
+    def _take_back(self, current: Round) -> None:
+        """Have the requests not made that an exception has struck while they were sent. May be broken off, too."""
+        for place in current.sending:
+            supervisor = self.supervisors[place]
+            if supervisor.asked_by is self._me:
+                supervisor.take_back()
+        if self._bell is None:
+            self._round = None
+            return
+        for place, answer in current.before.items():
+            current.answers[place] = answer
+            current.failures.pop(place, None)
+            current.tasks.pop(place, None)
+        current.sending = ()
 
     @property
     def pool(self) -> Pool:
@@ -212,9 +242,9 @@ class FanOut:
 
     def call_each(self, name: str, calls: Sequence[Callable[[], Any] | None]) -> Round:
         """Make blocking calls side by side, one for each member, as a round that survives an interruption, too."""
-        current = Round(name, calls, [], whole=True)
+        current = Round(name, calls, whole=True)
         current.tasks = {place: Task(call) for place, call in enumerate(calls) if call is not None}
-        self.unfinished = current
+        self._round = current
         return self._collect(current, inf)
 
     def send(self, name: str, requests: Sequence[Any], *, whole: bool = True) -> Round:
@@ -226,27 +256,24 @@ class FanOut:
             whole: ``collect()`` follows in the same call of the caller's.
         """
         nothing, order, done = self.nothing, self._turns.now(), 0
-        marks = [-1 if supervisor is None else supervisor.number for supervisor in self.supervisors]
-        current = self.unfinished = Round(name, requests, marks, order, whole=whole, nothing=nothing)
+        current = Round(name, requests, order, whole=whole, nothing=nothing)
+        current.sending, self._round = order, current
         state = STEPPING if whole else STEPPING_HALF
-        try:
-            for place in self._blocking:
-                if requests[place] is not nothing:
-                    self._send_one(current, place)
-            while done < len(order):
-                if name == "step":
-                    done += hot_path.ask(
-                        self.supervisors, order[done:] if done else order, requests, state, self._me, nothing
-                    )
-                if done < len(order):
-                    if requests[order[done]] is not nothing:
-                        self._send_one(current, order[done])
-                    done += 1
-        except BaseException:
-            # The caller may reuse the arrays that are not sent yet.
-            with contextlib.suppress(Exception):  # what cannot be copied is kept as it is
-                current.requests = copy.deepcopy(list(current.requests))
-            raise
+        while done < len(order):
+            if name == "step":
+                done += hot_path.ask(
+                    self.supervisors, order[done:] if done else order, requests, state, self._me, nothing
+                )
+            if done < len(order):
+                if requests[order[done]] is not nothing:
+                    self._send_one(current, order[done])
+                done += 1
+        if self._blocking:
+            calls = {place: partial(call, name, requests[place]) for place, call in self._blocking.items()}
+            current.tasks = {place: Task(call) for place, call in calls.items() if requests[place] is not nothing}
+        current.sending = ()
+        if current.tasks:
+            self._start(current)
         return current
 
     def collect(self, timeout: float | None = None) -> Round:
@@ -259,7 +286,7 @@ class FanOut:
             WaitTimeout: An answer is not there yet.
         """
         check_seconds("timeout", timeout, zero=True)
-        current = self.unfinished
+        current = self._round
         assert current is not None
         if timeout is None and current.name == "step" and not current.tasks:
             state, follows = STEPPING if current.whole else STEPPING_HALF, self._followup is not None
@@ -268,7 +295,7 @@ class FanOut:
 
     def resume(self) -> Round:
         """Complete the round that was broken off."""
-        current = self.unfinished
+        current = self._round
         assert current is not None
         current.resumed = True
         return self.collect()
@@ -286,12 +313,17 @@ class FanOut:
         outcome. One in a hook does not: the next call has it.
         """
         if any(self._told):
-            current, self.unfinished = self.unfinished, None  # for a hook that uses the envs all the same
+            current, self._round = self._round, None  # for a hook that uses the envs all the same
             try:
                 self.call_hooks()
             finally:
-                self.unfinished = current
-        self.unfinished = None
+                self._round = current
+        self._round = None
+
+    def forget(self) -> Round | None:
+        """Return the unfinished round, and be done with it whatever has become of it: the envs are closed."""
+        current, self._round = self._round, None
+        return current
 
     def call_hooks(self) -> None:
         """Call the hooks with what happened meanwhile."""
@@ -303,39 +335,34 @@ class FanOut:
     def begin_endless(self) -> Round:
         """Begin an endless round, in which nobody is asked yet; all members are supervisors."""
         places = range(len(self.supervisors))
-        current = Round("", [None for _ in places], [-1 for _ in places], places, whole=False)
-        self.unfinished, self._bell, self._heals_here = current, Bell(), False
+        current = Round("", [None for _ in places], places, whole=False)
+        self._round, self._bell, self._heals_here = current, Bell(), False
         return current
 
-    def note(self, name: str, requests: Mapping[int, Any]) -> list[Any]:
-        """Note requests in the endless round, to members that have answered all before.
+    def send_some(self, name: str, requests: Mapping[int, Any]) -> None:
+        """Send requests in the endless round, to members that have answered all before.
+
+        They count as sent once the caller has emptied the round's ``sending``, in one assignment with whatever it notes
+        of them; ``start()`` follows. Broken off before that, they were never made, and the answers are those of before.
 
         Args:
             name: What the caller called.
-            requests: Member → content of :class:`Noted`.
-
-        Returns:
-            What is to replace the round's ``answers``. With that they are asked: all of them, or none if an
-            interruption comes before. ``send_noted()`` may follow; ``take()`` sends what it has not sent.
+            requests: Member → an action, a message, or :class:`InThread`.
         """
         current = self.unfinished
         assert current is not None
-        answers, noted = list(current.answers), list(current.requests)
-        for place, content in requests.items():
-            noted[place] = Noted(name, content)
-            current.marks[place] = self.supervisors[place].number
-            current.failures.pop(place, None)
-            answers[place] = MISSING
-        current.requests = noted
-        return answers
-
-    def send_noted(self, chosen: Collection[int]) -> None:
-        """Send what was noted for these members."""
-        current = self.unfinished
-        assert current is not None
+        current.before = {place: current.answers[place] for place in requests}
+        current.sending = tuple(requests)
         for place in self._turns.now():
-            if place in chosen:
-                self._send_one(current, place)
+            if place in requests:
+                current.failures.pop(place, None)
+                current.answers[place] = MISSING
+                self._send_one(current, place, Noted(name, requests[place]))
+
+    def start(self) -> None:
+        """Have threads begin what they are to do in the endless round."""
+        if self._round is not None:
+            self._start(self._round)
 
     def take(self, patience: float | None) -> None:
         """Take what has come in the endless round; if nothing has, wait for something.
@@ -371,13 +398,10 @@ class FanOut:
         heard = self._ended_tasks(current)
         awaited: dict[int, tuple[Channel, int]] = {}
         now, wake = monotonic(), until
-        for place in (*reversed(current.order), *self._blocking):
+        for place in reversed(current.order):
             if current.answers[place] is not MISSING or place in current.tasks:
                 continue
             supervisor = self.supervisors[place]
-            if supervisor is None:  # broken off before it was begun
-                self._send_one(current, place)
-                continue
             line = supervisor.waiting() if _is_asked(current, supervisor) else None
             if line is None or line[0].answered(line[1]):
                 heard.append(place)
@@ -412,13 +436,9 @@ class FanOut:
                 continue
             supervisor = supervisors[place]
             try:
-                if _is_asked(current, supervisor):
-                    answer = supervisor.collect(None, heals)
-                elif supervisor.number == self._mark(current, place):  # broken off before it was sent
-                    self._send_one(current, place)
-                    continue
-                else:
-                    answer = supervisor.resume()  # broken off after it was answered; or a thread has collected it
+                # If nothing is pending, a thread has collected it, or a call that was broken off then.
+                is_asked = _is_asked(current, supervisor)
+                answer = supervisor.collect(None, heals) if is_asked else supervisor.resume()
                 if follows and (len(answer) == 2 or answer[2] or answer[3]):
                     answer = self._follow(current, place, answer)
                 answers[place] = answer
@@ -432,40 +452,27 @@ class FanOut:
         followup = self._followup
         assert followup is not None
         if len(answer) == 2:
-            transition, _ = current.ended.get(place, (None, 0))
-            return followup.joined(place, transition, answer)
+            return followup.joined(place, current.ended.get(place), answer)
         message = followup.next(place, answer)
         if message is None:
             return answer
-        supervisor = self.supervisors[place]
-        current.ended[place] = answer, supervisor.number
-        supervisor.send("reset", message, current.whole)
+        current.ended[place] = answer
+        self.supervisors[place].send("reset", message, current.whole)
         return MISSING
 
-    def _mark(self, current: Round, place: int) -> int:
-        """Return the number of the member's last answered request before the one that it is asked now."""
-        return current.ended[place][1] if place in current.ended else current.marks[place]
-
-    def _send_one(self, current: Round, place: int) -> None:
-        """Send a member's request, or the reset that takes its place or follows it."""
-        supervisor, request, name = self.supervisors[place], current.requests[place], current.name
-        if supervisor is None:
-            self._begin(current, place, partial(self._blocking[place], name, request))
-            return
+    def _send_one(self, current: Round, place: int, noted: Noted | None = None) -> None:
+        """Send a member's request, or the reset that takes its place."""
+        supervisor = self.supervisors[place]
+        name, request = (current.name, current.requests[place]) if noted is None else noted
         if supervisor.asked_by is not self._me and not self._takes_over(current, place):
             return
-        if isinstance(request, Noted):
-            name, request = request
-            if isinstance(request, InThread):
-                self._begin(current, place, request.call)
-                return
+        if isinstance(request, InThread):
+            self._note(current, place, request.call)
+            return
         try:
             message = None
             if name == "step" and self._followup is not None:
-                if place in current.ended:
-                    message = self._followup.next(place, current.ended[place][0])
-                else:
-                    message = self._followup.first(place, supervisor)
+                message = self._followup.first(place, supervisor)
             if message is not None:
                 supervisor.send("reset", message, current.whole)
             elif name == "step":
@@ -484,7 +491,7 @@ class FanOut:
         supervisor = self.supervisors[place]
         other: FanOut | None = None if supervisor.asked_by is None else supervisor.asked_by()
         unfinished = None if other is None else other.unfinished
-        if other is not None and unfinished is not None and unfinished.marks:
+        if other is not None and unfinished is not None and unfinished.order:
             theirs = other.supervisors.index(supervisor)
             if unfinished.requests[theirs] is not other.nothing:
                 if current.name != "reset" or not unfinished.whole or len(other.supervisors) > 1:
@@ -496,15 +503,23 @@ class FanOut:
 
     def _begin(self, current: Round, place: int, call: Callable[[], Any]) -> None:
         """Have a thread of the executor make a call for a member."""
-        then = None if self._bell is None else self._bell.ring
-        task = current.tasks[place] = Task(call, then)  # noted first: an interruption does not lose it
-        task.start(self.pool)
+        self._note(current, place, call)
+        current.tasks[place].start(self.pool)
+
+    def _note(self, current: Round, place: int, call: Callable[[], Any]) -> None:
+        """Note a call that a thread is to make for a member."""
+        current.tasks[place] = Task(call, None if self._bell is None else self._bell.ring)
+
+    def _start(self, current: Round) -> None:
+        """Have threads begin the calls that are noted; again does nothing."""
+        for task in list(current.tasks.values()):
+            task.start(self.pool)
 
     def _ended_tasks(self, current: Round) -> list[int]:
         """Return the members whose thread has ended."""
         ended = []
+        self._start(current)
         for place, task in list(current.tasks.items()):
-            task.start(self.pool)  # an interruption may have come before
             if task.wait(0):
                 self._end(current, place, task)
                 ended.append(place)
@@ -515,7 +530,7 @@ class FanOut:
 
         An error that is no failure of the env, which stays asked, is raised: no descriptor is left, say.
         """
-        supervised, error = place not in self._blocking and bool(current.marks), task.error
+        supervised, error = place not in self._blocking and bool(current.order), task.error
         is_of_env = isinstance(error, MultienvError) and not isinstance(error, ClusterError)
         if error is not None and (is_of_env or not supervised):
             self._fail(current, place, error)
@@ -527,7 +542,7 @@ class FanOut:
 
     def _fail(self, current: Round, place: int, error: BaseException) -> None:
         if self._followup is not None and current.name == "step" and isinstance(error, MultienvError):
-            self._followup.failed(place, current.ended.get(place, (None, 0))[0], error)
+            self._followup.failed(place, current.ended.get(place), error)
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
         current.failures[place] = error.with_traceback(None)
         current.answers[place] = None

@@ -96,10 +96,6 @@ class RelayChannel(Channel):
         self._courier.post((frames.ASK, self.name, number, layout, part, mail))
         self._posted, self._layout = number, segment.layout
 
-    def is_announced(self, number: int) -> bool:
-        """Tell whether the request was posted."""
-        return self._posted == number
-
     def wait(self, number: int, until: float | None) -> bool:
         """Sleep until the reply, the end of the process or ``until``."""
         words = self.segment.words

@@ -129,7 +129,7 @@ class Scheduler:
     # --- asking -----------------------------------------------------------------------------------
 
     def step(self, actions: Mapping[int, Any]) -> None:
-        """Send these steps: all of them, or none if an interruption comes before they are noted."""
+        """Send these steps: all of them, or none if an interruption comes meanwhile."""
         self._ask("step", actions, {index: self.records[index]._replace(asked="step") for index in actions})
 
     def reset(self, chosen: Sequence[int]) -> None:
@@ -212,12 +212,12 @@ class Scheduler:
         self._ask("reset", messages, begun)
 
     def _ask(self, name: str, requests: Mapping[int, Any], asked: Mapping[int, Record]) -> None:
-        """Note requests together with the records ``asked`` that name them, then send the requests."""
+        """Send requests, and put the records ``asked`` that name them in place; both, or neither."""
         contents = {index: self._content(index, name, request) for index, request in requests.items()}
         records = [asked.get(index, record) for index, record in enumerate(self.records)]
-        # Adjacent stores: no signal handler comes in between.
-        self.records, self._round.answers = records, self._fan.note(name, contents)
-        self._fan.send_noted(contents)
+        self._fan.send_some(name, contents)
+        self.records, self._round.sending = records, ()  # adjacent stores: no signal handler comes in between
+        self._fan.start()
 
     def _content(self, index: int, name: str, request: Any) -> Any:
         """Return the request, or an ``InThread`` that sends it from a thread if that may take long."""

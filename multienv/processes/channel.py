@@ -1,7 +1,7 @@
 """The seam between the trainer and the process that holds envs: a channel.
 
 Requests and replies lie in the channel's segment; the channel itself only tells that there is one, and that the process
-has ended. Everything can be repeated after an interruption (Ctrl-C): reading a reply does not use it up.
+has ended. A wait may be interrupted and repeated: reading a reply does not use it up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from multienv.events import LossCause
 from multienv.threads import Bell
-from multienv.wire.segment import CORE, LOOKS, REPLY, REQUEST, TRAINER_SLEEPS, Segment
+from multienv.wire.segment import CORE, LOOKS, REPLY, TRAINER_SLEEPS, Segment
 
 # Looks at the reply before the trainer goes to sleep, giving the core away at each: 30 to 50 µs.
 TRAINER_LOOKS = 50
@@ -125,10 +125,6 @@ class Channel(ABC):
     @abstractmethod
     def ring(self, number: int) -> None:
         """Announce that request ``number`` lies in the segment. Never blocks; a repeated call does no harm."""
-
-    def is_announced(self, number: int) -> bool:
-        """Tell whether the host knows of request ``number``: an interrupted :meth:`ring` may have left it asleep."""
-        return self.segment.words[REQUEST] == number
 
     @abstractmethod
     def wait(self, number: int, until: float | None) -> bool:

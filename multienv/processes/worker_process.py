@@ -136,12 +136,7 @@ class ProcessChannel(Channel):
         if words[WORKER_SLEEPS] and self._rung != number:  # once is enough: it stays until the worker reads
             with SystemErrors():  # the process is gone, which wait() finds; or the line is full of wake bytes
                 self._line.send(wake_bytes(number), NO_SIGNAL | socket.MSG_DONTWAIT)
-            self._rung = number  # after send(): interrupted in between, it is sent once more
-
-    def is_announced(self, number: int) -> bool:
-        """Tell whether the worker looks for the request, has found it, or was sent its number."""
-        words = self.segment.words
-        return words[REQUEST] == number and (self._rung == number or not words[WORKER_SLEEPS])
+            self._rung = number
 
     def wait(self, number: int, until: float | None) -> bool:
         """Poll for the reply, then sleep until the reply, the end of the process or ``until``."""

@@ -1,7 +1,8 @@
 """What the caller gets for a reply: read out of the bank and the mail, with honest truncations laid over it.
 
 ``ExactAnswers`` is for one env, ``RowsAnswers`` for several. Both remember which bank holds the observations that the
-caller saw last: a truncation shows them once more.
+caller saw last: a truncation shows them once more. Reading a reply changes nothing of that: the supervisor commits what
+is ``read`` together with the request.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class ExactAnswers:
     """Makes the answers of one env.
 
     Attributes:
-        seen: Number of the last reply with an observation; 0: none. The supervisor sets it after a plain step.
+        seen: Number of the last reply with an observation; 0: none.
+        loose: What the caller saw that has no place in the bank, and the number of that reply.
+        reading: What these two become with the reply that is being read.
         started: Number of the last reply that tells how random generators stood before resets; 0: none did.
         generators: What it tells: slot → state.
         evidence: Of the last reply, if its observation travelled as mail.
@@ -55,10 +58,11 @@ class ExactAnswers:
         self._codec = codec
         self._error_of, self._told = error_of, told
         self.seen = 0
+        self.loose: Any = (0, b"")
+        self.reading: tuple[int, Any] = (0, self.loose)
         self.started, self.generators = 0, NONE
         self.evidence = b""
         self.ended = False
-        self._seen_evidence = (0, b"")  # number of the reply, and its evidence
 
     def read(self, segment: Segment, number: int) -> bytes:
         """Return the mail after the evidence; keep the evidence. Raises nothing: mail is bytes."""
@@ -72,7 +76,7 @@ class ExactAnswers:
             self.ended = True
             self.evidence = b""
             return self._error_of(0, pickle.loads(rest))
-        self._see(number)
+        self.reading = number, (number, self.evidence)
         self.ended = bool(bank.view[3] & ENDED)
         return (*self._codec.transition(segment, number, self.evidence), self._info(number, rest))
 
@@ -83,7 +87,7 @@ class ExactAnswers:
         if segment.banks[number & 1].view[2] == FAILED:
             self.evidence = b""
             return self._error_of(0, pickle.loads(rest))
-        self._see(number)
+        self.reading = number, (number, self.evidence)
         info = self._info(number, rest)
         return self._codec.observation(segment, number, self.evidence), info
 
@@ -117,17 +121,14 @@ class ExactAnswers:
 
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
         """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
-        self.seen, self._seen_evidence = standing["seen"], (standing["seen"], standing["evidence"])
+        self.seen, self.loose = standing["seen"], (standing["seen"], standing["evidence"])
         self.started = 0
         bank = segment.banks[self.seen & 1]
         if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = standing["bank"]
 
-    def _see(self, number: int) -> None:
-        self.seen, self._seen_evidence = number, (number, self.evidence)
-
     def _evidence_seen(self) -> bytes:
-        number, evidence = self._seen_evidence
+        number, evidence = self.loose
         return evidence if number == self.seen else b""
 
     def _info(self, number: int, rest: bytes) -> dict[str, Any]:
@@ -149,14 +150,12 @@ class RowsAnswers:
         self._error_of, self._told = error_of, told
         self._same_step, self._truncates = same_step, truncates
         self.seen = 0
+        self.loose: list[bytes | None] = [None] * codec.slots  # observations that have no rows, as they travelled
+        self.reading: tuple[int, Any] = (0, self.loose)
         self.started, self.generators = 0, NONE
         self.evidence = b""
         self.ended = False
         self.truncated_errors: dict[int, Exception] = {}
-        self._loose: list[bytes | None] = [None] * codec.slots  # observations that have no rows, as they travelled
-        # The reply that was read last, and what had been seen before it: reading it again after an interruption gives
-        # the same.
-        self._earlier: tuple[int, int, list[bytes | None]] = (0, 0, self._loose)
 
     def read(self, segment: Segment, number: int) -> bytes:
         """Return the mail after the evidence; keep the evidence."""
@@ -179,7 +178,7 @@ class RowsAnswers:
             if not self._same_step:
                 infos[slot] = told
             reply.rewards[slot], reply.terminated[slot], reply.truncated[slot] = 0.0, False, True
-        self._finish(segment, number, reply, extras, infos)
+        self._finish(segment, reply, extras, infos)
         return reply
 
     def reset(
@@ -193,7 +192,7 @@ class RowsAnswers:
         for slot in range(self._codec.slots):
             if slot in missing or not message.touches(slot):
                 self._show_again(segment, slot, reply)
-        self._finish(segment, number, reply, extras, {})
+        self._finish(segment, reply, extras, {})
         return reply
 
     def truncation(self, segment: Segment | None, absent: Absent) -> RowsReply:
@@ -202,12 +201,9 @@ class RowsAnswers:
         reply = self._codec.rows(segment, self.seen)
         reply.rewards[:], reply.terminated[:], reply.truncated[:] = 0.0, False, True
         infos = [(slot, {"multienv": self._told(slot, reason)}) for slot, reason in absent]
+        observations = self._loose_observations(list(self.loose), {})
         return RowsReply(
-            reply.leaves,
-            reply.rewards,
-            reply.terminated,
-            reply.truncated,
-            Extras(infos, {}, self._loose_observations({})),
+            reply.leaves, reply.rewards, reply.terminated, reply.truncated, Extras(infos, {}, observations)
         )
 
     def plain(self, segment: Segment, number: int, answer: RowsReply) -> RowsReply:
@@ -224,38 +220,35 @@ class RowsAnswers:
     def shown(self, segment: Segment) -> Any:
         """Return what the caller saw last: the arrays of the rows, or each slot's observation as it travelled."""
         if not self._codec.has_rows:
-            return list(self._loose)
+            return list(self.loose)
         return [leaf.copy() for leaf in self._codec.rows(segment, self.seen).leaves]
 
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""
-        return {"seen": self.seen, "loose": list(self._loose), "bank": _rows_of(segment, self.seen)}
+        return {"seen": self.seen, "loose": list(self.loose), "bank": _rows_of(segment, self.seen)}
 
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
         """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
-        self.seen, self._loose = standing["seen"], list(standing["loose"])
-        self._earlier, self.started = (0, 0, self._loose), 0
+        self.seen, self.loose, self.started = standing["seen"], list(standing["loose"]), 0
         bank = segment.banks[self.seen & 1]
         if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = standing["bank"]
 
     def _reply(self, segment: Segment, number: int, rest: bytes, command: str) -> tuple[RowsReply, Extras]:
-        if self._earlier[0] != number:
-            self._earlier = (number, self.seen, self._loose)
-        reply = self._codec.rows(segment, number)
+        reply, loose = self._codec.rows(segment, number), list(self.loose)
         extras, illegible = unpack_extras(rest)
         _note_starts(self, number, extras.generators)
         errors = {slot: self._error_of(slot, failure) for slot, failure in extras.failures.items()}
         errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
         reply.errors = errors
         if not self._codec.has_rows and segment.banks[number & 1].view[3] & IRREGULAR:
-            observations = pickle.loads(self.evidence)
-            pairs = zip(self._earlier[2], observations, strict=True)
-            self._loose = [old if new is None else new for old, new in pairs]
+            pairs = zip(loose, pickle.loads(self.evidence), strict=True)
+            loose = [old if new is None else new for old, new in pairs]
+        self.reading = number, loose
         return reply, extras
 
-    def _finish(self, segment: Segment, number: int, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
-        """Write the failures into the rows of their slots; this reply is then what the caller saw last.
+    def _finish(self, segment: Segment, reply: RowsReply, extras: Extras, infos: dict[int, Any]) -> None:
+        """Write the failures into the rows of their slots.
 
         ``infos`` are all infos, if truncations were laid over some of them; else ``{}``.
         """
@@ -274,40 +267,37 @@ class RowsAnswers:
                     infos[slot] |= {"final_obs": self._last_observation(segment, slot), "final_info": told}
                     continue
             self._show_again(segment, slot, reply)
-        extras.observations = self._loose_observations(reply.errors)
+        extras.observations = self._loose_observations(self.reading[1], reply.errors)
         if infos:
             extras.infos = sorted(infos.items())
         reply.extras = extras if extras.infos or extras.observations is not None else None
-        self.seen = number
 
     def _show_again(self, segment: Segment, slot: int, reply: RowsReply) -> None:
         """Copy the row of a slot that the caller saw last into the reply."""
-        seen = self._earlier[1]
-        if seen and reply.leaves:
-            before = self._codec.rows(segment, seen)
+        if self.seen and reply.leaves:
+            before = self._codec.rows(segment, self.seen)
             for leaf, old in zip(reply.leaves, before.leaves, strict=True):
                 leaf[slot] = old[slot]
 
     def _last_observation(self, segment: Segment, slot: int) -> Any:
-        _, seen, loose = self._earlier
         if self._codec.has_rows:
-            return self._codec.row(segment, seen, slot) if seen else None
-        told = loose[slot]
+            return self._codec.row(segment, self.seen, slot) if self.seen else None
+        told = self.loose[slot]
         return None if told is None else pickle.loads(told)
 
-    def _loose_observations(self, errors: dict[int, Exception]) -> Any:
-        """Return the observations that have no rows; ``errors`` gets those that cannot be unpickled here."""
+    def _loose_observations(self, loose: list[bytes | None], errors: dict[int, Exception]) -> Any:
+        """Return the observations that have no rows; those that cannot be unpickled here become ``errors``."""
         if self._codec.has_rows:
             return None
         observations: list[Any] = []
-        for slot, told in enumerate(self._loose):
+        for slot, told in enumerate(loose):
             observations.append(None)
             if told is not None:
                 try:
                     observations[-1] = foreign(partial(pickle.loads, told), Illegible)
                 except Illegible as error:
                     errors.setdefault(slot, unreadable("step", error))
-                    self._loose[slot] = self._earlier[2][slot]  # the caller has not seen this observation
+                    loose[slot] = self.loose[slot]  # the caller has not seen this observation
         return observations
 
 

@@ -71,12 +71,12 @@ class Snapshot:
         self._finalizer.atexit = False
 
     def free(self) -> None:
-        """End the frozen process; a second call does nothing, unless the first was interrupted."""
+        """End the frozen process; a second call does nothing."""
         alive = self._finalizer.peek()
         if alive is not None:
             _, free, (token,), _ = alive
             free(token)
-            self._finalizer.detach()  # not before: an interruption finds it as it was, or freed
+            self._finalizer.detach()
 
     @property
     def is_free(self) -> bool:
@@ -96,7 +96,6 @@ class Checkpoints:
         self._supervisor = supervisor
         self._limit = limit
         self._kept: weakref.WeakSet[Snapshot] = weakref.WeakSet()
-        self._asked = 0  # token of a snapshot that was asked for by a call that did not come to its end
 
     # --- snapshots ----------------------------------------------------------------------------------
 
@@ -110,20 +109,23 @@ class Checkpoints:
                 f"snapshot(): {kept} are kept, as many as RestartPolicy.max_snapshots allows. "
                 "free() some, or let go of them."
             )
-        if worker.state.process is not Process.READY:
+        if worker.state.process is Process.NONE:
             raise UsageError("snapshot(): the env's process was lost. reset() starts a new one.")
-        self._free_asked()
-        token = self._asked = next(_tokens)
-        obstacle = worker.ask_between(KeepSnapshot(token, worker.number), _SNAPSHOT_LIMIT)
+        token = next(_tokens)
+        try:
+            obstacle = worker.ask_between(KeepSnapshot(token, worker.number), _SNAPSHOT_LIMIT)
+            snapshot = Snapshot(token, self.standing(), worker.recoverer.free)
+            self._kept.add(snapshot)
+        except BaseException:
+            if worker.channel is not None:
+                worker.channel.kill()  # else it might take the snapshot later
+            worker.recoverer.free(token)
+            raise
         if obstacle:
-            self._asked = 0
             raise NotForkableError(
                 f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, devices and "
                 "shared memory do not survive it; nor does the trainer take part in it (SerialEnv). Nothing is lost."
             )
-        snapshot = Snapshot(token, self.standing(), worker.recoverer.free)
-        self._kept.add(snapshot)
-        self._asked = 0
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -155,12 +157,6 @@ class Checkpoints:
         """Free all snapshots; called when the worker is closed."""
         for snapshot in list(self._kept):
             snapshot.free()
-        self._free_asked()
-
-    def _free_asked(self) -> None:
-        if self._asked:
-            self._supervisor.recoverer.free(self._asked)
-            self._asked = 0
 
     # --- checkpoints --------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ Each line counts here. What takes 1 µs in a loop of its own takes 3 µs between
 the caches are cold by then. So the loop over the workers is inside these functions, and what they touch of a process
 lies in one object, its ``StepBuffers``.
 
-Ctrl-C may come between any two lines. A step lies in its bank before the state says that it is asked; an answer is kept
-as ``last_answer`` before the state says that it is taken; whatever comes in between is done once more by the next call.
+Ctrl-C: a step lies in its bank before the state says that it is asked, and an answer is kept as ``last_answer`` before
+the state says that it is taken. An answer that was not taken is taken by the next call.
 """
 
 from __future__ import annotations
@@ -203,18 +203,17 @@ def take(  # noqa: C901 - one loop, because each call counts here
             if journal.recording:
                 journal.entries[number] = bytes(buffers.stretches[side])
             replies = supervisor.answers
-            replies.seen = number
-            if meaning == _ENDS:
-                supervisor.note_ends(answer, number)
-            elif meaning:
+            if meaning == _BEGINS:
                 answer = answer[0], answer[4]
             supervisor.last_answer = answer
             # Adjacent stores: no signal handler comes in between.
-            supervisor.number, supervisor.state = number, buffers.after[meaning]
+            replies.seen, supervisor.number, supervisor.state = number, number, buffers.after[meaning]
             if meaning == _BEGINS:
                 supervisor.record.reset((None,), BEGINNING.touches)
                 journal.note_ends((0,), number)
             else:
+                if meaning:
+                    supervisor.note_ends(answer, number)
                 supervisor.record.steps += 1
             if replies.started == number:
                 supervisor.note_starts(number)

@@ -7,6 +7,7 @@ commits the state.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from multienv.config import Deadlines, RestartPolicy
@@ -146,28 +147,28 @@ class Lifecycle:
 
         Args:
             gone: How it was lost.
-            state: The state, with the pending request.
+            state: The state, with the pending request; none is pending if it was asked for a snapshot.
             number: The number of that request.
             committed: Number of the last request that was answered: the journal may already hold one more.
         """
-        request = state.request
-        assert request is not None
-        channel = self.channel
+        request, channel = state.request, self.channel
         assert channel is not None
         slots, is_policy = len(self._record.seeds), False
         slot = (0 if slots == 1 else gone.slot) if gone.number == number else -1
-        if request.steps and gone.number >= number:  # each step of it has a number of its own
+        if request is not None and request.steps and gone.number >= number:  # each step of it has a number of its own
             slot, is_policy = gone.slot, gone.slot < 0
-        if request.is_plain_step:
+        if request is not None and request.is_plain_step:
             self._pending.save(channel.segment, number)
         self._journal.cut(committed)
         self._fate = gone.fate
+        if gone.fate.snapshot is not None and gone.fate.snapshot > committed:  # of a request that was taken back
+            self._fate = replace(gone.fate, snapshot=None)
         codec = self.recoverer.codec
-        entry = b""
-        if codec is not None and self._record.reports.wanted:
+        entry, name = b"", "snapshot" if request is None else request.name
+        if request is not None and codec is not None and self._record.reports.wanted:
             entry = self._pending.entry(channel.segment, number, request, codec.layout)
         idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
-        self.loss = self._record.loss(gone, request.name, slot, self._pending.limit, self._case(entry), idle=idle)
+        self.loss = self._record.loss(gone, name, slot, self._pending.limit, self._case(entry), idle=idle)
         self._effort = self.recoverer.begin()
         slot = slots if is_policy else slot
         return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))

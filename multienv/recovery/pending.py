@@ -88,9 +88,8 @@ class Pending:
     def publish(self, channel: Channel, number: int, state: State) -> None:
         """Publish the request, without its absent slots; again does no harm."""
         segment = channel.segment
-        if not channel.is_announced(number):
-            self.arm()  # from now on it has its time, however long ago an interrupted call wanted to ask
         if segment.words[REQUEST] != number:
+            self.arm()
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
             flag = ABSENT if state.absent else 0

@@ -124,9 +124,8 @@ class Record:
         if autoreset in ("NEXT_STEP", "SAME_STEP"):
             before = self.steps + 1 + (autoreset == "NEXT_STEP")
             for slot in slots:
-                if self.steps_before[slot] != before:  # it may be told again, after an interruption
-                    self.steps_before[slot] = before
-                    self.episodes += 1
+                self.steps_before[slot] = before
+                self.episodes += 1
 
     def loss(
         self, gone: Gone, command: str, slot: int, limit: float | None, case: Case | None, *, idle: bool = False

@@ -8,7 +8,6 @@ unless all slots differ there, as that of a single env does: then there is no wa
 
 from __future__ import annotations
 
-import contextlib
 import math
 import pickle
 import time
@@ -29,12 +28,10 @@ from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32
 from multienv.wire.codecs import Codec, codec_of
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import Build, Description, Failure, Message, Replay, drawn_seeds, foreign, pack_message
-from multienv.wire.segment import REPLAYING, REQUEST, RESTARTS
+from multienv.wire.segment import REPLAYING, RESTARTS
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 _REPLAY_GRACE = 1.0
-# Seconds that an interrupted request of our own may go on, before the next one is published.
-_ABANDONED = 30.0
 # Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
 _UP_WITHIN = 10.0
 # Seconds between two looks whether the worker was closed during a back-off.
@@ -127,7 +124,6 @@ class Recoverer:
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being started; the worker does not own it yet
-        self._asking: tuple[Channel, int] | None = None  # a request of ours that is not answered
         self._closed = False
 
     # --- requests of our own ------------------------------------------------------------------------
@@ -157,22 +153,8 @@ class Recoverer:
             RequestFailedError: The request raised; ``failure`` says what.
         """
         number = self.next_number()
-        self._asking = channel, number
         self.publish(channel, number, pack_message(message))
-        answer = self.answer(channel, number, until, each)
-        self._asking = None
-        return answer
-
-    def finish_asking(self) -> None:
-        """Wait for the process if it may still execute a request of our own that Ctrl-C has interrupted."""
-        if self._asking is not None:
-            channel, number = self._asking
-            with contextlib.suppress(Gone):  # found by the next request
-                if channel.segment.words[REQUEST] == number:
-                    channel.ring(number)  # the process may sleep, and not have been woken
-                    if not channel.wait(number, time.monotonic() + _ABANDONED):
-                        channel.kill(cause="hung")
-            self._asking = None
+        return self.answer(channel, number, until, each)
 
     def answer(self, channel: Channel, number: int, until: float | None, each: float | None = None) -> Any:
         """Wait for the answer to a request of our own, and return it; see :meth:`ask`."""

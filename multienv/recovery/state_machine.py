@@ -3,9 +3,9 @@
 Three things are told apart. The **process** is there, or being built, or lost. The **episode** of the worker's envs
 runs or does not. The **request** is what was asked and not yet answered; it outlives the process. ``decide`` takes
 a state and an event and returns the state after it and the instruction to carry out next. The supervisor commits
-the new state by one assignment and then carries the instruction out. An interruption (Ctrl-C) finds the state
-before or after, never between: the next call asks ``instruction_of(state, rules)`` and goes on where the last one
-was.
+the new state by one assignment and then carries the instruction out. An interruption (Ctrl-C) while it waits leaves
+the request pending: the next call asks ``instruction_of(state, rules)`` and goes on where the last one was. One that
+strikes while a process is being asked is a loss of that process, and the request was never made.
 
 ``TABLE`` says which event leads from which process state to which. ``docs/states.py`` draws the diagram from it.
 """
@@ -29,7 +29,7 @@ class Process(Enum):
     NONE = "none"  # there is no process: none was started yet, or the last one is gone and is not brought back
     BUILDING = "building"  # it is launched and asked to build its envs, which is waited for
     READY = "ready"  # its envs are built and stand where the caller saw them last
-    LOST = "lost"  # it is gone, and what the caller saw is to be brought back
+    LOST = "lost"  # it is gone, or not to be trusted; what the caller saw is brought back before anything else
     CLOSED = "closed"  # close() was called; nothing is possible any more
 
 
@@ -175,6 +175,11 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Interrupted:
+    """Says that an exception struck while the process was being asked: what it does now belongs to no request."""
+
+
+@dataclass(frozen=True, slots=True)
 class Recovered:
     """Says that the envs stand where the caller saw them last, but for ``mismatches``: slot → what differs."""
 
@@ -210,6 +215,7 @@ Event = (
     | Asked
     | Replied
     | Lost
+    | Interrupted
     | Recovered
     | NotRecovered
     | BudgetSpent
@@ -247,6 +253,7 @@ TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
     (Process.NONE, Launched): (Process.BUILDING,),
     (Process.NONE, Asked): (Process.NONE,),
     (Process.NONE, Replied): (Process.NONE,),
+    (Process.NONE, Interrupted): (Process.NONE,),
     (Process.NONE, BuildFailed): (Process.NONE,),
     (Process.BUILDING, Built): (Process.READY,),
     (Process.BUILDING, Lost): (Process.NONE,),
@@ -254,7 +261,12 @@ TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
     (Process.READY, Asked): (Process.READY,),
     (Process.READY, Replied): (Process.READY,),
     (Process.READY, Lost): (Process.LOST, Process.NONE),
+    (Process.READY, Interrupted): (Process.LOST,),
     (Process.READY, Discarded): (Process.NONE,),
+    (Process.LOST, Asked): (Process.LOST,),
+    (Process.LOST, Lost): (Process.LOST, Process.NONE),
+    (Process.LOST, Interrupted): (Process.LOST,),
+    (Process.LOST, Discarded): (Process.NONE,),
     (Process.LOST, Recovered): (Process.READY,),
     (Process.LOST, NotRecovered): (Process.NONE,),
     (Process.LOST, BudgetSpent): (Process.NONE,),
@@ -359,15 +371,21 @@ def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
     return _ended(after, event.what, rules)
 
 
+def _interrupted(state: State, event: Interrupted, rules: Rules) -> tuple[State, Instruction]:
+    process = Process.LOST if state.process is Process.READY else state.process
+    return _without_request(state, process=process), Instruction.NOTHING
+
+
 def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Instruction]:
     after = state._replace(process=Process.READY)
     request = state.request
-    assert request is not None
     poisoned = _poisoned(state, rules)
-    if request.kind is Kind.CALL or rules.slots in poisoned:
+    if request is None or request.kind is Kind.CALL or rules.slots in poisoned:
         owes = event.mismatches and rules.slots == 1 and state.episode is Episode.RUNNING
         episode = Episode.OWED if owes else state.episode
         after = after._replace(owed=_merged(state.owed, event.mismatches), episode=episode)
+        if request is None:
+            return _without_request(after), Instruction.NOTHING
         if poisoned:
             return _without_request(after), Instruction.RAISE_POISON
         return after, Instruction.ASK
@@ -393,8 +411,7 @@ def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]
     request = state.request
     after = state._replace(process=Process.NONE)
     running = state.episode in (Episode.RUNNING, Episode.OWED)
-    assert request is not None
-    if request.kind is Kind.CALL:
+    if request is None or request.kind is Kind.CALL:
         return _given_up(after, everyone, running=running), Instruction.RAISE_LOST
     if request.kind is Kind.STEP:
         after = after._replace(absent=_merged(state.absent, everyone))
@@ -422,6 +439,8 @@ def _closed(state: State, event: Closed, rules: Rules) -> tuple[State, Instructi
 
 def _poisoned(state: State, rules: Rules) -> dict[int, str]:
     """Return the slots that end every process with the pending request, each with the reason for the caller."""
+    if state.request is None:
+        return {}
     found = {slot: count for slot, count in state.deaths if count >= rules.poison_after}
     if state.losses >= LOSSES and not found:
         # The slot that most of them ended in is the cause; all are, where nothing is known.
@@ -429,7 +448,6 @@ def _poisoned(state: State, rules: Rules) -> dict[int, str]:
         most = max(suspects.values(), default=0)
         found = {slot: count for slot, count in suspects.items() if count == most}
         found = found or dict.fromkeys(range(rules.slots), state.losses)
-    assert state.request is not None
     return {
         slot: f"{state.what} The same {state.request.name}() ended {count} processes; it was not tried again."
         for slot, count in found.items()
@@ -465,6 +483,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, Rules], tuple[State, Instruction]
     Asked: _asked,
     Replied: _replied,
     Lost: _lost,
+    Interrupted: _interrupted,
     Recovered: _recovered,
     NotRecovered: _not_recovered,
     BudgetSpent: _budget_spent,

@@ -4,9 +4,10 @@ A request is sent (``send_step``, ``send``) and its answer is collected (``colle
 follows from an event is decided in ``state_machine``; what concerns processes is carried out by ``lifecycle``; this
 module holds the state and the requests. Plain steps, of many workers at once, are asked and taken in ``hot_path``.
 
-Ctrl-C may come between any two lines. What was asked is told by ``state`` and lies in the segment; publishing and
-reading it again does no harm. So an interrupted call leaves its request pending, and the next call collects it. That is
-all there is to it.
+**Ctrl-C.** An interrupted wait leaves the request pending, and the next call collects it: reading a reply does not use
+it up, and an answer is committed at once with all that says so. One that strikes while a process is being asked makes
+the process lost, and the request was never made (``take_back``): the next call brings the envs back to where the caller
+saw them last.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ from multienv.recovery.state_machine import (
     Episode,
     Event,
     Instruction,
+    Interrupted,
     Kind,
     Launched,
     Process,
@@ -103,6 +105,7 @@ logger = logging.getLogger("multienv")
 
 # Seconds that close() waits for a call whose process it has killed, and for the answer of a call that was interrupted.
 _SOON = 0.5
+_INTERRUPTED = "it was ended, because an exception (Ctrl-C?) struck in the trainer while it was being asked"
 # How many events of a worker are kept for crash reports.
 _PATH = 50
 # Those that take long: a caller that has other workers to wait for leaves them to a thread.
@@ -299,13 +302,8 @@ class Supervisor:
         """
         if until is not None and time.monotonic() >= until:
             return False
-        channel, request = self.channel, self.state.request
-        if channel is None:
+        if self.channel is None or self.segment.words[REQUEST] != number:  # brought back, and not asked again yet
             return False
-        if not channel.is_announced(number):  # an interruption came before, and may be long ago
-            if self.segment.words[REQUEST] != number and (request is None or request.kind is not Kind.STEP):
-                return False
-            self.pending.arm()
         self.buffers.ring(number)
         try:
             return self._await(number, until, ends_overdue=until is None)
@@ -458,11 +456,15 @@ class Supervisor:
             self._take(number)
         except Gone as gone:
             self._refuse_if_unusable("collect")
-            instruction = self._happen(self.lifecycle.lost(gone, self.state, number, self.number))
-            if instruction is not Instruction.RECOVER:
-                self.lifecycle.drop_lost(instruction, self.state)
-            return instruction
+            return self._lose(gone)
         return Instruction.DELIVER
+
+    def _lose(self, gone: Gone) -> Instruction:
+        """Note that the process is lost; returns what the policy says."""
+        instruction = self._happen(self.lifecycle.lost(gone, self.state, self.number + 1, self.number))
+        if instruction is not Instruction.RECOVER:
+            self.lifecycle.drop_lost(instruction, self.state)
+        return instruction
 
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that nothing brings back."""
@@ -512,6 +514,9 @@ class Supervisor:
 
     def _do_recover(self, until: float | None) -> Instruction:
         """Bring the envs back, or end their episodes."""
+        if self.lifecycle.loss is None:
+            assert self.channel is not None
+            return self._lose(self.channel.kill(detail=_INTERRUPTED))
         before = self.state
         event = self.lifecycle.recover()
         found, self.lifecycle.found = self.lifecycle.found, None
@@ -551,9 +556,10 @@ class Supervisor:
         """Commit an answer."""
         state, _ = decide(self.state, event, self.rules)
         self.path.append((event, state))
+        state, answers = interned(state), self.answers
         self.last_answer = answer
         # Adjacent stores: no signal handler comes in between.
-        self.number, self.state = number, interned(state)
+        (answers.seen, answers.loose), self.number, self.state = answers.reading, number, state
 
     # --- an answer --------------------------------------------------------------------------------
 
@@ -568,6 +574,7 @@ class Supervisor:
         bank, is_call = segment.banks[number & 1], request.kind is Kind.CALL
         message = None if request.kind is Kind.STEP else self.pending.message
         failed = bank.view[2] == FAILED
+        self.answers.reading = self.answers.seen, self.answers.loose
         rest = segment.read_reply_mail(number) if is_call else self.answers.read(segment, number)
         evidence = b"" if is_call or failed else self.answers.evidence
         # Before truncations are laid over the rows.
@@ -579,7 +586,6 @@ class Supervisor:
             if failed or is_call:  # the reply itself is no pickle
                 raise channel.kill(cause="broken", detail=str(illegible)) from illegible
             answer = unreadable(request.name, illegible)
-        self.journal.cut(self.number)  # an interrupted call may have got beyond this line
         if not is_call or is_recorded(message):
             self.journal.log(number, entry, mail if isinstance(message, LASTING) else b"")
         absent = self.state.absent
@@ -594,7 +600,7 @@ class Supervisor:
             answer = self.answers.truncation(segment, ((0, str(answer)),))
         # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
         # that the caller saw last: its process may die while it writes there.
-        last = number if self.answers.seen == number else number + 1
+        last = number if self.answers.reading[0] == number else number + 1
         self._commit(last, Replied(ended=ended, failed=failed), answer)
         self._count(request, message, failed, number)
 
@@ -735,7 +741,7 @@ class Supervisor:
             if channel is not None and instruction is Instruction.ASK:
                 number = self.number + 1
                 if not channel.answered(number):
-                    self._publish()  # an interruption may have come before, or before the worker was woken
+                    self._publish()  # a thread that brought it back may have been the last to look at it
             elif channel is not None and instruction is Instruction.AWAIT_BUILD:
                 number = self.lifecycle.building
             else:
@@ -823,7 +829,6 @@ class Supervisor:
     def _maintain(self, *, resetting: bool) -> None:
         """Do what is due between two requests: replace the process."""
         maintenance, channel = self.maintenance, self.channel
-        self.recoverer.finish_asking()
         if channel is not None and self.state.process is Process.READY and maintenance.recycling_due:
             self._recycle(maintenance.recycling_due, resetting=resetting)
         maintenance.is_due = False
@@ -874,41 +879,35 @@ class Supervisor:
     def ask_between(self, message: Message, limit: float) -> Any:
         """Have the process answer a request of ours between two of the caller's; a loss meanwhile is healed first."""
         while True:
-            channel = self.channel
-            assert channel is not None
-            maintenance = self.maintenance
-            was_due, maintenance.is_due = maintenance.is_due, True  # Ctrl-C: the next request waits for the answer
-            try:
-                self.recoverer.finish_asking()
-                answer = self.recoverer.ask(channel, message, time.monotonic() + limit)
-                maintenance.is_due = was_due
-                return answer
-            except Gone as gone:
-                self._heal_between(gone, message, limit)
-
-    def _heal_between(self, gone: Gone, message: Message, limit: float) -> None:
-        """Bring the envs back after a loss between two requests, as after that of a request that asks for nothing."""
-        before = self.state
-        try:
-            self._happen(Asked(Request(Kind.CALL, "snapshot")))
-            self.pending.begin(message, b"", limit)
-            instruction = self._happen(self.lifecycle.lost(gone, self.state, self.number + 1, self.number))
-            if instruction is Instruction.RECOVER:
-                instruction = self._do_recover(None)
-            else:
-                self.lifecycle.drop_lost(instruction, self.state)
-            if instruction is not Instruction.ASK:
-                raise self.lifecycle.error(instruction, self.state) from None
-            self._happen(Replied())
-        except BaseException:  # Ctrl-C, or no descriptor is left: no call may find that request pending
             if self.state.process is Process.LOST:
-                channel = self.channel
-                assert channel is not None
-                channel.kill()  # it may be one that is not verified; the next request finds it lost
+                self._bring_back()
+            before, channel = self.state, self.channel
+            assert channel is not None
+            self.pending.begin(message, b"", limit)
+            self.lifecycle.delivered()
+            self._happen(Interrupted())  # if an exception strikes from here on: else it is taken back below
+            try:
+                answer = self.recoverer.ask(channel, message, self.pending.until)
+            except Gone as gone:
+                self._lose(gone)
+            else:
                 self.stand(before)
-            elif self.state.request is not None:
-                self._happen(Replied())
-            raise
+                return answer
+
+    def _bring_back(self) -> None:
+        """Bring back the envs of a lost process while nothing is asked."""
+        instruction = Instruction.RECOVER
+        while instruction is Instruction.RECOVER:
+            instruction = self._do_recover(None)
+        if instruction is not Instruction.NOTHING:
+            raise self.lifecycle.error(instruction, self.state) from None
+
+    def take_back(self) -> None:
+        """Have the pending request not made: an exception struck before all of it was sent. Again does nothing."""
+        with self.lock:
+            if self.state.request is not None:
+                self.lifecycle.delivered()
+                self._happen(Interrupted())
 
     def note_closed(self) -> None:
         """Be closed from now on."""
@@ -1009,7 +1008,7 @@ class Supervisor:
         try:
             is_idle = state.process is Process.READY and limit > 0
             if is_idle and state.request is not None:  # answered first, for nobody
-                self.pending.publish(channel, number, state)  # an interruption may have come before the first time
+                self.pending.publish(channel, number, state)  # again, if it was asked
                 is_idle = channel.wait(number, min(time.monotonic() + _SOON, until))
             if is_idle:
                 self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))

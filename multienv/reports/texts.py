@@ -99,7 +99,7 @@ def how_lost(loss: Loss) -> str:
         return f"did not answer within its deadline{limit} and was killed"
     if loss.cause == "broken":
         return "answered something that cannot be decoded and was killed"
-    if loss.exit_code is None and loss.detail:
+    if loss.detail:
         return f"is gone: {loss.detail}"
     return exit_text(loss.exit_code)
 

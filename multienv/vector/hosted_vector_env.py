@@ -738,7 +738,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout.close()
         if hasattr(self, "_rows"):  # the envs have been built
             self._rows.forget()
-        current, self._fanout.unfinished = self._fanout.unfinished, None  # which holds arrays over the banks
+        current = self._fanout.forget()  # it holds arrays over the banks
         if current is not None and not is_interrupted(current):
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")

@@ -6,6 +6,7 @@ So the oracle keeps, for each env, what its newest step must return and what its
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 
 from multienv import AsyncSubprocessEnvManager, StackedSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import EnvsFailedError, WorkerLostError
-from simulation.programs import HORIZONS, POLICIES, STEP_LIMIT, Row, assert_same, is_forced
+from simulation.programs import HORIZONS, POLICIES, STEP_LIMIT, Row, assert_same, is_forced, of_worker
 from simulation.simulation import Fault, SimulatedEnv, Simulation
 
 MANAGERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -200,7 +201,7 @@ class ManagerRun:
 
     def _step(self, actions: dict[int, Any]) -> None:
         """Step these envs, or collect what is under way, and check the timesteps."""
-        is_stacked = self.case.manager == "stacked"
+        is_stacked, before = self.case.manager == "stacked", copy.deepcopy(self.oracles)
         try:
             for env, action in actions.items():
                 self.oracles[env].ask(action)
@@ -213,7 +214,9 @@ class ManagerRun:
         except BROKEN_OFF:
             unsent = [env for env in self._again(lambda: self.manager.ready_env) if env in actions]
             assert unsent in ([], list(actions)), "sent in part"
-            assert not unsent, "the interruption comes while an answer is awaited"
+            assert not unsent or self.case.eager, "the interruption comes while an answer is awaited"
+            if unsent:
+                self.oracles = before
             return
         self._deliver({step.env_id: step for step in told} if is_stacked else told)
 
@@ -266,11 +269,11 @@ class ManagerRun:
 
     def _check_failed(self, error: EnvsFailedError) -> None:
         for env in error.failures:
-            assert any(fault.worker == env for fault in self.simulation.struck)
+            assert of_worker(self.simulation.struck, env, eager=self.case.eager)
             assert self.case.policy == "raise" or self._is_forced(env), f"failed without need: {error}"
 
     def _is_forced(self, env: int) -> bool:
-        return is_forced(self.simulation.struck, env, self.case.policy)
+        return is_forced(of_worker(self.simulation.struck, env, eager=self.case.eager), self.case.policy)
 
 
 def manager_bases() -> Iterator[ManagerCase]:

@@ -266,7 +266,8 @@ class Run:
                 self._interrupted += 1  # what was asked is completed later
             except NotRestoredError:  # the env is as it was before
                 assert any(
-                    is_forced(self.simulation.struck[struck:], worker, self.case.policy) for worker in self.workers
+                    is_forced(of_worker(self.simulation.struck[struck:], worker, eager=False), self.case.policy)
+                    for worker in self.workers
                 )
 
     def _do(self, op: tuple[Any, ...]) -> None:
@@ -309,10 +310,10 @@ class Run:
     def _was_begun(self, nth: int, differs: Any, env: int) -> bool:
         """Tell whether an interrupted call, the ``nth`` in a row, counts as begun.
 
-        It does, unless it was broken off in its very first lines, or while it completed the interrupted call before it.
+        It does if it was broken off while it waited, and not if it was while it sent: an eager process is executed then.
         All are honest: an interruption adds a possible world, and what the next call returns says which it is.
         """
-        is_certain = nth == 0 and not self.interruption.fired
+        is_certain = nth == 0 and not self.interruption.fired and not self.case.eager
         return is_certain or bool(differs(copy.deepcopy(self.worlds[env].bare)))
 
     def _do_halves(self, number: int) -> None:
@@ -442,12 +443,13 @@ class Run:
     def _excuse(self, env: int) -> None:
         """Fail unless the schedule of faults forced a truncation of this env."""
         self.truncated += 1
-        struck = [fault for fault in self.simulation.struck if fault.worker == self.workers[env]]
+        struck = of_worker(self.simulation.struck, self.workers[env], eager=self.case.eager)
         assert struck, "truncated, and nothing has happened to its worker"
         assert self._is_forced(self.workers[env]), f"truncated without need: {struck}"
 
     def _is_forced(self, worker: int) -> bool:
-        return is_forced(self.simulation.struck, worker, self.case.policy, chance=self.case.chance)
+        struck = of_worker(self.simulation.struck, worker, eager=self.case.eager)
+        return is_forced(struck, self.case.policy, chance=self.case.chance)
 
     def _split(self, observations: Any, infos: Any) -> list[tuple[Any, Any]]:
         if self.case.face == "subprocess_env":
@@ -473,9 +475,13 @@ class Run:
         return rows
 
 
-def is_forced(struck: Sequence[Fault], worker: int, policy: str, *, chance: bool = False) -> bool:
+def of_worker(struck: Sequence[Fault], worker: int, *, eager: bool) -> list[Fault]:
+    """Return what has happened to a worker: an exception that strikes while several are asked loses all of them."""
+    return [fault for fault in struck if fault.worker == worker or (eager and fault.point.startswith("interrupted"))]
+
+
+def is_forced(struck: Sequence[Fault], policy: str, *, chance: bool = False) -> bool:
     """Tell whether what has happened to a worker makes an exact recovery impossible."""
-    struck = [fault for fault in struck if fault.worker == worker]
     if not struck or policy in ("truncate", "short journal") or chance:
         return bool(struck)
     if any(fault.point == "hang" and fault.event in ("ask", "build") for fault in struck):
