@@ -725,6 +725,7 @@ class Supervisor:
         with self.lock:
             if self.state.request is not None:
                 return self.collect()
+            self._refuse_if_unusable("collect")
             if isinstance(self.last_answer, BaseException):
                 raise self.last_answer
             return self.last_answer

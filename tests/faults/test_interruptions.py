@@ -140,7 +140,7 @@ def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
 
     fired = 0
     for interruption in every_place(stride=13):
-        with SubprocessEnv(ENDLESS) as env:
+        with SubprocessEnv(ENDLESS, restart=NO_SNAPSHOTS) as env:
             env.reset(seed=1)
             env.step(STEP)
             before = alive()
@@ -150,7 +150,8 @@ def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
             if interruption.place % 2:
                 env.step(STEP)
                 env.snapshot().free()
-                assert becomes_true(lambda before=before: not alive() - before), interruption.where  # type: ignore[misc]
+                # The worker may have been replaced.
+                assert becomes_true(lambda before=before: len(alive()) <= len(before)), interruption.where  # type: ignore[misc]
         assert becomes_true(lambda: alive() <= {monitor_pid()}), interruption.where
     assert fired > 5
 
@@ -174,7 +175,8 @@ def test_step_taken_once_more_after_an_interruption_is_replayed_once() -> None:
             kill(env)
             observation, _, _, truncated, _ = env.step(STEP)
             assert (int(observation[0]), truncated) == (1, False), interruption.where
-        assert env.statistics().exact_recoveries == fired + 1
+        statistics = env.statistics()
+        assert statistics.exact_recoveries == statistics.losses > fired
     assert fired > 5
 
 
@@ -213,7 +215,7 @@ def test_step_of_which_one_env_has_made_an_error_is_told_after_an_interruption_a
                 assert after[:, 0].tolist() == [2, 0, 2, 2], interruption.where
             else:
                 assert told[0][:, [0, 3]].tolist() == [[1, 2]] * 4, interruption.where
-        assert sum(one.losses for one in envs.statistics()) == 0
+        assert all(one.exact_recoveries == one.losses < fired for one in envs.statistics())
     assert fired > 5
 
 
@@ -232,7 +234,7 @@ def test_interrupted_step_has_no_deadline_while_nobody_waits(kind: str, stride: 
             fired += interruption.fired
             time.sleep(0.3)
             assert not face.step([1, 1])[0].truncated, interruption.where
-        assert face.losses() == 0
+        assert face.losses() < fired, "only where it was being sent"
     assert fired > 2
 
 
@@ -251,8 +253,7 @@ def test_step_interrupted_while_its_worker_is_woken_has_no_deadline_while_nobody
                 env.step(STEP)
             fired += interruption.fired
             time.sleep(0.3)
-            env.step(STEP)
-        assert env.statistics().losses == 0
+            assert not env.step(STEP)[3], interruption.where
     assert fired > 2
 
 
@@ -298,8 +299,9 @@ def test_step_with_a_long_answer_interrupted_at_random_is_completed_by_the_next(
             observation, *_, info = got or env.step(1)
             assert observation[0] == expected
             assert info["words"] == WordyEnv._info(SteppedTo(expected))["words"]  # type: ignore[arg-type]
+        statistics = env.statistics()
         assert hits > 10
-        assert env.statistics().losses == 0
+        assert statistics.exact_recoveries == statistics.losses < hits
 
 
 class SteppedTo:
@@ -376,17 +378,19 @@ class StrikingAction:
 
 
 @pytest.mark.parametrize("interruption", [Tick], indirect=True)
-def test_actions_may_be_changed_by_the_caller_before_an_interrupted_step_is_completed(interruption: Any) -> None:
+def test_step_that_is_interrupted_while_it_is_sent_was_never_made(interruption: Any) -> None:
     with MultiEnv(create_subprocess_envs([ENDLESS] * 3)) as envs:
         envs.reset(seed=0)
         row = np.array(1)
         actions = [1, StrikingAction(), row]
         with pytest.raises(interruption):
             envs.step(actions)
-        row[...] = 2
-        actions[:] = [2, 2, 2]
-        assert [one[3] for one in envs.step(actions)[0]] == [1, 1, 1]
-        assert [one[3] for one in envs.step(actions)[0]] == [2, 2, 2]
+        observations, *_, infos = envs.step([2, 2, 2])
+        assert [one[[0, 3]].tolist() for one in observations] == [[1, 2]] * 3
+        assert not any("multienv" in info for info in infos)
+        losses = [one.losses for one in envs.statistics() if one is not None]
+        assert losses[1] == 0, "it was not asked yet"
+        assert max(losses) <= 1
 
 
 @pytest.mark.parametrize("interruption", [Tick], indirect=True)

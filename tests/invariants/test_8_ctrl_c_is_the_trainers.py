@@ -1,9 +1,11 @@
-"""Invariant 8: Ctrl-C is the trainer's. Workers ignore SIGINT, none is restarted because of one, and a handler can still
-step and close. An interrupted step is completed by the next call, and nothing is doubled.
+"""Invariant 8: Ctrl-C is the trainer's. Workers ignore SIGINT, and a handler can still step and close. A call that is
+interrupted while it waits is completed by the next one; one that is interrupted while it sends was never made, and the
+workers that it had asked are brought back. Nothing is lost or doubled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -137,10 +139,10 @@ def step_through_ctrl_c(kind: str, context: str, enough: str) -> None:
     ending: list[int] = []
     face = Face(kind, [partial(CounterEnv, horizon=None)] * 2, context=context)
     face.reset(0)
-    pids, steps, interrupted, offered = face.pids(), 0, 0, []
+    steps, interrupted, offered = 0, 0, []
     signal.signal(signal.SIGUSR1, lambda *_: ending.append(1))
     signal.signal(signal.SIGINT, raise_in_the_library)
-    print("ready", *pids, flush=True)
+    print("ready", *face.pids(), flush=True)
     while not ending or offered:
         action = random.randrange(4)
         offered.append(action)
@@ -160,8 +162,9 @@ def step_through_ctrl_c(kind: str, context: str, enough: str) -> None:
         resumed = "multienv" in (info[0] if kind == "multi_env" else info)
         assert observation[3] in offered if resumed else observation[3] == action, (result, offered)
         offered.clear()
-    assert face.pids() == pids
-    assert face.losses() == 0
+    statistics = [one for one in face.statistics() if one is not None]
+    assert [one.exact_recoveries for one in statistics] == [one.losses for one in statistics]
+    assert max(one.losses for one in statistics) <= interrupted // 2, "most come while it waits"
     face.close()
 
 
@@ -173,9 +176,9 @@ def test_a_run_goes_on_through_one_ctrl_c_after_the_other(kind: str, context: st
         while presses < 60 or not enough.exists():  # several that come at once are one
             presses += 1
             trainer.signal_group(signal.SIGINT)
-            for pid in workers:
-                os.kill(pid, signal.SIGINT)
+            for pid in filter(is_alive, workers):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGINT)
             time.sleep(dice.uniform(0.0, 0.01))
-        assert all(map(is_alive, workers))
         trainer.signal(signal.SIGUSR1)
         trainer.succeed()
