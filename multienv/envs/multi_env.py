@@ -132,8 +132,8 @@ class MultiEnv:
     def step(self, actions: Sequence[Any]) -> Lists:
         """Step every env.
 
-        A step interrupted by Ctrl-C has been sent all the same: the next call completes it and returns its
-        outcome, whatever its own actions; ``infos[i]["multienv"]`` then says ``resumed``.
+        A step that Ctrl-C interrupts while it waits is completed by the next call, which returns its outcome,
+        whatever its own actions; ``infos[i]["multienv"]`` then says ``resumed``.
 
         Args:
             actions: One for each env; ``None`` leaves that env untouched and gives ``None`` in its five places.

@@ -132,8 +132,8 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Transition:
         """Take one step.
 
-        An interrupted step (Ctrl-C) has been sent all the same: the next call returns its outcome, whatever
-        its own action, with ``info["multienv"] == {"resumed": True}``.
+        A step that Ctrl-C interrupts while it waits is completed: the next call returns its outcome, whatever its own
+        action, with ``info["multienv"] == {"resumed": True}``.
 
         Args:
             action: Of the env's action space; it arrives in the type, dtype and value given here.

@@ -264,7 +264,7 @@ class EnvManager:
     def step(self, actions: Mapping[int, Any]) -> dict[int, Timestep]:
         """Step these envs: env id → action.
 
-        An interrupted step (Ctrl-C) has been sent all the same, or not at all: the next one, ``step({})`` for instance,
+        A step that Ctrl-C interrupts has been sent, or not at all: the next one, ``step({})`` for instance,
         gives its timesteps, and ``ready_env`` tells.
 
         Returns:

@@ -13,6 +13,8 @@ from typing import Any
 
 from kit import CounterEnv
 from kit.trainer_process import STUCK_AFTER, becomes_true
+from multienv.processes import worker_process
+from multienv.wire.segment import TRAINER_SLEEPS
 
 
 class GateEnv(CounterEnv):
@@ -29,12 +31,18 @@ class GateEnv(CounterEnv):
         return super().step(action)
 
 
+def is_waiting() -> bool:
+    """Whether the trainer sleeps until a worker answers."""
+    return any(channel.segment.words[TRAINER_SLEEPS] for channel in list(worker_process.live))
+
+
 @contextmanager
 def ctrl_c(directory: Path, pids: Sequence[int] = ()) -> Iterator[None]:
     """Press Ctrl-C while the env waits at its gate, and open the gate when the block has been left."""
 
     def press() -> None:
         assert becomes_true((directory / "waits").exists, STUCK_AFTER)
+        assert becomes_true(is_waiting, STUCK_AFTER)  # the worker may have begun while the trainer was still sending
         for pid in pids:  # a terminal sends it to all of its foreground group
             os.kill(pid, signal.SIGINT)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -93,7 +93,7 @@ MUTANTS = [
         2,
         "recovery/hot_path.py",
         "journal.entries[number] = bytes(buffers.stretches[side])",
-        "journal.entries[max(number, journal.last + 1)] = bytes(line.stretches[side])",
+        "journal.entries[max(number, journal.last + 1)] = bytes(buffers.stretches[side])",
         ("tests/faults/test_interruptions.py",),
     ),
     Mutant(
@@ -321,8 +321,8 @@ MUTANTS = [
         "The process that is asked again after a loss has what the lost one has left of the deadline.",
         5,
         "recovery/pending.py",
-        "            self.arm()  # from now on",
-        "            pass  # from now on",
+        "        if segment.words[REQUEST] != number:\n            self.arm()\n",
+        "        if segment.words[REQUEST] != number:\n",
     ),
     Mutant(
         "A recovery has no deadline.",
@@ -511,11 +511,19 @@ MUTANTS = [
         "                self._fanout.drop()\n",
     ),
     Mutant(
-        "A step that was answered before the interruption is asked again.",
+        "What was asked of some envs when Ctrl-C came, and not of the others, stays asked of them.",
         8,
         "fanout.py",
-        "if supervisor.number == self._mark(current, place):  # broken off",
-        "if supervisor.number >= self._mark(current, place):  # broken off",
+        "                supervisor.take_back()\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "Envs are brought back from a snapshot that has executed a request which was taken back.",
+        8,
+        "recovery/lifecycle.py",
+        "gone.fate.snapshot > committed",
+        "gone.fate.snapshot < 0",
+        ("tests/simulation/test_single_faults.py",),
     ),
     Mutant(
         "An interrupted step that is completed by the next call does not say so.",
