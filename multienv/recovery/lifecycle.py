@@ -20,12 +20,12 @@ from multienv.recovery.policy import Effort
 from multienv.recovery.record import Record
 from multienv.recovery.recoverer import BudgetSpentError, Found, Launcher, Recoverer, RequestFailedError, Unrecoverable
 from multienv.recovery.state_machine import (
-    LOSSES,
     BudgetSpent,
     Built,
     Event,
     Instruction,
     Kind,
+    Launched,
     Lost,
     NotRecovered,
     Recovered,
@@ -76,27 +76,35 @@ class Lifecycle:
         self.replayed = 0
         self._policy, self._deadlines = policy, deadlines
         self._record, self._journal, self._pending, self._path = record, journal, pending, path
-        self._deaths = 0  # processes lost while the envs are built for the first time
         self._fate: Fate | None = None  # not the Gone itself: its traceback would keep the segment mapped
         self._effort: Effort | None = None
         self._processes_lost = 0  # by the request that the last recovery was for
 
     # --- the first process ------------------------------------------------------------------------
 
-    def launch(self) -> None:
-        """Launch the first process and ask it to build the envs."""
+    def launch(self) -> Event:
+        """Launch the first process and ask it to build the envs; one that replaces a lost one is charged."""
+        effort = self._effort
+        if effort is not None:
+            effort.turn = None  # each of these deaths is charged
+            try:
+                self.recoverer.admit(effort, self._record.steps)
+            except (BudgetSpentError, Unrecoverable):
+                return self._budget_spent(effort)
+            effort.attempts += 1
+            self.recoverer.restarts += 1
         self.channel, self.building = self.recoverer.launch()
         self.recoverer.handed_over()
         self._pending.limit = self._deadlines.start
         self._pending.arm()
+        return Launched()
 
     def await_build(self, until: float | None) -> Event | Exception | None:
         """Wait until the envs are built.
 
         Returns:
-            The event; ``None`` if ``until`` has passed; or the error to raise, if ``env_fn`` raised or process after
-            process was lost. It is not raised here: its traceback would keep the segment mapped as long as the caller
-            keeps the error.
+            The event; ``None`` if ``until`` has passed; or the error to raise, if ``env_fn`` raised. It is not raised
+            here: its traceback would keep the segment mapped as long as the caller keeps the error.
         """
         channel = self.channel
         assert channel is not None
@@ -108,37 +116,13 @@ class Lifecycle:
             self.drop()
             return self._record.error_of(-1, failed.failure, "initialize")
         except Gone as gone:
-            return self._build_lost(gone)
+            self.loss = self._record.loss(gone, "initialize", gone.slot, self._pending.limit, self._case(b""))
+            self._effort = self._effort or self.recoverer.begin()
+            return Lost(gone.cause, -1, _is_from_outside(gone))
         if self._effort is not None and self.loss is not None:
             self._record.recovery(self.loss, "exact", "", self._effort)
-        self._deaths, self._effort, self.loss = 0, None, None
+        self.delivered()
         return Built()
-
-    def _build_lost(self, gone: Gone) -> Event | Exception:
-        """Note a process lost while building; return the event for another try, or the error if none is left."""
-        self._deaths += 1
-        self.loss = self._record.loss(gone, "initialize", gone.slot, self._pending.limit, self._case(b""))
-        effort = self._effort = self._effort or self.recoverer.begin()
-        outside = _is_from_outside(gone)
-        allowed = LOSSES if outside else self._policy.poison_after
-        action = self._policy.on_timeout if gone.cause == "hung" else self._policy.on_crash
-        advice, kind = "", None
-        if action != "replay" or self._deaths >= allowed:
-            advice = "Run env_fn() in-process to see why; initialize() tries again."
-        else:
-            effort.turn = None  # each of these deaths is charged
-            try:
-                self.recoverer.admit(effort, self._record.steps)
-            except (BudgetSpentError, Unrecoverable):
-                advice, kind = self._budget_text(), "budget"
-        self.drop()
-        if advice:
-            self._effort, self._deaths = None, 0
-            self._record.recovery(self.loss, "raised", "", effort)
-            return self._record.lost_error(self.loss, advice, kind)  # type: ignore[arg-type]
-        effort.attempts += 1
-        self.recoverer.restarts += 1
-        return Lost(gone.cause, -1, outside)
 
     # --- losses -----------------------------------------------------------------------------------
 
@@ -174,7 +158,7 @@ class Lifecycle:
         return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))
 
     def drop_lost(self, instruction: Instruction, state: State) -> None:
-        """Drop a lost process that the policy does not replay, and record the outcome."""
+        """Drop a lost process whose envs are not brought back, and record the outcome."""
         assert self.loss is not None
         assert self._effort is not None
         self.drop()
@@ -199,9 +183,7 @@ class Lifecycle:
             self.found = found or recoverer.bring_back(self._journal.plans(), effort)
             self._go_on_from(self.found, effort)
         except BudgetSpentError:
-            self._record.recovery(loss, "raised", "the budget of restarts is spent", effort)
-            self.drop()
-            return BudgetSpent()
+            return self._budget_spent(effort)
         except Unrecoverable as why:
             return NotRecovered(f"{what_happened(loss)} It cannot be brought back: {why}.")
         return Recovered(
@@ -210,6 +192,12 @@ class Lifecycle:
                 for slot, what in self.found.mismatches.items()
             }
         )
+
+    def _budget_spent(self, effort: Effort) -> Event:
+        assert self.loss is not None
+        self._record.recovery(self.loss, "raised", "the budget of restarts is spent", effort)
+        self.drop()
+        return BudgetSpent()
 
     def tell(self, event: Event, instruction: Instruction, before: State, after: State) -> None:
         """Record the outcome of a recovery, once, when the state is committed."""
@@ -287,6 +275,8 @@ class Lifecycle:
             else:
                 advice += "The episode goes on: mend what it calls in the env, or leave it out."
             return record.lost_error(loss, advice, "poison")
+        if loss.command == "initialize":
+            return record.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
         if state.owed:
             reason = state.owed[0][1].removeprefix(what_happened(loss)).strip()
             return record.lost_error(loss, f"{reason} The next step() ends the episode.".strip())

@@ -85,7 +85,7 @@ class State(NamedTuple):
         deaths: Slot and number of processes that ended while they executed the pending request for that slot. In a
             rollout the slot behind the last one stands for the policy.
         killed: The same for those killed from outside, which may have been the slot's doing (memory) or not.
-        losses: Processes lost since the pending request was asked.
+        losses: Processes lost since the pending request was asked, or since the envs were to be built.
         what: What happened when the last of them was lost, in a sentence.
     """
 
@@ -255,6 +255,7 @@ TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
     (Process.NONE, Replied): (Process.NONE,),
     (Process.NONE, Interrupted): (Process.NONE,),
     (Process.NONE, BuildFailed): (Process.NONE,),
+    (Process.NONE, BudgetSpent): (Process.NONE,),
     (Process.BUILDING, Built): (Process.READY,),
     (Process.BUILDING, Lost): (Process.NONE,),
     (Process.BUILDING, BuildFailed): (Process.NONE,),
@@ -333,7 +334,7 @@ def _build_failed(state: State, event: BuildFailed, rules: Rules) -> tuple[State
 
 def _asked(state: State, event: Asked, rules: Rules) -> tuple[State, Instruction]:
     absent = state.owed if event.request.kind is Kind.STEP else ()
-    after = state._replace(request=event.request, absent=absent)
+    after = state._replace(request=event.request, absent=absent, losses=0)
     return after, instruction_of(after, rules)
 
 
@@ -355,7 +356,11 @@ def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruc
 
 def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
     if state.process is Process.BUILDING:
-        return state._replace(process=Process.NONE), Instruction.LAUNCH
+        after = state._replace(process=Process.NONE, losses=state.losses + 1)
+        goes_on = after.losses < (LOSSES if event.outside else rules.poison_after)
+        if goes_on and rules.on(event.cause) == "replay":
+            return after, Instruction.LAUNCH
+        return _without_request(after), Instruction.RAISE_LOST
     after = state._replace(process=Process.LOST, losses=state.losses + 1, what=event.what)
     if event.outside:
         after = after._replace(killed=_one_more(state.killed, event.slot))

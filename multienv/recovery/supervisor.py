@@ -247,9 +247,8 @@ class Supervisor:
             assert self.description is not None
             return self.description
 
-    def _launch(self) -> None:
-        self.lifecycle.launch()
-        self._happen(Launched())
+    def _launch(self) -> Instruction:
+        return self._happen(self.lifecycle.launch())
 
     # --- steps, and resets that carry nothing -----------------------------------------------------
 
@@ -469,8 +468,7 @@ class Supervisor:
     def _do_launch(self, until: float | None) -> Instruction:
         """Launch the first process, or begin a new life of envs that nothing brings back."""
         if self.description is None:
-            self._launch()
-            return Instruction.AWAIT_BUILD
+            return self._launch()
         try:
             channel = self.lifecycle.renew(self.number)
         except RequestFailedError as failed:
@@ -510,7 +508,12 @@ class Supervisor:
             self.journal.begin(self.number)
             assert self.channel is not None
             self.adopt(self.channel)
-        return self._happen(event)
+        instruction = self._happen(event)
+        if instruction is Instruction.LAUNCH:
+            self.lifecycle.drop()
+        elif instruction is Instruction.RAISE_LOST:
+            self.lifecycle.drop_lost(instruction, self.state)
+        return instruction
 
     def _do_recover(self, until: float | None) -> Instruction:
         """Bring the envs back, or end their episodes."""
