@@ -7,7 +7,7 @@ import operator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from multienv.errors import SeedError, UsageError
+from multienv.errors import UsageError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,7 +57,7 @@ def integer(value: Any) -> int | None:
 
 
 def checked_seed(seed: Any) -> int | None:
-    """Return a seed as an ``int``, or ``None``; raise SeedError unless it is a non-negative integer or ``None``."""
+    """Return a seed as an ``int``, or ``None``; raise UsageError unless it is a non-negative integer or ``None``."""
     if seed is None:
         return None
     advice = f"reset(seed={seed!r:.100}): give a non-negative integer, or None."
@@ -66,9 +66,9 @@ def checked_seed(seed: Any) -> int | None:
     except TypeError:
         number = None
     if number is None:
-        raise SeedError(f"Seed must be a python integer, actual type: {type(seed)}. {advice}")
+        raise UsageError(f"Seed must be a python integer, actual type: {type(seed)}. {advice}")
     if number < 0:
-        raise SeedError(f"Seed must be greater or equal to zero, actual value: {number}. {advice}")
+        raise UsageError(f"Seed must be greater or equal to zero, actual value: {number}. {advice}")
     return number
 
 

@@ -22,7 +22,7 @@ from multienv.cluster.channel import RelayChannel
 from multienv.cluster.cluster import AGAIN, WATCH_EVERY, Cluster, Node, RayHost, Watch, in_order
 from multienv.cluster.courier import Courier
 from multienv.cluster.options import RayOptions
-from multienv.errors import ClosedError, ClusterError, ClusterLostError, NoCapacityError
+from multienv.errors import ClosedError, ClusterError, NoCapacityError
 from multienv.processes.worker_process import undisturbed
 from multienv.threads import Task
 
@@ -203,9 +203,9 @@ class Fleet:
         self._retired.append(courier)
 
     def refuse_if_lost(self) -> None:
-        """Raise ClusterLostError if the head of the cluster is gone, ClosedError if this fleet has ended."""
+        """Raise ClusterError if the head of the cluster is gone, ClosedError if this fleet has ended."""
         if self.trouble():
-            raise ClusterLostError(self._lost)
+            raise ClusterError(self._lost)
         if self._watch.is_over:  # said before its thread looks at the seats: no later launch makes a host unseen
             raise ClosedError("Its hosts have ended: all envs of this cluster were closed.")
 

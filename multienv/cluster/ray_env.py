@@ -63,7 +63,7 @@ class RayEnv(SupervisedEnv):
     Raises:
         UsageError: Ray is not installed, or an option makes no sense.
         ClusterError: The cluster cannot be reached, or has no CPU free.
-        EnvFnError: ``env_fn`` is not callable or cannot be pickled.
+        UsageError: ``env_fn`` is not callable or cannot be pickled.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from multienv.config import check_seconds
 from multienv.envs.building import EnvFn
 from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
-from multienv.errors import CallPendingError, EnvRaisedError, MultienvError, WaitTimeout, rebuilt
+from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
 from multienv.events import Event, Hook, Statistics, checked_hooks, tell
 from multienv.fanout import resumed
 from multienv.threads import Pool, Task
@@ -56,7 +56,7 @@ class AsyncEnv:
         **options: Of :class:`~multienv.SubprocessEnv`.
 
     Raises:
-        EnvFnError: ``env_fn`` is not callable or cannot be pickled.
+        UsageError: ``env_fn`` is not callable or cannot be pickled.
     """
 
     def __init__(self, env_fn: EnvFn, *, hooks: Sequence[Hook] = (), **options: Any) -> None:
@@ -258,7 +258,7 @@ class _Call:
         if error is not None:
             error = error.with_traceback(None)  # its frames would keep memory mapped as long as it is kept
             if isinstance(error, StopIteration):  # which no coroutine can raise
-                stop, error = error, rebuilt((EnvRaisedError, error.args, vars(error)))
+                stop, error = error, rebuilt((EnvError, error.args, vars(error)))
                 error.__cause__ = stop.__cause__
         elif resumes:
             answer = resumed(answer) if self.name == "step" else replace(answer, resumed=True)

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv.config import Deadlines, RestartPolicy, integer
 from multienv.envs.pickling import pickled
-from multienv.errors import EnvFnError, UsageError
+from multienv.errors import UsageError
 from multienv.events import Hook, checked_hooks
 from multienv.processes.channel import Channel
 from multienv.processes.environment import module_path, worker_environment, working_directory
@@ -137,7 +137,7 @@ class Workers:
             space: Observation space whose rows the batch has; ``None``: that of the first env.
 
         Raises:
-            EnvFnError: A function cannot be pickled.
+            UsageError: A function cannot be pickled.
         """
         title = "multienv env" if index is None else f"multienv env {index}"
         if index is not None and len(env_fns) > 1:
@@ -221,7 +221,7 @@ def _pickled(env_fns: tuple[EnvFn, ...]) -> bytes:
     try:
         return pickled(env_fns)
     except Exception as error:  # pickling runs foreign code
-        raise EnvFnError(
+        raise UsageError(
             f"env_fn {_culprit(env_fns)!r:.100} cannot be sent to a process: {type(error).__name__}: {error}. "
             "Build what it needs inside the function."
         ) from error
@@ -241,10 +241,10 @@ def _culprit(env_fns: tuple[EnvFn, ...]) -> Any:
 
 
 def check_env_fn(env_fn: Any, name: str = "env_fn") -> None:
-    """Raise EnvFnError unless ``env_fn`` is callable and no env; ``name`` is its name in the message."""
+    """Raise UsageError unless ``env_fn`` is callable and no env; ``name`` is its name in the message."""
     if isinstance(env_fn, gymnasium.Env) or not callable(env_fn):
         made = f"gymnasium.make({env_fn!r})" if isinstance(env_fn, str) else "MyEnv()"
-        raise EnvFnError(
+        raise UsageError(
             f"{name} is {env_fn!r:.100}; give a function that takes no arguments and returns an env: lambda: {made}."
         )
 
@@ -253,13 +253,13 @@ def listed_env_fns(owner: str, env_fns: Any) -> list[EnvFn]:
     """Return a list of functions, one for each env.
 
     Raises:
-        EnvFnError: ``env_fns`` is something else; the message says what to write.
+        UsageError: ``env_fns`` is something else; the message says what to write.
         UsageError: ``env_fns`` is empty.
     """
     if callable(env_fns):
-        raise EnvFnError(f"{owner}: env_fns is a single function; give a list of them, one for each env.")
+        raise UsageError(f"{owner}: env_fns is a single function; give a list of them, one for each env.")
     if isinstance(env_fns, str) or not isinstance(env_fns, Iterable):
-        raise EnvFnError(
+        raise UsageError(
             f"{owner}: env_fns is {env_fns!r:.100}; give a list of functions, one for each env. "
             "make_vec(id, num_envs) makes a batch of an id."
         )

@@ -74,7 +74,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             The env itself.
 
         Raises:
-            EnvRaisedError: ``env_fn`` raised; catchable by the exception's own type too.
+            EnvError: ``env_fn`` raised; catchable by the exception's own type too.
             WorkerLostError: Building the env ended its process.
             WaitTimeout: ``timeout`` is over.
         """
@@ -146,7 +146,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         Raises:
             ActionError: The action does not fit the action space; nothing was sent.
             ResetNeededError: There is no running episode.
-            EnvRaisedError: The env raised; catchable by the exception's own type too.
+            EnvError: The env raised; catchable by the exception's own type too.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its budget is spent.
         """
         transition: Transition = self._calls.step(action)
@@ -222,9 +222,8 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             To be given to :meth:`restore`. It is freed when nobody holds it any more.
 
         Raises:
-            NotForkableError: The env has threads, child processes, sockets, shared memory or a GPU; or it is not on
-                Linux, or is a :class:`SerialEnv`. Nothing is lost.
-            UsageError: ``RestartPolicy.max_snapshots`` are kept already.
+            UsageError: The env has threads, child processes, sockets, shared memory or a GPU; or it is not on
+                Linux, or is a :class:`SerialEnv`; or ``RestartPolicy.max_snapshots`` are kept already. Nothing is lost.
         """
         self._calls.settle("snapshot")
         return self._supervisor.snapshot()
@@ -397,7 +396,7 @@ class SubprocessEnv(SupervisedEnv):
             An empty string, here or in the variable, for none. With them a journal is kept under every RestartPolicy.
 
     Raises:
-        EnvFnError: ``env_fn`` is not callable or cannot be pickled.
+        UsageError: ``env_fn`` is not callable or cannot be pickled.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ from multienv.errors import (
     EnvsFailedError,
     MultienvError,
     ResetNeededError,
-    SpaceMismatchError,
     UsageError,
 )
 from multienv.events import Hook, Statistics
@@ -173,7 +172,7 @@ class EnvManager:
         return self._scheduler is None or self._scheduler.closed
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
-        """Raise NotCopyableError: a manager can be neither copied nor pickled."""
+        """Raise TypeError: a manager can be neither copied nor pickled."""
         refuse_copy(self)
 
     def __enter__(self) -> Self:
@@ -480,7 +479,7 @@ def _checked_id(what: str, env_id: Any, env_num: int) -> int:
 
 
 def _checked_params(reset_param: Any, env_num: int) -> dict[int, dict[str, Any] | None]:
-    """Return deep copies of the reset parameters by id; raise UsageError or SeedError for wrong ones."""
+    """Return deep copies of the reset parameters by id; raise UsageError for wrong ones."""
     if reset_param is None:
         return {}
     if not isinstance(reset_param, Mapping):
@@ -498,7 +497,7 @@ def _checked_params(reset_param: Any, env_num: int) -> dict[int, dict[str, Any] 
 
 
 def _checked_seeds(seed: Any, env_num: int) -> dict[int, int]:
-    """Return the seeds by id, for all envs or for some; raise UsageError or SeedError for wrong ones."""
+    """Return the seeds by id, for all envs or for some; raise UsageError for wrong ones."""
     if isinstance(seed, Mapping):
         given = {_checked_id("seed()", env_id, env_num): one for env_id, one in seed.items()}
     elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str) and np.shape(seed) != ():
@@ -514,7 +513,7 @@ def _checked_seeds(seed: Any, env_num: int) -> dict[int, int]:
 
 
 def _build(envs: Sequence[SupervisedEnv]) -> None:
-    """Build envs side by side in their processes; raise SpaceMismatchError unless their spaces are equal."""
+    """Build envs side by side in their processes; raise UsageError unless their spaces are equal."""
     failures = initialize_all(envs)
     if failures:
         advice = "All of them have been closed; mend the env_fns named below."
@@ -522,7 +521,7 @@ def _build(envs: Sequence[SupervisedEnv]) -> None:
     for index, env in enumerate(envs):
         for name in ("observation_space", "action_space"):
             if getattr(env, name) != getattr(envs[0], name):
-                raise SpaceMismatchError(
+                raise UsageError(
                     f"Env {index} has {name} {getattr(env, name)}, env 0 has {getattr(envs[0], name)}. "
                     "Give a manager envs of one kind, or wrap them to the same spaces."
                 )

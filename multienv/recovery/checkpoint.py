@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from multienv.errors import NotForkableError, NotRestoredError, UsageError
+from multienv.errors import NotRestoredError, UsageError
 from multienv.processes.channel import Channel
 from multienv.recovery.journal import Journal
 from multienv.recovery.recoverer import Unrecoverable
@@ -101,7 +101,7 @@ class Checkpoints:
     # --- snapshots ----------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Have the process fork itself; return the copy. Raises UsageError, NotForkableError."""
+        """Have the process fork itself; return the copy. Raises UsageError."""
         worker = self._supervisor
         self._require_idle("snapshot")
         kept = sum(not one.is_free for one in self._kept)
@@ -117,7 +117,7 @@ class Checkpoints:
         obstacle = worker.ask_between(KeepSnapshot(token, worker.number), _SNAPSHOT_LIMIT)
         if obstacle:
             self._asked = 0
-            raise NotForkableError(
+            raise UsageError(
                 f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, devices and "
                 "shared memory do not survive it; nor does the trainer take part in it (SerialEnv). Nothing is lost."
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import MultienvError
+from multienv.errors import MultienvError, RestartBudgetExceeded
 from multienv.events import Loss, Outcome
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery.journal import Journal, furthest_replay
@@ -129,12 +129,12 @@ class Lifecycle:
             try:
                 self.recoverer.admit(effort, self._record.steps)
             except (BudgetSpentError, Unrecoverable):
-                advice, kind = self._budget_text(), "budget"
+                advice, kind = self._budget_text(), RestartBudgetExceeded
         self.drop()
         if advice:
             self._effort, self._deaths = None, 0
             self._record.recovery(self.loss, "raised", "", effort)
-            return self._record.lost_error(self.loss, advice, kind)  # type: ignore[arg-type]
+            return self._record.lost_error(self.loss, advice, kind)
         effort.attempts += 1
         self.recoverer.restarts += 1
         return Lost(gone.cause, -1, outside)
@@ -277,7 +277,7 @@ class Lifecycle:
         loss, record = self.loss, self._record
         assert loss is not None
         if instruction is Instruction.RAISE_BUDGET:
-            return record.lost_error(loss, self._budget_text(), "budget")
+            return record.lost_error(loss, self._budget_text(), RestartBudgetExceeded)
         if instruction is Instruction.RAISE_POISON:
             count = self._processes_lost
             advice = f"The same {loss.command}() ended process after process, {count} so far; it is given up. "
@@ -285,7 +285,7 @@ class Lifecycle:
                 advice += "The next reset() starts a new process: try another seed or other options, or mend the env."
             else:
                 advice += "The episode goes on: mend what it calls in the env, or leave it out."
-            return record.lost_error(loss, advice, "poison")
+            return record.lost_error(loss, advice)
         if state.owed:
             reason = state.owed[0][1].removeprefix(what_happened(loss)).strip()
             return record.lost_error(loss, f"{reason} The next step() ends the episode.".strip())

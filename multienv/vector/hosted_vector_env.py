@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 from gymnasium import logger
+from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -22,7 +23,6 @@ from multienv.errors import (
     EnvError,
     EnvsFailedError,
     MultienvError,
-    NothingPendingError,
     PolicyError,
     ResetNeededError,
     ResultNotPicklableError,
@@ -697,7 +697,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         current = self._fanout.unfinished
         if current is None or current.name != command:
             pending = "" if current is None else f" What is pending is {current.name}."
-            raise NothingPendingError(
+            raise NoAsyncCallError(
                 f"Calling `{command}_wait` without any prior call to `{command}_async`.{pending}", command
             )
 

@@ -68,10 +68,9 @@ class SubprocessVectorEnv(HostedVectorEnv):
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.
-        SpaceMismatchError: Their spaces differ; also a RuntimeError, as gymnasium has it.
-        NotShareableError: ``shared_memory=True``, and the observations cannot lie in shared memory.
-        EnvFnError: An ``env_fn`` is not callable or cannot be pickled.
-        UsageError: Another argument makes no sense.
+        RuntimeError: Their spaces differ.
+        UsageError: An ``env_fn`` is not callable or cannot be pickled, or another argument makes no sense.
+        TypeError: ``shared_memory=True``, and a space has no fixed layout in memory.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class SerialVectorEnv(HostedVectorEnv):
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.
-        SpaceMismatchError: Their spaces differ.
+        RuntimeError: Their spaces differ.
         UsageError: An argument makes no sense.
     """
 

@@ -93,9 +93,8 @@ def test_a_number_of_native_threads_is_one(value):
 @pytest.mark.parametrize("env_class", [SubprocessEnv, SerialEnv])
 @pytest.mark.parametrize("env_fn", [None, 5, "CartPole-v1", CounterEnv()], ids=["None", "int", "id", "env"])
 def test_an_env_fn_is_a_function(env_class, env_fn):
-    with pytest.raises(UsageError, match="env_fn") as caught:
+    with pytest.raises(UsageError, match="env_fn is .*; give a function"):
         env_class(env_fn)
-    assert isinstance(caught.value, TypeError)
 
 
 def test_options_show_what_is_chosen_and_no_more():
