@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast
 
 from multienv.errors import UsageError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 OnLoss = Literal["replay", "truncate", "raise"]
 # Longer than any use; a clock in float64 still counts seconds exactly up to there.
 _LONGEST = 10**15
 _ON_LOSS = ("replay", "truncate", "raise")
 _ON_ERROR = ("raise", "truncate")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_options_of(*takers: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorate a function that hands its ``**options`` on, so that ``help()`` shows them by name, with their defaults.
+
+    A name that is unknown raises TypeError before the function is called.
+
+    Args:
+        *takers: Where the options end up: their keyword-only parameters are shown.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        shown = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+        for taker in takers:
+            for name, one in inspect.signature(taker).parameters.items():
+                if one.kind is one.KEYWORD_ONLY:
+                    shown.setdefault(name, one)
+
+        @wraps(function)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            for name in named:
+                if name not in shown:
+                    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}")
+            return function(*arguments, **named)
+
+        cast("Any", checked).__signature__ = signature.replace(parameters=list(shown.values()))
+        return cast("_Function", checked)
+
+    return decorate
 
 
 class Named:
-    """Refuses positional arguments, and shows only what is not as it is by default."""
+    """Shows only the options that are not as they are by default."""
 
     __slots__ = ()
-
-    def __new__(cls, *positional: Any, **named: Any) -> Self:
-        """Refuse positional arguments."""
-        if positional:
-            first = next(iter(cls.__annotations__))
-            raise UsageError(f"{cls.__name__}({positional[0]!r:.50}): say which it is: {cls.__name__}({first}=...).")
-        return object.__new__(cls)
 
     def __repr__(self) -> str:
         """Return the call that makes the same; in a signature ``RestartPolicy()`` says more than all its values."""

@@ -7,14 +7,14 @@ import asyncio
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
-from multienv.config import check_seconds
-from multienv.envs.building import EnvFn
+from multienv.config import check_seconds, takes_options_of
+from multienv.envs.building import EnvFn, WorkerOptions
 from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
 from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
@@ -24,7 +24,7 @@ from multienv.threads import Pool, Task
 from multienv.wire.codecs import Transition
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 _THREAD = "multienv-async"
 # Seconds after which a step that is being waited for looks whether it has been given another deadline.
@@ -52,18 +52,19 @@ class AsyncEnv:
 
     Args:
         env_fn: Builds the env; called in its process.
-        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
-        **options: Of :class:`~multienv.SubprocessEnv`.
+        env_index: The env's index in its batch, for messages.
+        **options: See :class:`~multienv.WorkerOptions`.
 
     Raises:
         UsageError: ``env_fn`` is not callable or cannot be pickled.
     """
 
-    def __init__(self, env_fn: EnvFn, *, hooks: Sequence[Hook] = (), **options: Any) -> None:
+    @takes_options_of(SubprocessEnv.__init__)
+    def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
         # What hooks are to be told when the call is done.
         self._told: deque[tuple[Callable[[Any], object], Any]] = deque()
-        later = [partial(_note, self._told, hook) for hook in checked_hooks(hooks)]
-        self._env = SubprocessEnv(env_fn, hooks=later, **options)
+        options["hooks"] = [partial(_note, self._told, hook) for hook in checked_hooks(options.get("hooks", ()))]
+        self._env = SubprocessEnv(env_fn, env_index=env_index, **options)
         self._pool = Pool(1, _THREAD)
         self._call: _Call | None = None  # until its outcome is handed to the caller
         self._deadlines: deque[float] = deque()  # of the step that is taken; its thread takes note of them

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium
 
-from multienv.config import Deadlines, RestartPolicy, checked_seed
+from multienv.config import checked_seed, takes_options_of
 from multienv.cores import spread
-from multienv.envs.building import EnvFn, Processes, Workers, build_all, check_env_fn, listed_env_fns, serial_worker
+from multienv.envs.building import (
+    EnvFn,
+    Processes,
+    SerialWorkers,
+    WorkerOptions,
+    Workers,
+    build_all,
+    check_env_fn,
+    listed_env_fns,
+)
 from multienv.envs.calls import Calls, call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
@@ -25,7 +34,7 @@ from multienv.wire.codecs import Transition
 from multienv.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 Face = TypeVar("Face", bound="SupervisedEnv")
 _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
@@ -384,42 +393,17 @@ class SubprocessEnv(SupervisedEnv):
 
     Args:
         env_fn: Builds the env; called in the process. It travels by cloudpickle, so a lambda will do.
-        restart: What happens when the process is lost.
-        deadlines: When it counts as hung.
-        context: ``"forkserver"`` (the default on Linux) or ``"spawn"`` (elsewhere).
-        native_threads: Threads that BLAS, OpenMP and the like may use in the process, unless the
-            environment says otherwise; ``None`` leaves them alone.
         env_index: The env's index in its batch, for messages.
-        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
-        reports: The directory that each loss writes a crash report to, for ``multienv replay``; the newest 100 are
-            kept. ``None`` is ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-            An empty string, here or in the variable, for none. With them a journal is kept under every RestartPolicy.
+        **options: See :class:`~multienv.WorkerOptions`.
 
     Raises:
-        UsageError: ``env_fn`` is not callable or cannot be pickled.
+        UsageError: ``env_fn`` is not callable or cannot be pickled, or an option makes no sense.
     """
 
-    def __init__(
-        self,
-        env_fn: EnvFn,
-        *,
-        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
-        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
-        context: Any = None,
-        native_threads: int | None = 1,
-        env_index: int | None = None,
-        hooks: Sequence[Hook] = (),
-        reports: str | os.PathLike[str] | None = None,
-    ) -> None:
+    @takes_options_of(Workers.__init__)
+    def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
         check_env_fn(env_fn)
-        workers = Workers(
-            Processes(context, native_threads),
-            restart=restart,
-            deadlines=deadlines,
-            hooks=hooks,
-            reports=reports,
-        )
-        super().__init__(workers.make([env_fn], env_index, exact=True))
+        super().__init__(Workers(Processes, **options).make([env_fn], env_index, exact=True))
         spread([self._supervisor])
         self._owner = os.getpid()
 
@@ -442,20 +426,21 @@ class SerialEnv(SupervisedEnv):
     Args:
         env_fn: Builds the env.
         env_index: The env's index in its batch, for messages.
-        hooks: As for :class:`SubprocessEnv`.
+        hooks: See :class:`~multienv.WorkerOptions`.
     """
 
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, hooks: Sequence[Hook] = ()) -> None:
         check_env_fn(env_fn)
-        super().__init__(serial_worker(hooks, [env_fn], env_index, exact=True))
+        super().__init__(SerialWorkers(hooks=hooks).make([env_fn], env_index, exact=True))
 
 
-def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[SubprocessEnv]:
+@takes_options_of(Workers.__init__)
+def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Unpack[WorkerOptions]) -> list[SubprocessEnv]:
     """Make envs in processes of their own, all started first, then built in parallel.
 
     Args:
         env_fns: One function for each env.
-        **options: Of :class:`SubprocessEnv`, for all of them.
+        **options: For all of them: see :class:`~multienv.WorkerOptions`.
 
     Returns:
         The initialized envs, in order; each knows its index.

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 
 from multienv.config import RestartPolicy, checked_seed
-from multienv.envs.building import EnvFn
+from multienv.envs.building import EnvFn, WorkerOptions, listed_env_fns
 from multienv.envs.calls import call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, SupervisedEnv, close_all, initialize_all, supervisor_of
 from multienv.errors import (
@@ -52,13 +52,9 @@ class EnvManager:
     Args:
         env_fn: A list of functions that build the envs; the place in it is the env's id.
         cfg: An :class:`~multienv.managers.config.EnvManagerConfig`, or a dict of its options.
-        restart: What happens when a process is lost.
-        hooks: Called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery` and
-            :class:`~multienv.events.Recycled`.
-        native_threads: As for :class:`SubprocessEnv`.
+        restart, hooks, native_threads, reports: See :class:`~multienv.WorkerOptions`.
         backend: Where the processes are: ``"subprocess"``, beside the trainer, or ``"ray"``, on the nodes of a cluster.
         ray: With ``backend="ray"``: :class:`~multienv.RayOptions`; ``None``: a local Ray.
-        reports: As for :class:`SubprocessEnv`.
         **options: Options of the config, by name.
 
     One thread at a time may call it; ``close()`` may be called by any, and by a signal handler.
@@ -89,13 +85,9 @@ class EnvManager:
             asked = f"backend is {backend!r:.100}{'' if ray is None else ' and ray is given'}"
             raise UsageError(f"{asked}; choose 'subprocess', or 'ray' with ray=RayOptions(...).")
         self._backend, self._ray = backend, ray
-        if callable(env_fn):
-            raise UsageError("env_fn is a single function; give a list of them, one for each env.")
-        self._env_fns = list(env_fn)
-        if not self._env_fns:
-            raise UsageError("env_fn is empty; give one function for each env.")
+        self._env_fns = listed_env_fns(type(self).__name__, env_fn)
         self.config = EnvManagerConfig.of(cfg, options, self._defaults)
-        self._options = {
+        self._options: WorkerOptions = {
             "restart": restart,
             "hooks": hooks,
             "native_threads": native_threads,
@@ -276,8 +268,6 @@ class EnvManager:
                 timesteps of the others, by id.
         """
         scheduler = self._launched("step()")
-        if not isinstance(actions, Mapping):
-            raise UsageError(f"step({actions!r:.100}): give a dict: env id → action.")
         self._send_steps(scheduler, actions)
         self._wait(scheduler, len(actions))
         return scheduler.hand_over("step()", dict)  # type: ignore[no-any-return]
@@ -322,7 +312,8 @@ class EnvManager:
     def env_ref(self) -> EnvReference:
         """Return spaces, metadata, spec and render mode; before the first launch a process is started to read them."""
         if self._reference is None:
-            with SubprocessEnv(self._env_fns[0], **{**self._options, "hooks": ()}) as env:
+            options: WorkerOptions = {**self._options, "hooks": ()}
+            with SubprocessEnv(self._env_fns[0], **options) as env:
                 reference = self._reference = _reference_of(env.initialize())
             self._seed_actions()
             return reference
@@ -482,8 +473,6 @@ def _checked_params(reset_param: Any, env_num: int) -> dict[int, dict[str, Any] 
     """Return deep copies of the reset parameters by id; raise UsageError for wrong ones."""
     if reset_param is None:
         return {}
-    if not isinstance(reset_param, Mapping):
-        raise UsageError(f"reset_param is {reset_param!r:.100}; give a dict: env id → parameters of its reset.")
     params: dict[int, dict[str, Any] | None] = {}
     for env_id, param in reset_param.items():
         if param is not None and not (isinstance(param, Mapping) and set(param) <= {"seed", "options"}):

@@ -131,10 +131,8 @@ class Checkpoints:
         worker = self._supervisor
         if worker.state.request is not None or worker.description is None:
             worker.refuse("restore")
-        if not isinstance(snapshot, Snapshot):
-            raise UsageError(f"restore({snapshot!r:.100}): give what snapshot() returned.")
         if snapshot not in self._kept:
-            raise UsageError("restore(): this is another env's snapshot; each env comes back to its own.")
+            raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
         if snapshot.is_free:
             raise UsageError("restore(): this snapshot has been freed.")
         standing, recoverer = snapshot.standing, worker.recoverer
