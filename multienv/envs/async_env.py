@@ -109,7 +109,7 @@ class AsyncEnv:
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode. The first call of an env builds it, if nothing has yet."""
+        """Begin an episode; build the env first, if nothing has yet. Returns observation and info."""
         answer: tuple[Any, dict[str, Any]] = await self._ask(
             "reset", partial(self._env.reset, seed=seed, options=options)
         )

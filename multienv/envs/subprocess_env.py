@@ -124,7 +124,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             options: The env's own.
 
         Returns:
-            Observation and info.
+            Observation and info, as the env returned them.
         """
         answer: tuple[Any, dict[str, Any]] = self._calls.ask("reset", self._reset_message(seed, options))
         return answer
@@ -148,9 +148,9 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             action: Of the env's action space; it arrives in the type, dtype and value given here.
 
         Returns:
-            Observation, reward, terminated, truncated, info. An episode that could not be brought back
-            after a loss ends with ``truncated=True``, the last observation seen, reward 0.0 and
-            ``info["multienv"]["reason"]``.
+            Observation, reward, terminated, truncated, info, each of the type, dtype and shape that the env gave it.
+            ``truncated`` is the env's own; or the episode could not be brought back after a loss: then it comes with
+            the last observation seen, reward 0.0 and ``info["multienv"]["reason"]``.
 
         Raises:
             ActionError: The action does not fit the action space; nothing was sent.
@@ -388,8 +388,8 @@ class SubprocessEnv(SupervisedEnv):
         observation, info = env.reset(seed=0)
         observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
 
-    When the process dies, by whatever cause, a new one replays the episode and the step returns what it
-    would have returned; what cannot be shown to be the same episode is truncated, never spliced.
+    When the process dies, by whatever cause, the env is brought back in a new one and the step returns what it would
+    have returned. An episode that cannot be shown to be the same ends there, with ``truncated=True``.
 
     Args:
         env_fn: Builds the env; called in the process. It travels by cloudpickle, so a lambda will do.
@@ -420,8 +420,8 @@ class SubprocessEnv(SupervisedEnv):
 class SerialEnv(SupervisedEnv):
     """The same host, wire and supervisor with the env in this very process: for debugging.
 
-    What a :class:`SubprocessEnv` must be equal to, to the bit. Deadlines are not enforced and a crash of
-    the env is a crash of this process.
+    A :class:`SubprocessEnv` returns the same, to the bit. A breakpoint in the env stops here. Deadlines are not
+    enforced, and a crash of the env is a crash of this process.
 
     Args:
         env_fn: Builds the env.

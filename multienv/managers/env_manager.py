@@ -259,8 +259,10 @@ class EnvManager:
         gives its timesteps, and ``ready_env`` tells.
 
         Returns:
-            Env id → timestep. The one that ends an episode has its last observation; the first of the next episode
-            will be in ``ready_obs``.
+            Env id → :class:`~multienv.Timestep`, with what the env gave. The one that ends an episode has its last
+            observation; the first of the next episode will be in ``ready_obs``. ``truncated`` is the env's own; or its
+            episode could not be brought back after a loss: then ``info["abnormal"]`` is true, the reward 0.0, and
+            ``info["multienv"]`` has the reason.
 
         Raises:
             UsageError: An id that does not exist, or an env that cannot be stepped now; nothing was sent.

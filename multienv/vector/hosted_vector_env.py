@@ -194,7 +194,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 ``None`` for each env.
 
         Returns:
-            The batch of observations, and infos as gymnasium merges them.
+            Observations, batched as ``observation_space`` says (those of envs that were left out are their last), and
+            infos, merged as :meth:`step` does.
 
         Raises:
             EnvsFailedError: Some envs raised; the others are reset.
@@ -246,9 +247,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             actions: A batch of the action space.
 
         Returns:
-            Observations, rewards (float64), terminations, truncations, infos. With ``copy=False`` the next step but one
-            overwrites the observations. An episode that could not be brought back after a loss ends with ``truncated``,
-            and ``infos["multienv"]`` says why.
+            Observations, batched as ``observation_space`` says; rewards (float64, ``(num_envs,)``); terminations and
+            truncations (bool, ``(num_envs,)``); and the infos of all envs in one dict, where a key has a value for each
+            env and ``_key`` says which envs gave it (``merge_infos=False``: a list of dicts). With ``copy=False`` the
+            next step but one overwrites the observations. An env is truncated where it says so itself; and where its
+            episode could not be brought back after a loss: with its last observation, reward 0.0 and the reason in
+            ``infos["multienv"]`` (with SAME_STEP in ``infos["final_info"]["multienv"]``, as all that is told of the end
+            of an episode).
 
         Raises:
             ActionError: The actions do not fit; nothing was sent.

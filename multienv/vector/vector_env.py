@@ -30,14 +30,10 @@ class SubprocessVectorEnv(HostedVectorEnv):
 
     It takes the place of ``gymnasium.vector.AsyncVectorEnv`` and equals ``SyncVectorEnv`` to the bit; the design page
     says what of the former is not here, and why. When a process dies, by any cause, its envs are brought back as
-    :class:`~multienv.SubprocessEnv` brings back one, and the step returns what it would have returned. An env that is
-    itself to blame and cannot be brought back ends its episode with ``truncated`` and the reason in
-    ``infos["multienv"]`` (with SAME_STEP in ``infos["final_info"]["multienv"]``, as all that is told of the end of an
-    episode); the others of its process go on exactly.
+    :class:`~multienv.SubprocessEnv` brings back one, and the step returns what it would have returned. An env that
+    cannot be brought back ends its episode with ``truncated``; the others of its process go on exactly.
 
-    A step returns observations, batched as ``observation_space`` says, rewards (float64, ``(num_envs,)``), terminations
-    and truncations (bool, ``(num_envs,)``), and the envs' infos merged: a key has a value for each env, and ``_key``
-    says of which env it is. ``autoreset_mode`` says what happens at the end of an episode:
+    ``autoreset_mode`` says what happens at the end of an episode:
 
     - ``NEXT_STEP``: the step that ends it returns its last observation; the next one ignores the env's action and
       returns the first observation of the new episode, reward 0.0 and both flags False.
@@ -96,8 +92,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
 class SerialVectorEnv(HostedVectorEnv):
     """The same host, wire and supervisor with all envs in this very process: for debugging.
 
-    What a :class:`SubprocessVectorEnv` must be equal to, to the bit, infos and errors included. A breakpoint in an env
-    stops here. Deadlines are not enforced, and a crash of an env is a crash of this process.
+    A :class:`SubprocessVectorEnv` returns the same, to the bit, infos and errors included. A breakpoint in an env stops
+    here. Deadlines are not enforced, and a crash of an env is a crash of this process.
 
     Attributes:
         envs: The envs themselves, as ``gymnasium.vector.SyncVectorEnv`` has them. For reading
