@@ -29,7 +29,6 @@ _ADAPTED = ["stable_baselines3", "torch", "ray", "tianshou", "torchrl", "tensord
 autodoc_mock_imports = [name for name in _ADAPTED if find_spec(name) is None]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature stays short; docstrings say types where they matter
-autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 

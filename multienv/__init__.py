@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from multienv.config import Deadlines, RestartPolicy
 from multienv.envs.autoreset import AutoResetWrapper
+from multienv.envs.building import WorkerOptions
 from multienv.envs.fragments import Fragment
 from multienv.envs.multi_env import MultiEnv
 from multienv.envs.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
@@ -32,6 +33,7 @@ from multienv.managers.config import EnvManagerConfig, Timestep
 from multienv.managers.env_manager import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.managers.stacked import StackedSubprocessEnvManager
 from multienv.recovery.checkpoint import Snapshot
+from multienv.vector.hosted_vector_env import BatchOptions
 from multienv.vector.make_vec import make_vec
 from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
 
@@ -47,6 +49,7 @@ __all__ = [
     "AsyncEnv",
     "AsyncSubprocessEnvManager",
     "AutoResetWrapper",
+    "BatchOptions",
     "Deadlines",
     "EnvManagerConfig",
     "Fragment",
@@ -67,6 +70,7 @@ __all__ = [
     "SubprocessVectorEnv",
     "SyncSubprocessEnvManager",
     "Timestep",
+    "WorkerOptions",
     "create_ray_envs",
     "create_subprocess_envs",
     "flat_statistics",

@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast
 
-from multienv.errors import SeedError, UsageError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from multienv.errors import UsageError
 
 OnLoss = Literal["replay", "truncate", "raise"]
 # Longer than any use; a clock in float64 still counts seconds exactly up to there.
 _LONGEST = 10**15
 _ON_LOSS = ("replay", "truncate", "raise")
 _ON_ERROR = ("raise", "truncate")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_options_of(*takers: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorate a function that hands its ``**options`` on, so that ``help()`` shows them by name, with their defaults.
+
+    A name that is unknown raises TypeError before the function is called.
+
+    Args:
+        *takers: Where the options end up: their keyword-only parameters are shown.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        shown = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+        for taker in takers:
+            for name, one in inspect.signature(taker).parameters.items():
+                if one.kind is one.KEYWORD_ONLY:
+                    shown.setdefault(name, one)
+
+        @wraps(function)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            for name in named:
+                if name not in shown:
+                    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}")
+            return function(*arguments, **named)
+
+        cast("Any", checked).__signature__ = signature.replace(parameters=list(shown.values()))
+        return cast("_Function", checked)
+
+    return decorate
 
 
 class Named:
-    """Refuses positional arguments, and shows only what is not as it is by default."""
+    """Shows only the options that are not as they are by default."""
 
     __slots__ = ()
-
-    def __new__(cls, *positional: Any, **named: Any) -> Self:
-        """Refuse positional arguments."""
-        if positional:
-            first = next(iter(cls.__annotations__))
-            raise UsageError(f"{cls.__name__}({positional[0]!r:.50}): say which it is: {cls.__name__}({first}=...).")
-        return object.__new__(cls)
 
     def __repr__(self) -> str:
         """Return the call that makes the same; in a signature ``RestartPolicy()`` says more than all its values."""
@@ -57,7 +81,7 @@ def integer(value: Any) -> int | None:
 
 
 def checked_seed(seed: Any) -> int | None:
-    """Return a seed as an ``int``, or ``None``; raise SeedError unless it is a non-negative integer or ``None``."""
+    """Return a seed as an ``int``, or ``None``; raise UsageError unless it is a non-negative integer or ``None``."""
     if seed is None:
         return None
     advice = f"reset(seed={seed!r:.100}): give a non-negative integer, or None."
@@ -66,9 +90,9 @@ def checked_seed(seed: Any) -> int | None:
     except TypeError:
         number = None
     if number is None:
-        raise SeedError(f"Seed must be a python integer, actual type: {type(seed)}. {advice}")
+        raise UsageError(f"Seed must be a python integer, actual type: {type(seed)}. {advice}")
     if number < 0:
-        raise SeedError(f"Seed must be greater or equal to zero, actual value: {number}. {advice}")
+        raise UsageError(f"Seed must be greater or equal to zero, actual value: {number}. {advice}")
     return number
 
 

@@ -5,34 +5,20 @@
     MultienvError
     ├── UsageError (also a ValueError)      the caller's: says what to call instead
     │   ├── ClosedError                       the env has been closed
-    │   ├── NotInitializedError               initialize() has not been called
-    │   ├── ResetNeededError                  step() before reset()
+    │   ├── ResetNeededError                  step() without a running episode
     │   ├── CallPendingError                  a second request before the first was collected
-    │   ├── NothingPendingError               a wait without a request
-    │   ├── ReportError                       a crash report cannot be read or replayed so
     │   ├── ActionError                       an action that does not fit the action space
-    │   ├── PolicyError                       the policy of a rollout() raised
-    │   ├── SeedError                         a seed that is none (also a gymnasium.error.Error)
-    │   ├── EnvFnError                        env_fn cannot be sent to a process
-    │   ├── SpaceMismatchError                envs with different spaces in one batch (also a RuntimeError)
-    │   └── NotShareableError                 observations that shared memory cannot hold
+    │   └── PolicyError                       the policy of a rollout() raised
     ├── WaitTimeout (also a TimeoutError)   the answer is not there yet; wait again
-    ├── EnvError                            the env's: it raised, its process lives
-    │   ├── EnvRaisedError                    also an instance of the type the env raised
+    ├── EnvError                            the env's: it raised, its process lives; also of the type that it raised
     │   └── ResultNotPicklableError           what the env returned cannot travel
     ├── WorkerLostError                     the process's: it died or had to be killed
-    │   ├── WorkerDiedError                   it exited or was killed by a signal
     │   ├── WorkerHungError                   a deadline passed (also a TimeoutError)
-    │   ├── ReplyBrokenError                  it answered something undecodable
-    │   ├── PoisonError                       the same request kills every process it is given to
-    │   │   └── HangingPoisonError              … by making them hang (also a WorkerHungError)
     │   └── RestartBudgetExceeded             it was lost more often than the policy allows
     ├── ClusterError                        the cluster's: it cannot be reached, or a host cannot be made
-    │   ├── NoCapacityError                   no node has room for a host
-    │   └── ClusterLostError                  its head is gone
-    ├── NotRestoredError                    load_state_dict() could not have the env as it was
-    ├── NotForkableError                    snapshot() is not possible for this env
-    └── EnvsFailedError                     several envs: failures by index, results of the others
+    │   └── NoCapacityError                   no node has room for a host
+    ├── NotRestoredError                    restore() or load_state_dict() could not have the env as it was
+    └── EnvsFailedError                     envs of a batch: failures by index, results of the others
 
 Each message says what happened, the likely cause, and what to do next.
 """
@@ -61,32 +47,16 @@ class ClosedError(UsageError, gymnasium.error.ClosedEnvironmentError):
     """Raised by a call after ``close()``."""
 
 
-class NotInitializedError(UsageError):
-    """Raised by a call that needs the env before it has been built."""
-
-
 class ResetNeededError(UsageError, gymnasium.error.ResetNeeded):
     """Raised by ``step()`` where no episode is running."""
 
 
-class _NamesACall(Exception):  # noqa: N818 - not raised
-    """Has gymnasium's signature, with the name of the call optional."""
-
-    def __init__(self, message: str, name: str = "") -> None:
-        super().__init__(message, name)
-        self.name = name
-
-    def __str__(self) -> str:
-        """Return the message without the name of the call."""
-        return str(self.args[0])
-
-
-class CallPendingError(_NamesACall, UsageError, gymnasium.error.AlreadyPendingCallError):
+class CallPendingError(UsageError, gymnasium.error.AlreadyPendingCallError):
     """Raised by a request while an earlier one has not been collected; ``name`` says which."""
 
-
-class NothingPendingError(_NamesACall, UsageError, gymnasium.error.NoAsyncCallError):
-    """Raised by a wait where no request is pending."""
+    def __init__(self, message: str, name: str = "") -> None:
+        Exception.__init__(self, message)  # gymnasium's has no default for the name, and then cannot be unpickled
+        self.name = name
 
 
 class ActionError(UsageError, gymnasium.error.InvalidAction):
@@ -105,26 +75,6 @@ class PolicyError(UsageError):
     remote_traceback: str = ""
 
 
-class SeedError(UsageError, gymnasium.error.Error):
-    """Raised by a seed that is not a non-negative integer; gymnasium's own type for that is a base class."""
-
-
-class EnvFnError(UsageError, TypeError):
-    """Raised when ``env_fn`` is not callable, cannot be pickled, or does not return an env."""
-
-
-class SpaceMismatchError(UsageError, RuntimeError):
-    """Raised when the envs of one batch do not share one observation and one action space."""
-
-
-class ReportError(UsageError):
-    """Raised when a crash report cannot be read, or cannot be replayed with the options given."""
-
-
-class NotShareableError(UsageError, gymnasium.error.CustomSpaceError):
-    """Raised by ``shared_memory=True`` where observations have no fixed layout in memory."""
-
-
 class WaitTimeout(MultienvError, TimeoutError, multiprocessing.TimeoutError):  # noqa: N818 - reads as what it is
     """Raised when the caller's ``timeout`` passes before the answer; the request is still pending."""
 
@@ -133,7 +83,10 @@ class WaitTimeout(MultienvError, TimeoutError, multiprocessing.TimeoutError):  #
 
 
 class EnvError(MultienvError):
-    """Raised when the env raised; its process is alive and can be reset.
+    """Raised in the place of an exception of the env, which is its ``__cause__``; its process is alive.
+
+    Its class is made on the spot and also derives from that exception's type: ``except ThatType`` catches it. Not so
+    for a :class:`WaitTimeout` of the env's own: it would say that this call is still pending.
 
     Attributes:
         env_index: The env's index in its batch, or ``None``.
@@ -153,14 +106,6 @@ class EnvError(MultienvError):
     remote_traceback: str = ""
     returned: tuple[Any, float, bool, bool, dict[str, Any]] | None = None
     fragment: Any = None
-
-
-class EnvRaisedError(EnvError):
-    """Raised in the place of an exception of the env, which is its ``__cause__``.
-
-    Its class is made on the spot and also derives from that exception's type: ``except ThatType`` catches it. Not so
-    for a :class:`WaitTimeout` of the env's own: it would say that this call is still pending.
-    """
 
 
 class ResultNotPicklableError(EnvError):
@@ -226,7 +171,9 @@ def rebuilt(parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) 
 
 
 class WorkerLostError(MultienvError):
-    """Raised when the env's process is gone. The next ``reset()`` starts a new one.
+    """Raised when the env's process died, or answered something that cannot be decoded and was killed.
+
+    The next ``reset()`` starts a new process.
 
     Attributes:
         env_index: The index in its batch of the env that was being executed, or is the only one; ``None``: not known.
@@ -253,24 +200,8 @@ class WorkerLostError(MultienvError):
     report: str = ""
 
 
-class WorkerDiedError(WorkerLostError):
-    """Raised when the process exited or was killed by a signal."""
-
-
 class WorkerHungError(WorkerLostError, TimeoutError):
-    """Raised when a deadline passed; the process was killed."""
-
-
-class ReplyBrokenError(WorkerLostError):
-    """Raised when the process answered something that cannot be decoded; it was killed."""
-
-
-class PoisonError(WorkerLostError):
-    """Raised when one request killed every process it was given to."""
-
-
-class HangingPoisonError(PoisonError, WorkerHungError):
-    """Raised when one request hung in every process it was given to; ``except TimeoutError`` catches it."""
+    """Raised when a deadline passed, and the process was killed."""
 
 
 class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the public contract
@@ -281,15 +212,11 @@ class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the publ
 
 
 class ClusterError(MultienvError):
-    """Raised when a cluster cannot be reached, or a host cannot be made on its nodes."""
+    """Raised when a cluster cannot be reached any more, or a host cannot be made on its nodes."""
 
 
 class NoCapacityError(ClusterError):
     """Raised when no node of the cluster has room for a host, for ``RayOptions.placement_timeout`` seconds."""
-
-
-class ClusterLostError(ClusterError):
-    """Raised when the head of the cluster is gone: nothing can be brought back without it."""
 
 
 # --- several envs ---------------------------------------------------------------------------
@@ -301,10 +228,6 @@ class NotRestoredError(MultienvError):
     After ``load_state_dict()`` the env is as it was before the call. ``restore()`` has ended the env's process by then:
     the next ``reset()`` starts a new one.
     """
-
-
-class NotForkableError(MultienvError):
-    """Raised when a snapshot is asked of a process that cannot be forked; the message says why."""
 
 
 class EnvsFailedError(MultienvError):
@@ -345,7 +268,9 @@ class EnvsFailedError(MultienvError):
         lines = [f"{len(failures)} of {len(results)} envs failed in {what}.{others} {advice}"]
         lines += [f"  env {index}: {type(error).__name__}: {error}" for index, error in failures.items()]
         message = "\n".join(lines)
-        kinds = {type(error.__cause__ if isinstance(error, EnvRaisedError) else error) for error in failures.values()}
+        kinds = {
+            type(error.__cause__ or error if isinstance(error, EnvError) else error) for error in failures.values()
+        }
         first = next(iter(failures.values()))
         error = catchable_as(cls, first, message) if len(kinds) == 1 else cls(message)
         assert isinstance(error, cls)
@@ -356,7 +281,5 @@ class EnvsFailedError(MultienvError):
 
 
 __all__ = [
-    name
-    for name, value in list(globals().items())
-    if isinstance(value, type) and issubclass(value, Exception) and name[0] != "_"
+    name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, MultienvError)
 ]

@@ -23,7 +23,7 @@ from multienv import SubprocessEnv
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, Walk, walk
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import EnvFnError, MultienvError, WorkerLostError
+from multienv.errors import MultienvError, UsageError, WorkerLostError
 from multienv.events import Recovery, Statistics
 from multienv.testing.killer import KillManner, send
 from multienv.testing.side_by_side import EnvFn
@@ -124,10 +124,11 @@ def _failed(patient: Patient, error: Exception) -> Row:
     advice, detail = "Run it without multienv, and mend that first.", str(getattr(error, "remote_traceback", ""))
     if not isinstance(error, MultienvError):
         detail = "".join(traceback.format_exception(error))
-    if isinstance(error, WorkerLostError | EnvFnError):
-        text = text.partition(". ")[0].rstrip(".")  # what follows is for the caller of multienv
-    if isinstance(error, EnvFnError):
-        advice = "Build what it needs inside the function."
+    if isinstance(error, WorkerLostError | UsageError):
+        text, _, told = text.partition(". ")
+        text = text.rstrip(".")
+        if isinstance(error, UsageError) and told:
+            advice = told  # that of a lost worker is for the caller of multienv
     if isinstance(error, WorkerLostError):
         detail = "\n".join([error.stack, *error.stderr.splitlines()[-_LAST_WORDS:]])
         if patient.first.steps:  # it runs, until it ends its worker by itself

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import gymnasium
 
-from multienv.errors import ReportError, UsageError
+from multienv.errors import UsageError
 from multienv.reports.crash import Report
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
@@ -124,10 +124,10 @@ def _of_report(report: Report) -> tuple[EnvFn, ...]:
         with contextlib.suppress(OSError):
             os.chdir(setting.directory)
     if not report.build.env_fns:
-        raise ReportError(f"{report.path} has no env_fn: it was too large for a report. {_HOW_TO_BUILD}")
+        raise UsageError(f"{report.path} has no env_fn: it was too large for a report. {_HOW_TO_BUILD}")
     try:
         return tuple(cloudpickle.loads(report.build.env_fns))
     except Exception as error:  # unpickling runs foreign code
-        raise ReportError(
+        raise UsageError(
             f"The env_fn in {report.path} cannot be loaded: {type(error).__name__}: {error}. {_HOW_TO_BUILD}"
         ) from error

@@ -17,7 +17,7 @@ from multienv.cli.env_functions import env_functions
 from multienv.cli.options import ReportsOption, arguments_of, plain_console
 from multienv.cli.replaying import EnvRaised, Rerun
 from multienv.cli.texts import report_line, visible
-from multienv.errors import ReportError
+from multienv.errors import UsageError
 from multienv.reports import store
 from multienv.reports.crash import Report
 from multienv.reports.read import load, summary_of
@@ -80,7 +80,7 @@ def _path(report: str, directory: Path | None) -> Path:
     if report == _LATEST:
         for path in store.listed(directory):
             return path
-        raise ReportError(f"There are no reports in {directory}.")
+        raise UsageError(f"There are no reports in {directory}.")
     path = Path(report)
     if directory is not None and path.name == report and not path.exists() and (directory / report).exists():
         return directory / report

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from multienv.cli.env_functions import EnvFn
-from multienv.errors import ReportError
+from multienv.errors import UsageError
 from multienv.processes.environment import worker_environment
 from multienv.recovery.verification import differences
 from multienv.reports.crash import Report, action_of
@@ -77,7 +77,7 @@ class Rerun:
             raise EnvRaised(f"env_fn raised {answer.type_name}: {answer.text}", answer)
         self._description = answer
         if self._report.layout not in (None, self._segment.layout):
-            raise ReportError(
+            raise UsageError(
                 f"{self._report.path}: the env that was built has other spaces than the one that was lost; "
                 "is it the same env?"
             )

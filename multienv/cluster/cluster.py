@@ -19,7 +19,7 @@ from multienv.cluster import frames
 from multienv.cluster.courier import UnansweredError
 from multienv.cluster.options import RayOptions
 from multienv.cluster.relay import Relay
-from multienv.errors import ClusterError, ClusterLostError, NoCapacityError, UsageError
+from multienv.errors import ClusterError, NoCapacityError, UsageError
 from multienv.processes import launcher
 from multienv.threads import Bell
 
@@ -331,9 +331,9 @@ class RayHost:
 
 
 def refuse_if_disconnected(ray: Any) -> None:
-    """Raise ClusterLostError after a ``ray.shutdown()``: Ray would start anew, or join any cluster that it finds."""
+    """Raise ClusterError after a ``ray.shutdown()``: Ray would start anew, or join any cluster that it finds."""
     if not ray.is_initialized():
-        raise ClusterLostError("This process is not connected to its Ray cluster any more: ray.shutdown() was called.")
+        raise ClusterError("This process is not connected to its Ray cluster any more: ray.shutdown() was called.")
 
 
 class Watch:

@@ -22,7 +22,7 @@ from multienv.cluster.channel import RelayChannel
 from multienv.cluster.cluster import AGAIN, WATCH_EVERY, Cluster, Node, RayHost, Watch, in_order
 from multienv.cluster.courier import Courier
 from multienv.cluster.options import RayOptions
-from multienv.errors import ClosedError, ClusterError, ClusterLostError, NoCapacityError
+from multienv.errors import ClosedError, ClusterError, NoCapacityError, UsageError
 from multienv.processes.worker_process import undisturbed
 from multienv.threads import Task
 
@@ -104,11 +104,13 @@ class Fleet:
         cores: CPUs of all hosts together.
 
     Raises:
-        UsageError: Ray is not installed.
+        UsageError: Ray is not installed, or ``options`` is something else.
         ClusterError: It cannot be reached, or has no CPU free.
     """
 
     def __init__(self, options: RayOptions, envs: int) -> None:
+        if not isinstance(options, RayOptions):
+            raise UsageError(f"ray is {options!r:.100}; give RayOptions: ray=RayOptions(address=...).")
         self.options = options
         self.cluster = Cluster(options)
         self.hash_seed = os.environ.get("PYTHONHASHSEED") or str(1 + secrets.randbelow(2**32 - 1))
@@ -203,9 +205,9 @@ class Fleet:
         self._retired.append(courier)
 
     def refuse_if_lost(self) -> None:
-        """Raise ClusterLostError if the head of the cluster is gone, ClosedError if this fleet has ended."""
+        """Raise ClusterError if the head of the cluster is gone, ClosedError if this fleet has ended."""
         if self.trouble():
-            raise ClusterLostError(self._lost)
+            raise ClusterError(self._lost)
         if self._watch.is_over:  # said before its thread looks at the seats: no later launch makes a host unseen
             raise ClosedError("Its hosts have ended: all envs of this cluster were closed.")
 

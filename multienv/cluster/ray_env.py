@@ -5,18 +5,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from multienv.cluster.fleet import Fleet, RelayLauncher
 from multienv.cluster.options import RayOptions
-from multienv.config import Deadlines, RestartPolicy
-from multienv.envs.building import EnvFn, Workers, arguments, check_env_fn, checked_threads, listed_env_fns
+from multienv.config import takes_options_of
+from multienv.envs.building import (
+    EnvFn,
+    WorkerOptions,
+    Workers,
+    arguments,
+    check_env_fn,
+    checked_threads,
+    listed_env_fns,
+)
 from multienv.envs.subprocess_env import SupervisedEnv, built_envs
-from multienv.errors import UsageError
-from multienv.events import Hook
 from multienv.processes.launcher import method_of
 from multienv.wire.messages import Setting
 from multienv.worker.registrations import registrations
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Seconds that close() waits, with the last env, until the hosts have been told to end and a local Ray is shut down.
 CLOSE_PATIENCE = 10.0
@@ -27,7 +37,7 @@ class Nodes:
 
     Args:
         fleet: Whose.
-        context, native_threads: As for :class:`~multienv.SubprocessEnv`.
+        context, native_threads: See :class:`~multienv.WorkerOptions`.
         first: Index of the first worker.
     """
 
@@ -57,38 +67,27 @@ class RayEnv(SupervisedEnv):
     Args:
         env_fn: Builds the env, on the node: it travels by cloudpickle, and what it imports must be installed there.
         ray: Where and how; or a :class:`~multienv.cluster.fleet.Fleet` that several envs share.
-        restart, deadlines, context, native_threads, env_index, hooks, reports: As for
-            :class:`~multienv.SubprocessEnv`.
+        env_index: The env's index in its batch, for messages.
+        **options: See :class:`~multienv.WorkerOptions`.
 
     Raises:
-        UsageError: Ray is not installed, or an option makes no sense.
+        UsageError: Ray is not installed, ``env_fn`` is not callable or cannot be pickled, or an option makes no sense.
         ClusterError: The cluster cannot be reached, or has no CPU free.
-        EnvFnError: ``env_fn`` is not callable or cannot be pickled.
     """
 
+    @takes_options_of(Workers.__init__)
     def __init__(
         self,
         env_fn: EnvFn,
         *,
         ray: RayOptions | Fleet = RayOptions(),  # noqa: B008 - frozen
-        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
-        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
-        context: Any = None,
-        native_threads: int | None = 1,
         env_index: int | None = None,
-        hooks: Sequence[Hook] = (),
-        reports: str | os.PathLike[str] | None = None,
+        **options: Unpack[WorkerOptions],
     ) -> None:
         check_env_fn(env_fn)
         fleet = self._fleet = ray if isinstance(ray, Fleet) else fleet_for(ray, 1)
         try:
-            workers = Workers(
-                Nodes(fleet, context, native_threads, env_index or 0),
-                restart=restart,
-                deadlines=deadlines,
-                hooks=hooks,
-                reports=reports,
-            )
+            workers = Workers(partial(Nodes, fleet, first=env_index or 0), **options)
             super().__init__(workers.make([env_fn], env_index, exact=True))
         except BaseException:
             fleet.close()
@@ -108,20 +107,24 @@ class RayEnv(SupervisedEnv):
 
 def fleet_for(options: Any, envs: int) -> Fleet:
     """Return a new fleet for so many envs with a process each. Raises UsageError, ClusterError."""
-    if not isinstance(options, RayOptions):
-        raise UsageError(f"ray is {options!r:.100}; give RayOptions: ray=RayOptions(address=...).")
     fleet = Fleet(options, envs)
     fleet.seat_workers(envs)
     return fleet
 
 
-def create_ray_envs(env_fns: Iterable[EnvFn], *, ray: RayOptions = RayOptions(), **options: Any) -> list[RayEnv]:  # noqa: B008
+@takes_options_of(Workers.__init__)
+def create_ray_envs(
+    env_fns: Iterable[EnvFn],
+    *,
+    ray: RayOptions = RayOptions(),  # noqa: B008 - frozen
+    **options: Unpack[WorkerOptions],
+) -> list[RayEnv]:
     """Make envs on the nodes of a Ray cluster, each in a process of its own, all started first, then built in parallel.
 
     Args:
         env_fns: One function for each env.
         ray: Where and how.
-        **options: Of :class:`RayEnv`, for all of them.
+        **options: For all of them: see :class:`~multienv.WorkerOptions`.
 
     Returns:
         The initialized envs, in order; each knows its index.
@@ -133,7 +136,7 @@ def create_ray_envs(env_fns: Iterable[EnvFn], *, ray: RayOptions = RayOptions(),
     return built_envs("create_ray_envs()", unbuilt_envs(listed_env_fns("create_ray_envs", env_fns), ray, **options))
 
 
-def unbuilt_envs(env_fns: Sequence[EnvFn], ray: RayOptions | None, **options: Any) -> list[RayEnv]:
+def unbuilt_envs(env_fns: Sequence[EnvFn], ray: RayOptions | None, **options: Unpack[WorkerOptions]) -> list[RayEnv]:
     """Return envs that share their hosts, not started; see :func:`create_ray_envs`."""
     fleet = fleet_for(RayOptions() if ray is None else ray, len(env_fns))
     try:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
-
-from gymnasium.vector import AutoresetMode
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from multienv.cluster.fleet import Fleet
 from multienv.cluster.options import RayOptions
 from multienv.cluster.ray_env import CLOSE_PATIENCE, Nodes
-from multienv.config import Deadlines, RestartPolicy
+from multienv.config import takes_options_of
 from multienv.envs.building import EnvFn, Workers, listed_env_fns
-from multienv.errors import UsageError
-from multienv.events import Hook
 from multienv.vector.batching import deal
-from multienv.vector.hosted_vector_env import HostedVectorEnv
-from multienv.vector.vector_env import refuse_episode_recycling
+from multienv.vector.hosted_vector_env import HostedVectorEnv, VectorOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class RayVectorEnv(HostedVectorEnv):
@@ -35,9 +34,8 @@ class RayVectorEnv(HostedVectorEnv):
         env_fns: Each builds one env, on a node.
         ray: Where and how.
         envs_per_worker: How many envs share a process. ``"auto"``: one process for each CPU that the hosts can have.
-        shared_memory, copy, observation_mode, autoreset_mode: As for :class:`~multienv.SubprocessVectorEnv`.
-        max_concurrency, merge_infos, restart, deadlines: The same.
-        context, native_threads, hooks, reports: The same.
+        max_concurrency: How many envs may step or reset at a time: at most so many processes share all envs.
+        **options: See :class:`~multienv.BatchOptions` and :class:`~multienv.WorkerOptions`.
 
     Raises:
         UsageError: Ray is not installed, or an argument makes no sense.
@@ -45,51 +43,23 @@ class RayVectorEnv(HostedVectorEnv):
         EnvsFailedError: Some envs could not be built; all have been closed.
     """
 
+    @takes_options_of(HostedVectorEnv.__init__, Workers.__init__)
     def __init__(
         self,
         env_fns: Sequence[EnvFn],
         *,
         ray: RayOptions = RayOptions(),  # noqa: B008 - frozen
         envs_per_worker: int | str = "auto",
-        shared_memory: bool | None = None,
-        copy: bool = True,
-        context: Any = None,
-        observation_mode: Any = "same",
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         max_concurrency: int | None = None,
-        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
-        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
-        native_threads: int | None = 1,
-        merge_infos: bool = True,
-        hooks: Sequence[Hook] = (),
-        reports: str | os.PathLike[str] | None = None,
+        **options: Unpack[VectorOptions],
     ) -> None:
         self.env_fns = listed_env_fns(type(self).__name__, env_fns)
-        if not isinstance(ray, RayOptions):
-            raise UsageError(f"ray is {ray!r:.100}; give RayOptions: ray=RayOptions(address=...).")
         fleet = self._fleet = Fleet(ray, len(self.env_fns))
         try:
             sizes = deal(len(self.env_fns), envs_per_worker, fleet.cores, max_concurrency)
-            refuse_episode_recycling(restart, sizes)
             fleet.seat_workers(len(sizes))
-            workers = Workers(
-                Nodes(fleet, context, native_threads),
-                restart=restart,
-                deadlines=deadlines,
-                hooks=hooks,
-                reports=reports,
-            )
             self._owner = os.getpid()
-            super().__init__(
-                self.env_fns,
-                sizes,
-                workers.make,
-                shared_memory=shared_memory,
-                copy=copy,
-                observation_mode=observation_mode,
-                autoreset_mode=autoreset_mode,
-                merge_infos=merge_infos,
-            )
+            super().__init__(self.env_fns, sizes, partial(Workers, partial(Nodes, fleet)), **options)
         except BaseException:
             fleet.close()
             raise

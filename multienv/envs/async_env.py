@@ -7,24 +7,24 @@ import asyncio
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
-from multienv.config import check_seconds
-from multienv.envs.building import EnvFn
+from multienv.config import check_seconds, takes_options_of
+from multienv.envs.building import EnvFn, WorkerOptions
 from multienv.envs.fragments import Fragment, Policy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of, supervisor_of
-from multienv.errors import CallPendingError, EnvRaisedError, MultienvError, WaitTimeout, rebuilt
+from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeout, rebuilt
 from multienv.events import Event, Hook, Statistics, checked_hooks, tell
 from multienv.fanout import resumed
 from multienv.threads import Pool, Task
 from multienv.wire.codecs import Transition
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 _THREAD = "multienv-async"
 # Seconds after which a step that is being waited for looks whether it has been given another deadline.
@@ -52,18 +52,19 @@ class AsyncEnv:
 
     Args:
         env_fn: Builds the env; called in its process.
-        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
-        **options: Of :class:`~multienv.SubprocessEnv`.
+        env_index: The env's index in its batch, for messages.
+        **options: See :class:`~multienv.WorkerOptions`.
 
     Raises:
-        EnvFnError: ``env_fn`` is not callable or cannot be pickled.
+        UsageError: ``env_fn`` is not callable or cannot be pickled.
     """
 
-    def __init__(self, env_fn: EnvFn, *, hooks: Sequence[Hook] = (), **options: Any) -> None:
+    @takes_options_of(SubprocessEnv.__init__)
+    def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
         # What hooks are to be told when the call is done.
         self._told: deque[tuple[Callable[[Any], object], Any]] = deque()
-        later = [partial(_note, self._told, hook) for hook in checked_hooks(hooks)]
-        self._env = SubprocessEnv(env_fn, hooks=later, **options)
+        options["hooks"] = [partial(_note, self._told, hook) for hook in checked_hooks(options.get("hooks", ()))]
+        self._env = SubprocessEnv(env_fn, env_index=env_index, **options)
         self._pool = Pool(1, _THREAD)
         self._call: _Call | None = None  # until its outcome is handed to the caller
         self._deadlines: deque[float] = deque()  # of the step that is taken; its thread takes note of them
@@ -108,7 +109,7 @@ class AsyncEnv:
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode. The first call of an env builds it, if nothing has yet."""
+        """Begin an episode; build the env first, if nothing has yet. Returns observation and info."""
         answer: tuple[Any, dict[str, Any]] = await self._ask(
             "reset", partial(self._env.reset, seed=seed, options=options)
         )
@@ -258,7 +259,7 @@ class _Call:
         if error is not None:
             error = error.with_traceback(None)  # its frames would keep memory mapped as long as it is kept
             if isinstance(error, StopIteration):  # which no coroutine can raise
-                stop, error = error, rebuilt((EnvRaisedError, error.args, vars(error)))
+                stop, error = error, rebuilt((EnvError, error.args, vars(error)))
                 error.__cause__ = stop.__cause__
         elif resumes:
             answer = resumed(answer) if self.name == "step" else replace(answer, resumed=True)

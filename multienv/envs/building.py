@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import cloudpickle
 import gymnasium
@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv.config import Deadlines, RestartPolicy, integer
 from multienv.envs.pickling import pickled
-from multienv.errors import EnvFnError, UsageError
+from multienv.errors import UsageError
 from multienv.events import Hook, checked_hooks
 from multienv.processes.channel import Channel
 from multienv.processes.environment import module_path, worker_environment, working_directory
@@ -50,8 +50,7 @@ class Processes:
     """Has workers live in processes beside the trainer.
 
     Args:
-        context: Start method; see :class:`~multienv.SubprocessEnv`.
-        native_threads: Threads of native libraries.
+        context, native_threads: See :class:`WorkerOptions`.
     """
 
     def __init__(self, context: Any, native_threads: int | None) -> None:
@@ -85,29 +84,58 @@ def arguments() -> tuple[str, ...]:
     return tuple(getattr(sys, "argv", None) or ())
 
 
+class WorkerOptions(TypedDict, total=False):
+    """Has the options of all classes whose envs run in processes.
+
+    Args:
+        restart: What happens when a process is lost. In a vector env ``on_crash`` and its likes concern the env that is
+            to blame.
+        deadlines: When a process counts as hung. In a vector env those of a step and a reset are for all envs of a
+            process together.
+        context: ``"forkserver"`` (the default on Linux) or ``"spawn"`` (elsewhere).
+        native_threads: Threads that BLAS, OpenMP and the like may use in a process, unless the environment says
+            otherwise; ``None`` leaves them alone.
+        hooks: Called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery` and
+            :class:`~multienv.events.Recycled`.
+        reports: The directory that each loss writes a crash report to, for ``multienv replay``; the newest 100 are
+            kept. ``None`` is ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+            An empty string, here or in the variable, for none. With them a journal is kept under every RestartPolicy.
+    """
+
+    restart: RestartPolicy
+    deadlines: Deadlines
+    context: Any
+    native_threads: int | None
+    hooks: Sequence[Hook]
+    reports: str | os.PathLike[str] | None
+
+
 class Workers:
-    """Makes supervised workers that have these options in common; see :class:`~multienv.SubprocessEnv` for them.
+    """Makes supervised workers that have their options in common.
+
+    Args:
+        backend: Makes what says where they live, given ``context`` and ``native_threads``.
+        restart, deadlines, context, native_threads, hooks, reports: See :class:`WorkerOptions`.
 
     Raises:
-        UsageError: An option has another type, or makes no sense.
+        UsageError: An option makes no sense.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Callable[[Any, int | None], Backend],
         *,
-        restart: RestartPolicy,
-        deadlines: Deadlines,
-        hooks: Sequence[Hook],
-        reports: str | os.PathLike[str] | None,
+        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        context: Any = None,
+        native_threads: int | None = 1,
+        hooks: Sequence[Hook] = (),
+        reports: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not isinstance(restart, RestartPolicy):
-            example = f"on_crash={restart!r}" if restart in ("replay", "truncate", "raise") else ""
-            raise UsageError(f"restart is {restart!r:.100}; give a RestartPolicy: restart=RestartPolicy({example}).")
-        if not isinstance(deadlines, Deadlines):
-            seconds = deadlines if isinstance(deadlines, int | float) and not isinstance(deadlines, bool) else 60.0
-            raise UsageError(f"deadlines is {deadlines!r:.100}; give Deadlines: deadlines=Deadlines(step={seconds}).")
-        self._backend = backend
+        for name, value, kind in (("restart", restart, RestartPolicy), ("deadlines", deadlines, Deadlines)):
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} is {value!r:.100}; give {name}={kind.__name__}(...).")
+        self._backend = backend(context, native_threads)
         self._restart = restart
         self._supervisor = partial(
             Supervisor,
@@ -116,7 +144,7 @@ class Workers:
             hooks=checked_hooks(hooks),
             reports=directory_for(reports),
         )
-        self._setting = backend.setting()
+        self._setting = self._backend.setting()
 
     def make(
         self,
@@ -137,12 +165,17 @@ class Workers:
             space: Observation space whose rows the batch has; ``None``: that of the first env.
 
         Raises:
-            EnvFnError: A function cannot be pickled.
+            UsageError: A function cannot be pickled; or several envs are to be recycled by episodes.
         """
+        restart = self._restart
+        if restart.recycle_after_episodes is not None and len(env_fns) > 1:
+            raise UsageError(
+                "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
+                "give envs_per_worker=1, or recycle_after_steps, recycle_after or max_rss."
+            )
         title = "multienv env" if index is None else f"multienv env {index}"
         if index is not None and len(env_fns) > 1:
             title = f"multienv envs {index}-{index + len(env_fns) - 1}"
-        restart = self._restart
         build = Build(
             env_fns=_pickled(tuple(env_fns)),
             exact=exact,
@@ -158,24 +191,34 @@ class Workers:
         return self._supervisor(self._backend.launcher(title), build, index=index)
 
 
-def serial_worker(
-    hooks: Sequence[Hook],
-    env_fns: Sequence[EnvFn],
-    index: int | None,
-    *,
-    exact: bool = False,
-    autoreset: str = "",
-    space: Any = None,
-) -> Supervisor:
-    """Return a worker that builds the envs in this very process; see :meth:`Workers.make` for the arguments."""
-    return Supervisor(
-        _SerialLaunch(tuple(env_fns)),
-        Build(b"", exact, autoreset, None, _draws(len(env_fns)), None, space),
-        policy=RestartPolicy(on_crash="raise", on_timeout="raise"),
-        deadlines=Deadlines(),
-        index=index,
-        hooks=checked_hooks(hooks),
-    )
+class SerialWorkers:
+    """Makes workers that build their envs in this very process, as :class:`Workers` makes others.
+
+    Args:
+        hooks: See :class:`WorkerOptions`.
+    """
+
+    def __init__(self, *, hooks: Sequence[Hook] = ()) -> None:
+        self._hooks = checked_hooks(hooks)
+
+    def make(
+        self,
+        env_fns: Sequence[EnvFn],
+        index: int | None,
+        *,
+        exact: bool = False,
+        autoreset: str = "",
+        space: Any = None,
+    ) -> Supervisor:
+        """Return a worker; see :meth:`Workers.make` for the arguments."""
+        return Supervisor(
+            _SerialLaunch(tuple(env_fns)),
+            Build(b"", exact, autoreset, None, _draws(len(env_fns)), None, space),
+            policy=RestartPolicy(on_crash="raise", on_timeout="raise"),
+            deadlines=Deadlines(),
+            index=index,
+            hooks=self._hooks,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +264,7 @@ def _pickled(env_fns: tuple[EnvFn, ...]) -> bytes:
     try:
         return pickled(env_fns)
     except Exception as error:  # pickling runs foreign code
-        raise EnvFnError(
+        raise UsageError(
             f"env_fn {_culprit(env_fns)!r:.100} cannot be sent to a process: {type(error).__name__}: {error}. "
             "Build what it needs inside the function."
         ) from error
@@ -241,28 +284,16 @@ def _culprit(env_fns: tuple[EnvFn, ...]) -> Any:
 
 
 def check_env_fn(env_fn: Any, name: str = "env_fn") -> None:
-    """Raise EnvFnError unless ``env_fn`` is callable and no env; ``name`` is its name in the message."""
+    """Raise UsageError unless ``env_fn`` is callable and no env; ``name`` is its name in the message."""
     if isinstance(env_fn, gymnasium.Env) or not callable(env_fn):
         made = f"gymnasium.make({env_fn!r})" if isinstance(env_fn, str) else "MyEnv()"
-        raise EnvFnError(
+        raise UsageError(
             f"{name} is {env_fn!r:.100}; give a function that takes no arguments and returns an env: lambda: {made}."
         )
 
 
-def listed_env_fns(owner: str, env_fns: Any) -> list[EnvFn]:
-    """Return a list of functions, one for each env.
-
-    Raises:
-        EnvFnError: ``env_fns`` is something else; the message says what to write.
-        UsageError: ``env_fns`` is empty.
-    """
-    if callable(env_fns):
-        raise EnvFnError(f"{owner}: env_fns is a single function; give a list of them, one for each env.")
-    if isinstance(env_fns, str) or not isinstance(env_fns, Iterable):
-        raise EnvFnError(
-            f"{owner}: env_fns is {env_fns!r:.100}; give a list of functions, one for each env. "
-            "make_vec(id, num_envs) makes a batch of an id."
-        )
+def listed_env_fns(owner: str, env_fns: Iterable[EnvFn]) -> list[EnvFn]:
+    """Return a list of functions, one for each env; raise UsageError if there is none, or one is no function."""
     found = list(env_fns)
     if not found:
         raise UsageError(f"{owner}: env_fns is empty; give one function for each env.")

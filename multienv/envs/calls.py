@@ -18,13 +18,9 @@ from multienv.wire.messages import Call, Message, Render
 _READING = ("get_wrapper_attr", "has_wrapper_attr")
 
 
-class NotCopyableError(UsageError, TypeError):
-    """Raised by copying or pickling an object that owns processes; a TypeError for pickle's callers too."""
-
-
 def refuse_copy(owner: object, protocol: SupportsIndex = 0, /) -> NoReturn:
-    """Raise NotCopyableError, in place of ``__reduce_ex__()``: a copy of ``owner`` would step the same envs."""
-    raise NotCopyableError(
+    """Raise TypeError, in place of ``__reduce_ex__()``: a copy of ``owner`` would step the same envs."""
+    raise TypeError(
         f"A {type(owner).__name__} cannot be copied or pickled: it owns its envs. Build another one from the same "
         "env_fns where it is wanted. Of a SubprocessEnv, state_dict() can be pickled, snapshot() come back to."
     )
@@ -106,7 +102,7 @@ def settle(fan: FanOut, name: str, note: Callable[[Round], None] | None = None) 
 
 
 def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:
-    """Return a seed for each env, given ``None``, the first env's seed, or a seed for each; raise SeedError."""
+    """Return a seed for each env, given ``None``, the first env's seed, or a seed for each; raise UsageError."""
     if seed is None or not hasattr(seed, "__len__") or getattr(seed, "shape", None) == ():
         first = checked_seed(seed)
         return [None if first is None else first + index for index in range(num_envs)]

@@ -20,7 +20,7 @@ from multienv.envs.subprocess_env import (
     initialize_all,
     supervisor_of,
 )
-from multienv.errors import ActionError, ClosedError, EnvsFailedError, SpaceMismatchError, UsageError
+from multienv.errors import ActionError, ClosedError, EnvsFailedError, UsageError
 from multienv.events import Statistics
 from multienv.fanout import Blocking, FanOut, Round, resumed
 from multienv.recovery.supervisor import Supervisor
@@ -56,8 +56,7 @@ class MultiEnv:
         max_workers: Threads of the executor; ``None``: one for each env.
 
     Raises:
-        UsageError: No envs.
-        SpaceMismatchError: Their spaces differ.
+        UsageError: No envs, or their spaces differ.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class MultiEnv:
         for index, one in enumerate(self.envs):
             for name in ("observation_space", "action_space"):
                 if getattr(one, name) != getattr(first, name):
-                    raise SpaceMismatchError(
+                    raise UsageError(
                         f"MultiEnv: env {index} has {name} {getattr(one, name)}, env 0 has {getattr(first, name)}. "
                         "Put envs of one kind together, or wrap them to the same spaces."
                     )

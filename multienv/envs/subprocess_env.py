@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import gymnasium
 
-from multienv.config import Deadlines, RestartPolicy, checked_seed
+from multienv.config import checked_seed, takes_options_of
 from multienv.cores import spread
-from multienv.envs.building import EnvFn, Processes, Workers, build_all, check_env_fn, listed_env_fns, serial_worker
+from multienv.envs.building import (
+    EnvFn,
+    Processes,
+    SerialWorkers,
+    WorkerOptions,
+    Workers,
+    build_all,
+    check_env_fn,
+    listed_env_fns,
+)
 from multienv.envs.calls import Calls, call_message, refuse_copy
 from multienv.envs.fragments import Fragment, Policy, fragment_of_one, rollout_message
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
@@ -25,7 +34,7 @@ from multienv.wire.codecs import Transition
 from multienv.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 Face = TypeVar("Face", bound="SupervisedEnv")
 _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
@@ -74,7 +83,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             The env itself.
 
         Raises:
-            EnvRaisedError: ``env_fn`` raised; catchable by the exception's own type too.
+            EnvError: ``env_fn`` raised; catchable by the exception's own type too.
             WorkerLostError: Building the env ended its process.
             WaitTimeout: ``timeout`` is over.
         """
@@ -115,7 +124,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             options: The env's own.
 
         Returns:
-            Observation and info.
+            Observation and info, as the env returned them.
         """
         answer: tuple[Any, dict[str, Any]] = self._calls.ask("reset", self._reset_message(seed, options))
         return answer
@@ -139,14 +148,14 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             action: Of the env's action space; it arrives in the type, dtype and value given here.
 
         Returns:
-            Observation, reward, terminated, truncated, info. An episode that could not be brought back
-            after a loss ends with ``truncated=True``, the last observation seen, reward 0.0 and
-            ``info["multienv"]["reason"]``.
+            Observation, reward, terminated, truncated, info, each of the type, dtype and shape that the env gave it.
+            ``truncated`` is the env's own; or the episode could not be brought back after a loss: then it comes with
+            the last observation seen, reward 0.0 and ``info["multienv"]["reason"]``.
 
         Raises:
             ActionError: The action does not fit the action space; nothing was sent.
             ResetNeededError: There is no running episode.
-            EnvRaisedError: The env raised; catchable by the exception's own type too.
+            EnvError: The env raised; catchable by the exception's own type too.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its budget is spent.
         """
         transition: Transition = self._calls.step(action)
@@ -222,9 +231,8 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             To be given to :meth:`restore`. It is freed when nobody holds it any more.
 
         Raises:
-            NotForkableError: The env has threads, child processes, sockets, shared memory or a GPU; or it is not on
-                Linux, or is a :class:`SerialEnv`. Nothing is lost.
-            UsageError: ``RestartPolicy.max_snapshots`` are kept already.
+            UsageError: The env has threads, child processes, sockets, shared memory or a GPU; or it is not on
+                Linux, or is a :class:`SerialEnv`; or ``RestartPolicy.max_snapshots`` are kept already. Nothing is lost.
         """
         self._calls.settle("snapshot")
         return self._supervisor.snapshot()
@@ -380,47 +388,22 @@ class SubprocessEnv(SupervisedEnv):
         observation, info = env.reset(seed=0)
         observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
 
-    When the process dies, by whatever cause, a new one replays the episode and the step returns what it
-    would have returned; what cannot be shown to be the same episode is truncated, never spliced.
+    When the process dies, by whatever cause, the env is brought back in a new one and the step returns what it would
+    have returned. An episode that cannot be shown to be the same ends there, with ``truncated=True``.
 
     Args:
         env_fn: Builds the env; called in the process. It travels by cloudpickle, so a lambda will do.
-        restart: What happens when the process is lost.
-        deadlines: When it counts as hung.
-        context: ``"forkserver"`` (the default on Linux) or ``"spawn"`` (elsewhere).
-        native_threads: Threads that BLAS, OpenMP and the like may use in the process, unless the
-            environment says otherwise; ``None`` leaves them alone.
         env_index: The env's index in its batch, for messages.
-        hooks: Called with each :class:`~multienv.events.Loss` and :class:`~multienv.events.Recovery`.
-        reports: The directory that each loss writes a crash report to, for ``multienv replay``; the newest 100 are
-            kept. ``None`` is ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-            An empty string, here or in the variable, for none. With them a journal is kept under every RestartPolicy.
+        **options: See :class:`~multienv.WorkerOptions`.
 
     Raises:
-        EnvFnError: ``env_fn`` is not callable or cannot be pickled.
+        UsageError: ``env_fn`` is not callable or cannot be pickled, or an option makes no sense.
     """
 
-    def __init__(
-        self,
-        env_fn: EnvFn,
-        *,
-        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
-        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
-        context: Any = None,
-        native_threads: int | None = 1,
-        env_index: int | None = None,
-        hooks: Sequence[Hook] = (),
-        reports: str | os.PathLike[str] | None = None,
-    ) -> None:
+    @takes_options_of(Workers.__init__)
+    def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
         check_env_fn(env_fn)
-        workers = Workers(
-            Processes(context, native_threads),
-            restart=restart,
-            deadlines=deadlines,
-            hooks=hooks,
-            reports=reports,
-        )
-        super().__init__(workers.make([env_fn], env_index, exact=True))
+        super().__init__(Workers(Processes, **options).make([env_fn], env_index, exact=True))
         spread([self._supervisor])
         self._owner = os.getpid()
 
@@ -437,26 +420,27 @@ class SubprocessEnv(SupervisedEnv):
 class SerialEnv(SupervisedEnv):
     """The same host, wire and supervisor with the env in this very process: for debugging.
 
-    What a :class:`SubprocessEnv` must be equal to, to the bit. Deadlines are not enforced and a crash of
-    the env is a crash of this process.
+    A :class:`SubprocessEnv` returns the same, to the bit. A breakpoint in the env stops here. Deadlines are not
+    enforced, and a crash of the env is a crash of this process.
 
     Args:
         env_fn: Builds the env.
         env_index: The env's index in its batch, for messages.
-        hooks: As for :class:`SubprocessEnv`.
+        hooks: See :class:`~multienv.WorkerOptions`.
     """
 
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, hooks: Sequence[Hook] = ()) -> None:
         check_env_fn(env_fn)
-        super().__init__(serial_worker(hooks, [env_fn], env_index, exact=True))
+        super().__init__(SerialWorkers(hooks=hooks).make([env_fn], env_index, exact=True))
 
 
-def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Any) -> list[SubprocessEnv]:
+@takes_options_of(Workers.__init__)
+def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Unpack[WorkerOptions]) -> list[SubprocessEnv]:
     """Make envs in processes of their own, all started first, then built in parallel.
 
     Args:
         env_fns: One function for each env.
-        **options: Of :class:`SubprocessEnv`, for all of them.
+        **options: For all of them: see :class:`~multienv.WorkerOptions`.
 
     Returns:
         The initialized envs, in order; each knows its index.

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 
 from multienv.config import RestartPolicy, checked_seed
-from multienv.envs.building import EnvFn
+from multienv.envs.building import EnvFn, WorkerOptions, listed_env_fns
 from multienv.envs.calls import call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, SupervisedEnv, close_all, initialize_all, supervisor_of
 from multienv.errors import (
@@ -24,7 +24,6 @@ from multienv.errors import (
     EnvsFailedError,
     MultienvError,
     ResetNeededError,
-    SpaceMismatchError,
     UsageError,
 )
 from multienv.events import Hook, Statistics
@@ -53,13 +52,9 @@ class EnvManager:
     Args:
         env_fn: A list of functions that build the envs; the place in it is the env's id.
         cfg: An :class:`~multienv.managers.config.EnvManagerConfig`, or a dict of its options.
-        restart: What happens when a process is lost.
-        hooks: Called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery` and
-            :class:`~multienv.events.Recycled`.
-        native_threads: As for :class:`SubprocessEnv`.
+        restart, hooks, native_threads, reports: See :class:`~multienv.WorkerOptions`.
         backend: Where the processes are: ``"subprocess"``, beside the trainer, or ``"ray"``, on the nodes of a cluster.
         ray: With ``backend="ray"``: :class:`~multienv.RayOptions`; ``None``: a local Ray.
-        reports: As for :class:`SubprocessEnv`.
         **options: Options of the config, by name.
 
     One thread at a time may call it; ``close()`` may be called by any, and by a signal handler.
@@ -90,13 +85,9 @@ class EnvManager:
             asked = f"backend is {backend!r:.100}{'' if ray is None else ' and ray is given'}"
             raise UsageError(f"{asked}; choose 'subprocess', or 'ray' with ray=RayOptions(...).")
         self._backend, self._ray = backend, ray
-        if callable(env_fn):
-            raise UsageError("env_fn is a single function; give a list of them, one for each env.")
-        self._env_fns = list(env_fn)
-        if not self._env_fns:
-            raise UsageError("env_fn is empty; give one function for each env.")
+        self._env_fns = listed_env_fns(type(self).__name__, env_fn)
         self.config = EnvManagerConfig.of(cfg, options, self._defaults)
-        self._options = {
+        self._options: WorkerOptions = {
             "restart": restart,
             "hooks": hooks,
             "native_threads": native_threads,
@@ -173,7 +164,7 @@ class EnvManager:
         return self._scheduler is None or self._scheduler.closed
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
-        """Raise NotCopyableError: a manager can be neither copied nor pickled."""
+        """Raise TypeError: a manager can be neither copied nor pickled."""
         refuse_copy(self)
 
     def __enter__(self) -> Self:
@@ -268,8 +259,10 @@ class EnvManager:
         gives its timesteps, and ``ready_env`` tells.
 
         Returns:
-            Env id → timestep. The one that ends an episode has its last observation; the first of the next episode
-            will be in ``ready_obs``.
+            Env id → :class:`~multienv.Timestep`, with what the env gave. The one that ends an episode has its last
+            observation; the first of the next episode will be in ``ready_obs``. ``truncated`` is the env's own; or its
+            episode could not be brought back after a loss: then ``info["abnormal"]`` is true, the reward 0.0, and
+            ``info["multienv"]`` has the reason.
 
         Raises:
             UsageError: An id that does not exist, or an env that cannot be stepped now; nothing was sent.
@@ -277,8 +270,6 @@ class EnvManager:
                 timesteps of the others, by id.
         """
         scheduler = self._launched("step()")
-        if not isinstance(actions, Mapping):
-            raise UsageError(f"step({actions!r:.100}): give a dict: env id → action.")
         self._send_steps(scheduler, actions)
         self._wait(scheduler, len(actions))
         return scheduler.hand_over("step()", dict)  # type: ignore[no-any-return]
@@ -323,7 +314,8 @@ class EnvManager:
     def env_ref(self) -> EnvReference:
         """Return spaces, metadata, spec and render mode; before the first launch a process is started to read them."""
         if self._reference is None:
-            with SubprocessEnv(self._env_fns[0], **{**self._options, "hooks": ()}) as env:
+            options: WorkerOptions = {**self._options, "hooks": ()}
+            with SubprocessEnv(self._env_fns[0], **options) as env:
                 reference = self._reference = _reference_of(env.initialize())
             self._seed_actions()
             return reference
@@ -480,11 +472,9 @@ def _checked_id(what: str, env_id: Any, env_num: int) -> int:
 
 
 def _checked_params(reset_param: Any, env_num: int) -> dict[int, dict[str, Any] | None]:
-    """Return deep copies of the reset parameters by id; raise UsageError or SeedError for wrong ones."""
+    """Return deep copies of the reset parameters by id; raise UsageError for wrong ones."""
     if reset_param is None:
         return {}
-    if not isinstance(reset_param, Mapping):
-        raise UsageError(f"reset_param is {reset_param!r:.100}; give a dict: env id → parameters of its reset.")
     params: dict[int, dict[str, Any] | None] = {}
     for env_id, param in reset_param.items():
         if param is not None and not (isinstance(param, Mapping) and set(param) <= {"seed", "options"}):
@@ -498,7 +488,7 @@ def _checked_params(reset_param: Any, env_num: int) -> dict[int, dict[str, Any] 
 
 
 def _checked_seeds(seed: Any, env_num: int) -> dict[int, int]:
-    """Return the seeds by id, for all envs or for some; raise UsageError or SeedError for wrong ones."""
+    """Return the seeds by id, for all envs or for some; raise UsageError for wrong ones."""
     if isinstance(seed, Mapping):
         given = {_checked_id("seed()", env_id, env_num): one for env_id, one in seed.items()}
     elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str) and np.shape(seed) != ():
@@ -514,7 +504,7 @@ def _checked_seeds(seed: Any, env_num: int) -> dict[int, int]:
 
 
 def _build(envs: Sequence[SupervisedEnv]) -> None:
-    """Build envs side by side in their processes; raise SpaceMismatchError unless their spaces are equal."""
+    """Build envs side by side in their processes; raise UsageError unless their spaces are equal."""
     failures = initialize_all(envs)
     if failures:
         advice = "All of them have been closed; mend the env_fns named below."
@@ -522,7 +512,7 @@ def _build(envs: Sequence[SupervisedEnv]) -> None:
     for index, env in enumerate(envs):
         for name in ("observation_space", "action_space"):
             if getattr(env, name) != getattr(envs[0], name):
-                raise SpaceMismatchError(
+                raise UsageError(
                     f"Env {index} has {name} {getattr(env, name)}, env 0 has {getattr(envs[0], name)}. "
                     "Give a manager envs of one kind, or wrap them to the same spaces."
                 )

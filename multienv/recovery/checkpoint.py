@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from multienv.errors import NotForkableError, NotRestoredError, UsageError
+from multienv.errors import NotRestoredError, UsageError
 from multienv.processes.channel import Channel
 from multienv.recovery.journal import Journal
 from multienv.recovery.recoverer import Unrecoverable
@@ -100,7 +100,7 @@ class Checkpoints:
     # --- snapshots ----------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Have the process fork itself; return the copy. Raises UsageError, NotForkableError."""
+        """Have the process fork itself; return the copy. Raises UsageError."""
         worker = self._supervisor
         self._require_idle("snapshot")
         kept = sum(not one.is_free for one in self._kept)
@@ -122,7 +122,7 @@ class Checkpoints:
             worker.recoverer.free(token)
             raise
         if obstacle:
-            raise NotForkableError(
+            raise UsageError(
                 f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, devices and "
                 "shared memory do not survive it; nor does the trainer take part in it (SerialEnv). Nothing is lost."
             )
@@ -133,10 +133,8 @@ class Checkpoints:
         worker = self._supervisor
         if worker.state.request is not None or worker.description is None:
             worker.refuse("restore")
-        if not isinstance(snapshot, Snapshot):
-            raise UsageError(f"restore({snapshot!r:.100}): give what snapshot() returned.")
         if snapshot not in self._kept:
-            raise UsageError("restore(): this is another env's snapshot; each env comes back to its own.")
+            raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
         if snapshot.is_free:
             raise UsageError("restore(): this snapshot has been freed.")
         standing, recoverer = snapshot.standing, worker.recoverer

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import MultienvError
+from multienv.errors import MultienvError, RestartBudgetExceeded
 from multienv.events import Loss, Outcome
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery.journal import Journal, furthest_replay
@@ -266,7 +266,7 @@ class Lifecycle:
         loss, record = self.loss, self._record
         assert loss is not None
         if instruction is Instruction.RAISE_BUDGET:
-            return record.lost_error(loss, self._budget_text(), "budget")
+            return record.lost_error(loss, self._budget_text(), RestartBudgetExceeded)
         if instruction is Instruction.RAISE_POISON:
             count = self._processes_lost
             advice = f"The same {loss.command}() ended process after process, {count} so far; it is given up. "
@@ -274,7 +274,7 @@ class Lifecycle:
                 advice += "The next reset() starts a new process: try another seed or other options, or mend the env."
             else:
                 advice += "The episode goes on: mend what it calls in the env, or leave it out."
-            return record.lost_error(loss, advice, "poison")
+            return record.lost_error(loss, advice)
         if loss.command == "initialize":
             return record.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
         if state.owed:

@@ -14,7 +14,7 @@ from multienv.events import Event, Hook, Loss, Outcome, Recovery, Recycled, Stat
 from multienv.processes.channel import Channel, Gone
 from multienv.recovery.policy import Effort
 from multienv.reports.crash import Case, CrashReports
-from multienv.reports.texts import LostKind, env_error, lost_error, named, outcome_text, what_happened
+from multienv.reports.texts import env_error, lost_error, named, outcome_text, what_happened
 from multienv.wire.messages import Failure
 from multienv.wire.segment import RESIDENT
 
@@ -101,10 +101,10 @@ class Record:
         report = self.reports.path or (last.report if last is not None and last.reason == reason else "")
         return {**told, "report": report} if report else told
 
-    def lost_error(self, loss: Loss, advice: str, kind: LostKind | None = None) -> WorkerLostError:
+    def lost_error(self, loss: Loss, advice: str, kind: type[WorkerLostError] | None = None) -> WorkerLostError:
         """Build the error for a loss."""
         report = self.reports.path or self.reports.last
-        return lost_error(loss, kind or ("died" if loss.cause == "error" else loss.cause), advice, report)
+        return lost_error(loss, advice, report, kind)
 
     # --- events -----------------------------------------------------------------------------------
 

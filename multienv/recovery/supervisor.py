@@ -24,12 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gymnasium.error import NoAsyncCallError
+
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
     CallPendingError,
     ClosedError,
-    NothingPendingError,
-    NotInitializedError,
     PolicyError,
     ResetNeededError,
     UsageError,
@@ -426,7 +426,7 @@ class Supervisor:
         if instruction is Instruction.NOTHING and self.description is None:
             instruction = Instruction.LAUNCH  # initialize() whose first process was lost
         elif instruction is Instruction.NOTHING:
-            raise NothingPendingError("There is no request whose answer could be collected.")
+            raise NoAsyncCallError("There is no request whose answer could be collected.", "collect")
         while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
             if instruction in _LONG and not heal:
                 raise HealingDue
@@ -596,7 +596,7 @@ class Supervisor:
             bank.absent[:] = 0
             if request.kind is Kind.RESET and self.lifecycle.loss is not None and not isinstance(answer, Exception):
                 for slot, reason in absent:
-                    answer.errors[slot] = self.record.lost_error(self.lifecycle.loss, reason, "poison")
+                    answer.errors[slot] = self.record.lost_error(self.lifecycle.loss, reason)
         ended = request.kind is Kind.STEP and self.answers.ended
         if failed and request.kind is Kind.STEP and self._policy.on_error == "truncate":
             self.record.truncated_error(0, answer, channel.pid)
@@ -949,7 +949,7 @@ class Supervisor:
         if request is not None:
             pending = request.name
             if name.endswith("_wait"):
-                raise NothingPendingError(f"{name}(): what is pending is {pending}; call {pending}_wait().", name)
+                raise NoAsyncCallError(f"{name}(): what is pending is {pending}; call {pending}_wait().", name)
             if request.whole:
                 raise CallPendingError(
                     f"{name}(): {pending}() was interrupted. Call {pending}() again for its outcome, or reset().",
@@ -957,9 +957,9 @@ class Supervisor:
                 )
             raise CallPendingError(f"{name}(): {pending} is pending. Call {pending}_wait() first.", pending)
         if self.codec is None:
-            raise NotInitializedError(f"{name}(): the env is not built yet. Call initialize() first.")
+            raise UsageError(f"{name}(): the env is not built yet. Call initialize() first.")
         if name.endswith("_wait"):
-            raise NothingPendingError(f"{name}(): call {name.removesuffix('_wait')}_async() first.", name)
+            raise NoAsyncCallError(f"{name}(): call {name.removesuffix('_wait')}_async() first.", name)
         if state.process is Process.NONE:
             raise ResetNeededError(f"{name}(): the env's process was lost. reset() starts a new one.")
         if state.episode is Episode.ENDED:

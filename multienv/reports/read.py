@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from multienv.errors import ReportError
+from multienv.errors import UsageError
 from multienv.reports.crash import FORMAT, VERSION, Report
 
 
@@ -33,7 +33,7 @@ def summary_of(path: Path) -> dict[str, Any] | None:
             "outcome": str(document["recovery"]["outcome"]),
             "report": str(path),
         }
-    except (ReportError, LookupError, TypeError):
+    except (UsageError, LookupError, TypeError):
         return None
 
 
@@ -44,33 +44,33 @@ def load(path: str | Path) -> Report:
         path: Of its ``.json``, or of the ``.pickle`` beside that.
 
     Raises:
-        ReportError: The file is not there, is damaged, is no report, cannot be replayed, or others may have written it.
+        UsageError: The file is not there, is damaged, is no report, cannot be replayed, or others may have written it.
     """
     path = Path(path).with_suffix(".json")
     beside = path.with_suffix(".pickle")
     document = _document(path, must_be_own=True)
     if document.get("obstacle"):
-        raise ReportError(f"{path} cannot be replayed: {document['obstacle']}.")
+        raise UsageError(f"{path} cannot be replayed: {document['obstacle']}.")
     data = _read(beside, must_be_own=True)
     if zlib.crc32(data) != document.get("checksum"):
-        raise ReportError(f"{path} or {beside.name} is damaged: they do not belong together.")
+        raise UsageError(f"{path} or {beside.name} is damaged: they do not belong together.")
     try:
         # Classes of the trainer's own modules may be in what is pickled.
         sys.path += [entry for entry in document["build"]["path"] or () if entry not in sys.path]
         report: Report = pickle.loads(data)
     except Exception as error:  # a class that cannot be imported here; unpickling runs foreign code
-        raise ReportError(f"{beside} cannot be loaded: {type(error).__name__}: {error}.") from error
+        raise UsageError(f"{beside} cannot be loaded: {type(error).__name__}: {error}.") from error
     return replace(report, path=str(path))
 
 
 def _read(path: Path, *, must_be_own: bool) -> bytes:
-    """Read a file of a report. Raises ReportError if that fails, or if it must be this user's alone and is not."""
+    """Read a file of a report. Raises UsageError if that fails, or if it must be this user's alone and is not."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             data = file.read()
     except OSError as error:
-        raise ReportError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
     why = advice = ""
     if status.st_uid != os.geteuid():
         why = f"belongs to another user (uid {status.st_uid})"
@@ -79,7 +79,7 @@ def _read(path: Path, *, must_be_own: bool) -> bytes:
         why = f"can be written by others than you (mode {stat.S_IMODE(status.st_mode):04o})"
         advice = f"If nobody else did: chmod go-w {shlex.quote(str(path))}"
     if why and must_be_own:
-        raise ReportError(f"{path} {why}: a report is a pickle, and runs what its author put there. {advice}")
+        raise UsageError(f"{path} {why}: a report is a pickle, and runs what its author put there. {advice}")
     return data
 
 
@@ -88,11 +88,11 @@ def _document(path: Path, *, must_be_own: bool = False) -> dict[str, Any]:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ReportError(f"{path} is not a report, or not all of it: {error}.") from error
+        raise UsageError(f"{path} is not a report, or not all of it: {error}.") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ReportError(f'{path} is not a report of multienv: it does not say "format": "{FORMAT}".')
+        raise UsageError(f'{path} is not a report of multienv: it does not say "format": "{FORMAT}".')
     if document.get("version") != VERSION:
-        raise ReportError(
+        raise UsageError(
             f"{path} is a report of version {document.get('version')}, and this multienv reads version {VERSION}. "
             f"It was made with {document.get('made_with')}."
         )

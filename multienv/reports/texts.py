@@ -7,20 +7,14 @@ import pickle
 import shlex
 import signal
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
 
 from multienv.errors import (
     EnvError,
-    EnvRaisedError,
-    HangingPoisonError,
-    PoisonError,
     RemoteTraceback,
-    ReplyBrokenError,
-    RestartBudgetExceeded,
     ResultNotPicklableError,
-    WorkerDiedError,
     WorkerHungError,
     WorkerLostError,
     catchable_as,
@@ -29,15 +23,6 @@ from multienv.errors import (
 from multienv.events import Loss, Recovery
 from multienv.wire.messages import Failure
 
-LostKind = Literal["died", "hung", "broken", "poison", "budget"]
-
-_CLASSES: dict[LostKind, type[WorkerLostError]] = {
-    "died": WorkerDiedError,
-    "hung": WorkerHungError,
-    "broken": ReplyBrokenError,
-    "poison": PoisonError,
-    "budget": RestartBudgetExceeded,
-}
 # What an outcome that is not exact costs the caller.
 _COSTS = {"truncated": "the episode has ended", "reset": "in a new process", "raised": "an error is raised"}
 # Lines of a stack or of stderr that an error shows.
@@ -134,14 +119,14 @@ def replay_advice(report: str) -> str:
     return f"To see it again: {replay_command(report)}" if report else ""
 
 
-def lost_error(loss: Loss, kind: LostKind, advice: str, report: str = "") -> WorkerLostError:
+def lost_error(loss: Loss, advice: str, report: str = "", kind: type[WorkerLostError] | None = None) -> WorkerLostError:
     """Build the error for a loss, with all that is known of it.
 
     Args:
         loss: What happened.
-        kind: Which error: the cause, or that the request is poison, or that the budget of restarts is spent.
         advice: What to do next, in sentences.
         report: Path of the crash report; ``""``: none is written.
+        kind: The class of the error; ``None``: as the process was lost.
     """
     parts = [f"{what_happened(loss)} {advice}".strip()]
     if loss.stack.strip():
@@ -150,8 +135,8 @@ def lost_error(loss: Loss, kind: LostKind, advice: str, report: str = "") -> Wor
         parts.append(f"Its last lines on stderr:\n{_indented(loss.stderr)}")
     if report:
         parts.append(replay_advice(report))
-    hangs = kind == "poison" and loss.cause == "hung"
-    error = (HangingPoisonError if hangs else _CLASSES[kind])("\n".join(parts))
+    kind = kind or (WorkerHungError if loss.cause == "hung" else WorkerLostError)
+    error = kind("\n".join(parts))
     error.env_index, error.command, error.step, error.seed = loss.env_index, loss.command, loss.step, loss.seed
     error.idle, error.envs = loss.idle, loss.envs
     error.exit_code, error.stack, error.stderr = loss.exit_code, loss.stack, loss.stderr
@@ -181,7 +166,7 @@ def env_error(failure: Failure, *, index: int | None, command: str, step: int | 
         env = "The env" if index is None else f"Env {index}"
         message = f"{env} raised {failure.type_name}: {failure.text}\n{place}."
         original = original_of(failure)
-        error = catchable_as(EnvRaisedError, original, message) if original else EnvRaisedError(message)
+        error = catchable_as(EnvError, original, message) if original else EnvError(message)
         remote = RemoteTraceback(failure.traceback)
         if original is not None:
             original.__cause__ = remote

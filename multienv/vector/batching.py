@@ -19,7 +19,7 @@ from gymnasium.vector.utils import (
 )
 
 from multienv.config import integer
-from multienv.errors import ActionError, NotShareableError, SpaceMismatchError, UsageError
+from multienv.errors import ActionError, UsageError
 from multienv.wire.actions import misfit, shown
 from multienv.wire.codecs import RowsReply
 from multienv.wire.messages import dumps
@@ -31,18 +31,6 @@ Split = Callable[[Any], list[Any]]
 
 _NESTED = (spaces.Dict, spaces.Tuple)
 _SOLID = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
-
-
-class WrongTypeError(UsageError, TypeError):
-    """An argument has a type for which gymnasium raises a TypeError."""
-
-
-class NoBatchError(ActionError, TypeError):
-    """The actions are a single value, where there must be one for each env; a TypeError for gymnasium too."""
-
-
-class DynamicShapeError(NotShareableError, TypeError):
-    """The space contains a Graph or a Sequence; a TypeError for gymnasium."""
 
 
 # --- envs to workers ----------------------------------------------------------------------------
@@ -91,7 +79,7 @@ def check_observation_mode(mode: Any) -> None:
     if isinstance(mode, tuple) and len(mode) == 2:
         if not all(isinstance(space, gymnasium.Space) for space in mode):
             kinds = " and ".join(str(type(one)) for one in mode)
-            raise WrongTypeError(f"Expected both elements of observation_mode to be Spaces, got {kinds}.")
+            raise TypeError(f"Expected both elements of observation_mode to be Spaces, got {kinds}.")
     elif mode not in ("same", "different"):
         raise UsageError(
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
@@ -109,7 +97,7 @@ def observation_spaces(mode: Any, found: Sequence[Space]) -> tuple[Space, Space]
 
 
 def check_spaces(owner: str, mode: Any, members: Sequence[tuple[Space, Space]]) -> None:
-    """Raise SpaceMismatchError unless the spaces of all envs fit one batch.
+    """Raise RuntimeError, as gymnasium does, unless the spaces of all envs fit one batch.
 
     Args:
         owner: The name of the class, for messages.
@@ -120,19 +108,19 @@ def check_spaces(owner: str, mode: Any, members: Sequence[tuple[Space, Space]]) 
     actions = members[0][1]
     for index, (observation_space, action_space) in enumerate(members):
         if mode == "same" and observation_space != single:
-            raise SpaceMismatchError(
+            raise RuntimeError(
                 f"{owner}(..., observation_mode='same') however some of the sub-environments observation spaces are "
                 "not equivalent. If this is intentional, use `observation_mode='different'` instead. "
                 f"Here env {index} has the observation space {observation_space}, not {single}."
             )
         if mode != "same" and not _are_alike(observation_space, single):
-            raise SpaceMismatchError(
+            raise RuntimeError(
                 f"{owner}(..., observation_mode='different' or custom space) however the sub-environment's observation "
                 "spaces do not share a common shape and dtype. Wrap the envs so that they agree: "
                 f"env {index} has the observation space {observation_space}, not {single}."
             )
         if action_space != actions:
-            raise SpaceMismatchError(
+            raise RuntimeError(
                 f"Some environments have an action space different from `{actions}`. In order to batch actions, the "
                 f"action spaces from all environments must be equal: env {index} has {action_space}."
             )
@@ -146,11 +134,11 @@ def _are_alike(one: Space, other: Space) -> bool:
 
 
 def check_shareable(space: Space) -> None:
-    """Raise NotShareableError where gymnasium cannot share observations either."""
+    """Refuse observations that gymnasium cannot share either: a Graph or a Sequence with TypeError, as it does."""
     kinds = {type(leaf) for leaf in leaf_spaces(space)}
     if not kinds.issubset((*_SOLID, spaces.Text, spaces.OneOf)):
         variable = not kinds.isdisjoint((spaces.Graph, spaces.Sequence))
-        raise (DynamicShapeError if variable else NotShareableError)(
+        raise (TypeError if variable else UsageError)(
             f"shared_memory=True: {space} has a dynamic shape so its not possible to make a static shared memory. "
             "Leave shared_memory out, and its observations travel pickled."
         )
@@ -226,7 +214,7 @@ def _normal_leaf(count: int, space: Any, actions: Any) -> Any:
     shape = (count, *(space.shape or ())) if is_array else (count,)
     found = whole.shape if isinstance(whole, np.ndarray) else (len(whole),)
     if found != shape:
-        raise (ActionError if found else NoBatchError)(
+        raise ActionError(
             f"step(): the actions {shown(actions)} have shape {found}; {count} envs with {space} want {shape}. "
             "Nothing was sent."
         )
@@ -268,7 +256,7 @@ def reset_options(options: Any, num_envs: int) -> tuple[list[Any], Array | None]
         mask = check_mask(of_all.pop("reset_mask"), num_envs) if "reset_mask" in of_all else None
         return [dict(of_all) for _ in range(num_envs)], mask
     if not isinstance(options, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in options):
-        raise WrongTypeError(
+        raise TypeError(
             f"reset(): options is {shown(options)}; give a dict, None, or a list of these for each env. Nothing was "
             "sent."
         )
@@ -281,11 +269,11 @@ def check_mask(mask: Any, num_envs: int) -> Array:
     """Return a copy of a ``reset_mask``, or refuse it in gymnasium's words."""
     name = "`options['reset_mask']` must"
     if not isinstance(mask, np.ndarray):
-        raise WrongTypeError(f"{name} be a numpy array, got {type(mask)}: {shown(mask)}. It has a bool for each env.")
+        raise TypeError(f"{name} be a numpy array, got {type(mask)}: {shown(mask)}. It has a bool for each env.")
     if mask.shape != (num_envs,):
         raise UsageError(f"{name} have shape `({num_envs},)`, got {mask.shape}. It has a bool for each env.")
     if mask.dtype != np.bool_:
-        raise WrongTypeError(f"{name} have `dtype=np.bool_`, got {mask.dtype}. True are the envs to be reset.")
+        raise TypeError(f"{name} have `dtype=np.bool_`, got {mask.dtype}. True are the envs to be reset.")
     if not mask.any():
         raise UsageError(
             f"{name} contain a boolean array with at least one True value, got reset_mask={mask!s:.100}. True are the "

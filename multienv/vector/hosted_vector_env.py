@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
 import numpy as np
 from gymnasium import logger
+from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from multienv.envs.building import EnvFn, build_all, mode_of
+from multienv.envs.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
 from multienv.envs.calls import advice_after, call_message, checked_seeds, is_interrupted, refuse_copy, settle
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
 from multienv.errors import (
@@ -22,7 +23,6 @@ from multienv.errors import (
     EnvError,
     EnvsFailedError,
     MultienvError,
-    NothingPendingError,
     PolicyError,
     ResetNeededError,
     ResultNotPicklableError,
@@ -58,6 +58,32 @@ Batch = tuple[Any, Array, Array, Array, Any]
 _NOTHING: Array = np.empty(0)
 
 
+class BatchOptions(TypedDict, total=False):
+    """Has the options of all vector envs.
+
+    Args:
+        shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
+            not. ``True`` refuses spaces without such a layout; ``False`` is accepted and changes nothing.
+        copy: Give out new arrays of observations. If False, two sets of arrays are used in turn: the step or reset
+            after the next one overwrites them; they may be written to.
+        observation_mode: ``"same"``: all envs have the same observation space. ``"different"``: they share shape and
+            dtype. Or a pair, the batched and the single space.
+        autoreset_mode: A mode of gymnasium's, or its name or value.
+        merge_infos: Merge the infos of all envs, as gymnasium does. If False, ``infos`` is a list with a dict for each
+            env, which has the values that the env gave.
+    """
+
+    shared_memory: bool | None
+    copy: bool
+    observation_mode: Any
+    autoreset_mode: AutoresetMode | str
+    merge_infos: bool
+
+
+class VectorOptions(BatchOptions, WorkerOptions, total=False):
+    """Has the options of vector envs whose envs run in processes: those of :class:`BatchOptions`, WorkerOptions."""
+
+
 class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     """Does what SubprocessVectorEnv and SerialVectorEnv share: a batch of envs in supervised workers.
 
@@ -69,20 +95,29 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         spec: What :func:`make_vec` makes the same again from; else ``None``, as in gymnasium.
         autoreset_mode: What happens when an episode ends.
         envs_per_worker: How many envs each worker has.
+
+    Args:
+        env_fns: Builds each env.
+        sizes: How many envs each worker gets.
+        workers: Makes what makes the workers, given ``options``.
+        place: Gives the workers their cores.
+        shared_memory, copy, observation_mode, autoreset_mode, merge_infos: See :class:`BatchOptions`.
+        **options: For ``workers``.
     """
 
     def __init__(
         self,
         env_fns: Sequence[EnvFn],
         sizes: Sequence[int],
-        make_worker: Callable[..., Supervisor],
-        *,
+        workers: Callable[..., Workers | SerialWorkers],
         place: Callable[[Sequence[Supervisor]], None] | None = None,
-        shared_memory: bool | None,
-        copy: bool,
-        observation_mode: Any,
-        autoreset_mode: AutoresetMode | str,
-        merge_infos: bool,
+        *,
+        shared_memory: bool | None = None,
+        copy: bool = True,
+        observation_mode: Any = "same",
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        merge_infos: bool = True,
+        **options: Any,
     ) -> None:
         check_observation_mode(observation_mode)
         self.num_envs = len(env_fns)
@@ -91,10 +126,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self.envs_per_worker = list(sizes)
         self._slices = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
         space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
-        autoreset = self.autoreset_mode.name
-        self._workers = [
-            make_worker(env_fns[rows], rows.start, autoreset=autoreset, space=space) for rows in self._slices
-        ]
+        autoreset, make = self.autoreset_mode.name, workers(**options).make
+        self._workers = [make(env_fns[rows], rows.start, autoreset=autoreset, space=space) for rows in self._slices]
         if place is not None:
             place(self._workers)
         self._fanout = FanOut(self._workers)
@@ -161,7 +194,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 ``None`` for each env.
 
         Returns:
-            The batch of observations, and infos as gymnasium merges them.
+            Observations, batched as ``observation_space`` says (those of envs that were left out are their last), and
+            infos, merged as :meth:`step` does.
 
         Raises:
             EnvsFailedError: Some envs raised; the others are reset.
@@ -213,9 +247,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             actions: A batch of the action space.
 
         Returns:
-            Observations, rewards (float64), terminations, truncations, infos. With ``copy=False`` the next step but one
-            overwrites the observations. An episode that could not be brought back after a loss ends with ``truncated``,
-            and ``infos["multienv"]`` says why.
+            Observations, batched as ``observation_space`` says; rewards (float64, ``(num_envs,)``); terminations and
+            truncations (bool, ``(num_envs,)``); and the infos of all envs in one dict, where a key has a value for each
+            env and ``_key`` says which envs gave it (``merge_infos=False``: a list of dicts). With ``copy=False`` the
+            next step but one overwrites the observations. An env is truncated where it says so itself; and where its
+            episode could not be brought back after a loss: with its last observation, reward 0.0 and the reason in
+            ``infos["multienv"]`` (with SAME_STEP in ``infos["final_info"]["multienv"]``, as all that is told of the end
+            of an episode).
 
         Raises:
             ActionError: The actions do not fit; nothing was sent.
@@ -697,7 +735,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         current = self._fanout.unfinished
         if current is None or current.name != command:
             pending = "" if current is None else f" What is pending is {current.name}."
-            raise NothingPendingError(
+            raise NoAsyncCallError(
                 f"Calling `{command}_wait` without any prior call to `{command}_async`.{pending}", command
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,10 +89,6 @@ def make_vec(
         raise UsageError(f"make_vec(): {id!r:.200} is no id, no EnvSpec and no function that builds an env.")
     _check(num_envs, vectorization)
     num_envs = int(num_envs)
-    if callable(wrappers) or not isinstance(wrappers or (), Iterable):
-        raise UsageError(f"make_vec(): wrappers is {wrappers!r:.100}; give a list of functions of an env.")
-    if not isinstance(vector_kwargs or {}, Mapping):
-        raise UsageError(f"make_vec(): vector_kwargs is {vector_kwargs!r:.100}; give a dict, or None.")
     wrappers, vector_kwargs = tuple(wrappers or ()), dict(vector_kwargs or {})
     env_fn = partial(_build, make, kwargs, wrappers) if kwargs or wrappers else make
     envs = _FACES[vectorization]([env_fn] * num_envs, **vector_kwargs)

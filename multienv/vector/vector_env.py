@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gymnasium.vector import AutoresetMode
-
-from multienv.config import Deadlines, RestartPolicy
+from multienv.config import takes_options_of
 from multienv.cores import busy_cores, spread
-from multienv.envs.building import EnvFn, Processes, Workers, listed_env_fns, serial_worker
+from multienv.envs.building import EnvFn, Processes, SerialWorkers, Workers, listed_env_fns
 from multienv.errors import UsageError
 from multienv.events import Hook
 from multienv.vector.batching import deal
-from multienv.vector.hosted_vector_env import HostedVectorEnv
+from multienv.vector.hosted_vector_env import BatchOptions, HostedVectorEnv, VectorOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SubprocessVectorEnv(HostedVectorEnv):
@@ -29,14 +30,10 @@ class SubprocessVectorEnv(HostedVectorEnv):
 
     It takes the place of ``gymnasium.vector.AsyncVectorEnv`` and equals ``SyncVectorEnv`` to the bit; the design page
     says what of the former is not here, and why. When a process dies, by any cause, its envs are brought back as
-    :class:`~multienv.SubprocessEnv` brings back one, and the step returns what it would have returned. An env that is
-    itself to blame and cannot be brought back ends its episode with ``truncated`` and the reason in
-    ``infos["multienv"]`` (with SAME_STEP in ``infos["final_info"]["multienv"]``, as all that is told of the end of an
-    episode); the others of its process go on exactly.
+    :class:`~multienv.SubprocessEnv` brings back one, and the step returns what it would have returned. An env that
+    cannot be brought back ends its episode with ``truncated``; the others of its process go on exactly.
 
-    A step returns observations, batched as ``observation_space`` says, rewards (float64, ``(num_envs,)``), terminations
-    and truncations (bool, ``(num_envs,)``), and the envs' infos merged: a key has a value for each env, and ``_key``
-    says of which env it is. ``autoreset_mode`` says what happens at the end of an episode:
+    ``autoreset_mode`` says what happens at the end of an episode:
 
     - ``NEXT_STEP``: the step that ends it returns its last observation; the next one ignores the env's action and
       returns the first observation of the new episode, reward 0.0 and both flags False.
@@ -48,52 +45,31 @@ class SubprocessVectorEnv(HostedVectorEnv):
         env_fns: Each builds one env, in its process; they travel by cloudpickle. All envs have the same action space.
         envs_per_worker: How many envs share a process; the last one has what is left. ``"auto"``: one process a core,
             with the envs dealt out evenly. Envs that wait rather than compute do better with fewer in a process.
-        shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
-            not. ``True`` refuses spaces without such a layout; ``False`` is accepted and changes nothing.
-        copy: Give out new arrays of observations. If False, two sets of arrays are used in turn: the step or reset
-            after the next one overwrites them; they may be written to.
-        daemon: Ignored: the processes end with the trainer in any case, and may start processes of their own.
-        worker: Refused: multienv's own worker hosts the envs.
-        observation_mode: ``"same"``: all envs have the same observation space. ``"different"``: they share shape and
-            dtype. Or a pair, the batched and the single space.
-        autoreset_mode: A mode of gymnasium's, or its name or value.
         max_concurrency: How many envs may step or reset at a time: at most so many processes share all envs.
-        restart: What happens when a process is lost. ``on_crash`` and its likes concern the env that is to blame.
-        merge_infos: Merge the infos of all envs, as gymnasium does. If False, ``infos`` is a list with a dict for each
-            env, which has the values that the env gave.
-        deadlines: When a process counts as hung; those of a step and a reset are for all its envs together.
         bind_cores: A process whose steps are short keeps to a core, and yields it to others; and each looks for its
             next request for 0.2 ms before it sleeps. Neither with a single core or under a quota of CPU time.
-        context, native_threads, hooks, reports: As for :class:`~multienv.SubprocessEnv`.
+        daemon: Ignored: the processes end with the trainer in any case, and may start processes of their own.
+        worker: Refused: multienv's own worker hosts the envs.
+        **options: See :class:`~multienv.BatchOptions` and :class:`~multienv.WorkerOptions`.
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.
-        SpaceMismatchError: Their spaces differ; also a RuntimeError, as gymnasium has it.
-        NotShareableError: ``shared_memory=True``, and the observations cannot lie in shared memory.
-        EnvFnError: An ``env_fn`` is not callable or cannot be pickled.
-        UsageError: Another argument makes no sense.
+        RuntimeError: Their spaces differ.
+        TypeError: ``shared_memory=True``, and a space has no fixed layout in memory.
+        UsageError: An ``env_fn`` is not callable or cannot be pickled, or another argument makes no sense.
     """
 
+    @takes_options_of(HostedVectorEnv.__init__, Workers.__init__)
     def __init__(
         self,
         env_fns: Sequence[EnvFn],
         *,
         envs_per_worker: int | str = "auto",
-        shared_memory: bool | None = None,
-        copy: bool = True,
-        context: Any = None,
+        max_concurrency: int | None = None,
+        bind_cores: bool = True,
         daemon: bool = True,
         worker: None = None,
-        observation_mode: Any = "same",
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        max_concurrency: int | None = None,
-        restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
-        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
-        native_threads: int | None = 1,
-        merge_infos: bool = True,
-        bind_cores: bool = True,
-        hooks: Sequence[Hook] = (),
-        reports: str | os.PathLike[str] | None = None,
+        **options: Unpack[VectorOptions],
     ) -> None:
         self.env_fns = listed_env_fns(type(self).__name__, env_fns)
         if worker is not None:
@@ -101,27 +77,10 @@ class SubprocessVectorEnv(HostedVectorEnv):
                 "A custom `worker` runs AsyncVectorEnv's own protocol; here multienv's worker hosts the envs, or they "
                 "could not be brought back. Leave it out, and put what it does into env_fn or a wrapper."
             )
-        workers = Workers(
-            Processes(context, native_threads),
-            restart=restart,
-            deadlines=deadlines,
-            hooks=hooks,
-            reports=reports,
-        )
         sizes = deal(len(self.env_fns), envs_per_worker, busy_cores(), max_concurrency)
-        refuse_episode_recycling(restart, sizes)
         self._owner = os.getpid()
-        super().__init__(
-            self.env_fns,
-            sizes,
-            workers.make,
-            place=spread if bind_cores else None,
-            shared_memory=shared_memory,
-            copy=copy,
-            observation_mode=observation_mode,
-            autoreset_mode=autoreset_mode,
-            merge_infos=merge_infos,
-        )
+        workers = partial(Workers, Processes)
+        super().__init__(self.env_fns, sizes, workers, spread if bind_cores else None, **options)
 
     def __del__(self) -> None:
         """Release the processes, which then end by themselves, if close() was not called."""
@@ -133,8 +92,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
 class SerialVectorEnv(HostedVectorEnv):
     """The same host, wire and supervisor with all envs in this very process: for debugging.
 
-    What a :class:`SubprocessVectorEnv` must be equal to, to the bit, infos and errors included. A breakpoint in an env
-    stops here. Deadlines are not enforced, and a crash of an env is a crash of this process.
+    A :class:`SubprocessVectorEnv` returns the same, to the bit, infos and errors included. A breakpoint in an env stops
+    here. Deadlines are not enforced, and a crash of an env is a crash of this process.
 
     Attributes:
         envs: The envs themselves, as ``gymnasium.vector.SyncVectorEnv`` has them. For reading
@@ -142,49 +101,26 @@ class SerialVectorEnv(HostedVectorEnv):
 
     Args:
         env_fns: Each builds one env.
-        shared_memory, copy, observation_mode, autoreset_mode, merge_infos, hooks: As for :class:`SubprocessVectorEnv`.
+        hooks: See :class:`~multienv.WorkerOptions`.
+        **options: See :class:`~multienv.BatchOptions`.
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.
-        SpaceMismatchError: Their spaces differ.
+        RuntimeError: Their spaces differ.
         UsageError: An argument makes no sense.
     """
 
+    @takes_options_of(HostedVectorEnv.__init__)
     def __init__(
-        self,
-        env_fns: Sequence[EnvFn],
-        *,
-        shared_memory: bool | None = None,
-        copy: bool = True,
-        observation_mode: Any = "same",
-        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-        merge_infos: bool = True,
-        hooks: Sequence[Hook] = (),
+        self, env_fns: Sequence[EnvFn], *, hooks: Sequence[Hook] = (), **options: Unpack[BatchOptions]
     ) -> None:
         self.env_fns = listed_env_fns(type(self).__name__, env_fns)
         self.envs: list[Any] = [None] * len(self.env_fns)
-        super().__init__(
-            [partial(_noted, env_fn, self.envs, index) for index, env_fn in enumerate(self.env_fns)],
-            [len(self.env_fns)],
-            partial(serial_worker, hooks),
-            shared_memory=shared_memory,
-            copy=copy,
-            observation_mode=observation_mode,
-            autoreset_mode=autoreset_mode,
-            merge_infos=merge_infos,
-        )
+        noted = [partial(_noted, env_fn, self.envs, index) for index, env_fn in enumerate(self.env_fns)]
+        super().__init__(noted, [len(noted)], partial(SerialWorkers, hooks=hooks), **options)
 
     def __del__(self) -> None:
         """Do nothing: gymnasium before 1.2 closes the envs here."""
-
-
-def refuse_episode_recycling(restart: RestartPolicy, sizes: Sequence[int]) -> None:
-    """Raise UsageError if processes with several envs are to be recycled by episodes."""
-    if restart.recycle_after_episodes is not None and max(sizes) > 1:
-        raise UsageError(
-            "RestartPolicy.recycle_after_episodes: the episodes of the envs that share a process end one by one; "
-            "give envs_per_worker=1, or recycle_after_steps, recycle_after or max_rss."
-        )
 
 
 def _noted(env_fn: EnvFn, envs: list[Any], index: int) -> Any:

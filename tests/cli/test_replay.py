@@ -30,7 +30,7 @@ import multienv
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.cli import app
-from multienv.errors import ReportError, WorkerLostError
+from multienv.errors import UsageError, WorkerLostError
 from multienv.reports.read import load
 from multienv.reports.store import settle
 
@@ -385,7 +385,7 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(cartpole_report: Path, tmp_p
             shutil.copy(cartpole_report.with_suffix(suffix), copy.with_suffix(suffix))
         load(copy)
         damaged(copy, how)
-        with pytest.raises(ReportError, match=re.escape(str(copy.with_suffix("")))):
+        with pytest.raises(UsageError, match=re.escape(str(copy.with_suffix("")))):
             load(copy)
     result = replay(tmp_path / "foreign.json")
     assert result.exit_code == 2

@@ -49,7 +49,7 @@ def test_a_reply_lost_after_the_step_was_executed_is_asked_again_and_executed_on
 
 def test_a_head_that_dies_is_a_typed_error_and_the_trainer_lives_on():
     told = run_trainer("lost_head")
-    assert told["errors"] == ["ClusterLostError", "ClusterLostError"]
+    assert told["errors"] == ["ClusterError", "ClusterError"]
     assert "checkpoint" in told["message"]
     assert told["closed"] < 20
 

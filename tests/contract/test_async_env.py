@@ -32,7 +32,7 @@ from multienv.errors import (
     ActionError,
     CallPendingError,
     ClosedError,
-    EnvRaisedError,
+    EnvError,
     ResetNeededError,
     UsageError,
     WaitTimeout,
@@ -176,7 +176,7 @@ async def test_wrong_calls_are_refused_and_nothing_is_lost() -> None:
             await env.step(1, deadline=-1.0)
         with pytest.raises(AttributeError) as caught:
             await env.call("nothing_of_the_kind")
-        assert isinstance(caught.value, EnvRaisedError)
+        assert isinstance(caught.value, EnvError)
         assert (await env.step(1))[0][0] == 1
     with pytest.raises(UsageError, match="hooks"):
         AsyncEnv(CounterEnv, hooks=[1])  # type: ignore[list-item]
@@ -190,14 +190,14 @@ async def test_an_env_that_raises_stop_iteration_fails_as_any_other() -> None:
 
     async with AsyncEnv(EndsEnv, env_index=7) as env:
         await env.reset(seed=3)
-        with pytest.raises(EnvRaisedError, match=r"Env 7 raised builtins\.StopIteration") as caught:
+        with pytest.raises(EnvError, match=r"Env 7 raised builtins\.StopIteration") as caught:
             await env.step(1)
         error = caught.value
         assert (error.env_index, error.command, error.step, error.seed) == (7, "step", 0, 3)
         assert "next(iter(()))" in error.remote_traceback
         assert isinstance(error.__cause__, StopIteration)
         await env.reset()
-    with pytest.raises(EnvRaisedError, match="StopIteration"):
+    with pytest.raises(EnvError, match="StopIteration"):
         async with AsyncEnv(lambda: next(iter(()))):
             pass
 
@@ -210,7 +210,7 @@ async def test_a_wait_timeout_of_the_env_is_not_one_of_the_call() -> None:
 
     async with AsyncEnv(NotReadyEnv) as env:
         await env.reset(seed=0)
-        with pytest.raises(EnvRaisedError, match="not ready"):
+        with pytest.raises(EnvError, match="not ready"):
             await env.step(1)
         await env.reset()
         assert await env.call("episode_step") == 0

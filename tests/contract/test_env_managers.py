@@ -14,7 +14,7 @@ from kit import CounterEnv, first_difference
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import (
     CallPendingError,
-    EnvRaisedError,
+    EnvError,
     EnvsFailedError,
     ResetNeededError,
     UsageError,
@@ -282,7 +282,7 @@ def test_an_action_that_its_env_refuses_ends_that_episode_alone(manager_of: Any)
     with manager_of(counters(2)) as manager:
         with pytest.raises(EnvsFailedError) as caught:
             manager.step({0: 1, 1: 99})
-        assert isinstance(caught.value.failures[1], EnvRaisedError)
+        assert isinstance(caught.value.failures[1], EnvError)
         assert caught.value.results[0].observation[0] == 1
         manager.reset({1: None})
         while 1 not in manager.ready_env:

@@ -15,7 +15,7 @@ import pytest
 
 from kit import CounterEnv, FailsNthTime, SpaceEnv
 from multienv import RestartPolicy, SubprocessEnv
-from multienv.errors import EnvRaisedError, UsageError, WorkerDiedError
+from multienv.errors import EnvError, UsageError, WorkerLostError
 
 ENDLESS = partial(CounterEnv, horizon=None)
 
@@ -130,9 +130,9 @@ def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause
     with SubprocessEnv(env_fn, restart=RestartPolicy(on_crash="raise")) as env:
         env.reset(seed=0)
         kill(env)
-        with pytest.raises(WorkerDiedError):
+        with pytest.raises(WorkerLostError):
             env.step(0)
-        with pytest.raises(EnvRaisedError) as caught:
+        with pytest.raises(EnvError) as caught:
             env.reset(seed=0)
         assert type(caught.value.__cause__) in type(caught.value).__mro__
         env.reset(seed=0)

@@ -11,7 +11,6 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Graph, Sequence, Tuple
@@ -89,7 +88,6 @@ def test_what_has_no_fixed_size_cannot_be_shared(space):
 def test_nor_can_a_space_that_nobody_knows():
     with pytest.raises(ValueError, match="shared_memory") as caught:
         SubprocessVectorEnv(of(TokenSpace(), TokenSpace()), shared_memory=True)
-    assert isinstance(caught.value, gymnasium.error.CustomSpaceError)
     assert not isinstance(caught.value, TypeError)
 
 
@@ -120,9 +118,8 @@ def test_wrong_masks_and_seeds(face):
             (True, "Seed must be a python integer, actual type: <class 'bool'>"),
         ]
         for seed, words in seeds:
-            with pytest.raises(gymnasium.error.Error, match=words) as refused:
+            with pytest.raises(UsageError, match=words):
                 envs.reset(seed=seed)
-            assert isinstance(refused.value, UsageError)
         envs.step(np.ones(4, int))  # nothing was lost
 
 

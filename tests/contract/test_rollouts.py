@@ -23,7 +23,7 @@ from multienv import (
     SubprocessVectorEnv,
 )
 from multienv.errors import (
-    EnvRaisedError,
+    EnvError,
     EnvsFailedError,
     PolicyError,
     ResetNeededError,
@@ -284,7 +284,7 @@ def test_an_action_that_the_env_refuses_is_no_error_of_the_policy(face: Any) -> 
         env.reset(seed=8)
         with pytest.raises(ValueError, match="78 is not in Discrete|78\\) is not in Discrete") as told:
             env.rollout(Fails(3, "wide"), 9)
-        assert isinstance(told.value, EnvRaisedError if one else EnvsFailedError)
+        assert isinstance(told.value, EnvError if one else EnvsFailedError)
 
 
 def test_further_values_must_have_a_row_for_each_observation() -> None:

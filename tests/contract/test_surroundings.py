@@ -107,7 +107,7 @@ def test_the_input_is_the_trainers_alone(context):
     code = f"""
 import sys
 from multienv import SubprocessEnv
-from multienv.errors import EnvRaisedError
+from multienv.errors import EnvError
 from contract_envs import SurroundingsEnv
 print(sys.stdin.readline())
 with SubprocessEnv(SurroundingsEnv, context={context!r}) as env:

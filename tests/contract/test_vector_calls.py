@@ -20,8 +20,7 @@ from kit import CounterEnv, Fault, FaultError, FaultyEnv, SlowEnv
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv, make_vec
 from multienv.errors import (
     ActionError,
-    EnvFnError,
-    EnvRaisedError,
+    EnvError,
     EnvsFailedError,
     ResetNeededError,
     UsageError,
@@ -160,7 +159,7 @@ def test_arguments_that_make_no_sense(options, kind, match):
 def test_no_env_fns(face):
     with pytest.raises(UsageError, match="env_fns is empty"):
         face([])
-    with pytest.raises(EnvFnError):
+    with pytest.raises(UsageError):
         face([CARTPOLE, "CartPole-v1"])
 
 
@@ -291,7 +290,7 @@ def test_a_reset_that_raises_does_not_take_the_end_of_the_episode_with_it(face):
     with pytest.raises(EnvsFailedError) as caught:
         envs.step(ACTIONS)
     failure = caught.value.failures[0]
-    assert isinstance(failure, EnvRaisedError)
+    assert isinstance(failure, EnvError)
     assert "FaultError" in str(failure)
     assert failure.returned is not None
     assert failure.returned[0].tobytes() == expected[0].tobytes()

@@ -31,10 +31,8 @@ from multienv.errors import (
     ActionError,
     CallPendingError,
     ClosedError,
-    EnvRaisedError,
+    EnvError,
     MultienvError,
-    NothingPendingError,
-    NotInitializedError,
     ResetNeededError,
     ResultNotPicklableError,
     UsageError,
@@ -72,7 +70,7 @@ def test_any_call_before_initialize_is_refused(face):
         if started:
             env.start()
         for call in (CALLS | WAITS | SPACES).values():
-            with pytest.raises(NotInitializedError, match=r"initialize\(\)"):
+            with pytest.raises(UsageError, match=r"initialize\(\)"):
                 call(env)
     env.close()
 
@@ -112,10 +110,9 @@ def test_waiting_for_what_was_not_sent(name):
             if ready:
                 env.reset(seed=0)
             for _ in range(2):
-                with pytest.raises(NothingPendingError, match=name.replace("wait", "async")) as caught:
+                with pytest.raises(gymnasium.error.NoAsyncCallError, match=name.replace("wait", "async")) as caught:
                     WAITS[name](env)
-                assert isinstance(caught.value, ValueError)
-                assert isinstance(caught.value, gymnasium.error.NoAsyncCallError)
+                assert caught.value.name == name
 
 
 LONGEST = 1e15  # far beyond what poll() and epoll() can count in milliseconds
@@ -193,7 +190,7 @@ def test_an_action_of_the_wrong_shape_is_refused_and_the_episode_goes_on(face):
             for call in (env.step, env.step_async):
                 with pytest.raises(ActionError, match="Nothing was sent"):
                     call(action)
-        with pytest.raises(NothingPendingError):
+        with pytest.raises(gymnasium.error.NoAsyncCallError):
             env.step_wait()
         right = np.zeros((2, 3), np.float32)
         assert first_difference(env.step(right)[0], twin.step(right)[0]) is None
@@ -204,7 +201,7 @@ def test_an_action_outside_of_a_discrete_space_is_the_envs_to_judge(face):
     with face(CounterEnv) as env:
         for action in (4, -1, np.int64(7)):
             env.reset(seed=0)
-            with pytest.raises(EnvRaisedError, match="is not in Discrete"):
+            with pytest.raises(EnvError, match="is not in Discrete"):
                 env.step(action)
         env.reset(seed=0)
         with pytest.raises(ActionError, match="64 bits"):
@@ -234,7 +231,7 @@ def test_what_cannot_be_sent_is_refused_and_the_episode_goes_on():
         ):
             with pytest.raises(UsageError, match="pickle"):
                 call()
-            with pytest.raises(NothingPendingError):
+            with pytest.raises(gymnasium.error.NoAsyncCallError):
                 env.call_wait()
         assert env.step(0)[0][0] == 1
 
@@ -285,7 +282,7 @@ def test_what_the_env_raises_arrives_in_its_own_type_with_its_attributes(face):
             with pytest.raises(type(expected)) as caught:
                 env.step(action)
             error = caught.value
-            assert isinstance(error, EnvRaisedError)
+            assert isinstance(error, EnvError)
             assert (error.env_index, error.command, error.step, error.seed) == (4, "step", 0, 8)
             assert "in step" in error.remote_traceback
             assert "in step" in str(error.__cause__.__cause__)

@@ -13,7 +13,7 @@ import pytest
 
 from kit import CounterEnv
 from multienv import RestartPolicy, SubprocessEnv
-from multienv.errors import WorkerDiedError
+from multienv.errors import WorkerLostError
 from multienv.reports import store
 
 
@@ -33,7 +33,7 @@ def test_each_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog:
         pid = env.statistics().pid or 0
         os.kill(pid, signal.SIGKILL)
         if action == "raise":
-            with pytest.raises(WorkerDiedError):
+            with pytest.raises(WorkerLostError):
                 env.step(1)
         else:
             env.step(1)

@@ -17,7 +17,7 @@ import pytest
 from kit import CounterEnv, descendants, is_alive, monitor_pid
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
-from multienv.errors import MultienvError, WorkerDiedError
+from multienv.errors import MultienvError, WorkerLostError
 from multienv.processes.launcher import MonitorClient
 from multienv.processes.protocol import LAUNCH
 
@@ -158,7 +158,7 @@ def test_a_launch_survives_monitors_that_die_one_after_the_other(
 def test_a_launch_is_given_up_with_a_reason_where_all_monitors_die(kill_monitors: Callable[[float], None]) -> None:
     kill_monitors(math.inf)
     env = SubprocessEnv(CounterEnv, restart=REPLAYED)
-    with pytest.raises(WorkerDiedError, match=r"(?s)during initialize.*monitors.*dmesg"):
+    with pytest.raises(WorkerLostError, match=r"(?s)during initialize.*monitors.*dmesg"):
         env.initialize()
     kill_monitors(0)
     with env:
@@ -169,7 +169,7 @@ def test_a_launch_is_given_up_with_a_reason_where_all_monitors_die(kill_monitors
         _, _, _, truncated, info = env.step(1)
         assert truncated
         assert "processes ended while being built" in reason_of(info)
-        with pytest.raises(WorkerDiedError, match="could not be started again"):
+        with pytest.raises(WorkerLostError, match="could not be started again"):
             env.reset(seed=0)
         kill_monitors(0)
         env.reset(seed=0)

@@ -16,7 +16,7 @@ import pytest
 from kit import CounterEnv, descendants, is_alive
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
-from multienv.errors import PoisonError
+from multienv.errors import WorkerLostError
 
 # --- an env that forks, and whose child comes back out of the env's method -------------------------------------
 
@@ -143,7 +143,9 @@ def test_step_that_closes_the_workers_descriptors_is_answered_and_the_next_one_t
         assert re.search("2 processes ended|ended 6 processes", info["multienv"]["reason"])
         try:
             env.reset(seed=2)
-        except PoisonError:  # the replay closes them in each process that is to be reset; the next one is a new life
+        except (
+            WorkerLostError
+        ):  # the replay closes them in each process that is to be reset; the next one is a new life
             env.reset(seed=2)
         assert env.step(2)[0][0] == 1
 

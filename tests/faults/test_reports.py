@@ -23,7 +23,7 @@ import pytest
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.cli.env_functions import env_functions
-from multienv.errors import ReportError, WorkerDiedError
+from multienv.errors import UsageError, WorkerLostError
 from multienv.events import Recovery
 from multienv.reports import store
 from multienv.reports.read import load
@@ -115,7 +115,7 @@ def lose_one(env_fn: Any = CounterEnv, action: Any = 0, **options: Any) -> Recov
     with SubprocessEnv(env_fn, restart=RAISE, **options) as env:
         env.reset(seed=0)
         os.kill(env.statistics().pid, signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
+        with pytest.raises(WorkerLostError):
             env.step(action)
         recovery = env.statistics().last_recovery
     assert recovery is not None
@@ -199,7 +199,7 @@ def test_of_a_journal_that_is_too_large_for_a_report_the_end_is_kept(reports: Pa
         for number in range(150):
             env.step(np.full(actions.shape, number / 150, np.float32))
         os.kill(env.statistics().pid, signal.SIGKILL)
-        with pytest.raises(WorkerDiedError) as caught:
+        with pytest.raises(WorkerLostError) as caught:
             env.step(np.ones(actions.shape, np.float32))
     path = Path(caught.value.report)
     pickled, document = path.with_suffix(".pickle"), json.loads(path.read_text())
@@ -208,7 +208,7 @@ def test_of_a_journal_that_is_too_large_for_a_report_the_end_is_kept(reports: Pa
     entries = list(split_entries(report.replay.entries, report.end))
     assert [entry.number for entry in entries] == list(range(entries[-1].number + 1 - requests, entries[-1].number + 1))
     assert np.frombuffer(entries[-1].stretch, np.float32, 1, HEAD.size) == np.float32(149 / 150)
-    with pytest.raises(ReportError, match=rf"32 MiB at most, and has only the last {requests} of 151 requests"):
+    with pytest.raises(UsageError, match=rf"32 MiB at most, and has only the last {requests} of 151 requests"):
         load(path)
 
 
@@ -216,7 +216,7 @@ def test_an_env_fn_that_is_too_large_for_a_report_is_left_out(reports: Path) -> 
     ballast = os.urandom(20 * 2**20)
     path = Path(lose_one(env_fn=lambda: CounterEnv(horizon=len(ballast))).report)
     assert path.with_suffix(".pickle").stat().st_size < 2**20
-    with pytest.raises(ReportError, match="has no env_fn: it was too large for a report. Give --env ID"):
+    with pytest.raises(UsageError, match="has no env_fn: it was too large for a report. Give --env ID"):
         env_functions(load(path), None)
 
 
@@ -225,7 +225,7 @@ def test_an_action_that_is_too_large_for_a_report_is_left_out(reports: Path) -> 
     space = gymnasium.spaces.Text(len(text))
     path = Path(lose_one(env_fn=partial(SpaceEnv, action_space=space), action=text).report)
     assert path.stat().st_size < 2**20
-    with pytest.raises(ReportError, match="cannot be replayed: a report takes 32 MiB at most"):
+    with pytest.raises(UsageError, match="cannot be replayed: a report takes 32 MiB at most"):
         load(path)
 
 
@@ -264,7 +264,7 @@ def test_a_full_disk_leaves_nothing_half(tmp_path: Path, full_disk: None, caplog
         os.kill(env.statistics().pid, signal.SIGKILL)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        with pytest.raises(WorkerDiedError):
+        with pytest.raises(WorkerLostError):
             env.step(0)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert "cannot be written" in caplog.text

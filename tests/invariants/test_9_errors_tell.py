@@ -18,12 +18,11 @@ from kit import CounterEnv, Fault, FaultError, FaultyEnv
 from multienv import Deadlines, SubprocessVectorEnv, SyncSubprocessEnvManager
 from multienv.errors import (
     ClosedError,
-    EnvRaisedError,
+    EnvError,
     EnvsFailedError,
-    PoisonError,
     ResetNeededError,
-    WorkerDiedError,
     WorkerHungError,
+    WorkerLostError,
 )
 
 SEED = 40
@@ -72,7 +71,7 @@ def test_death_of_an_idle_worker_names_its_envs_its_pid_and_their_seeds(
     with Face(kind, [CounterEnv] * 6, restart=RAISE, **options) as face:
         face.reset(SEED)
         pid = face.signal(worker=min(len(face.pids()) - 1, 1))
-        with caplog.at_level(logging.INFO, "multienv"), pytest.raises(WorkerDiedError) as caught:
+        with caplog.at_level(logging.INFO, "multienv"), pytest.raises(WorkerLostError) as caught:
             face.step([1] * 6)
         (loss,) = (one.last_loss for one in face.statistics() if one.losses)
     assert (loss.envs, loss.idle, loss.command, loss.pid, loss.env_index) == (
@@ -95,7 +94,7 @@ def test_death_of_an_idle_worker_names_its_envs_its_pid_and_their_seeds(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_segfault_is_told_with_its_signal_and_its_stack(kind: str) -> None:
     error, index = lose(kind, Fault("segv", "step", at=4))
-    assert isinstance(error, WorkerDiedError)
+    assert type(error) is WorkerLostError
     assert_located(error, index)
     assert error.exit_code == -11
     assert "was killed by SIGSEGV" in str(error)
@@ -141,7 +140,7 @@ def test_a_hang_is_told_with_its_deadline_and_where_it_hung(kind: str, manner: A
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_of_the_env_is_its_own_type_with_its_own_traceback(kind: str) -> None:
     error, index = lose(kind, Fault("raise", "step", at=4))
-    assert isinstance(error, EnvRaisedError)
+    assert isinstance(error, EnvError)
     assert isinstance(error, FaultError)
     assert_located(error, index)
     assert "FaultError: fault at step 4" in str(error)
@@ -182,7 +181,7 @@ def test_a_poisonous_call_and_a_wrong_call_say_what_to_do_next(kind: str) -> Non
         with pytest.raises(ResetNeededError, match=r"reset\(\)"):
             face.step([1])
         face.reset(SEED)
-        with pytest.raises(PoisonError, match="process after process") as caught:
+        with pytest.raises(WorkerLostError, match="process after process") as caught:
             face.call("poke")
         assert "during call()" in str(caught.value)
         for words in ("2 so far", "The episode goes on", "mend"):
@@ -197,7 +196,7 @@ def test_a_manager_tells_it_too() -> None:
     with SyncSubprocessEnvManager(envs, restart=RAISE) as manager:
         manager.reset({1: {"seed": SEED}})
         manager.step({0: 1, 1: 1})
-        with pytest.raises(WorkerDiedError) as caught:
+        with pytest.raises(WorkerLostError) as caught:
             manager.step({0: 1, 1: 1})
         error: Any = caught.value
         failure = error.failures[1]
@@ -217,6 +216,6 @@ def test_the_step_is_counted_from_the_autoreset_of_the_env_itself(mode: str, ste
         for _ in range({"NEXT_STEP": 12, "SAME_STEP": 13, "DISABLED": 9}[mode]):
             observations, *_ = envs.step([0, 0])
         assert observations[1, 0] == step
-        with pytest.raises(WorkerDiedError, match=f"after {step} step") as caught:
+        with pytest.raises(WorkerLostError, match=f"after {step} step") as caught:
             envs.step([0, 3])
         assert caught.value.failures[1].step == step  # type: ignore[attr-defined]

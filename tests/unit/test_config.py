@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import pickle
+import pydoc
+import re
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
+import multienv
 from kit import CounterEnv
 from multienv import Deadlines, RestartPolicy, SerialEnv, SubprocessEnv
 from multienv.errors import UsageError
@@ -62,7 +66,7 @@ def test_deadlines_are_positive_seconds_and_all_but_that_of_close_may_be_left_op
 
 @pytest.mark.parametrize("config", [Deadlines, RestartPolicy])
 def test_options_are_named_known_frozen_and_comparable(config):
-    with pytest.raises(UsageError, match="say which it is"):
+    with pytest.raises(TypeError, match="positional"):
         config(1.0)
     with pytest.raises(TypeError):
         config(on_fire="run")
@@ -93,9 +97,43 @@ def test_a_number_of_native_threads_is_one(value):
 @pytest.mark.parametrize("env_class", [SubprocessEnv, SerialEnv])
 @pytest.mark.parametrize("env_fn", [None, 5, "CartPole-v1", CounterEnv()], ids=["None", "int", "id", "env"])
 def test_an_env_fn_is_a_function(env_class, env_fn):
-    with pytest.raises(UsageError, match="env_fn") as caught:
+    with pytest.raises(UsageError, match="env_fn is .*; give a function"):
         env_class(env_fn)
-    assert isinstance(caught.value, TypeError)
+
+
+WORKER_OPTIONS = {"restart", "deadlines", "context", "native_threads", "hooks", "reports"}
+BATCH_OPTIONS = {"shared_memory", "copy", "observation_mode", "autoreset_mode", "merge_infos"}
+
+
+@pytest.mark.parametrize(
+    ("function", "handed_on"),
+    [
+        (multienv.SubprocessEnv, WORKER_OPTIONS),
+        (multienv.AsyncEnv, {*WORKER_OPTIONS, "env_index"}),
+        (multienv.create_subprocess_envs, WORKER_OPTIONS),
+        (multienv.SubprocessVectorEnv, WORKER_OPTIONS | BATCH_OPTIONS),
+        (multienv.SerialVectorEnv, {*BATCH_OPTIONS, "hooks"}),
+        (multienv.RayEnv, WORKER_OPTIONS),
+        (multienv.create_ray_envs, WORKER_OPTIONS),
+        (multienv.RayVectorEnv, WORKER_OPTIONS | BATCH_OPTIONS),
+    ],
+)
+def test_help_shows_each_option_by_name_and_unknown_ones_are_refused_by_the_callers_own_name(function, handed_on):
+    shown = inspect.signature(function).parameters
+    assert handed_on <= set(shown)
+    for name in handed_on:
+        assert shown[name].default is not inspect.Parameter.empty
+        assert re.search(rf"\b{name}\b", pydoc.render_doc(function, renderer=pydoc.plaintext))
+    assert "options" not in shown
+    with pytest.raises(TypeError, match=rf"{function.__name__}.*unexpected keyword argument 'share_memory'"):
+        function([CounterEnv], share_memory=True)
+
+
+def test_the_options_that_are_typed_and_described_are_those_that_are_taken():
+    for described, names in ((multienv.WorkerOptions, WORKER_OPTIONS), (multienv.BatchOptions, BATCH_OPTIONS)):
+        assert set(described.__annotations__) == names
+        for name in names:
+            assert re.search(rf"^ +{name}: ", described.__doc__ or "", re.MULTILINE)
 
 
 def test_options_show_what_is_chosen_and_no_more():

@@ -63,9 +63,9 @@ def test_config_dict_and_keywords_can_be_given_together():
         AsyncSubprocessEnvManager([CounterEnv], 3)
 
 
-@pytest.mark.parametrize("env_fn", [[], CounterEnv])
-def test_env_fns_are_a_list(env_fn):
-    with pytest.raises(UsageError, match="one (function )?for each"):
+@pytest.mark.parametrize(("env_fn", "kind"), [([], UsageError), ([None], UsageError), (CounterEnv, TypeError)])
+def test_env_fns_are_a_list(env_fn, kind):
+    with pytest.raises(kind, match=r"give (a|one) function|not iterable"):
         AsyncSubprocessEnvManager(env_fn)
 
 

@@ -7,14 +7,12 @@ import signal
 import pytest
 
 from multienv.errors import (
-    EnvRaisedError,
+    EnvError,
     MultienvError,
-    PoisonError,
     RemoteTraceback,
-    ReplyBrokenError,
     RestartBudgetExceeded,
-    WorkerDiedError,
     WorkerHungError,
+    WorkerLostError,
 )
 from multienv.events import Loss, Recovery
 from multienv.reports.texts import (
@@ -44,20 +42,20 @@ def test_exit_codes_in_words(code, text):
 
 
 @pytest.mark.parametrize(
-    ("kind", "error_class"),
+    ("cause", "kind", "error_class"),
     [
-        ("died", WorkerDiedError),
-        ("hung", WorkerHungError),
-        ("broken", ReplyBrokenError),
-        ("poison", PoisonError),
-        ("budget", RestartBudgetExceeded),
+        ("died", None, WorkerLostError),
+        ("hung", None, WorkerHungError),
+        ("broken", None, WorkerLostError),
+        ("died", RestartBudgetExceeded, RestartBudgetExceeded),
     ],
 )
-def test_a_loss_becomes_the_typed_error_with_everything_on_it(kind, error_class):
-    loss = Loss(3, "died", "step", 17, 42, 1234, -11, stack="File 'env.py', line 7", stderr="last words")
-    error = lost_error(loss, kind, "Do this next.")
+def test_a_loss_becomes_the_typed_error_with_everything_on_it(cause, kind, error_class):
+    loss = Loss(3, cause, "step", 17, 42, 1234, -11, stack="File 'env.py', line 7", stderr="last words")
+    error = lost_error(loss, "Do this next.", kind=kind)
     assert type(error) is error_class
-    for part in ("SIGSEGV", "env 3", "Do this next.", "File 'env.py', line 7", "last words"):
+    told = {"died": "SIGSEGV", "hung": "deadline", "broken": "cannot be decoded"}[cause]
+    for part in (told, "env 3", "Do this next.", "File 'env.py', line 7", "last words"):
         assert part in str(error)
     assert (error.env_index, error.command, error.step, error.seed) == (3, "step", 17, 42)
     assert (error.exit_code, error.stack, error.stderr) == (-11, loss.stack, loss.stderr)
@@ -65,7 +63,7 @@ def test_a_loss_becomes_the_typed_error_with_everything_on_it(kind, error_class)
 
 def test_long_last_words_keep_their_end():
     stderr = "\n".join(f"line {number}" for number in range(500))
-    text = str(lost_error(Loss(None, "died", "step", 1, None, None, 1, stderr=stderr), "died", ""))
+    text = str(lost_error(Loss(None, "died", "step", 1, None, None, 1, stderr=stderr), ""))
     assert "line 499" in text
     assert "line 1\n" not in text
 
@@ -85,7 +83,7 @@ def test_an_exception_of_a_class_that_cannot_be_had_here_arrives_as_text():
         step=None,
         seed=None,
     )
-    assert type(error) is EnvRaisedError
+    assert type(error) is EnvError
     assert "simulator.Crash: wheel lost" in str(error)
     assert isinstance(error.__cause__, RemoteTraceback)
 
