@@ -11,6 +11,7 @@ import traceback
 import gymnasium
 import pytest
 
+import multienv
 from kit import FaultError, TwoArgumentError
 from multienv import errors
 from multienv.errors import (
@@ -232,3 +233,11 @@ def test_failures_and_results_survive_pickling(failures):
     assert str(again) == str(error)
     assert list(again.failures) == list(failures)
     assert again.results == [None, None, (1, 2.0)]
+
+
+def test_names_of_earlier_versions_still_catch_what_is_raised_and_warn() -> None:
+    for name, kind in errors._RENAMED.items():
+        with pytest.warns(DeprecationWarning, match=f"{name} is gone: catch {kind.__name__}"):
+            assert getattr(multienv, name) is kind
+    with pytest.raises(AttributeError):
+        multienv.OtherError  # noqa: B018
