@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ import numpy as np
 from multienv.config import integer
 from multienv.envs.pickling import pickled
 from multienv.errors import EnvError, UsageError
-from multienv.recovery.rollouts import RolloutReply, split
+from multienv.recovery.rollouts import RolloutReply
 from multienv.wire.messages import Rollout
-from multienv.wire.rollouts import Values, joined, slot_of
 
 Array = np.ndarray[Any, Any]
 # Observations → actions, or actions and a dict of arrays.
@@ -76,7 +76,8 @@ def rollout_message(policy: Policy, steps: int) -> Rollout:
 
 def fragment_of_one(reply: RolloutReply, resumed: bool) -> Fragment | Exception:
     """Return the fragment of a single env, or the error to raise, which has it."""
-    fragment = _fragment_of(reply, resumed=resumed)
+    infos = {step: info for step, ((_, info),) in reply.infos.items()}
+    fragment = None if reply.values is None else _fragment_of(reply.values, infos, resumed)
     for error in reply.errors.values():
         if isinstance(error, EnvError):
             error.fragment = fragment
@@ -85,40 +86,13 @@ def fragment_of_one(reply: RolloutReply, resumed: bool) -> Fragment | Exception:
     return fragment
 
 
-def _fragment_of(reply: RolloutReply, *, resumed: bool = False) -> Fragment | None:
-    values = reply.values
-    if values is None:
-        return None
-    observations, final = split(values)
-    return Fragment(
-        observations,
-        values.actions,
-        values.rewards,
-        values.terminated,
-        values.truncated,
-        final,
-        values.extras,
-        {step: dict(infos)[0] for step, infos in reply.infos.items() if dict(infos).get(0)},
-        resumed,
-    )
-
-
 def fragment_of_slot(reply: RolloutReply, slot: int) -> Fragment | None:
     """Return the fragment of one env of several; ``None``: its values cannot be read here."""
-    values = reply.values
-    if values is None:
+    if reply.values is None:
         return None
-    own = Values(
-        slot_of(values.observations, slot),
-        slot_of(values.actions, slot),
-        {name: extra[:, slot] for name, extra in values.extras.items()},
-        values.rewards[:, slot],
-        values.terminated[:, slot],
-        values.truncated[:, slot],
-        {},
-    )
-    infos: dict[int, Any] = {step: [(0, dict(infos).get(slot))] for step, infos in reply.infos.items()}
-    return _fragment_of(RolloutReply(own, infos))
+    values = _of_stacks(lambda array: array[:, slot], lambda items: [item[slot] for item in items], reply.values)
+    infos = {step: dict(infos).get(slot) for step, infos in reply.infos.items()}
+    return _fragment_of(values, {step: info for step, info in infos.items() if info})
 
 
 def fragment_of_all(replies: Sequence[RolloutReply], infos: Mapping[int, Any], *, resumed: bool) -> Fragment:
@@ -129,16 +103,29 @@ def fragment_of_all(replies: Sequence[RolloutReply], infos: Mapping[int, Any], *
         infos: Of all envs, by step.
         resumed: The call was interrupted.
     """
-    parts = [reply.values for reply in replies if reply.values is not None]
-    values = Values(
-        joined([part.observations for part in parts]),
-        joined([part.actions for part in parts]),
-        {name: joined([part.extras[name] for part in parts]) for name in parts[0].extras},
-        joined([part.rewards for part in parts]),
-        joined([part.terminated for part in parts]),
-        joined([part.truncated for part in parts]),
-        {},
+    if len(replies) == 1:
+        return _fragment_of(replies[0].values, infos, resumed)
+    values = _of_stacks(
+        lambda *arrays: np.concatenate(arrays, axis=1),
+        lambda *lists: [tuple(chain.from_iterable(items)) for items in zip(*lists, strict=True)],
+        *[reply.values for reply in replies],
     )
-    fragment = _fragment_of(RolloutReply(values), resumed=resumed)
-    assert fragment is not None
-    return replace(fragment, infos=infos)
+    return _fragment_of(values, infos, resumed)
+
+
+def _fragment_of(values: Any, infos: Mapping[int, Any], resumed: bool = False) -> Fragment:
+    """Return the fragment with the values of a reply."""
+    observations = values["observations"]
+    final = _of_stacks(lambda array: array[-1], lambda items: items[-1], observations)
+    before = _of_stacks(lambda array: array[:-1], lambda items: items[:-1], observations)
+    return Fragment(**{**values, "observations": before}, final_observations=final, infos=infos, resumed=resumed)
+
+
+def _of_stacks(of_arrays: Callable[..., Any], of_lists: Callable[..., Any], *stacks: Any) -> Any:
+    """Return what is made of stacks of one structure, in that structure."""
+    first = stacks[0]
+    if isinstance(first, dict):
+        return {key: _of_stacks(of_arrays, of_lists, *[stack[key] for stack in stacks]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_of_stacks(of_arrays, of_lists, *members) for members in zip(*stacks, strict=True))
+    return of_arrays(*stacks) if isinstance(first, np.ndarray) else of_lists(*stacks)

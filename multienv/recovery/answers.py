@@ -66,6 +66,7 @@ class ExactAnswers:
 
     def read(self, segment: Segment, number: int) -> bytes:
         """Return the mail after the evidence; keep the evidence. Raises nothing: mail is bytes."""
+        self.reading = self.seen, self.loose
         self.evidence, rest = mail_of(segment, number)
         return rest
 
@@ -159,6 +160,7 @@ class RowsAnswers:
 
     def read(self, segment: Segment, number: int) -> bytes:
         """Return the mail after the evidence; keep the evidence."""
+        self.reading = self.seen, self.loose
         self.evidence, rest = mail_of(segment, number)
         return rest
 

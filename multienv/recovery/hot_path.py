@@ -44,7 +44,7 @@ BEGINNING_ANEW_HALF = State(Process.READY, Episode.ENDED, _RESET_HALF)
 _HOT = {state: state for state in (RUNNING, STEPPING, STEPPING_HALF, OVER, BEGINNING_ANEW, BEGINNING_ANEW_HALF)}
 
 # What a plain reply means for the episode.
-_GOES_ON, _ENDS, _BEGINS = 0, 1, 2
+GOES_ON, _ENDS, _BEGINS = 0, 1, 2
 
 
 class _Missing:
@@ -91,7 +91,7 @@ def plain_heads(*, exact: bool) -> dict[int, int]:
     """Return the first 8 bytes, as integers, of a bank that holds a plain reply, and what each means."""
     tags, rewards = (INT, INT64, *range(ARRAY, ARRAY + len(DTYPES))), range(len(REWARD_TYPES)) if exact else (0,)
     heads = {
-        STEP | tag << 8 | STEPPED << 16 | flag << 24 | reward << 32: _ENDS if flag else _GOES_ON
+        STEP | tag << 8 | STEPPED << 16 | flag << 24 | reward << 32: _ENDS if flag else GOES_ON
         for tag in tags
         for flag in (0, ENDED)
         for reward in rewards

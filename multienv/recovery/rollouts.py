@@ -1,21 +1,29 @@
-"""What the caller gets for a rollout: the values that the worker has sent, with infos, reasons and errors."""
+"""What the caller gets for a rollout: each request in it is read as the reply to such a request alone, then stacked."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from multienv.errors import PolicyError, RemoteTraceback
-from multienv.recovery.answers import Absent, ErrorOf, Told, unreadable
-from multienv.reports.texts import original_of
-from multienv.wire.infos import Illegible, NumberInfos, unpack_extras
-from multienv.wire.messages import Failure, foreign
-from multienv.wire.rollouts import RolloutResult, Values, slot_of, steps_of
+import numpy as np
 
+from multienv.errors import PolicyError, RemoteTraceback
+from multienv.recovery.answers import Absent, Told, unreadable
+from multienv.recovery.hot_path import GOES_ON, plain_heads
+from multienv.reports.texts import original_of
+from multienv.wire.banks import ABSENT, BEGIN, ENDED, FAILED, STEP, entry_of
+from multienv.wire.codecs import Codec, RowsCodec
+from multienv.wire.infos import Extras, Illegible, NumberInfos, numbers_in
+from multienv.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, foreign
+from multienv.wire.rows import batch_of, leaf_spaces, nested, stacked
+from multienv.wire.segment import Segment
+
+Array = np.ndarray[Any, Any]
 Infos = NumberInfos | list[tuple[int, Any]]  # slot and info of those that have one
+_NO_MAIL = b"", b""
 
 
 @dataclass(slots=True)
@@ -23,121 +31,236 @@ class RolloutReply:
     """Holds what a worker answered to a rollout.
 
     Attributes:
-        values: Observations, actions, rewards and flags; ``None``: they cannot be read here.
+        standing: What the caller then saw last, as ``standing()`` of the answers returns it.
+        values: Observations, actions, extras, rewards, terminations and truncations, each a stack: the first axis is
+            that of the steps, the second that of the slots; of a single env there is no second one. What has no array
+            of a fixed shape is a list with an item for each step. Observations have one step more, those after the
+            last. ``None``: they cannot be read here.
         infos: Of each step in which some slot has an info.
         errors: What the envs have raised, by slot; the first of each.
         truncated_errors: Slot and error of what ``on_error="truncate"`` made a truncation of.
-        started: Step, requests after it, and slot → state of generators before a reset, as ``Extras.generators``.
+        steps: How many steps were made.
+        entries: The journal entries of all requests.
+        ends: Requests in which episodes of several envs ended, or a single env began one: how many steps were made
+            before, number of the request, slots.
+        starts: Number of a request, and the generators of the slots that were reset in it, as ``Extras.generators``.
+        is_over: No episode of a single env is running.
+        is_legible: All that there are values of can be unpickled here.
     """
 
-    values: Values | None = None
+    standing: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] | None = None
     infos: dict[int, Infos] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
     truncated_errors: list[tuple[int, Exception]] = field(default_factory=list)
-    started: list[tuple[int, int, Mapping[int, bytes]]] = field(default_factory=list)
-
-    def starts(self, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[int, bytes]]]:
-        """Yield the number of each request with resets that a replay can begin at; ``numbers`` are those of steps."""
-        for step, after, generators in self.started:
-            yield numbers[step] + after, generators
+    steps: int = 0
+    entries: list[bytes] = field(default_factory=list)
+    ends: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)
+    starts: list[tuple[int, Mapping[int, bytes]]] = field(default_factory=list)
+    is_over: bool = False
+    is_legible: bool = True
 
 
 class RolloutReader:
     """Makes the reply to a rollout of what a worker answered.
 
     Args:
-        slots: Number of envs.
-        exact: It is a single env, which travels by the exact codec.
-        same_step: The worker begins the next episode in the step that ended one, as that of a single env does.
-        truncates: What an env raises is made a truncation of.
-        error_of: Builds the error of a slot's failure.
+        codec: Of the worker.
+        answers: Reads the reply to each request (``ExactAnswers``, ``RowsAnswers``); for this reader alone.
         told: What ``info["multienv"]`` says of a truncation.
+        same_step: A worker with several envs begins the next episode in the step that ended one.
+        truncates: What an env raises is made a truncation of.
     """
 
-    def __init__(
-        self, slots: int, *, exact: bool, same_step: bool, truncates: bool, error_of: ErrorOf, told: Told
-    ) -> None:
-        self._slots, self._exact = range(slots), exact
+    def __init__(self, codec: Codec, answers: Any, told: Told, *, same_step: bool, truncates: bool) -> None:
+        self._codec, self._answers, self._told = codec, answers, told
         self._same_step, self._truncates = same_step, truncates
-        self._error_of, self._told = error_of, told
+        self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
+        self._aside.lay_out(codec.layout)
+        self._look: Any = codec.reader(self._aside)
+        # Of replies that hold all there is to tell. That to a step which ended the episode of a single env does not.
+        self._plain = {
+            head for head, meaning in plain_heads(exact=codec.exact).items() if meaning == GOES_ON or not codec.exact
+        }
+        # Arrays of a batch in a bank; what has none is read step by step.
+        self._leaves = leaf_spaces(codec.space) if isinstance(codec, RowsCodec) and codec.has_rows else []
 
-    def reply(self, rolled: RolloutResult, absent: Absent) -> RolloutReply | PolicyError:
-        """Return the reply; ``absent`` are the slots that took no part in the first step, and why."""
-        if rolled.by_policy:
-            assert rolled.failure is not None
-            return _policy_error(rolled.failure, rolled.steps)
-        reply = RolloutReply()
-        try:
-            if rolled.values:
-                reply.values = foreign(partial(pickle.loads, rolled.values), Illegible)
-        except Illegible as illegible:
-            reply.errors |= dict.fromkeys(self._slots, unreadable("rollout", illegible))
-        failures: list[tuple[int, int, Failure]] = []
-        for step, mail in rolled.mails.items():
-            infos = self._unpacked(mail, reply, step, failures)
-            if infos:
-                reply.infos[step] = infos
-        failures += [(step, 0, pickle.loads(mail)) for step, mail in rolled.raised.items()]
-        reasons = {(0, slot): reason for slot, reason in absent}
-        for step, slot, failure in sorted(failures, key=lambda one: one[:2]):
-            error = self._error_of(slot, failure)
-            reasons[step, slot] = f"The env raised {failure.type_name}: {failure.text}"
-            if (step, slot) in rolled.truncated_errors or (self._exact and self._truncates):
-                reply.truncated_errors.append((slot, error))
-            else:
-                reply.errors.setdefault(slot, error)
-        if self._exact:
-            self._join_ends(reply, rolled, reasons)
-        else:
-            for (step, slot), reason in reasons.items():
-                self._tell(reply, step, slot, reason)
-        if rolled.failure is not None:
-            for slot in self._slots:
-                reply.errors.setdefault(slot, self._error_of(slot, rolled.failure))
+    def read(self, first: int, message: Rollout, result: RolloutResult, absent: Absent) -> RolloutReply:
+        """Return the reply.
+
+        Args:
+            first: Number of the first request.
+            message: What was asked.
+            result: What was answered; truncations are laid over its banks.
+            absent: The slots that took no part in the first step, or in any, and why.
+        """
+        answers, aside, reply = self._answers, self._aside, RolloutReply()
+        answers.stand(aside, message.standing)
+        shown = [self._legible(reply, self._first)]
+        memory, size = memoryview(result.banks), aside.layout.size
+        take, number = self._take_one if self._codec.exact else self._take_rows, first
+        for place in range(len(memory) // size):
+            number = first + place
+            view, (request_mail, mail) = memory[place * size :][:size], result.mails.get(place, _NO_MAIL)
+            bank = aside.banks[number & 1]
+            bank.view[:] = view
+            infos = numbers_in(mail) if mail else None
+            if bank.head[0] in self._plain and (infos is not None or not mail):
+                if infos is not None:
+                    reply.infos[reply.steps] = infos
+                if self._codec.exact:
+                    shown.append(self._look(number)[0])
+                reply.entries.append(bytes(bank.stretch))
+                reply.steps += 1
+                answers.seen = number
+                continue
+            aside.write_reply_mail(number, mail)
+            rest = answers.read(aside, number)
+            reply.entries.append(entry_of(bank, request_mail, answers.evidence, exact=self._codec.exact))
+            take(number, rest, absent, reply, shown)
+            if answers.started == number:
+                reply.starts.append((number, answers.generators))
+            if answers.seen != number:  # it shows nothing: what was seen last is seen once more
+                answers.stand(aside, {**answers.standing(aside), "seen": number})
+                bank.rewards[:], bank.terminated[:], bank.truncated[:] = 0.0, False, True
+            view[:] = bank.view
+        reply.standing = {**answers.standing(aside), "seen": number}
+        self._finish(first, result, reply, shown)
         return reply
 
-    def _unpacked(
-        self, mail: bytes, reply: RolloutReply, step: int, failures: list[tuple[int, int, Failure]], after: int = 0
-    ) -> Infos:
-        extras, illegible = unpack_extras(mail)
-        if extras.generators:
-            reply.started.append((step, after, extras.generators))
-        failures += [(step, slot, failure) for slot, failure in extras.failures.items()]
-        for slot, error in illegible.items():
-            reply.errors.setdefault(slot, unreadable("rollout", error))
-        return extras.infos
+    def _first(self) -> Any:
+        """Return what was seen before the first step: an observation or batch; of rows the arrays of their leaves."""
+        seen = self._answers.shown(self._aside)
+        if self._codec.exact or self._leaves:
+            return seen
+        return batch_of(self._codec.space, [pickle.loads(one) for one in seen])
 
-    def _tell(self, reply: RolloutReply, step: int, slot: int, reason: str) -> None:
-        """Say in the info of a slot that its step is a truncation, and why."""
-        infos, told = dict(reply.infos.get(step, ())), {"multienv": self._told(slot, reason)}
-        infos[slot] = {**infos.get(slot, {}), **told}
-        if self._same_step and reply.values is not None:
-            before = slot_of(steps_of(reply.values.observations, slice(step, step + 1)), slot)
-            infos[slot] |= {"final_obs": steps_of(before, 0), "final_info": told}
-        reply.infos[step] = sorted(infos.items())
+    def _legible(self, reply: RolloutReply, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` unpickles; ``None``, and the reply has no values, if that cannot be done here."""
+        try:
+            return foreign(run, Illegible)
+        except Illegible as illegible:
+            error = unreadable("rollout", illegible)
+            reply.errors = dict.fromkeys(range(self._codec.slots), error) | reply.errors
+            reply.is_legible = False
+            return None
 
-    def _join_ends(self, reply: RolloutReply, rolled: RolloutResult, reasons: dict[tuple[int, int], str]) -> None:
-        """Give each step of a single env that ended an episode the info of the reset that followed it."""
-        for step, _ in rolled.ends:
-            info = dict(reply.infos.get(step, ())).get(0, {})
-            reason = reasons.get((step, 0))
-            told = {} if reason is None else {"multienv": self._told(0, reason)}
-            begun = dict(self._unpacked(rolled.begun.get(step, b""), reply, step, [], 1)).get(0, {})
-            ending = None if reply.values is None else reply.values.ending[step]
-            reply.infos[step] = [(0, {**begun, "final_obs": ending, "final_info": {**info, **told}, **told})]
+    # --- one request ------------------------------------------------------------------------------
+
+    def _take_rows(self, number: int, rest: bytes, absent: Absent, reply: RolloutReply, shown: list[Any]) -> None:
+        """Read a step of several envs, which lies in its bank."""
+        answers, aside, codec, step = self._answers, self._aside, self._codec, reply.steps
+        assert isinstance(codec, RowsCodec)
+        bank = aside.banks[number & 1]
+        answer: Any = answers.step(aside, number, rest, [one for one in absent if bank.absent[one[0]]])
+        answers.seen, answers.loose = answers.reading
+        if isinstance(answer, Exception):  # nothing was stepped
+            reply.errors = dict.fromkeys(range(codec.slots), answer) | reply.errors
+            return
+        extras = answer.extras or Extras()
+        infos: Any = extras.infos
+        observations: Any = extras.observations
+        failed = {slot: error for slot, error in answer.errors.items() if bank.failed[slot]}
+        if failed:  # their next episodes belong to the fragment
+            bank.truncated[list(failed)] = True
+            by_slot = dict(infos)
+            for slot, error in failed.items():
+                told = {"multienv": self._told(slot, str(error))}
+                by_slot[slot] = {**by_slot.get(slot, {}), **told}
+                if self._same_step:
+                    last = observations[slot] if observations else codec.row(aside, number, slot)
+                    by_slot[slot] |= {"final_obs": last, "final_info": told}
+            infos = sorted(by_slot.items())
+        reply.errors = answer.errors | reply.errors
+        reply.truncated_errors += answers.truncated_errors.items()
+        reply.steps += 1
+        if infos:
+            reply.infos[step] = infos
+        if observations and any(observations[slot] is None for slot in answer.errors.keys() - failed.keys()):
+            reply.is_legible = False
+        elif observations:
+            shown.append(batch_of(codec.space, observations))
+
+    def _take_one(self, number: int, rest: bytes, absent: Absent, reply: RolloutReply, shown: list[Any]) -> None:
+        """Read a step of a single env, or the reset that followed one, which lies in its bank."""
+        answers, aside, step = self._answers, self._aside, reply.steps
+        view = aside.banks[number & 1].view
+        begins, failed = view[0] == BEGIN, view[2] == FAILED
+        if view[1] & ABSENT:
+            answer: Any = answers.truncation(aside, absent)
+        elif begins:
+            answer = self._legible(reply, partial(answers.reset, aside, number, rest, BEGINNING, ()))
+        else:
+            answer = self._legible(reply, partial(answers.step, aside, number, rest, ()))
+        answers.seen, answers.loose = answers.reading
+        if failed and self._truncates and not begins:
+            reply.truncated_errors.append((0, answer))
+        elif failed:
+            reply.errors.setdefault(0, answer)
+        if failed:
+            answer = answers.truncation(aside, ((0, str(answer)),))
+        observation, *_, info = answer or (None, {})
+        if begins:
+            reply.is_over = failed
+            if not failed:
+                ((_, ending),) = reply.infos[step - 1]
+                reply.infos[step - 1] = [(0, {**info, **ending})]
+                reply.ends.append((step, number, (0,)))
+                shown[-1] = observation
+            return
+        told: dict[str, Any] = info if answers.seen != number else {}
+        reply.is_over = bool(told or view[3] & ENDED)
+        if reply.is_over:
+            info = {"final_obs": observation, "final_info": info, **told}
+        if info:
+            reply.infos[step] = [(0, info)]
+        reply.steps += 1
+        shown.append(observation)
+
+    # --- all of them ------------------------------------------------------------------------------
+
+    def _finish(self, first: int, result: RolloutResult, reply: RolloutReply, shown: list[Any]) -> None:
+        """Put the steps together; ``shown`` are the observations, or of rows the first ones."""
+        codec, layout, steps = self._codec, self._aside.layout, reply.steps
+        is_step = self._stack(result, 0, np.uint8) == STEP
+        rewards, terminated, truncated = (
+            self._stack(result, place, dtype, (codec.slots,))[is_step][:steps]
+            for place, dtype in (
+                (layout.rewards, np.float64),
+                (layout.terminated, np.bool_),
+                (layout.truncated, np.bool_),
+            )
+        )
+        if not codec.exact:
+            ended = terminated | truncated
+            for step in np.flatnonzero(ended.any(axis=1)).tolist():
+                reply.ends.append((step, first + step, np.flatnonzero(ended[step]).tolist()))
+        stacks: dict[str, Any] = {"rewards": rewards, "terminations": terminated, "truncations": truncated}
+        chosen = self._legible(reply, partial(pickle.loads, result.chosen)) if result.chosen else None
+        if chosen is None or not reply.is_legible:
+            return
+        if codec.exact:
+            stacks = {name: stack[:, 0] for name, stack in stacks.items()}
+        if self._leaves:
+            leaves = []
+            for before, leaf, place in zip(shown[0], self._leaves, layout.leaves, strict=True):
+                after = self._stack(result, place, leaf.dtype, before.shape)
+                leaves.append(np.concatenate([before[None], after[:steps]]))
+            stacks["observations"] = nested(codec.space, leaves)
+        else:
+            stacks["observations"] = stacked(codec.space, shown)
+        reply.values = {**stacks, **chosen}
+
+    def _stack(self, result: RolloutResult, place: int, dtype: Any, shape: tuple[int, ...] = ()) -> Array:
+        """Return the array that lies at this place in each bank, over their memory."""
+        size = self._aside.layout.size
+        bank = np.dtype({"names": ["it"], "formats": [(dtype, shape)], "offsets": [place], "itemsize": size})
+        stack: Array = np.ndarray(len(result.banks) // size, bank, result.banks)["it"]
+        return stack
 
 
-def split(values: Values) -> tuple[Any, Any]:
-    """Return the observations that actions were chosen for, and those after the last step."""
-    return steps_of(values.observations, slice(None, -1)), steps_of(values.observations, -1)
-
-
-def first_policy_error(errors: Sequence[BaseException]) -> PolicyError | None:
-    """Return the first of the errors that says that a policy raised, or ``None``."""
-    return next((error for error in errors if isinstance(error, PolicyError)), None)
-
-
-def _policy_error(failure: Failure, steps: int) -> PolicyError:
+def policy_error(failure: Failure, steps: int) -> PolicyError:
+    """Return the error that says that a policy raised, or returned what are no actions, after so many steps."""
     done = "No step was" if not steps else f"{steps} step{' was' if steps == 1 else 's were'}"
     error = PolicyError(
         f"rollout(): the policy raised {failure.type_name}: {failure.text}\n{done} made before that, and not "

@@ -30,7 +30,6 @@ from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
     CallPendingError,
     ClosedError,
-    PolicyError,
     ResetNeededError,
     UsageError,
     WaitTimeout,
@@ -59,7 +58,7 @@ from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
 from multienv.recovery.record import Record, memory_of
 from multienv.recovery.recoverer import Launcher, Recoverer, RequestFailedError, Unrecoverable
-from multienv.recovery.rollouts import RolloutReader, RolloutReply
+from multienv.recovery.rollouts import RolloutReader, RolloutReply, policy_error
 from multienv.recovery.state_machine import (
     Asked,
     BuildFailed,
@@ -81,7 +80,7 @@ from multienv.recovery.state_machine import (
     instruction_of,
 )
 from multienv.wire.banks import FAILED, entry_of
-from multienv.wire.codecs import Codec, RowsReply
+from multienv.wire.codecs import Codec, ExactCodec, RowsReply
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import (
     BEGINNING,
@@ -92,12 +91,12 @@ from multienv.wire.messages import (
     Message,
     Reset,
     Rollout,
+    RolloutResult,
     Unpicklable,
     foreign,
     is_recorded,
     pack_message,
 )
-from multienv.wire.rollouts import RolloutResult
 from multienv.wire.segment import REQUEST, STEP_SECONDS, Segment
 from multienv.worker.starts import LARGE_SHARE, SHARE
 
@@ -206,6 +205,7 @@ class Supervisor:
         )
         self.codec: Codec | None = None
         self.answers: Any = None  # ExactAnswers | RowsAnswers
+        self._rollout_reader: RolloutReader | None = None  # made when it is first needed
         self._checkpoints = Checkpoints(self, policy.max_snapshots)
         # Of the present process.
         self.segment: Any = None
@@ -381,7 +381,7 @@ class Supervisor:
                 self.record.asked = message.seeds
                 touched = message.mask
             if isinstance(message, Rollout):
-                message = replace(message, observations=self.answers.shown(self.segment))
+                message = replace(message, standing=self.answers.standing(self.segment))
             try:
                 mail = pack_message(message)
             except Unpicklable as unpicklable:
@@ -609,62 +609,55 @@ class Supervisor:
 
     def _take_rollout(self, number: int) -> None:
         """Read, journal and commit the answer to a rollout. Raises ``Gone`` if it cannot be decoded."""
-        segment, channel, answers, journal = self.segment, self.channel, self.answers, self.journal
+        segment, channel, answers, journal, codec = self.segment, self.channel, self.answers, self.journal, self.codec
         assert channel is not None
+        assert codec is not None
         try:
             rolled = foreign(partial(pickle.loads, segment.read_reply_mail(number)), Illegible)
         except Illegible as illegible:
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
         if not isinstance(rolled, RolloutResult):
             raise channel.kill(cause="broken", detail=f"it answered a rollout by {rolled!r:.1000}")
-        answer = self._rollout_reader().reply(rolled, self.state.absent)
+        message = self.pending.message
+        assert isinstance(message, Rollout)
+        if self._rollout_reader is None:
+            self._rollout_reader = RolloutReader(
+                codec,
+                self._new_answers(codec),
+                self.record.truncation,
+                same_step=self.recoverer.build.autoreset == "SAME_STEP",
+                truncates=self._policy.on_error == "truncate",
+            )
+        reply = self._rollout_reader.read(number, message, rolled, self.state.absent)
         journal.cut(self.number)
-        for place, entry in enumerate(rolled.entries, number):
+        for place, entry in enumerate(reply.entries, number):
             journal.log(place, entry)
-        last = number + max(len(rolled.entries), 1) - 1
-        if rolled.seen is not None:
-            answers.stand(segment, {**rolled.seen, "seen": last})
-        elif (last - answers.seen) & 1:  # as after any reply that shows no rows
-            last += 1
+        answers.stand(segment, reply.standing)
         segment.banks[number & 1].absent[:] = 0
-        state, _ = decide(self.state, Replied(ended=not rolled.is_running), self.rules)
-        self.last_answer = answer
+        state, _ = decide(self.state, Replied(ended=reply.is_over), self.rules)
+        self.last_answer = reply if rolled.failure is None else policy_error(rolled.failure, reply.steps)
         # Adjacent stores: no signal handler comes in between.
-        self.number, self.state = last, interned(state)
-        self._count_rollout(rolled, answer, number)
+        self.number, self.state = answers.seen, interned(state)
+        self._count_rollout(reply)
 
-    def _rollout_reader(self) -> RolloutReader:
-        build = self.recoverer.build
-        return RolloutReader(
-            self.rules.slots,
-            exact=build.exact,
-            same_step=build.autoreset == "SAME_STEP",
-            truncates=self._policy.on_error == "truncate",
-            error_of=lambda slot, failure: self.record.error_of(slot, failure, "rollout"),
-            told=self.record.truncation,
-        )
-
-    def _count_rollout(self, rolled: RolloutResult, answer: RolloutReply | PolicyError, first: int) -> None:
-        """Count the steps and episodes of a rollout whose first request has the number ``first``; see what is due."""
-        record, build, before = self.record, self.recoverer.build, self.record.steps
+    def _count_rollout(self, reply: RolloutReply) -> None:
+        """Count the steps and episodes of a rollout, and see what is due."""
+        record, journal, build, before = self.record, self.journal, self.recoverer.build, self.record.steps
         assert self.channel is not None
-        for slot, error in answer.truncated_errors if isinstance(answer, RolloutReply) else ():
+        for slot, error in reply.truncated_errors:
             record.truncated_error(slot, error, self.channel.pid)
-        for step, slots in rolled.ends:
-            if build.exact and step in rolled.begun:
-                record.steps = before + step + 1
+        for steps, number, slots in reply.ends:
+            record.steps = before + steps
+            if build.exact:
                 record.reset((None,), BEGINNING.touches)
             else:
-                record.steps = before + step
                 record.ended(slots, build.autoreset)
-        record.steps = before + rolled.steps
-        numbers = rolled.numbers(first)
-        for step, slots in rolled.ends:
-            self.journal.note_ends(slots, numbers[step])
+            journal.note_ends(slots, number)
+        record.steps = before + reply.steps
         seconds = self.maintenance.count(record, self.channel)
-        for number, generators in answer.starts(numbers) if isinstance(answer, RolloutReply) else ():
+        for number, generators in reply.starts:
             for slot, state in generators.items():
-                self.journal.note_start(slot, number, state, seconds)
+                journal.note_start(slot, number, state, seconds)
         self.look_at_limits()
 
     def _answer(self, number: int, request: Request, message: Any, rest: bytes) -> Any:
@@ -766,20 +759,23 @@ class Supervisor:
         assert codec is not None
         if self.codec is not None:
             return
-        build = self.recoverer.build
         self.journal.lay_out(codec.layout.end, codec.slots)
-        if build.exact:
-            self.answers = ExactAnswers(codec, self._error_of, self.record.truncation)  # type: ignore[arg-type]
-        else:
-            self.answers = RowsAnswers(
-                codec,  # type: ignore[arg-type]
-                self._error_of,
-                self.record.truncation,
-                same_step=build.autoreset == "SAME_STEP",
-                truncates=build.truncates_errors,
-            )
         self.rules = replace(self.rules, slots=codec.slots)
+        self.answers = self._new_answers(codec)
         self.codec = codec  # last: an interruption leaves all to do again
+
+    def _new_answers(self, codec: Codec) -> ExactAnswers | RowsAnswers:
+        """Make what reads replies."""
+        build = self.recoverer.build
+        if isinstance(codec, ExactCodec):
+            return ExactAnswers(codec, self._error_of, self.record.truncation)
+        return RowsAnswers(
+            codec,
+            self._error_of,
+            self.record.truncation,
+            same_step=build.autoreset == "SAME_STEP",
+            truncates=build.truncates_errors,
+        )
 
     def adopt(self, channel: Channel) -> None:
         """Make a process the worker's."""

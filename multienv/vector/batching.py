@@ -13,7 +13,6 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector.utils import (
     batch_differing_spaces,
     batch_space,
-    concatenate,
     create_empty_array,
     iterate,
 )
@@ -23,7 +22,7 @@ from multienv.errors import ActionError, UsageError
 from multienv.wire.actions import misfit, shown
 from multienv.wire.codecs import RowsReply
 from multienv.wire.messages import dumps
-from multienv.wire.rows import has_rows, leaf_spaces, nested, row_of
+from multienv.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_of
 
 Array = np.ndarray[Any, Any]
 Space = spaces.Space[Any]
@@ -359,8 +358,7 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
 
         def gather_loose(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
             loose = [_blank(space) if one is None else one for reply in replies for one in loose_of(reply)]
-            empty: Any = create_empty_array(space, count)
-            return concatenate(space, loose, empty)
+            return batch_of(space, loose)
 
         return gather_loose
     shapes = [((count, *leaf.shape), leaf.dtype) for leaf in leaf_spaces(space)]

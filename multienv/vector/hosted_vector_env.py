@@ -30,7 +30,7 @@ from multienv.errors import (
 )
 from multienv.events import Statistics
 from multienv.fanout import FanOut, Round
-from multienv.recovery.rollouts import RolloutReply, first_policy_error
+from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.supervisor import Supervisor
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
@@ -375,9 +375,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _fragment(self, current: Round) -> Fragment:
         def make() -> Any:
-            policy_error = first_policy_error(list(current.failures.values()))
-            if policy_error is not None:
-                return policy_error
+            for error in current.failures.values():
+                if isinstance(error, PolicyError):
+                    return error
             failures = self._failures_of(current)
             if failures:
                 return self._fragment_error(current, failures)

@@ -86,23 +86,28 @@ def mail_of(segment: Segment, number: int) -> tuple[bytes, bytes]:
 
 
 class ExactCodec:
-    """Reads the replies of one env exactly as it gave them."""
+    """Reads the replies of one env exactly as it gave them.
+
+    Attributes:
+        space, action_space: Of the env.
+        layout: Of the banks.
+    """
 
     exact = True
     slots = 1
 
     def __init__(self, description: Description) -> None:
-        ((self._observation_space, self._action_space),) = description.spaces
-        self._observations = layout_of(self._observation_space)
-        self.layout = layout_of_envs(True, self._observation_space, self._action_space, 1)
+        ((self.space, self.action_space),) = description.spaces
+        self._observations = layout_of(self.space)
+        self.layout = layout_of_envs(True, self.space, self.action_space, 1)
 
     def encoder(self, segment: Segment) -> Encode:
         """Return the function that writes a step request into its bank."""
-        return action_encoder(self._action_space, segment)
+        return action_encoder(self.action_space, segment)
 
     def reader(self, segment: Segment) -> Callable[[int], Transition]:
         """Return the function that reads the reply to a plain step or reset, without its info."""
-        space = self._observation_space
+        space = self.space
         sides: list[tuple[Any, ...]] = []
         for side, bank in enumerate(segment.banks):
             if type(space) is spaces.Box and self._observations is not None:
@@ -146,20 +151,26 @@ class ExactCodec:
 
 
 class RowsCodec:
-    """Reads the replies of several envs as rows."""
+    """Reads the replies of several envs as rows.
+
+    Attributes:
+        space, action_space: Of one env.
+        has_rows: Observations lie in the banks.
+        layout: Of the banks.
+    """
 
     exact = False
 
     def __init__(self, description: Description, space: Any = None) -> None:
         self.slots = len(description.spaces)
-        first_observation_space, self._action_space = description.spaces[0]
+        first_observation_space, self.action_space = description.spaces[0]
         self.space = first_observation_space if space is None else space
         self.has_rows = has_rows(self.space)
-        self.layout = layout_of_envs(False, self.space, self._action_space, self.slots)
+        self.layout = layout_of_envs(False, self.space, self.action_space, self.slots)
 
     def encoder(self, segment: Segment) -> Encode:
         """Return the function that writes a step request, with a batch of actions, into its bank."""
-        return action_encoder(batch_space(self._action_space, self.slots), segment)
+        return action_encoder(batch_space(self.action_space, self.slots), segment)
 
     def reader(self, segment: Segment) -> Callable[[int], RowsReply]:
         """Return the function that reads the reply to a plain step."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
@@ -231,13 +231,29 @@ class Rollout:
     Attributes:
         policy: Pickled by cloudpickle.
         steps: How many.
-        observations: What the caller saw last, which the first actions are chosen for: the arrays of the rows; of
-            several envs whose observations have no rows each of them pickled; of a single env its observation.
+        standing: What the caller saw last, which the first actions are chosen for: see ``recovery.answers``.
     """
 
     policy: bytes
     steps: int
-    observations: Any = None
+    standing: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RolloutResult:
+    """Answers a :class:`Rollout`. Each step, and each reset of a single env, is a request with a number of its own.
+
+    Attributes:
+        banks: Those of these requests with their replies, end to end.
+        mails: Place of a request → its mail and that of its reply, where it has any.
+        chosen: What the policy returned, pickled: stacks of the actions, and of what else it returned, by names.
+        failure: What the policy raised, which ended it early; or what is wrong with what it returned.
+    """
+
+    banks: bytearray
+    mails: dict[int, tuple[bytes, bytes]]
+    chosen: bytes = b""
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ Sequence, OneOf, custom) has none: its observations travel as mail.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 if TYPE_CHECKING:
     from multienv.wire.banks import Bank
@@ -64,6 +65,31 @@ def _nested(space: Any, rest: Iterator[Any]) -> Any:
     if type(space) is spaces.Tuple:
         return tuple(_nested(member, rest) for member in space.spaces)
     return next(rest)
+
+
+def batch_of(space: Any, observations: list[Any]) -> Any:
+    """Return the batch of observations of any space."""
+    empty: Any = create_empty_array(space, len(observations))
+    return concatenate(space, observations, empty)
+
+
+def stacked(space: Any, values: Sequence[Any]) -> Any:
+    """Return one stack of the values of many steps, in the structure of the space; a list of what does not stack.
+
+    Args:
+        space: Of each value, or of each row of it.
+        values: One for each step.
+    """
+    if isinstance(space, spaces.Dict) and all(isinstance(value, dict) for value in values):
+        return {key: stacked(member, [value[key] for value in values]) for key, member in space.spaces.items()}
+    if isinstance(space, spaces.Tuple) and all(isinstance(value, tuple) for value in values):
+        members = enumerate(space.spaces)
+        return tuple(stacked(member, [value[place] for value in values]) for place, member in members)
+    if isinstance(space, _SOLID):
+        arrays = [np.asarray(value) for value in values]
+        if len({array.shape for array in arrays}) == 1:
+            return np.stack(arrays)
+    return list(values)
 
 
 def row_of(tree: Any, row: int) -> Any:

@@ -198,7 +198,7 @@ class Host:
         absent = bank.absent.copy() if bank.view[1] & ABSENT else np.zeros(group.slots, np.uint8)
         rolled, seconds = self._runner.run(number, message, absent)
         self._answer(number, rolled, "rollout")
-        self._rolled = number + max(0, len(rolled.entries) - 1), seconds
+        self._rolled = number + max(0, len(rolled.banks) // self._segment.layout.size - 1), seconds
 
     def _call(self, number: int, message: Call) -> None:
         answer(self._segment, number, VALUE, self._envs().call(message))

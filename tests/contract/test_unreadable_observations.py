@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
+from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 
 CULPRIT, AT = 1, 3
@@ -21,13 +21,13 @@ OTHERS = [0, 2]
 
 
 class Reading:
-    """What the envs observe; some cannot be unpickled."""
+    """What the envs observe; some cannot be unpickled, in the process ``where`` or, if that is 0, in any."""
 
-    def __init__(self, count: int, *, legible: bool) -> None:
-        self.count, self.legible = count, legible
+    def __init__(self, count: int, *, legible: bool, where: int = 0) -> None:
+        self.count, self.legible, self.where = count, legible, where
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if not state["legible"]:
+        if not state["legible"] and state["where"] in (0, os.getpid()):
             raise RuntimeError("smudged")
         self.__dict__.update(state)
 
@@ -59,9 +59,9 @@ class ReadingEnv(gymnasium.Env[Any, Any]):
 
     action_space = spaces.Discrete(2)
 
-    def __init__(self, at: int = 0, at_reset: bool = False) -> None:
+    def __init__(self, at: int = 0, at_reset: bool = False, where: int = 0) -> None:
         self.observation_space = Readings()
-        self.at, self.at_reset = at, at_reset
+        self.at, self.at_reset, self.where = at, at_reset, where
         self.count = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -70,7 +70,8 @@ class ReadingEnv(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.count += 1
-        return Reading(self.count, legible=self.count != self.at), float(self.count), False, False, {}
+        reading = Reading(self.count, legible=self.count != self.at, where=self.where)
+        return reading, float(self.count), False, False, {}
 
 
 def fns(**culprit: Any) -> list[Any]:
@@ -111,3 +112,26 @@ def test_it_fails_alone_and_its_episode_goes_on_with_the_next_step(face, kills):
         assert not batch[3].any()
         strike()
         assert counts(envs.step(np.zeros(3, int))[0]) == [AT + 2] * 3
+
+
+def zeros(observations: Any) -> Any:
+    return np.zeros(len(observations), int) if isinstance(observations, tuple) else 0
+
+
+def test_a_rollout_that_only_the_worker_can_read_is_done_and_has_no_fragment() -> None:
+    with SubprocessVectorEnv(fns(at=AT, where=os.getpid()), envs_per_worker=3) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.rollout(zeros, 5)
+        assert list(caught.value.failures) == [CULPRIT]
+        assert "smudged" in str(caught.value.failures[CULPRIT])
+        assert caught.value.results == [None] * 3
+        assert counts(envs.step(np.zeros(3, int))[0]) == [6] * 3
+        assert len(envs.rollout(zeros, 5)) == 5
+    with SubprocessEnv(partial(ReadingEnv, at=AT, where=os.getpid())) as env:
+        env.reset(seed=1)
+        with pytest.raises(ResultNotPicklableError, match="smudged") as alone:
+            env.rollout(zeros, 5)
+        assert alone.value.fragment is None
+        assert env.step(0)[0].count == 6
+        assert [one.count for one in env.rollout(zeros, 5).observations] == [6, 7, 8, 9, 10]

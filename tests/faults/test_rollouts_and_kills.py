@@ -154,10 +154,15 @@ def test_an_env_that_ends_every_process_sits_the_fragment_out(mode: str) -> None
         assert fragment.observations[:, 0].tobytes() == expected.observations[:, 0].tobytes()
         assert fragment.truncations[:, 1].all()
         assert not fragment.rewards[:, 1].any()
+        for step in range(12):
+            told = fragment.infos[step].get("final_info", fragment.infos[step])
+            assert "SIGSEGV" in told["multienv"]["reason"][1]
         fragment = envs.rollout(constant, 3)  # short enough for its next episode
         assert not fragment.truncations[:, 1].any()
     with SubprocessEnv(env_fns[1], restart=POLICIES["journal"]) as env:
         env.reset(seed=4)
-        assert env.rollout(constant, 12).truncations.all()
+        fragment = env.rollout(constant, 12)
+        assert fragment.truncations.all()
+        assert all("SIGSEGV" in fragment.infos[step]["multienv"]["reason"] for step in range(12))
         env.reset()
         assert not env.rollout(constant, 3).truncations.any()
