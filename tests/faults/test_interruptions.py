@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -270,7 +271,10 @@ def interruption(request: pytest.FixtureRequest) -> Iterator[type[BaseException]
         raise request.param
 
     before = signal.signal(signal.SIGALRM, strike)
+    gc.collect()
+    gc.disable()  # what a handler raises inside a finalizer is swallowed by the interpreter
     yield request.param
+    gc.enable()
     disarm()
     signal.signal(signal.SIGALRM, before)
 
