@@ -211,16 +211,6 @@ def test_asynchronous_waits_for_no_more_than_it_was_given_actions(gate: Path) ->
         assert set(manager.step({})) == {0}
 
 
-def test_asynchronous_step_of_nothing_collects_what_is_under_way(gate: Path) -> None:
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1, horizon=1)]
-    with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0, episode_num=1) as manager:
-        manager.step({1: 1})
-        assert manager.env_state_done(1)
-        manager.step({0: 1})
-        with opened_meanwhile(gate):
-            assert set(manager.step({0: 3})) == {0}
-
-
 def test_synchronous_steps_exactly_the_ids_it_is_given() -> None:
     with SyncSubprocessEnvManager(counters(4)) as manager:
         for ids in ([0], [1, 3], [3, 0], [2], [0, 1, 2, 3]):
@@ -253,29 +243,6 @@ def test_ready_obs_waits_for_a_reset_when_nothing_else_is_ready(manager_of: Any,
 
 
 # --- what envs raise ------------------------------------------------------------------------------
-
-
-class TalkativeEnv(CounterEnv):
-    """Ends every episode with an info that is as it should not be."""
-
-    def __init__(self, info: Any) -> None:
-        super().__init__()
-        self.info = info
-
-    def step(self, action: Any) -> Any:
-        return (*super().step(action)[:2], True, False, self.info)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("info", [None, {"multienv": 3}], ids=repr)
-def test_infos_of_any_kind(manager_of: Any, info: Any, inplace: bool) -> None:
-    with manager_of([partial(TalkativeEnv, info), *counters(1)], reset_inplace=inplace) as manager:
-        timesteps = manager.step({0: 1, 1: 1})
-        assert timesteps[0].done
-        assert timesteps[1].observation[0] == 1
-        while 0 not in manager.ready_env:
-            assert manager.ready_obs
-        assert manager.step({0: 1})[0].done
 
 
 def test_an_action_that_its_env_refuses_ends_that_episode_alone(manager_of: Any) -> None:

@@ -6,7 +6,6 @@ the faces work in this way too.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -19,7 +18,7 @@ import pytest
 from vector_pairs import beside_gymnasium, run_side_by_side
 
 from kit import CounterEnv, first_difference
-from multienv import AsyncEnv, SubprocessEnv, SubprocessVectorEnv, SyncSubprocessEnvManager
+from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.wire.segment import NUMBERED, REPLY, REQUEST
 
@@ -90,21 +89,3 @@ def test_a_batch_whose_processes_are_killed_is_gymnasiums(envs_per_worker: int) 
 
         assert run_side_by_side(ours, theirs, 300, actions=actions) > 10
         assert all(one.exact_recoveries == 2 for one in ours.statistics())  # type: ignore[attr-defined]
-
-
-def test_the_other_faces() -> None:
-    async def episode() -> list[Any]:
-        async with AsyncEnv(CounterEnv) as env:
-            await env.reset(seed=1)
-            kill(env.statistics().pid)
-            return [(await env.step(1))[0] for _ in range(5)]
-
-    twin = CounterEnv()
-    twin.reset(seed=1)
-    expected = [twin.step(np.int64(1))[0] for _ in range(5)]
-    np.testing.assert_equal(asyncio.run(episode()), expected)
-    with SyncSubprocessEnvManager([CounterEnv] * 2) as manager:
-        manager.reset({0: {"seed": 1}, 1: {"seed": 1}})
-        for observation in expected:
-            for timestep in manager.step({0: 1, 1: 1}).values():
-                np.testing.assert_equal(timestep.observation, observation)
