@@ -6,7 +6,6 @@ import pickle
 from typing import Any
 
 import numpy as np
-import pytest
 from gymnasium.vector import VectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,52 +64,6 @@ def test_infos_of_several_workers_are_merged_as_gymnasium_merges_them(infos):
         theirs = batch._add_info(theirs, info, index)
     assert fingerprint(ours) == fingerprint(theirs)
     assert all(value.flags.writeable for value in ours.values())
-
-
-@pytest.mark.parametrize(
-    "info",
-    [
-        {"text": "a"},
-        {"array": np.zeros(2)},
-        {"flag": np.bool_(True)},
-        {"nested": {"a": 1}},
-        {"large": 2**63},
-        {"nothing": None},
-        {"_hidden": 1},
-        {"": 1},
-        {"final_obs": 1},
-        {1: 1},
-        {(1,): 1.0},
-        {"complex": 1j},
-        {"a": type("Number", (float,), {})(1.0)},
-        {"k" * 70_000: 1},
-    ],
-    ids=lambda info: repr(info)[:30],
-)
-def test_what_is_no_number_with_a_plain_name_is_left_to_pickle(info):
-    assert packed({"a": 1.0}, {"a": 1.0})
-    assert packed(info) == packed({"a": 1.0}, info) == packed(info, {"a": 1.0}) == packed(info, info) == b""
-
-
-@pytest.mark.parametrize(
-    "infos",
-    [
-        [{"a": 1.0, "b": 2}, {"a": 1, "b": 2}],
-        [{"a": 1.0, "b": 2}, {"b": 2, "a": 1.0}],
-        [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
-        [{"a": 1}, {"b": 1}],
-        [{"a": 1.0, "b": 2}, {"a": 1.0}],
-        [{"a": 1.0}, {"a": 1.0, "b": 2}],
-        [{"a": 1.0, "b": 2}, {"a": 1.0, "b": 2**64}],
-        [{"a": 1}, {"b": 1, "a": 1}, {"b": 1}],
-        [{"a": 1, "b": 1, "c": 1}, {"a": 1}, {"b": 1, "c": 1}],
-    ],
-)
-def test_infos_that_are_not_alike_are_left_to_pickle_and_keep_no_later_ones_from_being_packed(infos):
-    packer, good = InfoPacker(len(infos)), list(enumerate([{"a": 1.0, "b": 2}] * len(infos)))
-    for _ in range(2):
-        assert packer.numbers(list(enumerate(infos))) == b""
-        assert list(unpacked(packer.numbers(good))) == good
 
 
 # --- everything else --------------------------------------------------------------------------
