@@ -26,13 +26,12 @@ from cluster.lossy_host import (
     HARMLESS,
     Clusters,
     asks,
-    at,
     diced,
     every,
     fifo_gate,
     silent_from,
 )
-from cluster.relayed_envs import CountedEnv, GateEnv, PictureEnv
+from cluster.relayed_envs import GateEnv, PictureEnv
 from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, assert_same_trajectory, first_difference, is_alive, rollout
 from kit.interruption import Ledger, every_place
 from kit.trainer_process import becomes_true
@@ -96,30 +95,6 @@ def kill(pid: int | None) -> None:
 
 
 # --- calls that get lost ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fault", ["unanswered", "silent"])
-def test_request_whose_reply_is_lost_is_executed_once(clusters: Clusters, tmp_path: Path, fault: str) -> None:
-    log = tmp_path / "log"
-    cluster, options = clusters.make(
-        at(dict.fromkeys((2, 7)[: 1 + (fault == "unanswered")], fault)), suspect_after=LENIENT
-    )
-    with RayEnv(partial(CountedEnv, log=str(log), horizon=5), ray=options) as env:
-        assert_as_if_local(env, horizon=5)
-        assert env.statistics().restarts == 0
-    assert log.read_text() == "rsssssrsssssrssss"
-    assert fault in cluster.struck
-    assert len(cluster.hosts) == 1
-
-
-@pytest.mark.parametrize("fault", ["lost", "swallowed"])
-def test_call_lost_before_it_is_executed_is_made_again(clusters: Clusters, fault: str) -> None:
-    cluster, options = clusters.make(at(dict.fromkeys((7, 9)[: 1 + (fault == "lost")], fault)), suspect_after=LENIENT)
-    with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
-        assert_as_if_local(env, horizon=5)
-        assert env.statistics().restarts == 0
-    assert fault in cluster.struck
-    assert len(cluster.hosts) == 1
 
 
 @pytest.mark.parametrize("fault", ["late", "slow reply", "twice", "stale"])
@@ -617,7 +592,7 @@ class Played:
     def __init__(self, clusters: Clusters, seed: int, programs: int) -> None:
         self.seeds = range(seed, seed + programs)
         self.truncated = self.steps = 0
-        self.kinds: set[str] = set()
+        self.kinds: set[str] = set()  # of requests, and of faults that struck
         self._clusters = clusters
         self.error: BaseException | None = None
         self.env: Any = None
@@ -639,6 +614,7 @@ class Played:
             self.error = AssertionError(f"program {seed} of {self.seeds}: {error!r}; faults: {struck}")
             self.error.__cause__ = error
         finally:
+            self.kinds.update(cluster.struck)
             self.env = None  # the fleet knows the schedule, and its finalizer knows the fleet
 
     def _fault(self, host: int, call: int, sent: Sent) -> str:
@@ -702,7 +678,8 @@ def play(clusters: Clusters, first: int, programs: int) -> list[Played]:
 def test_random_programs_on_random_hosts_are_exact(clusters: Clusters) -> None:
     played = play(clusters, 0, PROGRAMS)
     assert sum(one.truncated for one in played) <= sum(one.steps for one in played) // 100
-    assert set.union(*[one.kinds for one in played]) >= {"step", "reset", "call", "kill", "keep", "restore", "die"}
+    ops = {"step", "reset", "call", "kill", "keep", "restore", "die"}
+    assert set.union(*[one.kinds for one in played]) >= {*ops, *RANDOM_FAULTS}
 
 
 @pytest.mark.soak
