@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from manager_envs import GatedEnv, SeenResetEnv, counters, open_up, opened_meanwhile
 
-from kit import CounterEnv, first_difference
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import (
     CallPendingError,
@@ -33,36 +32,6 @@ def play(manager: Any, action: int = 1) -> dict[int, list[Any]]:
 
 
 # --- episodes -------------------------------------------------------------------------------------
-
-
-def test_each_env_runs_its_episodes_as_in_process(manager_of: Any) -> None:
-    with manager_of([partial(CounterEnv, horizon=3 + index) for index in range(4)], episode_num=3) as manager:
-        manager.close()
-        manager.seed(7)
-        manager.launch()
-        seen = play(manager)
-        assert manager.env_states == dict.fromkeys(range(4), EnvState.DONE)
-        assert [manager.env_state_done(index) for index in range(4)] == [True] * 4
-        assert manager.ready_obs == {}
-        assert manager.ready_env == manager.active_env == []
-    for index, timesteps in seen.items():
-        twin, expected = CounterEnv(horizon=3 + index), []
-        for episode in range(3):
-            twin.reset(seed=manager._seed_of(index, episode))
-            expected += [twin.step(1) for _ in range(3 + index)]  # type: ignore[arg-type]
-        assert first_difference([tuple(timestep) for timestep in timesteps], expected) is None
-
-
-def test_the_last_observation_is_in_the_timestep_and_the_next_one_in_ready_obs(manager_of: Any) -> None:
-    with manager_of(counters(2, horizon=2)) as manager:
-        assert [observation[0] for observation in manager.ready_obs.values()] == [0, 0]
-        for step in (1, 2):
-            timesteps = manager.step({0: 1, 1: 1})
-            assert [timestep.observation[0] for timestep in timesteps.values()] == [step, step]
-        assert timesteps[0].done
-        while len(ready := manager.ready_obs) < 2:
-            pass  # the other one's reset may come a moment later
-        assert [observation[:2].tolist() for observation in ready.values()] == [[0, 1], [0, 1]]
 
 
 def test_reset_inplace(manager_of: Any) -> None:
@@ -97,6 +66,9 @@ def test_without_auto_reset_the_caller_resets(manager_of: Any) -> None:
 def test_an_env_that_was_done_counts_anew_after_a_reset(manager_of: Any) -> None:
     with manager_of(counters(2, horizon=2), episode_num=2) as manager:
         assert list(map(len, play(manager).values())) == [4, 4]
+        assert manager.env_states == dict.fromkeys(range(2), EnvState.DONE)
+        assert manager.ready_obs == {}
+        assert manager.ready_env == manager.active_env == []
         manager.reset()
         assert not manager.done
         assert list(map(len, play(manager).values())) == [4, 4]

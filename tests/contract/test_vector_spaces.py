@@ -18,7 +18,6 @@ from kit import SlowEnv, SpaceEnv, TokenSpace, example_spaces
 from multienv import SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResetNeededError, SpaceMismatchError
 
-SPACES = sorted(example_spaces())
 FACES = [SubprocessVectorEnv, SerialVectorEnv]
 both_faces = pytest.mark.parametrize("face", FACES)
 CARTPOLE = partial(gymnasium.make, "CartPole-v1")
@@ -41,17 +40,6 @@ class BrokenFirstEnv(SpaceEnv):
         if self.broken >= 0:
             raise OSError("not yet")
         return super().reset(**options)
-
-
-@pytest.mark.parametrize("kind", SPACES)
-def test_observations_and_actions_of_every_space(kind):
-    """The infos tell of type, shape and every bit of the action that each env was given."""
-    env_fns = [partial(space_env, kind, actions=kind, horizon=3 + index) for index in range(3)]
-    own = {"envs_per_worker": 2}
-    with beside_gymnasium(SubprocessVectorEnv, env_fns, own, autoreset_mode="SameStep") as pair:
-        assert run_side_by_side(*pair, 9) >= 3
-    with beside_gymnasium(SerialVectorEnv, env_fns, autoreset_mode="NextStep") as pair:
-        assert run_side_by_side(*pair, 9) >= 3
 
 
 # --- observation_mode ---------------------------------------------------------------------------
