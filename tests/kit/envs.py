@@ -133,18 +133,16 @@ class NondeterministicEnv(CounterEnv):
 
 
 class SlowEnv(CounterEnv):
-    """Sleeps in its constructor, in each reset, step and close, for as long as told."""
+    """Sleeps in each reset, step and close, for as long as told."""
 
     def __init__(
         self,
         *,
-        build_seconds: float = 0.0,
         reset_seconds: float = 0.0,
         step_seconds: float = 0.0,
         close_seconds: float = 0.0,
         **counter: Any,
     ) -> None:
-        time.sleep(build_seconds)
         super().__init__(**counter)
         self.reset_seconds = reset_seconds
         self.step_seconds = step_seconds

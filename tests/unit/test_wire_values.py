@@ -5,6 +5,7 @@ Through env classes whose worker is in this process: encoders, shared memory and
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import OrderedDict
 from typing import Any
@@ -28,23 +29,24 @@ NUMBERS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 class TellingEnv(gymnasium.Env[Any, Any]):
-    """Returns one observation after the other, and begins again; notes the actions that it gets."""
+    """Returns one observation after the other, and begins again, with an info; notes the actions that it gets."""
 
     got: list[Any] = []  # noqa: RUF012 - of all, in their order
 
-    def __init__(self, observation_space: Any, action_space: Any, observations: list[Any]) -> None:
-        self.observation_space, self.action_space, self.observations = observation_space, action_space, observations
-        self.steps = 0
+    def __init__(self, observation_space: Any, action_space: Any, observations: list[Any], infos: Any = ({},)) -> None:
+        self.observation_space, self.action_space = observation_space, action_space
+        self.observations, self.infos, self.steps = observations, infos, 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.steps = 0
-        return self.observations[0], {}
+        return self.observations[0], self.infos[0]
 
     def step(self, action: Any) -> Any:
         self.steps += 1
         self.got.append(fingerprint(action))
-        return self.observations[self.steps % len(self.observations)], 0.0, False, False, {}
+        info = self.infos[self.steps % len(self.infos)]
+        return self.observations[self.steps % len(self.observations)], 0.0, False, False, info
 
 
 def seen_by_one_env(space: spaces.Space[Any], observations: list[Any]) -> list[Any]:
@@ -241,3 +243,40 @@ class OddBox(spaces.Box):
 def test_spaces_of_somebodys_own_hold_whatever_they_hold(space):
     value = space.sample() if isinstance(space, spaces.Dict) else "anything"
     assert_unchanged(space, [value])
+
+
+# --- infos --------------------------------------------------------------------------------------
+
+KINDS: list[st.SearchStrategy[Any]] = [
+    st.floats(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats().map(np.float64),
+    st.floats(width=32).map(np.float32),
+    st.integers(-(2**63), 2**63 - 1).map(np.int64),
+    st.integers(-(2**31), 2**31 - 1).map(np.int32),
+    st.integers(0, 255).map(np.uint8),
+]
+KEYS = st.text(min_size=1).filter(lambda key: not key.startswith("_") and key not in ("final_obs", "final_info"))
+SHAPES = st.dictionaries(KEYS, st.sampled_from(KINDS), max_size=5)
+# Of the same keys in one order and of the same types, as a rule; or each of its own.
+INFOS = SHAPES.flatmap(lambda shape: st.lists(st.fixed_dictionaries(shape), min_size=6, max_size=6)) | st.lists(
+    SHAPES.flatmap(st.fixed_dictionaries), min_size=6, max_size=6
+)
+
+
+@given(INFOS)
+def test_infos_of_numbers_arrive_with_their_types_and_bits_and_are_merged_as_gymnasium_merges_them(infos):
+    env_fns = [lambda index=index: TellingEnv(DISCRETE, DISCRETE, [1], infos[2 * index :][:2]) for index in range(3)]
+    with (
+        SerialVectorEnv(env_fns) as envs,
+        contextlib.closing(SyncVectorEnv(env_fns)) as theirs,
+        SerialEnv(env_fns[0]) as env,
+    ):
+        assert fingerprint(env.reset()[1]) == fingerprint(infos[0])
+        assert first_difference(envs.reset()[1], theirs.reset()[1]) is None
+        for step in (1, 0, 1):
+            assert fingerprint(env.step(1)[4]) == fingerprint(infos[step])
+            merged = envs.step(np.ones(3, np.int64))[4]
+            assert first_difference(merged, theirs.step(np.ones(3, np.int64))[4]) is None
+            assert all(value.flags.writeable for value in merged.values())
