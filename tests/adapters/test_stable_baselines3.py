@@ -19,7 +19,7 @@ from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv
 from kit import CounterEnv, Fault, FaultyEnv, observations_equal
 from kit.ctrl_c import GateEnv, ctrl_c
 from multienv import Loss, RestartPolicy
-from multienv.errors import ActionError, CallPendingError, EnvsFailedError, UsageError
+from multienv.errors import CallPendingError, UsageError
 from multienv.testing import Killer
 
 if importlib.util.find_spec("stable_baselines3") is None:
@@ -277,20 +277,6 @@ def test_seeds_and_options_are_used_once():
         assert np.array_equal(envs.reset(), first)
 
 
-def test_what_an_env_raises_reaches_the_learner_and_the_episodes_go_on():
-    failing = partial(FaultyEnv, fault=Fault("raise", "step", at=2))
-    with made([CounterEnv, failing], reports="") as envs:
-        envs.reset()
-        envs.step(np.zeros(2, int))
-        with pytest.raises(EnvsFailedError) as caught:
-            envs.step(np.zeros(2, int))
-        assert set(caught.value.failures) == {1}
-        observations, *_ = envs.step(np.zeros(2, int))
-        assert observations[:, 0].tolist() == [3, 0]
-        with pytest.raises(ActionError):
-            envs.step([0.5, 0.5])
-
-
 # --- pending and interrupted steps ----------------------------------------------------------------
 
 
@@ -340,17 +326,6 @@ def test_attributes_and_methods_with_indices_through_wrappers():
         assert envs.get_attr("pokes") == [0, 1, 2]
         with pytest.raises(IndexError):
             envs.get_attr("offset", indices=3)
-
-
-def test_what_is_set_and_called_survives_a_worker():
-    with made([MaskedEnv] * 2, envs_per_worker=2, restart=RestartPolicy(snapshots=False)) as envs:
-        envs.reset()
-        envs.set_attr("offset", 2.0, 0)
-        envs.env_method("poke", 1.0, indices=1)
-        assert Killer(envs).strike()
-        envs.step(np.zeros(2, int))
-        assert envs.statistics()[0].exact_recoveries == 1
-        assert envs.get_attr("offset") == [2.0, 1.0]
 
 
 def test_masks_at_every_step_fill_no_journal():

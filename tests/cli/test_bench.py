@@ -37,7 +37,9 @@ def test_layouts_and_peers_are_measured() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("stable_baselines3") is None, reason="Stable-Baselines3 is not installed")
 def test_against_stable_baselines3() -> None:
-    result = run_process("bench", "CartPole-v1", "--envs", "1", *SHORT, "--against", "sb3")
+    result = run_process(
+        "bench", "CartPole-v1", "--envs", "1", "--seconds", "0.05", "--repeats", "1", "--against", "sb3"
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("SubprocessVecEnv(env_fns)", "SubprocVecEnv(env_fns)", "DummyVecEnv(env_fns)"):
         assert name in result.stdout

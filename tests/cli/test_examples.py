@@ -53,13 +53,6 @@ def test_the_actor_critic_while_its_workers_are_killed(tmp_path, face):
     assert (tmp_path / "actor_critic.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.soak
-def test_the_vector_actor_critic_learns_what_the_other_does(tmp_path):
-    few = ["--total-steps", "3000", "--seed", "3"]
-    lists, batches = (example(tmp_path, "actor_critic.py", *few, *face) for face in ((), ("--vector",)))
-    assert lists.splitlines()[0] == batches.splitlines()[0]
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
@@ -88,16 +81,6 @@ def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     assert int(learnt[1]) > 0
 
 
-@pytest.mark.soak
-def test_the_fault_table_beside_gymnasium(tmp_path):
-    script = str(ROOT / "benchmarks" / "fault_table.py")
-    run(tmp_path, script, "--only", "multienv,gymnasium", "--cases", "kill,orphans", "--json", "table.json")
-    ours, theirs = json.loads((tmp_path / "table.json").read_text()).values()
-    assert ours == {"kill": "the same episode goes on, verified", "orphans": "nothing is left"}
-    assert theirs["kill"].startswith("`EOFError`")
-    assert theirs["orphans"] == "orphans: 2"
-
-
 def test_the_leak_benchmark_finds_nothing_wrong_with_a_short_run_of_single_envs(tmp_path):
     script = str(ROOT / "benchmarks" / "leak.py")
     few = ["--rows", "MultiEnv", "--steps", "400", "--max-rss", "120"]
@@ -111,11 +94,6 @@ def test_the_leak_benchmark_finds_nothing_wrong_with_a_short_run_of_single_envs(
         assert 0.5 < figures["replay"] <= 1.0
 
 
-def test_the_leak_benchmark_fails_where_memory_is_above_its_bar(tmp_path):
-    few = ["--rows", "SubprocessEnv.rollout", "--steps", "50", "--max-rss", "1"]
-    assert "Missed by 2 of 2 rows" in run(tmp_path, str(ROOT / "benchmarks" / "leak.py"), *few, status=1)
-
-
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
 def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
     few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32"]
@@ -125,16 +103,6 @@ def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
     assert int(killed[1]) == int(killed[2]) > 0
     assert means(struck) == means(calm)
     assert means(calm)[-1] > means(calm)[0]
-
-
-@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
-def test_ppo_in_torch_masks_the_steps_that_were_lost(tmp_path):
-    few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32", "--chaos", "--on-crash", "truncate"]
-    told = example(tmp_path, "ppo_torch.py", *few)
-    counts = re.search(r"(\d+) workers died; 0 recoveries were exact, (\d+) truncated; their episodes", told)
-    assert counts is not None, told
-    assert 0 < int(counts[2]) <= int(counts[1])
-    assert "nan" not in told
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")

@@ -168,16 +168,6 @@ def test_what_hung_is_ended_with_its_stack() -> None:
     assert "faults.py" in result.stderr
 
 
-def test_an_env_that_died_while_it_was_built() -> None:
-    env = SubprocessEnv(partial(FaultyEnv, fault=Fault("abort", "construct")), restart=RAISE)
-    with pytest.raises(WorkerLostError) as caught:
-        env.initialize()
-    env.close()
-    result = replay_apart(Path(caught.value.report))
-    assert result.returncode == -signal.SIGABRT
-    assert "It was being built" in result.stdout
-
-
 def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     with SubprocessEnv(partial(FaultyEnv, fault=Fault("segv", "step", action=3))) as env:
         for episode in range(5):
@@ -196,14 +186,6 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
 
 
 # --- it does not ----------------------------------------------------------------------------------
-
-
-def test_what_was_killed_from_outside_runs_through(reports: Path, replay: Replay) -> None:
-    report = killed(lambda: gymnasium.make("CartPole-v1"), 150, reports)
-    result = replay(report)
-    assert result.exit_code == 0, result.output
-    assert "answers are as they were recorded" in result.stdout
-    assert "The fault did not come again: the request returned." in result.stdout
 
 
 def test_a_report_is_replayed_in_the_world_that_its_trainer_saw(tmp_path: Path, reports: Path, replay: Replay) -> None:

@@ -53,23 +53,6 @@ class CountingEnv(gymnasium.Env[np.ndarray, int]):
         return np.array([self.count, self.np_random.random()])
 
 
-class FramesEnv(gymnasium.Env[np.ndarray, int]):
-    """Shows frames of 28 kB, each pixel of which says the step."""
-
-    observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
-        return self._seen(), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        return self._seen(), float(self.np_random.random()), False, False, {}
-
-    def _seen(self) -> np.ndarray:
-        return self.np_random.integers(0, 256, (84, 84, 4), np.uint8)
-
-
 class InStep:
     """Steps a batch on the cluster and a serial one beside it, and holds them against each other to the bit."""
 

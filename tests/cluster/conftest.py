@@ -1,4 +1,4 @@
-"""A Ray cluster for each file of tests, and what tests on it may leave behind."""
+"""A Ray cluster, and what tests on it may leave behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GONE_WITHIN = 10.0
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[RayCluster]:
-    """Three nodes of four CPUs, for all tests of a file. A test that loses a node adds one; the head stays."""
+    """Three nodes of four CPUs. A test that loses a node adds one; the head stays."""
     pytest.importorskip("ray")
     from kit.ray_cluster import RayCluster
 

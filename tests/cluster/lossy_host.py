@@ -94,8 +94,7 @@ class LossyHost:
         calls: Made so far.
         struck: The faults that have struck, with the numbers of their calls.
         arrays: Replies that had an array of their own.
-        most_sent, most_returned: Bytes that were under way at a time, at the most.
-        largest_sent, largest_returned: Bytes of a single call and of a single reply, at the most.
+        most_returned: Bytes of replies that were under way at a time, at the most.
         ended: It was told to end, and has let go of its workers.
     """
 
@@ -105,11 +104,11 @@ class LossyHost:
         self.calls = 0
         self.struck: list[tuple[int, str]] = []
         self.arrays = 0
-        self.most_sent = self.most_returned = self.largest_sent = self.largest_returned = 0
+        self.most_returned = 0
         self.ended = threading.Event()
         self._cluster, self._index = cluster, index
         self._executed = 0
-        self._sent = self._returned = 0
+        self._returned = 0
         self._is_dead = self._is_over = False
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
@@ -128,9 +127,6 @@ class LossyHost:
             self.calls += 1
             number = self.calls
             self._open.add(future)
-            self._sent += len(data)
-            self.most_sent = max(self.most_sent, self._sent)
-            self.largest_sent = max(self.largest_sent, len(data))
         for frame in sent.frames:
             if frame[0] == frames.ASK and frame[-1] and isinstance(kept := pickle.loads(frame[-1]), KeepSnapshot):
                 self._tokens.append(kept.token)
@@ -146,16 +142,11 @@ class LossyHost:
             self._is_over = True
             threading.Thread(target=self._end, name="lossy-host-end", daemon=True).start()
 
-    def forget_sizes(self, step: int) -> None:
-        """Begin to measure with the first step: what builds and resets envs carries more."""
-        if step == 0:
-            self.most_sent = self.most_returned = self.largest_sent = self.largest_returned = 0
-
     def release(self) -> None:
         """Deliver the replies that were held back."""
         held, self._held = self._held, []
         for future, reply in held:
-            self._answer(future, reply, 0)
+            self._answer(future, reply)
 
     def _end(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -174,7 +165,7 @@ class LossyHost:
                 self._die()
                 return
             if fault == "lost":
-                self._answer(future, UnansweredError("lost on its way"), len(data))
+                self._answer(future, UnansweredError("lost on its way"))
                 return
             if fault == "swallowed":
                 return
@@ -185,18 +176,18 @@ class LossyHost:
             if again is not None:
                 again.result()
             if fault == "unanswered":
-                self._answer(future, UnansweredError("its reply was lost"), len(data))
+                self._answer(future, UnansweredError("its reply was lost"))
             elif fault == "silent":
                 self._held.append((future, reply))
             else:
                 if fault == "slow reply":
                     self._await_another(before + 1)
-                self._deliver(future, reply, len(data))
+                self._deliver(future, reply)
             if fault == "stale":
                 self._await_another(before + 1)
                 self._execute(data)
         except Exception as error:  # a defect of the relay
-            self._answer(future, error, len(data))
+            self._answer(future, error)
 
     def _execute(self, data: bytes) -> Any:
         reply = self.relay.exchange(data)
@@ -210,21 +201,19 @@ class LossyHost:
         while self._executed <= before and time.monotonic() < until:
             time.sleep(0.001)
 
-    def _deliver(self, future: Future[Any], reply: Any, sent: int) -> None:
+    def _deliver(self, future: Future[Any], reply: Any) -> None:
         size = frames.size_of(reply)
         with self._lock:
             self.arrays += isinstance(reply, tuple)
             self._returned += size
             self.most_returned = max(self.most_returned, self._returned)
-            self.largest_returned = max(self.largest_returned, size)
         time.sleep(self._cluster.on_its_way)
         with self._lock:
             self._returned -= size
-        self._answer(future, reply, sent)
+        self._answer(future, reply)
 
-    def _answer(self, future: Future[Any], outcome: Any, sent: int) -> None:
+    def _answer(self, future: Future[Any], outcome: Any) -> None:
         with self._lock:
-            self._sent -= sent
             if future not in self._open:
                 return
             self._open.discard(future)

@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kit import CounterEnv
-
-
-class CountedEnv(CounterEnv):
-    """Writes a byte to a file for each step and each reset that is executed.
-
-    Args:
-        log: Path of the file.
-        counter: The arguments of `CounterEnv`.
-    """
-
-    def __init__(self, *, log: str, **counter: Any) -> None:
-        super().__init__(**counter)
-        self._log = log
-
-    def step(self, action: Any) -> Any:
-        self._write(b"s")
-        return super().step(action)
-
-    def reset(self, **options: Any) -> Any:
-        self._write(b"r")
-        return super().reset(**options)
-
-    def _write(self, what: bytes) -> None:
-        descriptor = os.open(self._log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        os.write(descriptor, what)
-        os.close(descriptor)
 
 
 class GateEnv(CounterEnv):

@@ -23,7 +23,7 @@ pytest.importorskip("ray")
 GONE_WITHIN = 10.0
 
 
-@pytest.mark.parametrize("way", ["kill_while_an_env_hangs", "end_without_close", "close"])
+@pytest.mark.parametrize("way", ["kill_while_an_env_hangs", "close"])
 def test_nothing_is_left_of_a_local_ray_however_the_trainer_ends(way):
     with Trainer("cluster_trainers", "local_ray", way) as trainer:
         trainer.expect("ready")

@@ -7,7 +7,6 @@ that stays closed is a step that takes for ever.
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import inspect
 import logging
@@ -40,7 +39,6 @@ from multienv.errors import (
 )
 from multienv.processes.launcher import MonitorClient
 from multienv.recovery import pending
-from multienv.recovery.lifecycle import Lifecycle
 
 TRUNCATE = RestartPolicy(on_crash="truncate", on_timeout="truncate")
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
@@ -81,14 +79,12 @@ def kill(env: AsyncEnv, number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(env.statistics().pid or 0, number)
 
 
-def left_by_its_loop(env: AsyncEnv, directory: Path, is_lost: bool = False) -> list[asyncio.Task[Any]]:
-    """Return a step that waits at the gate, or for a recovery that does, in a loop that was closed."""
+def left_by_its_loop(env: AsyncEnv, directory: Path) -> list[asyncio.Task[Any]]:
+    """Return a step that waits at the gate, in a loop that was closed."""
 
     async def leave() -> asyncio.Task[Any]:
         await env.reset(seed=0)
-        if is_lost:
-            kill(env)
-        return await started(env, directory, env.step(2) if is_lost else None)
+        return await started(env, directory)
 
     loop = asyncio.new_event_loop()
     task = loop.run_until_complete(leave())
@@ -182,38 +178,25 @@ async def test_wrong_calls_are_refused_and_nothing_is_lost() -> None:
         AsyncEnv(CounterEnv, hooks=[1])  # type: ignore[list-item]
 
 
-@in_a_loop
-async def test_an_env_that_raises_stop_iteration_fails_as_any_other() -> None:
-    class EndsEnv(CounterEnv):
-        def step(self, action: Any) -> Any:
-            return next(iter(()))
+class RaisesEnv(CounterEnv):
+    """Raises what means something else to a coroutine, or to a call that waits."""
 
-    async with AsyncEnv(EndsEnv, env_index=7) as env:
-        await env.reset(seed=3)
-        with pytest.raises(EnvError, match=r"Env 7 raised builtins\.StopIteration") as caught:
-            await env.step(1)
-        error = caught.value
-        assert (error.env_index, error.command, error.step, error.seed) == (7, "step", 0, 3)
-        assert "next(iter(()))" in error.remote_traceback
-        assert isinstance(error.__cause__, StopIteration)
-        await env.reset()
+    def step(self, action: Any) -> Any:
+        raise WaitTimeout("not ready") if action else StopIteration(3)
+
+
+@in_a_loop
+async def test_what_an_env_raises_is_the_envs_whatever_it_means_to_a_coroutine() -> None:
+    async with AsyncEnv(RaisesEnv, env_index=7) as env:
+        for action, kind in enumerate((StopIteration, WaitTimeout)):
+            await env.reset(seed=3)
+            with pytest.raises(EnvError, match="Env 7 raised") as caught:
+                await env.step(action)
+            assert (caught.value.env_index, caught.value.command, caught.value.seed) == (7, "step", 3)
+            assert isinstance(caught.value.__cause__, kind)
     with pytest.raises(EnvError, match="StopIteration"):
         async with AsyncEnv(lambda: next(iter(()))):
             pass
-
-
-@in_a_loop
-async def test_a_wait_timeout_of_the_env_is_not_one_of_the_call() -> None:
-    class NotReadyEnv(CounterEnv):
-        def step(self, action: Any) -> Any:
-            raise WaitTimeout("not ready")
-
-    async with AsyncEnv(NotReadyEnv) as env:
-        await env.reset(seed=0)
-        with pytest.raises(EnvError, match="not ready"):
-            await env.step(1)
-        await env.reset()
-        assert await env.call("episode_step") == 0
 
 
 @in_a_loop
@@ -263,23 +246,6 @@ async def test_a_worker_killed_while_its_step_is_awaited_is_brought_back_beside_
 
 
 @in_a_loop
-async def test_a_step_that_the_system_does_not_let_recover_is_completed_by_the_next(monkeypatch: Any) -> None:
-    def fails(lifecycle: Any) -> Any:
-        monkeypatch.undo()
-        raise OSError(errno.EMFILE, "no descriptor is left")
-
-    async with AsyncEnv(CounterEnv) as env:
-        await env.reset(seed=0)
-        for completes in (env.step, env.reset):
-            monkeypatch.setattr(Lifecycle, "recover", fails)
-            kill(env)
-            with pytest.raises(OSError, match="no descriptor"):
-                await env.step(1)
-            *_, info = await completes(2) if completes == env.step else await completes()
-            assert info.get("multienv") == ({"resumed": True} if completes == env.step else None)
-
-
-@in_a_loop
 async def test_an_action_is_the_one_that_was_given_whatever_becomes_of_the_array() -> None:
     action = np.array(1)
     async with AsyncEnv(CounterEnv) as env:
@@ -306,16 +272,6 @@ async def test_the_deadline_of_one_step_is_for_that_step_alone(tmp_path: Path) -
         assert not step.done()
         (tmp_path / "gate").touch()
         assert (await step)[0][0] == 1
-
-
-@in_a_loop
-async def test_a_step_asked_again_after_a_loss_has_its_deadline_too(tmp_path: Path) -> None:
-    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
-        await env.reset(seed=0)
-        *_, truncated, info = await env.step(WAIT, deadline=0.2)
-        assert truncated
-        assert "2 processes" in info["multienv"]["reason"]
-        assert env.statistics().losses == 2
 
 
 @in_a_loop
@@ -404,18 +360,6 @@ async def test_a_cancelled_step_that_is_given_a_deadline_later_is_given_up_then(
 
 
 @in_a_loop
-async def test_a_worker_killed_after_its_step_was_cancelled_is_brought_back_by_the_next_step(tmp_path: Path) -> None:
-    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
-        await env.reset(seed=0)
-        await cancelled(await started(env, tmp_path))
-        kill(env)
-        (tmp_path / "gate").touch()
-        observation, *_, info = await env.step(GO)
-        assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
-        assert env.statistics().exact_recoveries == 1
-
-
-@in_a_loop
 async def test_a_step_cancelled_while_its_worker_is_brought_back_is_completed_by_the_next(tmp_path: Path) -> None:
     policy = RestartPolicy(snapshots=False)
     async with AsyncEnv(partial(gated_from_the_second_time, tmp_path), restart=policy) as env:
@@ -479,15 +423,6 @@ def test_a_call_in_a_loop_that_was_closed_is_completed_in_the_next(tmp_path: Pat
     asyncio.run(env.close())
 
 
-def test_a_recovery_in_a_loop_that_was_closed_is_completed_in_the_next(tmp_path: Path) -> None:
-    env = AsyncEnv(partial(gated_from_the_second_time, tmp_path), restart=RestartPolicy(snapshots=False))
-    left_by_its_loop(env, tmp_path, is_lost=True)
-    (tmp_path / "gate").touch()
-    observation, *_, info = asyncio.run(env.step(GO))
-    assert (observation[0], observation[2], info) == (1, 2, {"multienv": {"resumed": True}})
-    asyncio.run(env.close())
-
-
 # --- the end ------------------------------------------------------------------------------------------
 
 
@@ -507,48 +442,9 @@ async def test_close_ends_a_step_that_is_awaited(tmp_path: Path) -> None:
             await call
 
 
-@in_a_loop
-async def test_close_ends_a_recovery(tmp_path: Path) -> None:
-    env = AsyncEnv(partial(gated_from_the_second_time, tmp_path), restart=RestartPolicy(snapshots=False))
-    await env.reset(seed=0)
-    kill(env)
-    step = await started(env, tmp_path, env.step(2))
-    await env.close()
-    with pytest.raises(ClosedError):
-        await step
-
-
 def test_a_loop_that_is_closed_with_a_step_under_way_leaves_nothing(tmp_path: Path) -> None:
     gc.collect()
     before = snapshot_resources(threads=True)
-
-    async def leave() -> None:
-        env = AsyncEnv(partial(GateEnv, tmp_path))
-        await env.reset(seed=0)
-        await started(env, tmp_path)
-
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(leave())
-    (task,) = asyncio.all_tasks(loop)
-    loop.close()
-    task._log_destroy_pending = False  # type: ignore[attr-defined] # asyncio's own complaint, which is right
-    del task
+    left_by_its_loop(AsyncEnv(partial(GateEnv, tmp_path)), tmp_path).clear()
     gc.collect()
     assert_nothing_left(before)
-
-
-def test_an_env_that_was_closed_by_nobody_goes_with_its_last_reference(tmp_path: Path) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        before = snapshot_resources(threads=True)
-        env: Any = AsyncEnv(CounterEnv)
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(env.reset(seed=0))
-        kill(env)
-        loop.run_until_complete(env.step(1))
-        loop.close()
-        del env
-        assert_nothing_left(before)
-    finally:
-        gc.enable()

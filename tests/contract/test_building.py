@@ -17,7 +17,7 @@ from contract_envs import (
     return_none,
 )
 
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, no_leaks
+from kit import CounterEnv, SpaceEnv, no_leaks
 from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import (
     EnvError,
@@ -97,18 +97,6 @@ def test_an_env_fn_that_raises(context):
     env.close()
     with pytest.raises(UsageError, match="closed"):
         env.initialize()
-
-
-def test_a_build_that_ends_the_process_is_tried_again_and_then_raised(marker):
-    once = Fault("exit", "construct", once=marker)
-    with SubprocessEnv(partial(FaultyEnv, fault=once)) as env:
-        assert env.statistics().restarts == 1
-        env.reset(seed=0)
-    env = SubprocessEnv(exit_at_build, restart=RestartPolicy(backoff=0.0), env_index=3)
-    with pytest.raises(WorkerLostError, match="code 5") as caught:
-        env.initialize()
-    assert (caught.value.env_index, caught.value.command, caught.value.exit_code) == (3, "initialize", 5)
-    env.close()
 
 
 def test_an_env_that_cannot_be_described_is_named():

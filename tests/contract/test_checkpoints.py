@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -228,41 +225,3 @@ def test_of_a_batch_that_is_loaded_in_part_the_rest_stays_and_the_part_wants_a_r
         assert envs.step(np.ones(4, int))[0][:, 0].tolist() == [1, 1, 2, 2]
         envs.load_state_dict(state)
         assert envs.step(np.ones(4, int))[0][:, 0].tolist() == [1] * 4
-
-
-TRAINER = """
-import os, pickle, signal, sys
-from functools import partial
-import gymnasium
-from multienv import MultiEnv, create_subprocess_envs
-m = MultiEnv(create_subprocess_envs([partial(gymnasium.make, "LunarLander-v3")] * 2))
-if sys.argv[2] == "begin":
-    m.reset(seed=8)
-    for t in range(60):
-        m.step([t % 4, (t + 1) % 4])
-    with open(sys.argv[1], "wb") as file:
-        pickle.dump(m.state_dict(), file)
-    m.step([1, 1])  # lost with the trainer
-    os.kill(os.getpid(), signal.SIGKILL)
-with open(sys.argv[1], "rb") as file:
-    m.load_state_dict(pickle.load(file))
-for t in range(60, 150):
-    print(m.step([t % 4, (t + 1) % 4])[:4])
-m.close()
-"""
-
-
-def test_the_trainer_is_killed_and_another_goes_on(tmp_path: Path) -> None:
-    def train(part: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", TRAINER, str(tmp_path / "state"), part]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-
-    assert train("begin").returncode == -signal.SIGKILL
-    second = train("go on")
-    assert second.returncode == 0, second.stderr
-    with MultiEnv([gymnasium.make("LunarLander-v3") for _ in range(2)]) as m:
-        m.reset(seed=8)
-        for t in range(60):
-            m.step([t % 4, (t + 1) % 4])
-        expected = "".join(f"{m.step([t % 4, (t + 1) % 4])[:4]}\n" for t in range(60, 150))
-    assert second.stdout == expected

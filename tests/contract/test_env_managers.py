@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from manager_envs import GatedEnv, SeenResetEnv, counters, open_up, opened_meanwhile
 
-from kit import CounterEnv, first_difference
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import (
     CallPendingError,
@@ -33,36 +32,6 @@ def play(manager: Any, action: int = 1) -> dict[int, list[Any]]:
 
 
 # --- episodes -------------------------------------------------------------------------------------
-
-
-def test_each_env_runs_its_episodes_as_in_process(manager_of: Any) -> None:
-    with manager_of([partial(CounterEnv, horizon=3 + index) for index in range(4)], episode_num=3) as manager:
-        manager.close()
-        manager.seed(7)
-        manager.launch()
-        seen = play(manager)
-        assert manager.env_states == dict.fromkeys(range(4), EnvState.DONE)
-        assert [manager.env_state_done(index) for index in range(4)] == [True] * 4
-        assert manager.ready_obs == {}
-        assert manager.ready_env == manager.active_env == []
-    for index, timesteps in seen.items():
-        twin, expected = CounterEnv(horizon=3 + index), []
-        for episode in range(3):
-            twin.reset(seed=manager._seed_of(index, episode))
-            expected += [twin.step(1) for _ in range(3 + index)]  # type: ignore[arg-type]
-        assert first_difference([tuple(timestep) for timestep in timesteps], expected) is None
-
-
-def test_the_last_observation_is_in_the_timestep_and_the_next_one_in_ready_obs(manager_of: Any) -> None:
-    with manager_of(counters(2, horizon=2)) as manager:
-        assert [observation[0] for observation in manager.ready_obs.values()] == [0, 0]
-        for step in (1, 2):
-            timesteps = manager.step({0: 1, 1: 1})
-            assert [timestep.observation[0] for timestep in timesteps.values()] == [step, step]
-        assert timesteps[0].done
-        while len(ready := manager.ready_obs) < 2:
-            pass  # the other one's reset may come a moment later
-        assert [observation[:2].tolist() for observation in ready.values()] == [[0, 1], [0, 1]]
 
 
 def test_reset_inplace(manager_of: Any) -> None:
@@ -97,6 +66,9 @@ def test_without_auto_reset_the_caller_resets(manager_of: Any) -> None:
 def test_an_env_that_was_done_counts_anew_after_a_reset(manager_of: Any) -> None:
     with manager_of(counters(2, horizon=2), episode_num=2) as manager:
         assert list(map(len, play(manager).values())) == [4, 4]
+        assert manager.env_states == dict.fromkeys(range(2), EnvState.DONE)
+        assert manager.ready_obs == {}
+        assert manager.ready_env == manager.active_env == []
         manager.reset()
         assert not manager.done
         assert list(map(len, play(manager).values())) == [4, 4]
@@ -211,16 +183,6 @@ def test_asynchronous_waits_for_no_more_than_it_was_given_actions(gate: Path) ->
         assert set(manager.step({})) == {0}
 
 
-def test_asynchronous_step_of_nothing_collects_what_is_under_way(gate: Path) -> None:
-    fns = [partial(GatedEnv, step_gate=str(gate)), *counters(1, horizon=1)]
-    with AsyncSubprocessEnvManager(fns, wait_num=1, step_wait_timeout=0.0, episode_num=1) as manager:
-        manager.step({1: 1})
-        assert manager.env_state_done(1)
-        manager.step({0: 1})
-        with opened_meanwhile(gate):
-            assert set(manager.step({0: 3})) == {0}
-
-
 def test_synchronous_steps_exactly_the_ids_it_is_given() -> None:
     with SyncSubprocessEnvManager(counters(4)) as manager:
         for ids in ([0], [1, 3], [3, 0], [2], [0, 1, 2, 3]):
@@ -253,29 +215,6 @@ def test_ready_obs_waits_for_a_reset_when_nothing_else_is_ready(manager_of: Any,
 
 
 # --- what envs raise ------------------------------------------------------------------------------
-
-
-class TalkativeEnv(CounterEnv):
-    """Ends every episode with an info that is as it should not be."""
-
-    def __init__(self, info: Any) -> None:
-        super().__init__()
-        self.info = info
-
-    def step(self, action: Any) -> Any:
-        return (*super().step(action)[:2], True, False, self.info)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("info", [None, {"multienv": 3}], ids=repr)
-def test_infos_of_any_kind(manager_of: Any, info: Any, inplace: bool) -> None:
-    with manager_of([partial(TalkativeEnv, info), *counters(1)], reset_inplace=inplace) as manager:
-        timesteps = manager.step({0: 1, 1: 1})
-        assert timesteps[0].done
-        assert timesteps[1].observation[0] == 1
-        while 0 not in manager.ready_env:
-            assert manager.ready_obs
-        assert manager.step({0: 1})[0].done
 
 
 def test_an_action_that_its_env_refuses_ends_that_episode_alone(manager_of: Any) -> None:

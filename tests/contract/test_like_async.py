@@ -27,23 +27,11 @@ def of(*observation_spaces: Any) -> list[Callable[[], Any]]:
     return [partial(SpaceEnv, observation_space=space) for space in observation_spaces]
 
 
-NO_MODE = (
-    "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation space, actual "
-    "got similar"
-)
+NO_MODE = "expected: 'same' or 'different' or tuple of single and batch observation space, actual got similar"
 NO_SPACES = "Expected both elements of observation_mode to be Spaces, got <class 'int'> and <class 'int'>"
-UNEQUAL = (
-    "(..., observation_mode='same') however some of the sub-environments observation spaces are not equivalent. If this "
-    "is intentional, use `observation_mode='different'` instead."
-)
-UNLIKE = (
-    "(..., observation_mode='different' or custom space) however the sub-environment's observation spaces do not share a "
-    "common shape and dtype."
-)
-OTHER_ACTIONS = (
-    "Some environments have an action space different from `Discrete(4)`. In order to batch actions, the action spaces "
-    "from all environments must be equal"
-)
+UNEQUAL = "(..., observation_mode='same') however some of the sub-environments observation spaces are not equivalent."
+UNLIKE = "the sub-environment's observation spaces do not share a common shape and dtype."
+OTHER_ACTIONS = "Some environments have an action space different from `Discrete(4)`."
 
 
 @pytest.mark.parametrize(

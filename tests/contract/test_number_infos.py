@@ -37,6 +37,10 @@ class TellingEnv(gymnasium.Env[Any, Any]):
         return np.full(1, self.steps, np.float32), 1.0, self.steps == self.horizon, False, info
 
 
+class Number(float):
+    """Is more than its bits."""
+
+
 SHARED = {"count": 0}
 
 
@@ -60,6 +64,14 @@ TELLS: dict[str, Tell] = {
     "other_order_in_some": lambda index, step: {"a": 1, "b": 2} if index else {"b": 2, "a": 1},
     "one_that_all_share": one_that_all_share,
     "masks_of_its_own": lambda index, step: {"a": 1, "_a": False},
+    "subclasses": lambda index, step: {
+        "a": Number(step),
+        "b": 1j,
+        "": 1,
+        "nothing": None,
+        "nested": {"a": {"b": step}},
+    },
+    "more_now_and_then": lambda index, step: {"a": 1.0, "b": 2} if step % 2 else {"a": 1.0},
     "numpys_bool": lambda index, step: {"a": np.bool_(index)},
     "not_a_number": lambda index, step: {"a": float("nan"), "b": -0.0, "c": np.float32("-inf")},
     "keys_of_every_kind": lambda index, step: {"\ud800": 1, "a\0": 2.0, "a:b": np.float64(3), " ": True, "0": step},
@@ -70,6 +82,7 @@ TELLS: dict[str, Tell] = {
 # gymnasium cannot merge these.
 OF_ONE: dict[str, Tell] = {
     "too_large": lambda index, step: {"a": 2**62 * step},
+    "of_one_final": lambda index, step: {"final_obs": step, (1,): 1.0, "array": np.zeros(2)},
     "with_text_at_last": lambda index, step: {"a": 1 if step < 3 else "text"},
 }
 

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -17,8 +16,6 @@ import pytest
 from kit import CounterEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.events import Event, Recycled
-
-MiB = 2**20
 
 
 def undisturbed(env_fn: Callable[[], gymnasium.Env[Any, Any]], **options: Any) -> list[Any]:
@@ -40,36 +37,6 @@ def test_a_process_that_is_replaced_leaves_no_trace(limits: dict[str, Any]) -> N
     assert statistics.recycled >= 1
     assert statistics.losses == statistics.restarts == 0
     assert [event.outcome for event in events if isinstance(event, Recycled)] == ["exact"] * statistics.recycled
-
-
-class LeakyCartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
-    def __init__(self, bytes_per_step: int = MiB) -> None:
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self._bytes = bytes_per_step
-        self._hoard: list[bytes] = []
-
-    def step(self, action: Any) -> Any:
-        self._hoard.append(b"\1" * self._bytes)
-        return self.env.step(action)
-
-
-def test_a_leaking_env_stays_small() -> None:
-    """400 MiB leak in all; no process ever holds more than a few episodes' worth."""
-    env_fn = LeakyCartPole
-    with SubprocessEnv(env_fn) as env:
-        new = env.statistics().rss or 0
-    sizes: list[int] = []
-
-    def look(_: int) -> None:
-        sizes.append(env.statistics().rss or 0)
-
-    policy = RestartPolicy(max_rss=new + 60 * MiB)
-    with SubprocessEnv(env_fn, restart=policy) as env:
-        record = rollout(env, num_steps=400, seed=1, before_step=look)
-        statistics = env.statistics()
-    assert_same_trajectory(record, undisturbed(partial(LeakyCartPole, 0), num_steps=400, seed=1))
-    assert max(sizes) < new + 200 * MiB
-    assert statistics.recycled > 2
 
 
 def test_what_cannot_be_replayed_waits_for_the_next_reset() -> None:
@@ -118,31 +85,3 @@ def test_a_batch_with_one_env_in_each_process_is_recycled_by_episodes(mode: str)
     assert none == [0, 0]
     assert 3 <= some[1] < some[0] <= 6
     assert repr(plain) == repr(recycled)
-
-
-def children() -> set[int]:
-    """Of this process, zombies included."""
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
-
-
-@pytest.mark.parametrize("how", ["recycled", "batch"])
-def test_the_process_that_was_replaced_is_gone_once_it_is_closed(how: str) -> None:
-    with SubprocessEnv(CounterEnv):  # from here on there is a monitor
-        before = children()
-    before &= children()
-    recycled = RestartPolicy(recycle_after_steps=3)
-    if how == "batch":
-        envs = SubprocessVectorEnv([CounterEnv] * 4, envs_per_worker=2, restart=recycled)
-        envs.reset(seed=0)
-        for _ in range(100):
-            envs.step([1] * 4)
-        assert all(one.recycled for one in envs.statistics())
-        envs.close()
-    else:
-        with SubprocessEnv(CounterEnv, restart=recycled) as env:
-            for _ in range(12):
-                env.reset(seed=0)
-                for _ in range(9):
-                    env.step(1)
-            assert env.statistics().recycled
-    assert children() == before

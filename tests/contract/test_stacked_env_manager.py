@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from contract_envs import DictEnv
 from gymnasium import spaces
-from manager_envs import GatedEnv, SeenResetEnv
+from manager_envs import GatedEnv
 
 from kit import CounterEnv, SpaceEnv, TokenSpace, digest_value
-from multienv import AsyncSubprocessEnvManager, StackedSubprocessEnvManager, SyncSubprocessEnvManager
+from multienv import StackedSubprocessEnvManager
 from multienv.errors import ActionError, EnvError, UsageError
 from multienv.managers.config import EnvState
 
@@ -44,25 +44,6 @@ def test_an_env_that_becomes_ready_in_between_does_not_shift_the_batch(tmp_path:
         timesteps = manager.step([2, 3])
         assert [(timestep.env_id, timestep.observation[3]) for timestep in timesteps] == [(1, 2), (2, 3)]
         assert manager.ready_obs_id == [0, 1, 2]
-
-
-def test_seeds_of_the_episodes_are_those_that_the_managers_by_id_give() -> None:
-    found = []
-    for kind in (AsyncSubprocessEnvManager, SyncSubprocessEnvManager, StackedSubprocessEnvManager):
-        manager: Any = kind([partial(SeenResetEnv, horizon=2 + index) for index in range(2)], episode_num=3)
-        manager.seed(5)
-        seeds: dict[int, list[Any]] = {0: [], 1: []}
-        with manager:
-            manager.reset()
-            while not manager.done:
-                batch, by_id = manager.ready_obs, kind is not StackedSubprocessEnvManager
-                timesteps = manager.step(dict.fromkeys(batch, 1) if by_id else [1] * len(batch))
-                for timestep in timesteps.values() if by_id else timesteps:
-                    if timestep.done:
-                        seeds[timestep.env_id].append(timestep.info["reset"][0])
-        found.append(seeds)
-    assert found == found[:1] * 3
-    assert len({seed for of_env in found[0].values() for seed in of_env}) == 6
 
 
 def test_a_reset_in_between_makes_the_batch_out_of_date() -> None:

@@ -52,24 +52,6 @@ def test_an_env_registered_in_the_trainer_alone_is_found(register, entry_point, 
     assert horizon_of("contract/Here-v3", context) == ("contract/Here-v3", 4)
 
 
-def test_a_variant_registered_before_multienv_was_imported_is_found():
-    code = """
-import gymnasium
-gymnasium.register("Variant-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=8)
-from functools import partial
-from multienv import SubprocessEnv
-with SubprocessEnv(partial(gymnasium.make, "Variant-v0")) as env:
-    env.reset(seed=0)
-    steps, over = 0, False
-    while not over:
-        _, _, terminated, truncated, _ = env.step(steps % 2)
-        steps, over = steps + 1, terminated or truncated
-assert steps == 8, steps
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
-
-
 def test_an_entry_point_that_cannot_travel_is_no_obstacle_to_the_others(register):
     cannot = (number for number in range(3))
     register("contract/Stuck-v0", lambda: cannot)

@@ -6,20 +6,17 @@ the faces work in this way too.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
-from vector_pairs import beside_gymnasium, run_side_by_side
 
 from kit import CounterEnv, first_difference
-from multienv import AsyncEnv, SubprocessEnv, SubprocessVectorEnv, SyncSubprocessEnvManager
+from multienv import SubprocessEnv
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.wire.segment import NUMBERED, REPLY, REQUEST
 
@@ -75,36 +72,3 @@ def test_an_env_whose_process_is_killed_goes_on_exactly() -> None:
         transition = env.step(1)
         env.restore(here)
         assert first_difference(env.step(1), transition) is None
-
-
-@pytest.mark.parametrize("envs_per_worker", [2, 3])
-def test_a_batch_whose_processes_are_killed_is_gymnasiums(envs_per_worker: int) -> None:
-    env_fns = [partial(gymnasium.make, "CartPole-v1", max_episode_steps=15 + index) for index in range(3)]
-    with beside_gymnasium(SubprocessVectorEnv, env_fns, {"envs_per_worker": envs_per_worker}) as (ours, theirs):
-
-        def actions(step: int) -> Any:
-            if step in (30, 150):
-                for statistics in ours.statistics():  # type: ignore[attr-defined]
-                    kill(statistics.pid)
-            return np.full(3, step % 2)
-
-        assert run_side_by_side(ours, theirs, 300, actions=actions) > 10
-        assert all(one.exact_recoveries == 2 for one in ours.statistics())  # type: ignore[attr-defined]
-
-
-def test_the_other_faces() -> None:
-    async def episode() -> list[Any]:
-        async with AsyncEnv(CounterEnv) as env:
-            await env.reset(seed=1)
-            kill(env.statistics().pid)
-            return [(await env.step(1))[0] for _ in range(5)]
-
-    twin = CounterEnv()
-    twin.reset(seed=1)
-    expected = [twin.step(np.int64(1))[0] for _ in range(5)]
-    np.testing.assert_equal(asyncio.run(episode()), expected)
-    with SyncSubprocessEnvManager([CounterEnv] * 2) as manager:
-        manager.reset({0: {"seed": 1}, 1: {"seed": 1}})
-        for observation in expected:
-            for timestep in manager.step({0: 1, 1: 1}).values():
-                np.testing.assert_equal(timestep.observation, observation)

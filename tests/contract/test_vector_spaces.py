@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
 from functools import partial
 from typing import Any
@@ -14,11 +13,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
-from kit import SlowEnv, SpaceEnv, TokenSpace, example_spaces
+from kit import SpaceEnv, TokenSpace, example_spaces
 from multienv import SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResetNeededError
 
-SPACES = sorted(example_spaces())
 FACES = [SubprocessVectorEnv, SerialVectorEnv]
 both_faces = pytest.mark.parametrize("face", FACES)
 CARTPOLE = partial(gymnasium.make, "CartPole-v1")
@@ -41,17 +39,6 @@ class BrokenFirstEnv(SpaceEnv):
         if self.broken >= 0:
             raise OSError("not yet")
         return super().reset(**options)
-
-
-@pytest.mark.parametrize("kind", SPACES)
-def test_observations_and_actions_of_every_space(kind):
-    """The infos tell of type, shape and every bit of the action that each env was given."""
-    env_fns = [partial(space_env, kind, actions=kind, horizon=3 + index) for index in range(3)]
-    own = {"envs_per_worker": 2}
-    with beside_gymnasium(SubprocessVectorEnv, env_fns, own, autoreset_mode="SameStep") as pair:
-        assert run_side_by_side(*pair, 9) >= 3
-    with beside_gymnasium(SerialVectorEnv, env_fns, autoreset_mode="NextStep") as pair:
-        assert run_side_by_side(*pair, 9) >= 3
 
 
 # --- observation_mode ---------------------------------------------------------------------------
@@ -124,32 +111,6 @@ def test_views_outlive_the_envs(face, kind):
     assert leaf.tobytes() == before.tobytes()
     leaf[:] = 0  # it is the caller's now
     del leaf
-
-
-@pytest.mark.parametrize("env_fn", [CARTPOLE, partial(SlowEnv, step_seconds=0.2)], ids=["short", "long"])
-def test_closed_while_another_thread_steps(env_fn):
-    """The memory that step looks at stays until it has come to its end; then nothing is left."""
-    for _ in range(3 if env_fn is CARTPOLE else 1):
-        envs = SubprocessVectorEnv([env_fn] * 4, envs_per_worker=2)
-        envs.reset(seed=1)
-        stepping, ended = threading.Event(), []
-
-        def step(envs: SubprocessVectorEnv = envs, stepping: Any = stepping, ended: list[Any] = ended) -> None:
-            try:
-                while True:
-                    envs.step(np.zeros(4, int))
-                    stepping.set()
-            except gymnasium.error.ClosedEnvironmentError as error:
-                ended.append(error)
-
-        thread = threading.Thread(target=step)
-        thread.start()
-        assert stepping.wait(60)
-        envs.close()
-        thread.join(60)
-        assert len(ended) == 1
-        # Not only when garbage is collected.
-        assert [one.pid for one in envs.statistics()] == [None, None]
 
 
 # --- what has no observation yet --------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -118,22 +117,16 @@ def test_a_replacement_by_plan_is_told_by_the_thread_of_the_call(face: str) -> N
 
 
 def test_losses_while_envs_are_built_are_told_too(tmp_path: Path) -> None:
-    fault = Fault("exit", "construct", at=1, once=str(tmp_path / "struck"))
-    told = Told()
+    env_fns = [partial(FaultyEnv, fault=Fault("exit", "construct", once=str(tmp_path / "struck")))]
     for make in (
-        partial(SubprocessEnv, partial(FaultyEnv, fault=fault)),
-        partial(SyncSubprocessEnvManager, [ENDLESS, partial(FaultyEnv, fault=fault)]),
-        partial(SubprocessVectorEnv, [ENDLESS, partial(FaultyEnv, fault=fault)], envs_per_worker=1),
+        lambda **options: SubprocessEnv(env_fns[0], **options).initialize(),
+        lambda **options: SyncSubprocessEnvManager(env_fns, **options).__enter__(),
+        partial(SubprocessVectorEnv, env_fns),
+        lambda **options: MultiEnv(create_subprocess_envs(env_fns, **options)),
     ):
-        told.events.clear()
+        told = Told()
         (tmp_path / "struck").unlink(missing_ok=True)
-        with contextlib.closing(make(hooks=[told])) as envs:
-            for name in ("initialize", "launch"):
-                getattr(envs, name, bool)()
-            assert [type(event) for event in told.events] == [Loss, Recovery]
-    (tmp_path / "struck").unlink()
-    told.events.clear()
-    for env in (envs := create_subprocess_envs([ENDLESS, partial(FaultyEnv, fault=fault)], hooks=[told])):
-        env.close()
-    assert len(envs) == len(told.events) == 2
-    assert told.threads == {threading.get_ident()}
+        envs = make(hooks=[told])
+        assert [type(event) for event in told.events] == [Loss, Recovery]
+        assert told.threads == {threading.get_ident()}
+        envs.close()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import resource
 import signal
-import subprocess
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kit import CounterEnv, descendants, is_alive, monitor_pid
+from kit import CounterEnv, ForkingEnv, is_alive, monitor_pid
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError, WorkerLostError
@@ -61,34 +60,9 @@ def test_a_worker_that_the_monitor_has_no_descriptors_for_is_lost_alone() -> Non
     assert refused >= 3
 
 
-def children() -> list[tuple[int, str]]:
-    """The trainer's own, with their states."""
-    return [(record.pid, record.state) for record in descendants(os.getpid()).values() if record.parent == os.getpid()]
-
-
-class LeavingEnv(CounterEnv):
-    """Starts a process that leads a session of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = subprocess.Popen(["sleep", "60"], start_new_session=True).pid
-
-
-@pytest.mark.parametrize("end", ["close", "collect"])
-def test_a_dead_monitor_leaves_no_zombie(end: str) -> None:
-    env = SubprocessEnv(CounterEnv).initialize()
-    monitor = monitor_pid()
-    os.kill(monitor, signal.SIGKILL)
-    if end == "close":
-        env.close()
-    del env
-    gc.collect()
-    assert becomes_true(lambda: monitor not in dict(children()))
-
-
 def test_what_an_env_started_ends_with_it_although_the_monitor_is_dead() -> None:
-    with SubprocessEnv(LeavingEnv) as env:
-        left = env.get_attr("left")
+    with SubprocessEnv(partial(ForkingEnv, stubborn=True)) as env:
+        (left,) = env.get_attr("children")
         os.kill(monitor_pid(), signal.SIGKILL)
     assert becomes_true(lambda: not is_alive(left))
 

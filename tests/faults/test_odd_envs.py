@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import time
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -148,21 +146,3 @@ def test_step_that_closes_the_workers_descriptors_is_answered_and_the_next_one_t
         ):  # the replay closes them in each process that is to be reset; the next one is a new life
             env.reset(seed=2)
         assert env.step(2)[0][0] == 1
-
-
-class AlarmingEnv(CounterEnv):
-    """Uses SIGALRM itself, as some simulators do for their own time limits."""
-
-    def step(self, action: Any) -> Any:
-        rang: list[int] = []
-        signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        while not rang:
-            time.sleep(0.001)
-        return super().step(action)
-
-
-def test_env_may_use_sigalrm_under_a_deadline() -> None:
-    with SubprocessEnv(AlarmingEnv, deadlines=Deadlines(step=20), restart=RestartPolicy(on_timeout="raise")) as env:
-        env.reset(seed=0)
-        assert [env.step(1)[0][0] for _ in range(2)] == [1, 2]

@@ -22,13 +22,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, is_alive, monitor_process
-from kit.trainer_process import Trainer, becomes_true, run
+from kit import CounterEnv, is_alive, monitor_process
+from kit.trainer_process import becomes_true, run
 from multienv import MultiEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import MultienvError, UsageError
 
@@ -124,23 +123,6 @@ def fork() -> None:
 
 def test_forked_children_do_not_disturb_the_workers() -> None:
     run(HERE, "fork")
-
-
-def fork_and_be_killed() -> None:
-    hanging = SubprocessEnv(partial(FaultyEnv, fault=Fault("hang_c", "step", ignore_sigterm=True))).initialize()
-    hanging.reset(seed=0)
-    hanging.step_async(0)
-    say("ready", child_that_stays())
-    time.sleep(60)
-
-
-def test_forked_child_does_not_keep_the_workers_of_a_killed_trainer_alive() -> None:
-    with Trainer(HERE, "fork_and_be_killed") as trainer:
-        child = int(trainer.expect("ready"))
-        trainer.signal(signal.SIGKILL)
-        assert becomes_true(lambda: set(trainer.family()) == {child}), trainer.family()
-        os.kill(child, signal.SIGKILL)
-        trainer.assert_nothing_lives()
 
 
 # --- a trainer with children, signals, threads and imports of its own ----------------------------------------
@@ -259,64 +241,7 @@ def test_children_in_another_pid_namespace_are_refused() -> None:
         pytest.skip(said[0])
 
 
-# --- a trainer that ends with envs in all states ------------------------------------------------------------
-
-HANGS = {
-    "step in Python": Fault("hang", "step", ignore_sigterm=True),
-    "step in C": Fault("hang_c", "step", ignore_sigterm=True),
-    "reset": Fault("hang", "reset", ignore_sigterm=True),
-    "construct": Fault("hang_c", "construct", ignore_sigterm=True),
-}
-
-
-def dying_in_recovery(directory: str) -> CounterEnv:
-    """Build an env whose first process dies in its first step; the ones after it hang there, in C."""
-    step = [Fault("kill", "step", once=f"{directory}/killed"), Fault("hang_c", "step", ignore_sigterm=True)]
-    return FaultyEnv(fault=step)
-
-
-def hold_everything(context: str, how: str, directory: str) -> None:
-    """Hold envs in all states at once, none closed, and wait for the end, or return."""
-    hanging = {name: SubprocessEnv(partial(FaultyEnv, fault=fault), context=context) for name, fault in HANGS.items()}
-    hanging.pop("construct").start()
-    envs: list[Any] = [SubprocessEnv(CounterEnv, context=context).initialize()]  # idle, not even reset
-    for name, env in hanging.items():
-        env.initialize()
-        if name == "reset":
-            env.reset_async(seed=0)
-        else:
-            env.reset(seed=0)
-            env.step_async(1)
-    for start in ("exec", "fork"):
-        env_fn = partial(ForkingEnv, children=1, how=start, stubborn=True)
-        envs.append(SubprocessEnv(env_fn, context=context).initialize())
-        envs[-1].reset(seed=0)
-    multi = MultiEnv(create_subprocess_envs([CounterEnv, CounterEnv], context=context))
-    multi.reset(seed=0)
-    recovering = SubprocessEnv(partial(dying_in_recovery, directory), context=context).initialize()
-    recovering.reset(seed=0)
-    threading.Thread(target=lambda: recovering.step(1), daemon=True).start()
-    assert becomes_true(lambda: recovering.statistics().restarts == 1, 5.0)
-    say("ready")
-    if how != "return":
-        time.sleep(60)
-
-
-@pytest.mark.parametrize(
-    ("how", "context"), [("SIGKILL", "forkserver"), ("SIGTERM to the group", "spawn"), ("return", "forkserver")]
-)
-def test_nothing_outlives_a_trainer_that_holds_envs_in_all_states(how: str, context: str, tmp_path: Path) -> None:
-    """A batch system sends SIGTERM to the group; a trainer that returns, and has closed nothing, ends by itself."""
-    with Trainer(HERE, "hold_everything", context, how, tmp_path) as trainer:
-        trainer.expect("ready")
-        if how == "return":
-            assert trainer.wait() == 0
-        else:
-            assert len(trainer.family()) >= 11  # the monitor, 9 workers or more, children of envs
-            number = signal.Signals[how.partition(" ")[0]]
-            trainer.signal_group(number) if "group" in how else trainer.signal(number)
-            assert trainer.wait() == -number
-        trainer.assert_nothing_lives()
+# --- a trainer that ends ------------------------------------------------------------------------------------
 
 
 def close_in_exit_handlers() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SlowEnv, first_difference
 from kit.policies import Linear, constant
-from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
+from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
 
 POLICIES = {
@@ -19,8 +19,6 @@ POLICIES = {
     "journal": RestartPolicy(snapshots=False, backoff=0.0),
 }
 MAKERS = {
-    "CartPole": partial(gymnasium.make, "CartPole-v1"),
-    "LunarLander": partial(gymnasium.make, "LunarLander-v3"),
     "HalfCheetah": partial(gymnasium.make, "HalfCheetah-v5", max_episode_steps=60),
     # Long enough for most kills to come in the middle of a fragment.
     "SlowEnv": partial(SlowEnv, step_seconds=0.0005, count_episodes=False),
@@ -60,20 +58,6 @@ def test_a_batch_that_is_killed_at_random_moments_shows_the_undisturbed_fragment
                     assert first_difference(one, other) is None
                 turn += 1
         assert not any(worker.truncated_recoveries for worker in envs.statistics())
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["HalfCheetah", "SlowEnv"])
-def test_one_env_that_is_killed_at_random_moments_shows_the_undisturbed_fragments(name: str, policy: str) -> None:
-    with SubprocessEnv(MAKERS[name], restart=POLICIES[policy]) as env, SerialEnv(MAKERS[name]) as twin:
-        twin.initialize()
-        chosen = Linear(env.action_space)
-        for one in (env, twin):
-            one.reset(seed=21)
-        with Killer(env, interval=(0.25, 0.5), kills=4, seed=5) as killer:
-            while killer.delivered < 4 or not env.statistics().exact_recoveries:
-                expect_same(env.rollout(chosen, 50), twin.rollout(chosen, 50))
-        assert not env.statistics().truncated_recoveries
 
 
 class Unrepeatable:

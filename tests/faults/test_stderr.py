@@ -6,38 +6,25 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from typing import Any
 
 import pytest
 
-from kit import CounterEnv, Fault, FaultyEnv
+from kit import Fault, FaultyEnv, SlowEnv
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import WorkerHungError
 
-
-def lines() -> list[bytes]:
-    """More than a pipe holds."""
-    return [b"line %05d of what a simulator has to say on its stderr" % number for number in range(4000)]
+# More than a pipe holds.
+LINES = [b"line %05d of what a simulator has to say on its stderr" % number for number in range(4000)]
 
 
-class TalkativeEnv(CounterEnv):
+class TalkativeEnv(FaultyEnv):
     """Says much in each step."""
 
     def step(self, action: Any) -> Any:
-        for line in lines():
-            os.write(2, line + b"\n")
-        return super().step(action)
-
-
-class HangingTalkativeEnv(FaultyEnv):
-    """Says much, then hangs."""
-
-    def __init__(self) -> None:
-        super().__init__(fault=Fault("hang_c", "step", ignore_sigterm=True))
-
-    def step(self, action: Any) -> Any:
-        for line in lines():
+        for line in LINES:
             os.write(2, line + b"\n")
         return super().step(action)
 
@@ -49,7 +36,7 @@ def run(function: str, *arguments: str, **options: Any) -> subprocess.Popen[byte
 
 
 def talk(method: str) -> None:
-    with SubprocessEnv(TalkativeEnv, context=method) as env:
+    with SubprocessEnv(partial(TalkativeEnv, fault=()), context=method) as env:
         env.reset(seed=0)
         env.step(1)
 
@@ -57,8 +44,9 @@ def talk(method: str) -> None:
 def talk_and_hang(method: str) -> None:
     """Nobody reads it: the deadline is enforced all the same."""
     logging.disable()  # the trainer itself would wait for its reader
-    policy = RestartPolicy(on_timeout="raise")
-    with SubprocessEnv(HangingTalkativeEnv, context=method, deadlines=Deadlines(step=0.5), restart=policy) as env:
+    options: dict[str, Any] = {"deadlines": Deadlines(step=0.5), "restart": RestartPolicy(on_timeout="raise")}
+    hangs = partial(TalkativeEnv, fault=Fault("hang_c", "step", ignore_sigterm=True))
+    with SubprocessEnv(hangs, context=method, **options) as env:
         env.reset(seed=0)
         with pytest.raises(WorkerHungError):
             env.step(1)
@@ -66,31 +54,17 @@ def talk_and_hang(method: str) -> None:
 
 def let_go(method: str) -> None:
     """Of an env that has yet to answer, and answers then."""
-    gate, opener = os.pipe()
-    os.set_inheritable(gate, True)
-    env = SubprocessEnv(partial(GatedEnv, f"/proc/{os.getpid()}/fd/{gate}"), context=method).initialize()
+    env = SubprocessEnv(partial(SlowEnv, step_seconds=0.2), context=method).initialize()
     env.reset(seed=0)
     env.step_async(1)
     del env
-    os.write(opener, b"go on")
-
-
-class GatedEnv(CounterEnv):
-    """Its step waits for something to read."""
-
-    def __init__(self, gate: str) -> None:
-        super().__init__()
-        self.gate = open(gate, "rb", buffering=0)  # noqa: SIM115, PTH123
-
-    def step(self, action: Any) -> Any:
-        self.gate.read(1)
-        return super().step(action)
+    time.sleep(0.5)
 
 
 def test_nothing_of_what_an_env_says_is_cut() -> None:
     with run("talk", "forkserver", stderr=subprocess.PIPE) as trainer:
         said = trainer.communicate(timeout=60)[1]
-    assert said.splitlines() == lines()
+    assert said.splitlines() == LINES
 
 
 def test_a_paused_reader_keeps_no_deadline_from_being_enforced() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faces import AND_ASYNC, KINDS, RAISE, REPLAY, Face
+from faces import AND_ASYNC, RAISE, REPLAY, Face
 
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
 from kit.trainer_process import becomes_true
@@ -41,7 +41,7 @@ def hanging(moment: Any, **fault: Any) -> Any:
     return partial(FaultyEnv, fault=Fault("hang_c", moment, ignore_sigterm=True, **fault))
 
 
-@pytest.mark.parametrize("kind", AND_ASYNC)
+@pytest.mark.parametrize("kind", ["multi_env", "vector_env"])
 def test_the_deadline_of_a_reset_does_not_end_a_slower_step(kind: str) -> None:
     env_fns = [partial(SlowEnv, step_seconds=0.5)] * 2
     with Face(kind, env_fns, deadlines=Deadlines(reset=0.4), restart=RAISE) as face:
@@ -80,7 +80,7 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
     assert events[0].exit_code == -signal.SIGKILL, "SIGTERM is ignored: it was not ended in time"
 
 
-@pytest.mark.parametrize("kind", AND_ASYNC)
+@pytest.mark.parametrize("kind", ["vector_env", "async_env"])
 def test_an_env_that_hangs_while_it_is_built_is_given_up(kind: str) -> None:
     with within(2 * 1.0), pytest.raises(WorkerHungError):  # two processes: the first may have been unlucky
         Face(kind, [hanging("construct"), hanging("construct")], deadlines=Deadlines(start=1.0))
@@ -98,7 +98,7 @@ def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind
         assert "deadline of 0.5 s" in row.recovery["reason"]
 
 
-@pytest.mark.parametrize("kind", AND_ASYNC)
+@pytest.mark.parametrize("kind", ["vector_env", "async_env"])
 def test_a_process_that_is_asked_again_has_the_whole_deadline(kind: str) -> None:
     """The lost one has used it up; half a second is what the step takes."""
     env_fn = partial(SlowEnv, step_seconds=0.5)
@@ -134,7 +134,7 @@ def hangs_in_its_second_life(path: str) -> FaultyEnv:
     return FaultyEnv(fault=Fault("hang_c", "step", at=3, ignore_sigterm=True) if is_second else ())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_a_replay_that_hangs_is_given_up_by_the_deadline_of_a_step(kind: str, marker: str) -> None:
     """Then another process is tried: the whole of Deadlines.recovery, a minute, is not waited for."""
     limits = Deadlines(step=1.0, reset=1.0)

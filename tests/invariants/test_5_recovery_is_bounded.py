@@ -238,7 +238,7 @@ def test_calls_that_cannot_be_repeated_end_the_episode_and_the_next_one_begins_w
     kind: str, tmp_path: Path
 ) -> None:
     env_fn = partial(HangsWhenToldAgain, tmp_path / "marker")
-    options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False), "deadlines": Deadlines(recovery=6.0)}
+    options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False), "deadlines": Deadlines(recovery=2.5)}
     with SubprocessEnv(env_fn, **options) if kind == "one env" else SubprocessVectorEnv([env_fn], **options) as env:
         action = np.int64(1) if kind == "one env" else np.ones(1, np.int64)
         env.reset(seed=1)

@@ -90,12 +90,13 @@ def no_new_names() -> Any:
 def test_nothing_outlives_a_trainer_that_is_killed_while_an_env_hangs(
     kind: str, context: str, marker: str, no_new_names: None
 ) -> None:
+    """In one of the cases as a batch system does it: by SIGTERM to the group, of which the monitor is."""
     with Trainer("test_7_nothing_left_behind", "hang", kind, context, marker) as trainer:
         trainer.expect("ready")
         assert becomes_true(lambda: Path(marker).exists(), STUCK_AFTER)
         family = trainer.family()
         assert len(family) >= 3  # the monitor, a worker, a snapshot
-        trainer.signal(signal.SIGKILL)
+        trainer.signal_group(signal.SIGTERM) if kind == "multi_env" else trainer.signal(signal.SIGKILL)
         trainer.wait()
         trainer.assert_nothing_lives()
         assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family)), "zombies"

@@ -50,8 +50,6 @@ class CounterEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
         count_episodes: bool = True,
         render_mode: str | None = None,
     ) -> None:
-        if ending not in ("terminated", "truncated", "both"):
-            raise ValueError(f"ending must be 'terminated', 'truncated' or 'both', not {ending!r}")
         self.horizon = horizon
         self.ending = ending
         self.count_episodes = count_episodes

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -29,7 +28,6 @@ __all__ = [
     "FaultyEnv",
     "ForkingEnv",
     "GlobalRandomEnv",
-    "NoisyEnv",
     "NondeterministicEnv",
     "PidEnv",
     "SameArrayEnv",
@@ -135,18 +133,16 @@ class NondeterministicEnv(CounterEnv):
 
 
 class SlowEnv(CounterEnv):
-    """Sleeps in its constructor, in each reset, step and close, for as long as told."""
+    """Sleeps in each reset, step and close, for as long as told."""
 
     def __init__(
         self,
         *,
-        build_seconds: float = 0.0,
         reset_seconds: float = 0.0,
         step_seconds: float = 0.0,
         close_seconds: float = 0.0,
         **counter: Any,
     ) -> None:
-        time.sleep(build_seconds)
         super().__init__(**counter)
         self.reset_seconds = reset_seconds
         self.step_seconds = step_seconds
@@ -236,17 +232,6 @@ class SameArrayEnv(CounterEnv):
     def _observe(self) -> Observation:
         self._array[...] = super()._observe()
         return self._array
-
-
-class NoisyEnv(CounterEnv):
-    """Writes lines on stderr: half through ``sys.stderr``, half straight on descriptor 2, as C libraries do."""
-
-    def step(self, action: np.int64) -> Step:
-        """Make noise, and take a step."""
-        sys.stderr.write(f"noisy: step {self.episode_step} by way of Python\n")
-        sys.stderr.flush()
-        os.write(2, b"noisy: straight\n")
-        return super().step(action)
 
 
 class ForkingEnv(CounterEnv):

@@ -33,7 +33,7 @@ TOKEN_VARIABLE = "MULTIENV_TEST_CLUSTER"
 CPUS = 4
 # The least that Ray takes.
 OBJECT_STORE_BYTES = 80 * 2**20
-# A killed node is declared dead after 2 s, a stopped one after 7 s. Less, and a busy machine loses living nodes.
+# A killed node is declared dead after 2 s. Less, and a busy machine loses living nodes.
 SYSTEM = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 400,
@@ -67,16 +67,12 @@ class RayCluster:
     """Some nodes, and a head that has no CPU: this process is connected there, so every node may be lost.
 
     Args:
-        nodes: How many.
-        cpus: Of each.
-        connect: Whether this process is connected; else another one may be, by `address`.
-        system: Settings of Ray's besides `SYSTEM`.
+        nodes: How many, of four CPUs each.
     """
 
-    def __init__(self, nodes: int = 3, cpus: int = CPUS, *, connect: bool = True, **system: Any) -> None:
+    def __init__(self, nodes: int = 3) -> None:
         self.nodes: list[Node] = []
-        self._count, self._cpus, self._connect = nodes, cpus, connect
-        self._system = {**SYSTEM, **system}
+        self._count = nodes
         self._marks: dict[str, Mark] = {}  # by node id
         self._token = uuid.uuid4().hex
 
@@ -87,7 +83,7 @@ class RayCluster:
         self._sigterm = signal.getsignal(signal.SIGTERM)  # Ray replaces it
         try:
             with self._environment():
-                head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False, "_system_config": self._system}
+                head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False, "_system_config": SYSTEM}
                 head["object_store_memory"] = OBJECT_STORE_BYTES
                 self._cluster = Cluster(initialize_head=True, head_node_args=head)
                 self._head = self._cluster.head_node
@@ -95,8 +91,8 @@ class RayCluster:
                 self._mark(self._head, self._token)
             for _ in range(self._count):
                 self.add_node()
-            if self._connect:
-                self.connect()
+            with self._environment():
+                ray.init(address=str(self._head.gcs_address), log_to_driver=False, logging_level="ERROR")
         except BaseException:
             self.close()
             raise
@@ -105,21 +101,12 @@ class RayCluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def address(self) -> str:
-        return str(self._head.gcs_address)
-
-    def connect(self) -> None:
-        """Connect this process, if it is not connected any more."""
-        with self._environment():
-            ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
-
-    def add_node(self, cpus: int | None = None) -> Node:
+    def add_node(self) -> Node:
         """Start one more node; only the main thread may."""
         token = uuid.uuid4().hex
         with self._environment():
             node = self._cluster.add_node(
-                num_cpus=self._cpus if cpus is None else cpus,
+                num_cpus=CPUS,
                 object_store_memory=OBJECT_STORE_BYTES,
                 env_vars={TOKEN_VARIABLE: f"{self._token} {token}"},
             )
@@ -170,10 +157,6 @@ class RayCluster:
         """The node that a process belongs to."""
         return next(node for node in self.nodes if pid in self.processes_of(node))
 
-    def is_declared_dead(self, node: Node) -> bool:
-        """Whether the head has given a node up."""
-        return not any(known["Alive"] and known["NodeID"] == node.node_id for known in ray.nodes())
-
     def assert_idle(self) -> None:
         """Wait until no actor and no process of the library is left; fail after some seconds."""
 
@@ -190,27 +173,17 @@ class RayCluster:
 
     def kill_node(self, node: Node) -> None:
         """SIGKILL a node: nobody is told, and its connections break all at once."""
-        self.stop_node(node)
-        for pid in self.processes_of(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        node.all_processes["raylet"][0].process.wait(PATIENCE)
-        wait_until(lambda: not self.processes_of(node), "all processes of the node have ended")
-
-    def stop_node(self, node: Node) -> None:
-        """SIGSTOP a node: it is silent, its connections stay, and after some seconds it is declared dead."""
         stopped: set[int] = set()
         while new := self.processes_of(node).keys() - stopped:  # one may have been started meanwhile
             for pid in new:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
             stopped |= new
-
-    def resume_node(self, node: Node) -> None:
-        """SIGCONT a node. If it has been declared dead, it learns of that now, and ends."""
         for pid in self.processes_of(node):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGKILL)
+        node.all_processes["raylet"][0].process.wait(PATIENCE)
+        wait_until(lambda: not self.processes_of(node), "all processes of the node have ended")
 
     def drain_node(self, node: Node, seconds: float = 60.0) -> None:
         """Announce that a node will be gone in so many seconds. Ray itself does nothing then: kill it."""

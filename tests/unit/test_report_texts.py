@@ -10,9 +10,6 @@ from multienv.errors import (
     EnvError,
     MultienvError,
     RemoteTraceback,
-    RestartBudgetExceeded,
-    WorkerHungError,
-    WorkerLostError,
 )
 from multienv.events import Loss, Recovery
 from multienv.reports.texts import (
@@ -39,26 +36,6 @@ def test_signals_are_named():
 )
 def test_exit_codes_in_words(code, text):
     assert text in exit_text(code)
-
-
-@pytest.mark.parametrize(
-    ("cause", "kind", "error_class"),
-    [
-        ("died", None, WorkerLostError),
-        ("hung", None, WorkerHungError),
-        ("broken", None, WorkerLostError),
-        ("died", RestartBudgetExceeded, RestartBudgetExceeded),
-    ],
-)
-def test_a_loss_becomes_the_typed_error_with_everything_on_it(cause, kind, error_class):
-    loss = Loss(3, cause, "step", 17, 42, 1234, -11, stack="File 'env.py', line 7", stderr="last words")
-    error = lost_error(loss, "Do this next.", kind=kind)
-    assert type(error) is error_class
-    told = {"died": "SIGSEGV", "hung": "deadline", "broken": "cannot be decoded"}[cause]
-    for part in (told, "env 3", "Do this next.", "File 'env.py', line 7", "last words"):
-        assert part in str(error)
-    assert (error.env_index, error.command, error.step, error.seed) == (3, "step", 17, 42)
-    assert (error.exit_code, error.stack, error.stderr) == (-11, loss.stack, loss.stderr)
 
 
 def test_long_last_words_keep_their_end():
@@ -129,8 +106,3 @@ def test_no_sentence_stands_twice_in_the_log(outcome, cost):
     assert longer == f"{text} It cannot be brought back."
     other = outcome_text(Recovery(LOSS, outcome, "It is not deterministic.", 0, 0, 0.5, report="/a b/c.json"))
     assert other.endswith("It is not deterministic. To see it again: multienv replay '/a b/c.json'")
-
-
-def test_an_exact_recovery_tells_what_it_was_made_from():
-    text = outcome_text(Recovery(LOSS, "exact", "", 12, 1, 0.006, method="snapshot"))
-    assert text.endswith("Outcome: exact, from the snapshot, 12 requests replayed, in 0.006 s.")

@@ -133,55 +133,6 @@ def test_a_running_episode_whose_process_nothing_brings_back_is_truncated_and_ne
                     assert {slot for slot, _ in after.owed} == set(range(rules.slots))
 
 
-def asked(request, rules):
-    state, _ = decide(State(Process.READY, Episode.RUNNING), Asked(request), rules)
-    return state
-
-
-def lose(state, rules, **what):
-    state, instruction = decide(state, Lost("died", what="It died.", **what), rules)
-    assert instruction is Instruction.RECOVER
-    return decide(state, Recovered(), rules)
-
-
-def test_a_kill_from_outside_is_no_evidence_against_the_request_until_it_has_happened_often():
-    rules = Rules(poison_after=2)
-    state = asked(STEP, rules)
-    for _ in range(LOSSES - 1):
-        state, instruction = lose(state, rules, slot=0, outside=True)
-        assert instruction is Instruction.ASK
-    _, instruction = lose(state, rules, slot=0, outside=True)
-    assert instruction is Instruction.TRUNCATE
-
-
-def test_a_slot_killed_from_outside_again_and_again_is_left_out_alone():
-    rules = Rules(slots=3, resets_itself=True, poison_after=2)
-    state, _ = lose(asked(STEP, rules), rules, slot=2)
-    for _ in range(LOSSES - 1):
-        state, instruction = lose(state, rules, slot=1, outside=True)
-        assert instruction is Instruction.ASK
-    assert [slot for slot, _ in state.absent] == [1]
-
-
-def test_in_a_batch_only_the_slot_that_kills_is_left_out():
-    rules = Rules(slots=3, resets_itself=True, poison_after=2)
-    state, _ = lose(asked(STEP, rules), rules, slot=1)
-    state, instruction = lose(state, rules, slot=1)
-    assert instruction is Instruction.ASK
-    assert [slot for slot, _ in state.absent] == [1]
-
-
-def test_a_slot_that_strays_between_two_steps_owes_the_end_of_its_episode():
-    rules = Rules(slots=3, resets_itself=True)
-    state, _ = decide(asked(CALL, rules), Lost("died"), rules)
-    state, _ = decide(state, Recovered({2: "the reward differs"}), rules)
-    state, _ = decide(state, Replied(), rules)
-    assert [slot for slot, _ in state.owed] == [2]
-    state, instruction = decide(state, Asked(STEP), rules)
-    assert instruction is Instruction.ASK
-    assert [slot for slot, _ in state.absent] == [2]
-
-
 def test_a_masked_reset_pays_only_what_its_slots_owe():
     rules = Rules(slots=3, resets_itself=True)
     state = State(Process.READY, Episode.RUNNING, owed=((0, "lost"), (2, "lost")))

@@ -94,11 +94,6 @@ class Forgetful(Backend):
         return result
 
 
-class Unkillable(Backend):
-    def statistics(self):
-        return SimpleNamespace(pid=None)
-
-
 def test_an_exact_backend_passes():
     check = check_env_recovers(CounterEnv, make_env=Backend, steps=30, kills=4, seed=1)
     assert check == RecoveryCheck(asked=4, kills=4, exact=4)
@@ -122,13 +117,6 @@ def test_a_dishonest_backend_is_found_out(backend):
     assert not check.is_honest
     with pytest.raises(AssertionError, match="observation"):
         check.raise_if_dishonest()
-
-
-def test_kills_that_were_not_delivered_do_not_pass():
-    check = check_env_recovers(CounterEnv, make_env=Unkillable, steps=6, kills=2)
-    assert check == RecoveryCheck(asked=2)
-    assert check.is_honest
-    assert not check.is_exact
 
 
 class CrashesByItself(CounterEnv):

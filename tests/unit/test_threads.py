@@ -18,23 +18,6 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-def test_a_task_runs_in_a_thread_of_the_pool_and_keeps_its_result(pool: Pool) -> None:
-    task = Task(lambda: threading.current_thread().name)
-    task.start(pool)
-    assert task.wait()
-    assert task.result.startswith("test")
-    assert task.error is None
-
-
-def test_whatever_a_task_raises_is_kept_and_the_others_go_on(pool: Pool) -> None:
-    def fail() -> None:
-        raise SystemExit(3)
-
-    tasks = side_by_side(pool, [fail, lambda: 5])
-    assert [type(task.error) for task in tasks] == [SystemExit, type(None)]
-    assert tasks[1].result == 5
-
-
 def test_a_task_that_is_started_again_is_done_once(pool: Pool) -> None:
     calls: list[int] = []
     task = Task(lambda: calls.append(1))

@@ -17,7 +17,6 @@ from multienv.wire.banks import (
     ENDED,
     FAILED,
     HEAD,
-    INLINE_LIMIT,
     IRREGULAR,
     MESSAGE,
     RAISED,
@@ -44,35 +43,6 @@ def bank_of(layout: BankLayout, fill: int = 0) -> Bank:
 
 
 # --- layouts ----------------------------------------------------------------------------------
-
-
-@given(LAYOUTS)
-def test_no_part_of_a_bank_overlaps_another_and_all_are_aligned(layout):
-    n = layout.slots
-    parts = [
-        (0, HEAD.size, 8),
-        (layout.actions, layout.action_bytes, 8),
-        (layout.absent, n, 8),
-        (layout.rewards, 8 * n, 8),
-        (layout.terminated, n, 1),
-        (layout.truncated, n, 1),
-        (layout.failed, n, 1),
-    ]
-    if layout.is_digested:
-        parts.append((layout.shown, 8 * n, 8))
-    parts += [(start, n * width, 8) for start, width in zip(layout.leaves, layout.leaf_bytes, strict=True)]
-    end = 0
-    for start, size, alignment in parts:
-        assert start % alignment == 0
-        assert start >= end
-        end = start + size
-    assert end <= layout.size
-    assert layout.size % 64 == 0
-    assert layout.is_digested == (sum(layout.leaf_bytes) > INLINE_LIMIT)
-    if layout.is_digested:
-        assert min(layout.leaves) >= layout.end, "observations that are digested are not journalled"
-    else:
-        assert layout.end >= end, "observations that are not digested are journalled"
 
 
 # --- entries ----------------------------------------------------------------------------------
@@ -226,17 +196,6 @@ def test_mail_that_is_not_all_there_is_an_error_and_no_short_answer(sides):
     worker.words[REPLY_MAIL] = 1000
     with pytest.raises(EOFError, match="1000 bytes"):
         trainer.read_reply_mail(2)
-
-
-def test_arrays_outlive_the_segment_they_look_into(sides):
-    trainer, _ = sides
-    trainer.lay_out(BankLayout(2, 0, (8,)))
-    leaf = trainer.banks[0].leaf(0, (1,), np.float64)
-    leaf[:] = 3.5
-    trainer.close()
-    trainer.close()
-    del trainer
-    assert leaf.tolist() == [[3.5], [3.5]]
 
 
 # --- digests ----------------------------------------------------------------------------------

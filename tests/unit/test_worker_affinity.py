@@ -82,28 +82,6 @@ def test_the_core_is_let_go_and_not_bound_again_for_a_while(kernel, why):
     assert not kernel.affinity.is_crowded
 
 
-def test_a_short_wait_for_the_core_is_the_trainers_and_is_borne(kernel):
-    kernel.samples(ENOUGH, BRIEF)
-    for _ in range(10):
-        kernel.waited += 64 * 0.9 * CROWDED
-        kernel.samples(1, BRIEF)
-    assert kernel.bound
-
-
-def test_each_rest_is_twice_as_long_as_the_one_before(kernel):
-    for times in (1, 2, 4):
-        kernel.samples(ENOUGH, BRIEF)
-        assert kernel.bound
-        kernel.waited += 64 * 2 * (CROWDED + BRIEF)
-        kernel.samples(1, BRIEF)
-        kernel.waited += 64 * 2 * (CROWDED + BRIEF)
-        kernel.samples(1, BRIEF)  # it waits in its rest, too: that does not make the rest longer
-        kernel.now += 0.99 * times * REST
-        kernel.samples(100, BRIEF)
-        assert not kernel.bound
-        kernel.now += 0.02 * times * REST
-
-
 def test_the_end_undoes_what_was_done_and_nothing_is_bound_afterwards(kernel):
     kernel.samples(ENOUGH, BRIEF)
     kernel.affinity.end()

@@ -54,45 +54,6 @@ def group_of(*envs: Any, draws: tuple[int, ...] = (11, 12), autoreset: str = "")
     return EnvGroup(envs, Build(b"", False, autoreset, None, draws, None), Segment(-1))
 
 
-def first_draws(*envs: Drawing, draws: tuple[int, ...] = (11, 12)) -> list[float]:
-    group = group_of(*envs, draws=draws)
-    for slot in range(len(envs)):
-        group.begin(slot, seed=None, options=None)
-    assert all(env.seeds == [None] for env in envs), "the env sees a reset without a seed, as in-process"
-    return [float(env.np_random.random()) for env in envs]
-
-
-def test_a_first_reset_without_a_seed_draws_from_a_generator_that_the_recorded_number_gives_again():
-    once = first_draws(Drawing(), Drawing())
-    assert once == first_draws(Drawing(), Drawing())
-    assert len({*once, *first_draws(Drawing(), Drawing(), draws=(13, 14))}) == 4
-
-
-def test_a_seed_that_is_given_and_a_generator_of_the_envs_own_are_left_alone():
-    seeded, own = Drawing(), Drawing()
-    own.np_random = np.random.default_rng(4)
-    group = group_of(seeded, own)
-    group.begin(0, seed=7, options=None)
-    group.begin(1, seed=None, options=None)
-    assert (seeded.seeds, own.seeds) == ([7], [None])
-    assert (seeded.np_random_seed, own.np_random_seed) == (7, -1)
-    assert own.np_random.random() == np.random.default_rng(4).random()
-
-
-def test_the_given_generator_is_what_a_seeded_reset_would_make():
-    env, twin = Drawing(), Drawing()
-    group_of(env, draws=(2**64,))
-    twin.reset(seed=2**64)
-    assert env.np_random_seed == 2**64
-    assert env.np_random.random() == twin.np_random.random()
-
-
-def test_where_nothing_is_recorded_no_generator_is_given():
-    env = Drawing()
-    group_of(env, draws=())
-    assert env._np_random is None
-
-
 def test_a_reset_of_the_workers_own_marks_the_slot():
     env = Drawing()
     group = group_of(Drawing(), env, autoreset="NEXT_STEP")

@@ -13,7 +13,6 @@ from multienv.wire.messages import Build
 from multienv.wire.segment import BUSY, STEP_SECONDS, Segment
 from multienv.worker import starts as starts_module
 from multienv.worker.env_group import EnvGroup
-from multienv.worker.seeding import ProcessGenerators
 
 SLOTS = 2
 
@@ -59,10 +58,6 @@ def test_the_first_reset_of_each_slot_is_told_of_once():
     assert told_by_resets(group, 3, 0, 1) == []
 
 
-def test_where_nothing_is_recorded_no_reset_is_told_of():
-    assert told_by_resets(group_with(share=0.0), 1, 0, 1) == []
-
-
 def test_resets_are_told_of_so_often_that_it_takes_a_fixed_part_of_the_time_of_the_envs():
     group, share, step, told = group_with(share=0.01), 0.01, 0.002, 0
     group.starts.segment.times[STEP_SECONDS] = step
@@ -96,12 +91,6 @@ def test_a_reset_that_fails_is_not_told_of_but_the_next_one_is(outcome: Any):
     assert told_by_resets(group, 2, 0) == [0]
 
 
-def test_resets_in_one_request_are_told_of_together():
-    group = group_with(share=1e-9)
-    assert told_by_resets(group, 1, 1) == [1]
-    assert told_by_resets(group, 2, 0, 1) == [0, 1]
-
-
 def test_what_is_told_puts_the_generators_back_before_the_same_reset_in_a_replay_and_only_there():
     group, copy = group_with(share=1e-9), group_with(share=1e-9)
     group.begin(1)
@@ -117,11 +106,3 @@ def test_what_is_told_puts_the_generators_back_before_the_same_reset_in_a_replay
     assert (copy.starts.replaying, dict(copy.starts.take())) == ({}, {}), "nothing is told of in a replay"
     copy.starts.replaying = None
     assert told_by_resets(copy, 1, 0, 1) == [0, 1]
-
-
-def test_a_start_of_which_no_generators_are_known_leaves_them_as_they_are():
-    group = group_with(share=0.0)
-    expected = ProcessGenerators().with_those_of(group.envs[0])
-    group.starts.replaying = {0: b""}
-    group.starts.before_reset(0)
-    assert ProcessGenerators().with_those_of(group.envs[0]) == expected

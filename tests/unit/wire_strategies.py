@@ -53,7 +53,6 @@ def _nested(children: st.SearchStrategy[spaces.Space[Any]]) -> st.SearchStrategy
     )
 
 
-LAID_OUT_SPACES = st.recursive(LAID_OUT, _nested, max_leaves=5)
 ANY_SPACES = st.recursive(LAID_OUT | SCALARS | PICKLED, _nested, max_leaves=5)
 
 

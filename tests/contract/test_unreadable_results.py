@@ -1,10 +1,11 @@
-"""An observation that cannot be read in the trainer costs its env that step, and the others of its process nothing."""
+"""A result that cannot be read in the trainer costs its env that step, and the others of its process nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import threading
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from kit import CounterEnv
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 
@@ -135,3 +137,41 @@ def test_a_rollout_that_only_the_worker_can_read_is_done_and_has_no_fragment() -
         assert alone.value.fragment is None
         assert env.step(0)[0].count == 6
         assert [one.count for one in env.rollout(zeros, 5).observations] == [6, 7, 8, 9, 10]
+
+
+def refuse() -> None:
+    raise RuntimeError("not here")
+
+
+class Defiant:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+class TellingEnv(CounterEnv):
+    """Tells what it is given in the info of each reset, and when it is asked."""
+
+    def __init__(self, special: Any = str) -> None:
+        super().__init__()
+        self.special = special
+
+    def _info(self) -> dict[str, Any]:
+        return {} if self.episode_step else {"special": self.special()}
+
+    def ask(self) -> Any:
+        return self.special()
+
+
+@pytest.mark.parametrize("special", [Defiant, threading.Lock])
+@pytest.mark.parametrize("face", [partial(SubprocessVectorEnv, envs_per_worker=3), SerialVectorEnv])
+def test_infos_of_resets_and_answers_to_calls_fail_alone(face, special):
+    with contextlib.closing(face([TellingEnv, partial(TellingEnv, special), TellingEnv])) as envs:
+        for call in (partial(envs.reset, seed=1), partial(envs.call, "ask")):
+            with pytest.raises(EnvsFailedError) as caught:
+                call()
+            assert list(caught.value.failures) == [CULPRIT]
+            assert isinstance(caught.value.failures[CULPRIT], ResultNotPicklableError)
+            assert [caught.value.results[row] is None for row in range(3)] == [False, True, False]
+        envs.reset(options={"reset_mask": np.arange(3) != CULPRIT})
