@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SlowEnv, first_difference
-from kit.policies import Linear, constant
+from kit.policies import Linear, constant, telling
 from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
 
@@ -150,8 +150,9 @@ def test_an_env_that_ends_every_process_sits_the_fragment_out(mode: str) -> None
     ):
         for one in (envs, twin):
             one.reset(seed=4)
-        fragment, expected = envs.rollout(constant, 12), twin.rollout(constant, 12)
+        fragment, expected = envs.rollout(telling, 12), twin.rollout(telling, 12)
         assert fragment.observations[:, 0].tobytes() == expected.observations[:, 0].tobytes()
+        assert fragment.extras["given"].tobytes() == fragment.observations.tobytes()
         assert fragment.truncations[:, 1].all()
         assert not fragment.rewards[:, 1].any()
         for step in range(12):
@@ -160,9 +161,10 @@ def test_an_env_that_ends_every_process_sits_the_fragment_out(mode: str) -> None
         fragment = envs.rollout(constant, 3)  # short enough for its next episode
         assert not fragment.truncations[:, 1].any()
     with SubprocessEnv(env_fns[1], restart=POLICIES["journal"]) as env:
-        env.reset(seed=4)
-        fragment = env.rollout(constant, 12)
+        last, _ = env.reset(seed=4)
+        fragment = env.rollout(telling, 12)
         assert fragment.truncations.all()
+        assert fragment.extras["given"].tobytes() == fragment.observations.tobytes() == 12 * last.tobytes()
         assert all("SIGSEGV" in fragment.infos[step]["multienv"]["reason"] for step in range(12))
         env.reset()
         assert not env.rollout(constant, 3).truncations.any()
