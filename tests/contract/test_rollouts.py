@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from vector_pairs import expect_same
 
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, example_spaces, first_difference
-from kit.policies import Fails, Linear, Sampling, constant
+from kit.policies import Fails, Linear, Sampling, constant, telling
 from multienv import (
     Deadlines,
     Fragment,
@@ -305,15 +305,16 @@ def test_an_env_that_raises_ends_its_episode_and_the_fragments_are_in_the_error(
     ):
         for one in (envs, twin):
             one.reset(seed=5)
-        expected = twin.rollout(constant, 20)
+        expected = twin.rollout(telling, 20)
         with pytest.raises(EnvsFailedError) as told:
-            envs.rollout(constant, 20)
+            envs.rollout(telling, 20)
         assert list(told.value.failures) == [1]
         assert told.value.results[1] is None
         for index in (0, 2):
             expect_same(told.value.results[index].observations, expected.observations[:, index])
             expect_same(told.value.results[index].rewards, expected.rewards[:, index])
         own = told.value.failures[1].fragment
+        expect_same(own.extras["given"], own.observations)
         assert own.truncations.tolist()[:5] == [False, False, False, True, False]
         assert own.rewards[3] == 0.0
         assert "FaultError" in own.infos[3]["multienv"]["reason"]
@@ -330,8 +331,9 @@ def test_an_env_alone_that_raises_goes_on_with_its_next_episode() -> None:
     with SubprocessEnv(partial(FaultyEnv, fault=Fault("raise", "step", at=4))) as env:
         env.reset(seed=5)
         with pytest.raises(RuntimeError) as told:
-            env.rollout(constant, 8)
+            env.rollout(telling, 8)
         fragment = told.value.fragment
+        expect_same(fragment.extras["given"], fragment.observations)
         assert fragment.truncations.tolist() == [False, False, False, True, False, False, False, False]
         assert fragment.observations[:, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
         assert fragment.infos[3]["final_obs"][0] == 3

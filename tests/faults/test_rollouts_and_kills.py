@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SlowEnv, first_difference
-from kit.policies import Linear, constant
-from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
+from kit.policies import Linear, constant, telling
+from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
 
 POLICIES = {
@@ -85,6 +85,37 @@ def test_what_was_delivered_is_replayed_with_the_recorded_actions() -> None:
         assert (told.exact_recoveries, told.truncated_recoveries) == (1, 0)
 
 
+def test_a_replay_begins_at_a_reset_inside_a_fragment() -> None:
+    """The only reset that the trainer has asked for has left the journal."""
+    env_fn = partial(SlowEnv, step_seconds=0.001, count_episodes=False)
+    restart = RestartPolicy(snapshots=False, backoff=0.0, journal_limit=30_000)
+    with SubprocessEnv(env_fn, restart=restart) as env, SerialEnv(partial(CounterEnv, count_episodes=False)) as twin:
+        twin.initialize()
+        for one in (env, twin):
+            one.reset(seed=4)
+        for _ in range(12):
+            expect_same(env.rollout(constant, 50), twin.rollout(constant, 50))
+        assert Killer(env).strike()
+        expect_same(env.rollout(constant, 50), twin.rollout(constant, 50))
+        told = env.statistics()
+        assert (told.exact_recoveries, told.truncated_recoveries) == (1, 0)
+        assert 0 < told.replayed_steps < 400
+    env_fns = [env_fn] * 2
+    with (
+        SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=restart) as envs,
+        SerialVectorEnv([partial(CounterEnv, count_episodes=False)] * 2) as other,
+    ):
+        for batch in (envs, other):
+            batch.reset(seed=4)
+        for _ in range(12):
+            expect_same(envs.rollout(constant, 50), other.rollout(constant, 50))
+        assert Killer(envs).strike()
+        expect_same(envs.rollout(constant, 50), other.rollout(constant, 50))
+        (alone,) = envs.statistics()
+        assert (alone.exact_recoveries, alone.truncated_recoveries) == (1, 0)
+        assert 0 < alone.replayed_steps < 400
+
+
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
 def test_an_env_that_cannot_be_replayed_is_truncated_in_the_first_step(mode: str) -> None:
     """Only that env: its neighbours in the worker go on to the bit."""
@@ -134,8 +165,9 @@ def test_an_env_that_ends_every_process_sits_the_fragment_out(mode: str) -> None
     ):
         for one in (envs, twin):
             one.reset(seed=4)
-        fragment, expected = envs.rollout(constant, 12), twin.rollout(constant, 12)
+        fragment, expected = envs.rollout(telling, 12), twin.rollout(telling, 12)
         assert fragment.observations[:, 0].tobytes() == expected.observations[:, 0].tobytes()
+        assert fragment.extras["given"].tobytes() == fragment.observations.tobytes()
         assert fragment.truncations[:, 1].all()
         assert not fragment.rewards[:, 1].any()
         for step in range(12):
@@ -144,9 +176,10 @@ def test_an_env_that_ends_every_process_sits_the_fragment_out(mode: str) -> None
         fragment = envs.rollout(constant, 3)  # short enough for its next episode
         assert not fragment.truncations[:, 1].any()
     with SubprocessEnv(env_fns[1], restart=POLICIES["journal"]) as env:
-        env.reset(seed=4)
-        fragment = env.rollout(constant, 12)
+        last, _ = env.reset(seed=4)
+        fragment = env.rollout(telling, 12)
         assert fragment.truncations.all()
+        assert fragment.extras["given"].tobytes() == fragment.observations.tobytes() == 12 * last.tobytes()
         assert all("SIGSEGV" in fragment.infos[step]["multienv"]["reason"] for step in range(12))
         env.reset()
         assert not env.rollout(constant, 3).truncations.any()

@@ -52,6 +52,11 @@ def constant(observations: Any) -> Any:
     return np.ones(len(observations), np.int64) if observations.ndim > 1 else 1
 
 
+def telling(observations: Any) -> Any:
+    """Is ``constant`` and returns the observations that it was given."""
+    return constant(observations), {"given": observations}
+
+
 class Fails:
     """Is ``constant`` until the call with this number, and then does something else."""
 
