@@ -89,6 +89,22 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
+        "A replay cannot begin at a reset inside a rollout.",
+        5,
+        "recovery/rollouts.py",
+        "reply.starts.append((number, answers.generators))",
+        "pass",
+        ("tests/faults/test_rollouts_and_kills.py",),
+    ),
+    Mutant(
+        "After a step of a rollout that shows nothing the next one shows what was there before.",
+        3,
+        "recovery/rollouts.py",
+        'answers.stand(aside, {**answers.standing(aside), "seen": number})',
+        "pass",
+        ("tests/faults/test_rollouts_and_kills.py", "tests/contract/test_rollouts.py"),
+    ),
+    Mutant(
         "A step whose answer is taken twice, because Ctrl-C came in between, is recorded twice.",
         2,
         "recovery/hot_path.py",
