@@ -31,6 +31,8 @@ from multienv.worker.replies import answer_failure, answer_rows
 Infos = list[tuple[int, Any]]  # slot and info: a dict of numbers, or the pickle of anything else
 Failures = dict[int, Failure]
 
+# Characters of the types of numpy whose items a memoryview can be assigned.
+_ITEMS = "?bBhHiIlLqQfd"
 _WHOLE = slice(None)
 
 
@@ -247,7 +249,7 @@ class _Side:
         self._leaves = leaf_arrays(space, bank)
         tree = nested(space, self._leaves)
         self.write = row_writer(tree)
-        if isinstance(tree, np.ndarray) and tree.ndim == 1 and tree.dtype.isnative:
+        if isinstance(tree, np.ndarray) and tree.ndim == 1 and tree.dtype.isnative and tree.dtype.char in _ITEMS:
             self.cells, self.key = [tree[slot : slot + 1].data for slot in range(group.slots)], 0
         else:
             self.cells = cells(tree, group.slots)
