@@ -73,5 +73,6 @@ class ForkedLate(Forked):
 unpicklable = functools.partial(FromLock, threading.Lock())
 hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
 segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
+crashes_late = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=300))
 raising = functools.partial(FaultyEnv, fault=Fault("raise", "reset"))
 no_env = functools.partial(dict, a=1)

@@ -92,6 +92,16 @@ def test_a_broken_env_is_named_broken_by_the_check_that_it_fails(
         assert f"multienv replay {report} --env {ODD_ENVS}:{env}" in row["advice"]
 
 
+def test_an_env_that_crashes_now_and_then_is_examined_to_the_end() -> None:
+    result, told = run("doctor", f"{ODD_ENVS}:crashes_late", "--json")
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in told["checks"]}
+    assert list(rows) == CHECKS
+    assert rows["a hung worker"]["verdict"] == "ok"
+    assert rows["leaks"]["meaning"].startswith("not known: The env's process was killed by SIGSEGV")
+    assert "multienv replay " in rows["leaks"]["advice"]
+
+
 def test_what_an_env_prints_does_not_flood_the_terminal_but_for_its_last_words() -> None:
     arguments = ("doctor", f"{ODD_ENVS}:Loud", "--env-kwargs", '{"horizon": 30}')
     quiet, loud = run_process(*arguments), run_process(*arguments, "--verbose")

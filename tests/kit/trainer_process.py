@@ -34,6 +34,7 @@ TESTS = Path(__file__).parents[1]
 # And the library under test, wherever it has been imported from here.
 PLACES = [
     TESTS / "cluster",
+    TESTS / "contract",
     TESTS / "faults",
     TESTS / "invariants",
     TESTS / "cli",
