@@ -89,10 +89,7 @@ def test_actions_of_any_space_arrive_to_the_bit(pair):
 SOME_SPACES = ANY_SPACES.filter(lambda space: not re.search(r"(Tuple|Dict)\(\)", repr(space)))
 
 
-HALF = spaces.Box(0.0, 100.0, (), np.float16)
-
-
-@given(ANY_SPACES.filter(lambda space: space != HALF), SOME_SPACES, st.integers(1, 4), st.integers(0, 2**31 - 1))
+@given(ANY_SPACES, SOME_SPACES, st.integers(1, 4), st.integers(0, 2**31 - 1))
 def test_batches_of_any_space_are_gymnasiums(space, actions, count, seed):
     space.seed(seed)
     env_fns = [lambda: TellingEnv(space, actions, [space.sample() for _ in range(3)])] * count
@@ -216,10 +213,10 @@ def test_values_that_fit_are_converted_as_numpy_converts_them(dtype, shape, valu
     assert fingerprint(batch) == fingerprint(np.stack([np.asarray(value).astype(dtype)] * 2))
 
 
-@pytest.mark.xfail(raises=EnvsFailedError, reason="a memoryview of half floats takes no item (worker/rows.py)")
 def test_half_floats_without_a_shape_are_rows_of_a_batch():
-    batch_of(HALF, np.float16(1.5))
-    with SerialVectorEnv([lambda: TellingEnv(HALF, DISCRETE, [np.float16(1.5)])]) as envs:
+    half = spaces.Box(0.0, 100.0, (), np.float16)
+    batch_of(half, np.float16(1.5))
+    with SerialVectorEnv([lambda: TellingEnv(half, DISCRETE, [np.float16(1.5)])]) as envs:
         envs.reset(seed=0)
         assert envs.step([1])[0].tolist() == [1.5]
 
