@@ -76,7 +76,6 @@ class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncatio
         pid: The process, if known.
         number: The request it was executing; 0: none.
         slot: The slot whose env was being called; -1: none.
-        resetting: Whether that env was being reset.
         replaying: Index of the request inside a replay; -1: none.
         detail: What else is known, for the message.
     """

@@ -121,21 +121,20 @@ class Lifecycle:
             return Lost(gone.cause, -1, _is_from_outside(gone))
         if self._effort is not None and self.loss is not None:
             self._record.recovery(self.loss, "exact", "", self._effort)
-        self.delivered()
+        self.forget_loss()
         return Built()
 
     # --- losses -----------------------------------------------------------------------------------
 
-    def lost(self, gone: Gone, state: State, number: int, committed: int) -> Lost:
+    def lost(self, gone: Gone, state: State, committed: int) -> Lost:
         """Note that the process with the pending request is lost; return the event.
 
         Args:
             gone: How it was lost.
             state: The state, with the pending request; none is pending if it was asked for a snapshot.
-            number: The number of that request.
             committed: Number of the last request that was answered: the journal may already hold one more.
         """
-        request, channel = state.request, self.channel
+        request, channel, number = state.request, self.channel, committed + 1
         assert channel is not None
         slots, is_policy = len(self._record.seeds), False
         slot = (0 if slots == 1 else gone.slot) if gone.number == number else -1
@@ -286,8 +285,8 @@ class Lifecycle:
         policy = self._policy
         return f"Its RestartPolicy allows {policy.max_restarts} restarts in {policy.window:g} s; they are spent."
 
-    def delivered(self) -> None:
-        """Note that an answer was delivered: the next loss is another one."""
+    def forget_loss(self) -> None:
+        """Note that nothing is being healed any more: the next loss is another one."""
         self.loss = self._effort = None
 
     def drop(self) -> None:

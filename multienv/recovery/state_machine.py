@@ -378,7 +378,8 @@ def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
 
 def _interrupted(state: State, event: Interrupted, rules: Rules) -> tuple[State, Instruction]:
     process = Process.LOST if state.process is Process.READY else state.process
-    return _without_request(state, process=process), Instruction.NOTHING
+    after = _without_request(state, process=process)
+    return after, instruction_of(after, rules)
 
 
 def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Instruction]:

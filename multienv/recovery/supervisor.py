@@ -111,9 +111,6 @@ _PATH = 50
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
 
-_STEP, _STEP_HALF = Request(Kind.STEP, "step"), Request(Kind.STEP, "step", whole=False)
-
-
 class HealingDue(Exception):  # noqa: N818 - internal
     """A process must be brought back or built first: call ``collect()`` in a thread, or wait there."""
 
@@ -349,7 +346,7 @@ class Supervisor:
             aside.lay_out(self.codec.layout)
             self.codec.encoder(aside)(number, action)
             self.pending.begin_step(self._deadlines.step, number, aside)
-        self._happen(Asked(_STEP if whole else _STEP_HALF))
+        self._happen(Asked(Request(Kind.STEP, "step", whole)))
         if instruction_of(self.state, self.rules) is Instruction.ASK:
             self._publish()
 
@@ -437,7 +434,7 @@ class Supervisor:
             self._refuse_if_unusable("collect")
         if instruction is Instruction.NOTHING:
             return None
-        self.lifecycle.delivered()
+        self.lifecycle.forget_loss()
         self.pending.settled()
         if isinstance(self.last_answer, BaseException):
             raise self.last_answer
@@ -460,7 +457,7 @@ class Supervisor:
 
     def _lose(self, gone: Gone) -> Instruction:
         """Note that the process is lost; returns what the policy says."""
-        instruction = self._happen(self.lifecycle.lost(gone, self.state, self.number + 1, self.number))
+        instruction = self._happen(self.lifecycle.lost(gone, self.state, self.number))
         if instruction is not Instruction.RECOVER:
             self.lifecycle.drop_lost(instruction, self.state)
         return instruction
@@ -884,8 +881,8 @@ class Supervisor:
             before, channel = self.state, self.channel
             assert channel is not None
             self.pending.begin(message, b"", limit)
-            self.lifecycle.delivered()
-            self._happen(Interrupted())  # if an exception strikes from here on: else it is taken back below
+            self.lifecycle.forget_loss()
+            self._happen(Interrupted())  # so that an exception in here finds the worker lost; else it is as before
             try:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:
@@ -906,7 +903,8 @@ class Supervisor:
         """Have the pending request not made: an exception struck before all of it was sent. Again does nothing."""
         with self.lock:
             if self.state.request is not None:
-                self.lifecycle.delivered()
+                if self.state.process is Process.READY:  # else it is lost already, and that loss is healed next
+                    self.lifecycle.forget_loss()
                 self._happen(Interrupted())
 
     def note_closed(self) -> None:

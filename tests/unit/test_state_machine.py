@@ -19,6 +19,7 @@ from multienv.recovery.state_machine import (
     Discarded,
     Episode,
     Instruction,
+    Interrupted,
     Kind,
     Launched,
     Lost,
@@ -44,7 +45,7 @@ RULES = [
 
 
 def events(slots):
-    yield from (Launched(), Built(), BuildFailed(), BudgetSpent(), Discarded(), Closed(), NotRecovered("no way"))
+    yield from (Launched(), Built(), BuildFailed(), Interrupted(), BudgetSpent(), Discarded(), Closed(), NotRecovered("no way"))
     yield from (Asked(request) for request in (STEP, RESET, CALL))
     yield from (Replied(ended, failed) for ended in (False, True) for failed in (False, True))
     yield from (
@@ -85,6 +86,8 @@ def can_happen(state, event, rules):
         return state.request is not None and waits
     if isinstance(event, Lost) and state.process is Process.READY:
         return state.request is not None and state.losses < LOSSES
+    if isinstance(event, Lost) and state.process is Process.LOST:
+        return state.losses == 0  # how a process ended that an interruption has made lost
     return True
 
 
