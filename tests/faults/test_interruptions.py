@@ -38,8 +38,10 @@ from multienv import (
     SubprocessVectorEnv,
     create_subprocess_envs,
 )
+from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError
 from multienv.processes.worker_process import ProcessChannel
+from multienv.recovery.lifecycle import Lifecycle
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
 pytestmark = pytest.mark.filterwarnings(
@@ -155,6 +157,25 @@ def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
                 assert becomes_true(lambda before=before: len(alive()) <= len(before)), interruption.where  # type: ignore[misc]
         assert becomes_true(lambda: alive() <= {monitor_pid()}), interruption.where
     assert fired > 5
+
+
+def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the next call is broken off while it sends."""
+
+    def broken_off(_: Any) -> None:
+        raise Tick
+
+    with SubprocessEnv(ENDLESS) as env:
+        env.reset(seed=0)
+        kill(env)
+        with monkeypatch.context() as patch, pytest.raises(Tick):
+            patch.setattr(Lifecycle, "recover", broken_off)
+            env.snapshot()
+        supervisor: Any = supervisor_of(env)
+        supervisor.send_step(STEP)
+        supervisor.take_back()
+        assert env.step(STEP)[0][0] == 1
+        assert (env.statistics().losses, env.statistics().exact_recoveries) == (1, 1)
 
 
 # --- what is recorded -----------------------------------------------------------------------------------

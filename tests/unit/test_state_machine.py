@@ -45,7 +45,16 @@ RULES = [
 
 
 def events(slots):
-    yield from (Launched(), Built(), BuildFailed(), Interrupted(), BudgetSpent(), Discarded(), Closed(), NotRecovered("no way"))
+    yield from (
+        Launched(),
+        Built(),
+        BuildFailed(),
+        Interrupted(),
+        BudgetSpent(),
+        Discarded(),
+        Closed(),
+        NotRecovered("no way"),
+    )
     yield from (Asked(request) for request in (STEP, RESET, CALL))
     yield from (Replied(ended, failed) for ended in (False, True) for failed in (False, True))
     yield from (
