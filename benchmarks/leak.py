@@ -223,7 +223,7 @@ class Row(NamedTuple):
 
 
 def named(path: str, fns: EnvFns, **options: Any) -> Any:
-    """Make one of a class in a module that may be absent."""
+    """Make one of a class in a module that may be skipped."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)(fns, **options)
 

@@ -402,11 +402,11 @@ class FanOut:
             if current.answers[place] is not MISSING or place in current.tasks:
                 continue
             supervisor = self.supervisors[place]
-            line = supervisor.waiting() if _is_asked(current, supervisor) else None
-            if line is None or line[0].answered(line[1]):
+            waited = supervisor.waiting() if _is_asked(current, supervisor) else None
+            if waited is None or waited[0].answered(waited[1]):
                 heard.append(place)
-            elif now < line[2]:
-                awaited[place], wake = line[:2], min(wake, line[2])
+            elif now < waited[2]:
+                awaited[place], wake = waited[:2], min(wake, waited[2])
             else:
                 self._begin(current, place, supervisor.resume)
         if heard or until <= now:

@@ -18,7 +18,7 @@ from multienv.processes.environment import worker_environment
 from multienv.recovery.verification import differences
 from multienv.reports.crash import Report, action_of
 from multienv.wire.banks import FAILED, HEAD, MESSAGE, STEPPED, U32, split_entries
-from multienv.wire.codecs import mail_of
+from multienv.wire.codecs import payload_of
 from multienv.wire.infos import unpack_extras
 from multienv.wire.messages import Description, Failure, Message, Replay, message_of, pack_message
 from multienv.wire.segment import Segment
@@ -64,9 +64,9 @@ class Rerun:
     def _ask(self, number: int, message: Message) -> Any:
         """Have the host execute a message; return its answer, which may be a ``Failure``."""
         HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
-        self._segment.write_request_mail(number, pack_message(message))
+        self._segment.write_request_payload(number, pack_message(message))
         self._host.handle(number)
-        return pickle.loads(self._segment.read_reply_mail(number))
+        return pickle.loads(self._segment.read_reply_payload(number))
 
     def build(self) -> None:
         """Build the envs, as a worker does. Raises :class:`EnvRaised`."""
@@ -102,7 +102,7 @@ class Rerun:
             return None
         if fatal.is_step:
             return action_of(fatal, self._segment.layout, self._description, exact=self._exact)
-        return message_of(fatal.stretch[0], fatal.request_mail)
+        return message_of(fatal.record[0], fatal.request_payload)
 
     def request(self) -> str:
         """Return the fatal request and its place in the episode, in words; ``""`` if no request was pending."""
@@ -131,9 +131,9 @@ class Rerun:
         kind = segment.banks[fatal.number & 1].view[2]
         failures: dict[int, Failure] = {}
         if kind == FAILED:
-            failures = {0: pickle.loads(segment.read_reply_mail(fatal.number))}
+            failures = {0: pickle.loads(segment.read_reply_payload(fatal.number))}
         elif kind == STEPPED and not self._exact:
-            _, extras = mail_of(segment, fatal.number)
+            _, extras = payload_of(segment, fatal.number)
             failures = unpack_extras(extras)[0].failures
         for slot, failure in failures.items():
             who = "it" if self._exact else f"env {slot}"

@@ -20,7 +20,7 @@ from multienv.events import LossCause
 from multienv.processes.channel import LONGEST_SLEEP, Channel, Fate, Gone
 from multienv.threads import Bell
 from multienv.wire.actions import PICKLED
-from multienv.wire.banks import ABSENT, HEAD, MESSAGE, STEP
+from multienv.wire.banks import HEAD, MESSAGE, SKIPPED, STEP
 from multienv.wire.segment import PID, REPLY, REQUEST, TRAINER_SLEEPS, WORKER_SLEEPS, Segment
 
 # Seconds given to the stack of a live process, and to its end, on the node and on the way.
@@ -89,11 +89,11 @@ class RelayChannel(Channel):
             return
         bank = segment.banks[number & 1]
         kind, tag = bank.view[:2]
-        has_mail = kind == MESSAGE or (kind == STEP and tag & ~ABSENT == PICKLED)
-        mail = segment.read_request_mail(number) if has_mail else None
+        has_payload = kind == MESSAGE or (kind == STEP and tag & ~SKIPPED == PICKLED)
+        payload = segment.read_request_payload(number) if has_payload else None
         layout = None if segment.layout == self._layout else segment.layout
         part = bytes(bank.view[: bank.layout.rewards])
-        self._courier.post((frames.ASK, self.name, number, layout, part, mail))
+        self._courier.post((frames.ASK, self.name, number, layout, part, payload))
         self._posted, self._layout = number, segment.layout
 
     def wait(self, number: int, until: float | None) -> bool:
@@ -138,7 +138,7 @@ class RelayChannel(Channel):
 
     # --- news, in a thread of the courier ---------------------------------------------------------
 
-    def hear_answer(self, number: int, words: bytes, head: Any, rows: Any, mail: Any) -> bool:
+    def hear_answer(self, number: int, words: bytes, head: Any, rows: Any, payload: Any) -> bool:
         """Put a reply where a worker beside the trainer would have written it, the number last.
 
         Returns:
@@ -155,7 +155,7 @@ class RelayChannel(Channel):
             bank.view[bank.layout.rewards :] = rows
         if head[0]:  # of a woken snapshot the bank says nothing
             bank.view[: HEAD.size] = head
-        segment.write_reply_mail(number, bytes(mail))
+        segment.write_reply_payload(number, bytes(payload))
         self.hear_progress(words)
         self._expected = 0  # it is told twice now and then, the second time among the answers to later requests
         segment.words[REPLY] = number

@@ -269,17 +269,17 @@ class Courier:
             self._failing_since = 0.0
             self._hand_out(*frames.unpack_reply(future.result()))
 
-    def _hand_out(self, told: list[Frame], stretch: memoryview) -> None:
-        """Give frames of the relay to their channels; the parts of answers follow each other in ``stretch``."""
+    def _hand_out(self, told: list[Frame], record: memoryview) -> None:
+        """Give frames of the relay to their channels; the parts of answers follow each other in ``record``."""
         place, sleepers = 0, []
         for kind, name, *rest in told:
             channel = self._channels.get(name)
             if kind == frames.ANSWER:
-                number, words, mail, rows = rest
-                middle, end = place + HEAD.size + rows, place + HEAD.size + rows + mail
+                number, words, payload, rows = rest
+                middle, end = place + HEAD.size + rows, place + HEAD.size + rows + payload
                 if channel is not None:
-                    head = stretch[place : place + HEAD.size]
-                    rows, letter = stretch[place + HEAD.size : middle], stretch[middle:end]
+                    head = record[place : place + HEAD.size]
+                    rows, letter = record[place + HEAD.size : middle], record[middle:end]
                     if channel.hear_answer(number, words, head, rows, letter):
                         sleepers.append(channel)
                 place = end

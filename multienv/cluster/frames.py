@@ -4,7 +4,7 @@ A frame is a tuple whose first item says what it is and whose second one names a
 whether a call was executed makes it again. So calls are numbered: the frames of one are carried out once, and in order;
 and a request that was executed is answered again from its bank.
 
-The banks and mails of all answers lie one behind the other in one stretch of bytes. A short one travels with the
+The banks and payloads of all answers lie one behind the other in one record of bytes. A short one travels with the
 frames; a long one as an array of its own, which Ray keeps in its object store and hands out without a copy.
 """
 
@@ -22,7 +22,7 @@ LAUNCH = "launch"  # channel, method, native threads, title
 WAKE = "wake"  # channel, the channel of the lost worker
 WAKE_KEPT = "wake kept"  # channel, token
 FREE = "free"  # token
-ASK = "ask"  # channel, number, layout of the banks or None if it is known, request part of the bank, mail or None
+ASK = "ask"  # channel, number, layout of the banks or None if it is known, request part of the bank, payload or None
 AWAIT = "await"  # channel, number: its answer is wanted, or its end, once more if it was told; 0: only its end
 STACK = "stack"  # channel
 KILL = "kill"  # channel, cause, whether the stack is wanted, detail
@@ -30,7 +30,7 @@ CLOSE = "close"  # channel, seconds
 RELEASE = "release"  # channel
 
 # From the relay.
-ANSWER = "answer"  # channel, number, words, length of the mail, lengths of head and rows: they lie in the stretch
+ANSWER = "answer"  # channel, number, words, length of the payload, lengths of head and rows: they lie in the record
 PROGRESS = "progress"  # channel, words
 STACKS = "stacks"  # channel, text
 GONE = "gone"  # channel, arguments of Gone
@@ -81,30 +81,30 @@ def pack_reply(frames: Sequence[Frame], parts: Sequence[Any]) -> Any:
     size = sum(len(part) for part in parts)
     if size <= INLINE:
         return b"".join((_LENGTH.pack(len(told)), told, *parts))
-    stretch, place = np.empty(size, np.uint8), 0
+    record, place = np.empty(size, np.uint8), 0
     for part in parts:
-        stretch[place : place + len(part)] = np.frombuffer(part, np.uint8)
+        record[place : place + len(part)] = np.frombuffer(part, np.uint8)
         place += len(part)
-    return told, stretch
+    return told, record
 
 
 def unpack_reply(reply: Any) -> tuple[list[Frame], memoryview]:
-    """Return the frames, and the stretch their answers lie in."""
+    """Return the frames, and the record their answers lie in."""
     if isinstance(reply, bytes):
         (length,) = _LENGTH.unpack_from(reply)
         start = _LENGTH.size + length
         return pickle.loads(memoryview(reply)[_LENGTH.size : start]), memoryview(reply)[start:]
-    told, stretch = reply
-    return pickle.loads(told), memoryview(stretch)
+    told, record = reply
+    return pickle.loads(told), memoryview(record)
 
 
 def split(reply: Any, parts: int, size: int) -> list[Any]:
     """Cut a packed reply into so many parts of ``size`` bytes; the last one has all that is left."""
     if isinstance(reply, bytes):
         return [reply, *([None] * (parts - 1))]
-    told, stretch = reply
-    cuts = [min(place * size, len(stretch)) for place in range(parts - 1)]
-    return [told, *(stretch[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(stretch)], strict=True))]
+    told, record = reply
+    cuts = [min(place * size, len(record)) for place in range(parts - 1)]
+    return [told, *(record[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(record)], strict=True))]
 
 
 def join(parts: Sequence[Any]) -> Any:

@@ -21,7 +21,7 @@ from multienv.processes.launcher import Launch
 from multienv.recovery.record import resident_bytes
 from multienv.threads import Bell
 from multienv.wire.banks import HEAD, STEPPED, BankLayout
-from multienv.wire.segment import BUSY, PID, REPLY_MAIL, RESIDENT, Segment
+from multienv.wire.segment import BUSY, PID, REPLY_PAYLOAD, RESIDENT, Segment
 
 # Seconds a call waits for answers at the most, and for further ones after the first.
 HOLD = 1.0
@@ -55,7 +55,7 @@ class Relayed:
         assert self.channel is not None
         return self.channel.segment
 
-    def post(self, number: int, layout: BankLayout | None, part: bytes, mail: bytes | None) -> None:
+    def post(self, number: int, layout: BankLayout | None, part: bytes, payload: bytes | None) -> None:
         """Give the worker a request, unless it has it already."""
         self.asked = number
         if self.posted == number or self.channel is None or self.is_ending or self.gone is not None:
@@ -63,8 +63,8 @@ class Relayed:
         segment = self.segment
         if layout is not None and layout != segment.layout:
             segment.lay_out(layout)
-        if mail is not None:
-            segment.write_request_mail(number, mail)
+        if payload is not None:
+            segment.write_request_payload(number, payload)
         segment.banks[number & 1].view[: len(part)] = part
         self.posted = number
         self.channel.ring(number)
@@ -193,11 +193,11 @@ class Relay:
         segment, number = worker.segment, worker.asked
         bank = segment.banks[number & 1]
         rows = bank.view[bank.layout.rewards :] if bank.view[2] == STEPPED else b""
-        mail = segment.read_reply_mail(number) if segment.words[REPLY_MAIL + (number & 1)] else b""
-        told.append((frames.ANSWER, name, number, worker.words(), len(mail), len(rows)))
-        parts += bank.view[: HEAD.size], rows, mail
+        payload = segment.read_reply_payload(number) if segment.words[REPLY_PAYLOAD + (number & 1)] else b""
+        told.append((frames.ANSWER, name, number, worker.words(), len(payload), len(rows)))
+        parts += bank.view[: HEAD.size], rows, payload
         worker.asked = 0
-        return len(rows) + len(mail)
+        return len(rows) + len(payload)
 
     def _break(self, name: int, error: Exception) -> None:
         """Have a worker be lost because its relay failed."""
@@ -231,10 +231,10 @@ class Relay:
         if self._any is not None:
             self._any.free(token)
 
-    def _do_ask(self, name: int, number: int, layout: BankLayout | None, part: bytes, mail: bytes | None) -> None:
+    def _do_ask(self, name: int, number: int, layout: BankLayout | None, part: bytes, payload: bytes | None) -> None:
         worker = self._workers.get(name)
         if worker is not None:
-            worker.post(number, layout, part, mail)
+            worker.post(number, layout, part, payload)
             worker.is_told = False
 
     def _do_await(self, name: int, number: int) -> None:

@@ -372,7 +372,7 @@ class Scheduler:
         state = EnvState.ERROR
         if record.state is EnvState.RUN and isinstance(error, UsageError):
             episode = self.supervisors[index].state.episode
-            state = EnvState.RUN if episode in (Episode.RUNNING, Episode.OWED) else state  # nothing was sent
+            state = EnvState.RUN if episode in (Episode.RUNNING, Episode.TRUNCATED) else state  # nothing was sent
         return record._replace(state=state, asked="", failure=error)
 
     # --- helpers ----------------------------------------------------------------------------------

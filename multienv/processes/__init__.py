@@ -2,7 +2,7 @@
 
 ::
 
-    trainer ──── line: wake bytes, EOF ──── worker        requests and replies lie in shared memory (wire.segment)
+    trainer ── wake socket: bytes, EOF ── worker        requests and replies lie in shared memory (wire.segment)
        │                                      │ child of
        └── control: launches; fate: ─────── monitor       one per trainer; holds no env
            kill, stack, exit status

@@ -480,7 +480,7 @@ class Monitor:
 class Lines(NamedTuple):
     """Both ends of what connects a worker: three came from the trainer, the others are the monitor's."""
 
-    line: int
+    wake_socket: int
     memory: int
     fate: int
     stderr_read: int
@@ -496,17 +496,17 @@ class Lines(NamedTuple):
 
         Raises OSError; ValueError when not all that was sent could be received.
         """
-        line, memory, fate = descriptors
+        wake_socket, memory, fate = descriptors
         for _ in range(2):
             descriptors += os.pipe()
         one, other = socket.socketpair()
         descriptors += one.detach(), other.detach()
-        return cls(line, memory, fate, *descriptors[3:])
+        return cls(wake_socket, memory, fate, *descriptors[3:])
 
     @property
     def ends(self) -> tuple[int, int, int, int]:
         """Return the worker's descriptors, in the order in which `Ends.of` takes them."""
-        return self.line, self.memory, self.stack_write, self.announcements_write
+        return self.wake_socket, self.memory, self.stack_write, self.announcements_write
 
     def keep(self, pid: int) -> Worker:
         """Close the worker's ends; return a `Worker` that holds the monitor's ends."""

@@ -1,8 +1,9 @@
 """The channel to a real process.
 
-A death is told twice: the *line* (a socketpair that carries wake bytes) ends, at once; and the monitor tells over the
-*fate* socket how it ended. The line alone would not do: a process that the env has forked may hold it open. The fate
-alone would not do: the monitor may have been stopped. Each wait for the monitor resumes it, at once and every second.
+A death is told twice: the *wake socket* (a socketpair that carries wake bytes) ends, at once; and the monitor tells
+over the *fate* socket how it ended. The wake socket alone would not do: a process that the env has forked may hold it open.
+The fate alone would not do: the monitor may have been stopped. Each wait for the monitor resumes it, at once and every
+second.
 If the fate socket ends without a message the monitor is dead, and so is the process: the kernel kills it then.
 """
 
@@ -51,7 +52,7 @@ from multienv.wire.segment import (
 
 T = TypeVar("T")
 
-# Seconds until a process must be dead after its line has ended.
+# Seconds until a process must be dead after its wake socket has ended.
 _LINE_PATIENCE = 1.0
 # Seconds given to the stack of a live process, and to SIGTERM, SIGKILL and the kernel.
 _STACK_PATIENCE = 1.0
@@ -102,7 +103,7 @@ class ProcessChannel(Channel):
         self._resume = resume
         self._news: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
         self._told = Told()
-        self._rung = 0  # the newest request whose number was sent over the line
+        self._rung = 0  # the newest request whose number was sent over the wake socket
         self._heard = [b""]  # what was received there last, as the last item
         self._lock = threading.RLock()  # held for moments; a signal handler may come in between
         self._is_released = False
@@ -114,11 +115,11 @@ class ProcessChannel(Channel):
             if not ORDERED_STORES:
                 self.looks = 0
                 self.segment.words[NUMBERED] = self.segment.words[WORKER_SLEEPS] = 1
-            self._line, line = map(ours.enter_context, socket.socketpair())
-            with line:
+            self._wake_socket, wake_socket = map(ours.enter_context, socket.socketpair())
+            with wake_socket:
                 self._fate, fate = map(ours.enter_context, socket.socketpair())
                 with fate:
-                    give([line.fileno(), self.segment.descriptor, fate.fileno()])
+                    give([wake_socket.fileno(), self.segment.descriptor, fate.fileno()])
             ours.pop_all()
         live.add(self)
 
@@ -130,12 +131,12 @@ class ProcessChannel(Channel):
     # --- requests and replies -------------------------------------------------------------------
 
     def ring(self, number: int) -> None:
-        """Store the number, and send it over the line if the worker sleeps."""
+        """Store the number, and send it over the wake socket if the worker sleeps."""
         words = self.segment.words
         words[REQUEST] = number
         if words[WORKER_SLEEPS] and self._rung != number:  # once is enough: it stays until the worker reads
-            with SystemErrors():  # the process is gone, which wait() finds; or the line is full of wake bytes
-                self._line.send(wake_bytes(number), NO_SIGNAL | socket.MSG_DONTWAIT)
+            with SystemErrors():  # the process is gone, which wait() finds; or the wake socket is full of wake bytes
+                self._wake_socket.send(wake_bytes(number), NO_SIGNAL | socket.MSG_DONTWAIT)
             self._rung = number
 
     def wait(self, number: int, until: float | None) -> bool:
@@ -176,19 +177,19 @@ class ProcessChannel(Channel):
         return words[REPLY] == number and (not words[NUMBERED] or self._ended or wake_bytes(number) in self._heard[-1])
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return the descriptors of line and fate socket; none once they are released."""
+        """Return the descriptors of wake socket and fate socket; none once they are released."""
         if self._is_released:
             return ()
-        return self._line.fileno(), self._fate.fileno()
+        return self._wake_socket.fileno(), self._fate.fileno()
 
     def attend(self) -> bool:
-        """Read wake bytes and the monitor's news; return whether the process has ended or the line is closed."""
+        """Read wake bytes and the monitor's news; return whether the process has ended or the wake socket is closed."""
         if self._ended or self._is_released:
             return True
         try:
             del self._heard[:-1]
             # One call into C: an interruption does not lose what has been received.
-            self._heard.extend(map(self._line.recv, (4096,), (socket.MSG_DONTWAIT,)))
+            self._heard.extend(map(self._wake_socket.recv, (4096,), (socket.MSG_DONTWAIT,)))
             if self._heard[-1]:
                 return False  # a wake byte: the reply is there, as a rule; news are read when there is none
             self._ended = True
@@ -239,7 +240,7 @@ class ProcessChannel(Channel):
     # --- the end --------------------------------------------------------------------------------
 
     def _lose(self, cause: LossCause = "died", detail: str = "") -> Gone:
-        """Return how the process ended; kill the process first if only its line has ended."""
+        """Return how the process ended; kill the process first if only its wake socket has ended."""
         if self._gone is None:
             if self._is_released:
                 return Gone(cause, self._told.fate or UNKNOWN_FATE, self.pid, detail=detail or "the channel is closed")
@@ -305,18 +306,18 @@ class ProcessChannel(Channel):
         self.release()
 
     def end_requests(self) -> None:
-        """Shut down the line for writing: the worker sees that no request will come, closes its envs and ends."""
+        """Shut down the wake socket for writing: the worker sees that no request will come, and ends."""
         with contextlib.suppress(OSError):
-            self._line.shutdown(socket.SHUT_WR)
+            self._wake_socket.shutdown(socket.SHUT_WR)
 
     def release(self, *, keep_memory: bool = False) -> None:
         """Close the descriptors; may be repeated, and interrupted."""
         with self._lock:
-            for one in (self._line, self._fate):  # another thread may poll them, which close() does not end
+            for one in (self._wake_socket, self._fate):  # another thread may poll them, which close() does not end
                 with SystemErrors():
                     one.shutdown(socket.SHUT_RDWR)
             self._is_released = True
-            self._line.close()
+            self._wake_socket.close()
             self._fate.close()
             if keep_memory:
                 self.segment.close()
@@ -327,7 +328,7 @@ class ProcessChannel(Channel):
         """Close the copies of the descriptors in a forked child of the trainer. The process is the trainer's."""
         self._lock = threading.RLock()  # a thread of the trainer may hold the old one
         self._is_released = True
-        self._line.close()
+        self._wake_socket.close()
         self._fate.close()
         self.segment.close()
 

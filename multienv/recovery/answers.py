@@ -1,4 +1,4 @@
-"""What the caller gets for a reply: read out of the bank and the mail, with honest truncations laid over it.
+"""What the caller gets for a reply: read out of the bank and the payload, with honest truncations laid over it.
 
 ``ExactAnswers`` is for one env, ``RowsAnswers`` for several. Both remember which bank holds the observations that the
 caller saw last: a truncation shows them once more. Reading a reply changes nothing of that: the supervisor commits what
@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from multienv.errors import ResultNotPicklableError
-from multienv.wire.banks import ENDED, FAILED, IDLE, IRREGULAR
-from multienv.wire.codecs import ExactCodec, RowsCodec, RowsReply, Transition, mail_of
+from multienv.wire.banks import ENDED, FAILED, IRREGULAR, NOT_RESET
+from multienv.wire.codecs import ExactCodec, RowsCodec, RowsReply, Transition, payload_of
 from multienv.wire.infos import NONE, Extras, Illegible, numbers_in, unpack_extras
 from multienv.wire.messages import Failure, Reset, foreign
 from multienv.wire.segment import Segment
@@ -25,7 +25,7 @@ from multienv.wire.segment import Segment
 ErrorOf = Callable[[int, Failure], Exception]
 # Slot and reason → what info["multienv"] says of a truncation.
 Told = Callable[[int, str], dict[str, Any]]
-Absent = Sequence[tuple[int, str]]
+Skipped = Sequence[tuple[int, str]]
 
 
 def unreadable(command: str, error: Exception) -> ResultNotPicklableError:
@@ -50,7 +50,7 @@ class ExactAnswers:
         reading: What these two become with the reply that is being read.
         started: Number of the last reply that tells how random generators stood before resets; 0: none did.
         generators: What it tells: slot → state.
-        evidence: Of the last reply, if its observation travelled as mail.
+        irregular: Of the last reply, if its observation travelled as payload.
         ended: The last step ended an episode.
     """
 
@@ -61,76 +61,76 @@ class ExactAnswers:
         self.loose: Any = (0, b"")
         self.reading: tuple[int, Any] = (0, self.loose)
         self.started, self.generators = 0, NONE
-        self.evidence = b""
+        self.irregular = b""
         self.ended = False
 
     def read(self, segment: Segment, number: int) -> bytes:
-        """Return the mail after the evidence; keep the evidence. Raises nothing: mail is bytes."""
+        """Return the payload after the irregular part; keep the irregular part. Raises nothing: payload is bytes."""
         self.reading = self.seen, self.loose
-        self.evidence, rest = mail_of(segment, number)
+        self.irregular, rest = payload_of(segment, number)
         return rest
 
-    def step(self, segment: Segment, number: int, rest: bytes, absent: Absent) -> Transition | Exception:
+    def step(self, segment: Segment, number: int, rest: bytes, skipped: Skipped) -> Transition | Exception:
         """Return the transition that a reply to a step shows, or what the env raised."""
         bank = segment.banks[number & 1]
         if bank.view[2] == FAILED:
             self.ended = True
-            self.evidence = b""
+            self.irregular = b""
             return self._error_of(0, pickle.loads(rest))
-        self.reading = number, (number, self.evidence)
+        self.reading = number, (number, self.irregular)
         self.ended = bool(bank.view[3] & ENDED)
-        return (*self._codec.transition(segment, number, self.evidence), self._info(number, rest))
+        return (*self._codec.transition(segment, number, self.irregular), self._info(number, rest))
 
     def reset(
-        self, segment: Segment, number: int, rest: bytes, message: Reset, absent: Absent
+        self, segment: Segment, number: int, rest: bytes, message: Reset, skipped: Skipped
     ) -> tuple[Any, dict[str, Any]] | Exception:
         """Return observation and info that a reply to a reset shows, or what the env raised."""
         if segment.banks[number & 1].view[2] == FAILED:
-            self.evidence = b""
+            self.irregular = b""
             return self._error_of(0, pickle.loads(rest))
-        self.reading = number, (number, self.evidence)
+        self.reading = number, (number, self.irregular)
         info = self._info(number, rest)
-        return self._codec.observation(segment, number, self.evidence), info
+        return self._codec.observation(segment, number, self.irregular), info
 
-    def truncation(self, segment: Segment | None, absent: Absent) -> Transition:
+    def truncation(self, segment: Segment | None, skipped: Skipped) -> Transition:
         """Return the honest end of an episode that cannot go on: the last observation once more."""
         observation = None
         if segment is not None and self.seen:
             with contextlib.suppress(Exception):  # what cannot be unpickled here was never seen
-                observation = self._codec.observation(segment, self.seen, self._evidence_seen())
+                observation = self._codec.observation(segment, self.seen, self._irregular_seen())
         self.ended = True
-        return observation, 0.0, False, True, {"multienv": self._told(0, dict(absent)[0])}
+        return observation, 0.0, False, True, {"multienv": self._told(0, dict(skipped)[0])}
 
     def plain(self, segment: Segment, number: int, answer: Transition) -> Transition:
-        """Return the answer to a plain step with the info in its mail. Raises Illegible."""
-        mail = segment.read_reply_mail(number)  # without evidence: the rows hold all
-        numbers = numbers_in(mail)
+        """Return the answer to a plain step with the info in its payload. Raises Illegible."""
+        payload = segment.read_reply_payload(number)  # without irregular part: the rows hold all
+        numbers = numbers_in(payload)
         if numbers is not None:
             ((_, info),) = numbers
         else:
-            info = foreign(partial(self._info, number, mail), Illegible)
+            info = foreign(partial(self._info, number, payload), Illegible)
         observation, reward, terminated, truncated, _ = answer
         return observation, reward, terminated, truncated, info
 
     def shown(self, segment: Segment) -> Any:
         """Return the observation that the caller saw last."""
-        return self._codec.observation(segment, self.seen, self._evidence_seen())
+        return self._codec.observation(segment, self.seen, self._irregular_seen())
 
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""
-        return {"seen": self.seen, "evidence": self._evidence_seen(), "bank": _rows_of(segment, self.seen)}
+        return {"seen": self.seen, "irregular": self._irregular_seen(), "bank": _rows_of(segment, self.seen)}
 
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
         """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
-        self.seen, self.loose = standing["seen"], (standing["seen"], standing["evidence"])
+        self.seen, self.loose = standing["seen"], (standing["seen"], standing["irregular"])
         self.started = 0
         bank = segment.banks[self.seen & 1]
         if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = standing["bank"]
 
-    def _evidence_seen(self) -> bytes:
-        number, evidence = self.loose
-        return evidence if number == self.seen else b""
+    def _irregular_seen(self) -> bytes:
+        number, irregular = self.loose
+        return irregular if number == self.seen else b""
 
     def _info(self, number: int, rest: bytes) -> dict[str, Any]:
         if not rest:
@@ -154,28 +154,28 @@ class RowsAnswers:
         self.loose: list[bytes | None] = [None] * codec.slots  # observations that have no rows, as they travelled
         self.reading: tuple[int, Any] = (0, self.loose)
         self.started, self.generators = 0, NONE
-        self.evidence = b""
+        self.irregular = b""
         self.ended = False
         self.truncated_errors: dict[int, Exception] = {}
 
     def read(self, segment: Segment, number: int) -> bytes:
-        """Return the mail after the evidence; keep the evidence."""
+        """Return the payload after the irregular part; keep the irregular part."""
         self.reading = self.seen, self.loose
-        self.evidence, rest = mail_of(segment, number)
+        self.irregular, rest = payload_of(segment, number)
         return rest
 
-    def step(self, segment: Segment, number: int, rest: bytes, absent: Absent) -> RowsReply | Exception:
-        """Return the rows that a reply to a step shows, those of absent slots as honest truncations."""
+    def step(self, segment: Segment, number: int, rest: bytes, skipped: Skipped) -> RowsReply | Exception:
+        """Return the rows that a reply to a step shows, those of skipped slots as honest truncations."""
         if segment.banks[number & 1].view[2] == FAILED:  # nothing was stepped: the actions cannot be unpickled there
             return self._error_of(-1, pickle.loads(rest))
         reply, extras = self._reply(segment, number, rest, "step")
-        infos: dict[int, Any] = dict(extras.infos) if absent else {}
-        for slot, reason in absent:
+        infos: dict[int, Any] = dict(extras.infos) if skipped else {}
+        for slot, reason in skipped:
             told = {"multienv": self._told(slot, reason)}
             if self._same_step:
                 last = self._last_observation(segment, slot)
                 infos[slot] = {**infos.get(slot, {}), "final_obs": last, "final_info": told, **told}
-            if not self._same_step or segment.banks[number & 1].absent[slot] == IDLE:
+            if not self._same_step or segment.banks[number & 1].skipped[slot] == NOT_RESET:
                 self._show_again(segment, slot, reply)
             if not self._same_step:
                 infos[slot] = told
@@ -184,37 +184,37 @@ class RowsAnswers:
         return reply
 
     def reset(
-        self, segment: Segment, number: int, rest: bytes, message: Reset, absent: Absent
+        self, segment: Segment, number: int, rest: bytes, message: Reset, skipped: Skipped
     ) -> RowsReply | Exception:
         """Return the rows after a reset; those of slots that were not reset are what the caller saw last."""
         if segment.banks[number & 1].view[2] == FAILED:
             return self._error_of(-1, pickle.loads(rest))
         reply, extras = self._reply(segment, number, rest, "reset")
-        missing = dict(absent)
+        missing = dict(skipped)
         for slot in range(self._codec.slots):
             if slot in missing or not message.touches(slot):
                 self._show_again(segment, slot, reply)
         self._finish(segment, reply, extras, {})
         return reply
 
-    def truncation(self, segment: Segment | None, absent: Absent) -> RowsReply:
+    def truncation(self, segment: Segment | None, skipped: Skipped) -> RowsReply:
         """Return the honest end of all episodes without a process: what was seen last once more."""
         assert segment is not None
         reply = self._codec.rows(segment, self.seen)
         reply.rewards[:], reply.terminated[:], reply.truncated[:] = 0.0, False, True
-        infos = [(slot, {"multienv": self._told(slot, reason)}) for slot, reason in absent]
+        infos = [(slot, {"multienv": self._told(slot, reason)}) for slot, reason in skipped]
         observations = self._loose_observations(list(self.loose), {})
         return RowsReply(
             reply.leaves, reply.rewards, reply.terminated, reply.truncated, Extras(infos, {}, observations)
         )
 
     def plain(self, segment: Segment, number: int, answer: RowsReply) -> RowsReply:
-        """Return the answer to a plain step with the infos in its mail. Raises Illegible."""
-        mail = segment.read_reply_mail(number)  # without evidence: the rows hold all
-        numbers = numbers_in(mail)
+        """Return the answer to a plain step with the infos in its payload. Raises Illegible."""
+        payload = segment.read_reply_payload(number)  # without irregular part: the rows hold all
+        numbers = numbers_in(payload)
         if numbers is not None:
             return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, Extras(numbers))
-        extras, illegible = foreign(partial(unpack_extras, mail), Illegible)
+        extras, illegible = foreign(partial(unpack_extras, payload), Illegible)
         _note_starts(self, number, extras.generators)
         errors: dict[int, Exception] = {slot: unreadable("step", error) for slot, error in illegible.items()}
         return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, extras, errors)
@@ -244,7 +244,7 @@ class RowsAnswers:
         errors |= {slot: unreadable(command, error) for slot, error in illegible.items()}
         reply.errors = errors
         if not self._codec.has_rows and segment.banks[number & 1].view[3] & IRREGULAR:
-            pairs = zip(loose, pickle.loads(self.evidence), strict=True)
+            pairs = zip(loose, pickle.loads(self.irregular), strict=True)
             loose = [old if new is None else new for old, new in pairs]
         self.reading = number, loose
         return reply, extras
@@ -304,17 +304,17 @@ class RowsAnswers:
 
 
 def call_answer(
-    mail: bytes, slots: Iterable[int], command: str, error_of: ErrorOf
+    payload: bytes, slots: Iterable[int], command: str, error_of: ErrorOf
 ) -> tuple[list[Any], dict[int, Exception]]:
     """Return the values of a call, one for each slot asked (``None`` if it failed), and the errors by slot.
 
     Args:
-        mail: The mail of the reply.
+        payload: The payload of the reply.
         slots: The slots asked.
         command: What the caller called.
         error_of: Builds the error of a slot's failure.
     """
-    pickled, failures = pickle.loads(mail)
+    pickled, failures = pickle.loads(payload)
     values: list[Any] = []
     errors: dict[int, Exception] = {}
     for slot, data in zip(slots, pickled, strict=True):

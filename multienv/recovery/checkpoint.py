@@ -17,7 +17,7 @@ from multienv.recovery.state_machine import Episode, Process, State
 from multienv.wire.messages import KeepSnapshot
 
 # Version of the dict that state_dict() returns.
-_VERSION = 4
+_VERSION = 5
 # Seconds that taking a snapshot may last; a fork of a large process takes some of them.
 _SNAPSHOT_LIMIT = 30.0
 _tokens = count(1)
@@ -31,7 +31,7 @@ class Standing:
         journal: What ``Journal.dump()`` returned.
         shown: What the caller saw last, see ``answers``.
         episode: Name of the episode state.
-        owed: Slots whose episode is lost, which the caller has not been told yet, and why.
+        pending_truncations: Slots whose episode is lost, which the caller has not been told yet, and why.
         process_seeds, draws: Of the envs' present life.
         seeds: Of the last reset with one, for each env.
         number, steps, steps_before, episodes: Counters.
@@ -41,7 +41,7 @@ class Standing:
     journal: dict[str, Any]
     shown: dict[str, Any]
     episode: str
-    owed: tuple[tuple[int, str], ...]
+    pending_truncations: tuple[tuple[int, str], ...]
     process_seeds: tuple[int, int] | None
     draws: tuple[int, ...]
     seeds: tuple[int | None, ...]
@@ -211,7 +211,7 @@ class Checkpoints:
             journal=worker.journal.dump(),
             shown=worker.answers.standing(worker.segment),
             episode=worker.state.episode.value,
-            owed=worker.state.owed,
+            pending_truncations=worker.state.pending_truncations,
             process_seeds=build.seeds,
             draws=build.draws,
             seeds=tuple(worker.record.seeds),
@@ -255,7 +255,7 @@ class Checkpoints:
         worker.pending.settled()
         worker.adopt(channel)
         worker.answers.stand(channel.segment, standing.shown)
-        worker.stand(State(Process.READY, Episode(standing.episode), owed=standing.owed))
+        worker.stand(State(Process.READY, Episode(standing.episode), pending_truncations=standing.pending_truncations))
 
     def _require_idle(self, name: str) -> None:
         worker = self._supervisor

@@ -24,7 +24,7 @@ from multienv.wire.actions import ARRAY, DTYPES, INT, INT64
 from multienv.wire.banks import BEGIN, ENDED, STEP, STEPPED
 from multienv.wire.codecs import REWARD_TYPES, Codec
 from multienv.wire.messages import BEGINNING
-from multienv.wire.segment import REPLY, REPLY_MAIL, REQUEST, WORKER_SLEEPS
+from multienv.wire.segment import REPLY, REPLY_PAYLOAD, REQUEST, WORKER_SLEEPS
 
 # One step in so many is followed by a look at the limits.
 SAMPLE = 63
@@ -73,13 +73,13 @@ class StepBuffers:
         limit: Seconds that a step may take; ``None``: no limit.
     """
 
-    __slots__ = ("after", "encode", "heads", "limit", "looks", "meanings", "read", "ring", "stretches", "words")
+    __slots__ = ("after", "encode", "heads", "limit", "looks", "meanings", "read", "records", "ring", "words")
 
     def __init__(self, channel: Channel, codec: Codec, limit: float | None) -> None:
         segment = channel.segment
         self.words, self.ring, self.looks, self.limit = segment.words, channel.ring, channel.looks, limit
         self.heads = [bank.head for bank in segment.banks]
-        self.stretches = [bank.stretch for bank in segment.banks]
+        self.records = [bank.record for bank in segment.banks]
         self.encode: Callable[[int, Any], None] = codec.encoder(segment)
         self.read: Callable[[int], Any] = codec.reader(segment)
         self.meanings = plain_heads(exact=codec.exact)
@@ -194,14 +194,14 @@ def take(  # noqa: C901 - one loop, because each call counts here
                 is_left = True
                 continue
             answer = buffers.read(number)
-            if words[REPLY_MAIL + side]:
+            if words[REPLY_PAYLOAD + side]:
                 answer = supervisor.with_infos(number, answer)
                 if answer is None:
                     is_left = True
                     continue
             journal = supervisor.journal
             if journal.recording:
-                journal.entries[number] = bytes(buffers.stretches[side])
+                journal.entries[number] = bytes(buffers.records[side])
             replies = supervisor.answers
             if meaning == _BEGINS:
                 answer = answer[0], answer[4]

@@ -92,8 +92,8 @@ class Plan:
     @property
     def message(self) -> Replay:
         """Return the request for the worker."""
-        absent = tuple(ReplayStart(slot, self.requests, b"") for slot in self.missing)
-        return Replay(self.entries, (*self.starts, *absent), self.lasting)
+        skipped = tuple(ReplayStart(slot, self.requests, b"") for slot in self.missing)
+        return Replay(self.entries, (*self.starts, *skipped), self.lasting)
 
 
 class Journal:
@@ -240,7 +240,7 @@ class Journal:
             b"".join([self.entries[number] for number in numbers]),
             tuple(ReplayStart(slot, bisect_left(numbers, one.number), one.generators) for slot, one in begun.items()),
             tuple(missing),
-            tuple(mail for number, mail in self._lasting.items() if number < front),
+            tuple(payload for number, payload in self._lasting.items() if number < front),
             len(numbers),
             begun,
         )

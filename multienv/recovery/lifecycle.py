@@ -206,14 +206,14 @@ class Lifecycle:
         self._processes_lost = before.losses
         if isinstance(event, NotRecovered):
             is_reset = before.request is not None and before.request.kind is Kind.RESET
-            fresh = is_reset and not after.owed and not after.absent
+            fresh = is_reset and not after.pending_truncations and not after.skipped
             self._record.recovery(loss, "reset" if fresh else "truncated", event.reason, effort)
         elif isinstance(event, Recovered):
-            truncated = [reason for slot, reason in after.owed if slot in event.mismatches]
-            reasons = [*dict(after.absent).values(), *truncated, *event.mismatches.values()]
+            truncated = [reason for slot, reason in after.pending_truncations if slot in event.mismatches]
+            reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
             outcome: Outcome = "exact"
             if reasons:  # all that differs may be about to be reset
-                outcome = "truncated" if after.absent or truncated else "reset"
+                outcome = "truncated" if after.skipped or truncated else "reset"
             reason = next(iter(reasons), "")
             if instruction is Instruction.RAISE_POISON:
                 outcome, reason = "raised", f"The same {loss.command}() ended process after process."
@@ -276,8 +276,8 @@ class Lifecycle:
             return record.lost_error(loss, advice)
         if loss.command == "initialize":
             return record.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
-        if state.owed:
-            reason = state.owed[0][1].removeprefix(what_happened(loss)).strip()
+        if state.pending_truncations:
+            reason = state.pending_truncations[0][1].removeprefix(what_happened(loss)).strip()
             return record.lost_error(loss, f"{reason} The next step() ends the episode.".strip())
         return record.lost_error(loss, "Its episode is lost; the next reset() starts a new process.")
 

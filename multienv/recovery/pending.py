@@ -10,7 +10,7 @@ from multienv.processes.channel import Channel
 from multienv.recovery.state_machine import Request, State
 from multienv.reports.texts import deadline_of
 from multienv.wire.actions import PICKLED
-from multienv.wire.banks import ABSENT, BEGIN, HEAD, IDLE, MESSAGE, STEP, STEPPED, U32, BankLayout, Entry
+from multienv.wire.banks import BEGIN, HEAD, MESSAGE, NOT_RESET, SKIPPED, STEP, STEPPED, U32, BankLayout, Entry
 from multienv.wire.messages import BEGINNING, Message
 from multienv.wire.segment import REQUEST, Segment
 
@@ -31,32 +31,32 @@ class Pending:
 
     Attributes:
         message: The request, unless it is a step.
-        mail: The message, pickled.
+        payload: The message, pickled.
         limit: Seconds that the process may take for it; ``None``: no limit.
         until: When it is overdue, seconds of the clock; ``None``: never.
     """
 
-    __slots__ = ("_saved", "_silence", "_who", "limit", "mail", "message", "until")
+    __slots__ = ("_saved", "_silence", "_who", "limit", "message", "payload", "until")
 
     def __init__(self, who: str) -> None:
         self._who = who
         self.message: Message | None = None
-        self.mail = b""
+        self.payload = b""
         self.limit: float | None = None
         self.until: float | None = None
-        # Number, request part and mail of a step that is to be asked of another process.
+        # Number, request part and payload of a step that is to be asked of another process.
         self._saved: tuple[int, bytes, bytes] | None = None
         self._silence = 0, inf  # number of a request without a deadline, and when its silence is to be told of
 
     def begin_step(self, limit: float | None, number: int = 0, aside: Segment | None = None) -> None:
         """Hold a step, which lies in its bank, or in a segment ``aside`` because there is no process."""
-        self.message, self.mail, self.limit = None, b"", limit
+        self.message, self.payload, self.limit = None, b"", limit
         self._saved = None if aside is None else (number, *_request_of(aside, number))
         self.arm()
 
-    def begin(self, message: Message, mail: bytes, limit: float | None) -> None:
+    def begin(self, message: Message, payload: bytes, limit: float | None) -> None:
         """Hold a request that is not a step."""
-        self.message, self.mail, self._saved, self.limit = message, mail, None, limit
+        self.message, self.payload, self._saved, self.limit = message, payload, None, limit
         self.arm()
 
     def arm(self) -> None:
@@ -76,34 +76,34 @@ class Pending:
     def put(self, segment: Segment, number: int) -> None:
         """Put a step that was saved into the segment of another process."""
         if self._saved is not None and self._saved[0] == number:
-            _, part, mail = self._saved
+            _, part, payload = self._saved
             bank = segment.banks[number & 1]
             bank.view[: len(part)] = part
-            tag = part[1] & ~ABSENT
+            tag = part[1] & ~SKIPPED
             HEAD.pack_into(bank.view, 0, STEP, tag, STEPPED, 0, 0, number & U32, 0)
-            bank.absent[:] = 0
+            bank.skipped[:] = 0
             if tag == PICKLED:
-                segment.write_request_mail(number, mail)
+                segment.write_request_payload(number, payload)
 
     def publish(self, channel: Channel, number: int, state: State) -> None:
-        """Publish the request, without its absent slots; again does no harm."""
+        """Publish the request, without its skipped slots; again does no harm."""
         segment = channel.segment
         if segment.words[REQUEST] != number:
             self.arm()
             bank, request = segment.banks[number & 1], state.request
             assert request is not None
-            flag = ABSENT if state.absent else 0
+            flag = SKIPPED if state.skipped else 0
             if request.is_plain_step:
-                bank.view[1] = bank.view[1] & ~ABSENT | flag
+                bank.view[1] = bank.view[1] & ~SKIPPED | flag
             else:
                 if self.message is BEGINNING:
                     HEAD.pack_into(bank.view, 0, BEGIN, flag, STEPPED, 0, 0, number & U32, 0)
                 else:
-                    segment.write_request_mail(number, self.mail)
+                    segment.write_request_payload(number, self.payload)
                     HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & U32, 0)
-            bank.absent[:] = 0
-            for slot, _ in state.absent:
-                bank.absent[slot] = IDLE if slot in state.idle else 1
+            bank.skipped[:] = 0
+            for slot, _ in state.skipped:
+                bank.skipped[slot] = NOT_RESET if slot in state.not_reset else 1
         channel.ring(number)
 
     def due(self, number: int) -> float:
@@ -154,24 +154,24 @@ class Pending:
             channel.stack().strip(),
         )
 
-    def mail_of(self, segment: Segment, number: int, request: Request) -> bytes:
+    def payload_of(self, segment: Segment, number: int, request: Request) -> bytes:
         """Return what the request carries beside its bank."""
-        return _request_of(segment, number)[1] if request.is_plain_step else self.mail
+        return _request_of(segment, number)[1] if request.is_plain_step else self.payload
 
     def entry(self, segment: Segment, number: int, request: Request, layout: BankLayout) -> bytes:
         """Return the request as a journal entry without a reply, for a crash report."""
         if not request.is_plain_step:
             kind = BEGIN if self.message is BEGINNING else MESSAGE
-            part, mail = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.mail
+            part, payload = HEAD.pack(kind, 0, 0, 0, 0, number & U32, 0), self.payload
         else:
             self.save(segment, number)
             assert self._saved is not None
-            _, part, mail = self._saved
-        return Entry(part + bytes(layout.end - len(part)), mail).packed()
+            _, part, payload = self._saved
+        return Entry(part + bytes(layout.end - len(part)), payload).packed()
 
 
 def _request_of(segment: Segment, number: int) -> tuple[bytes, bytes]:
-    """Return the request part of a step's bank, and its mail."""
+    """Return the request part of a step's bank, and its payload."""
     bank = segment.banks[number & 1]
-    is_pickled = bank.view[0] == STEP and bank.view[1] & ~ABSENT == PICKLED
-    return bytes(bank.view[: bank.layout.rewards]), segment.read_request_mail(number) if is_pickled else b""
+    is_pickled = bank.view[0] == STEP and bank.view[1] & ~SKIPPED == PICKLED
+    return bytes(bank.view[: bank.layout.rewards]), segment.read_request_payload(number) if is_pickled else b""

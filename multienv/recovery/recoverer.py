@@ -132,10 +132,10 @@ class Recoverer:
         """Return a number for a request that the caller did not make."""
         return next(self._numbers)
 
-    def publish(self, channel: Channel, number: int, mail: bytes) -> None:
+    def publish(self, channel: Channel, number: int, payload: bytes) -> None:
         """Publish a request that is not a step; a repeated call does no harm."""
         segment = channel.segment
-        segment.write_request_mail(number, mail)
+        segment.write_request_payload(number, payload)
         HEAD.pack_into(segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         channel.ring(number)
 
@@ -167,8 +167,8 @@ class Recoverer:
             if limit == until or words[REPLAYING] == place:
                 raise channel.kill(cause="hung", stack=True)
         try:
-            mail = channel.segment.read_reply_mail(number)
-            value = foreign(partial(pickle.loads, mail), Illegible)
+            payload = channel.segment.read_reply_payload(number)
+            value = foreign(partial(pickle.loads, payload), Illegible)
         except (EOFError, Illegible) as illegible:
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
         if banks[number & 1].view[2] == FAILED:

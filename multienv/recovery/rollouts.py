@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from multienv.errors import PolicyError, RemoteTraceback
-from multienv.recovery.answers import Absent, Told, unreadable
+from multienv.recovery.answers import Skipped, Told, unreadable
 from multienv.recovery.hot_path import GOES_ON, plain_heads
 from multienv.reports.texts import original_of
-from multienv.wire.banks import ABSENT, BEGIN, ENDED, FAILED, STEP, entry_of
+from multienv.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
 from multienv.wire.codecs import Codec, RowsCodec
 from multienv.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, foreign
@@ -23,7 +23,7 @@ from multienv.wire.segment import Segment
 
 Array = np.ndarray[Any, Any]
 Infos = NumberInfos | list[tuple[int, Any]]  # slot and info of those that have one
-_NO_MAIL = b"", b""
+_NO_PAYLOAD = b"", b""
 
 
 @dataclass(slots=True)
@@ -85,14 +85,14 @@ class RolloutReader:
         # Arrays of a batch in a bank; what has none is read step by step.
         self._leaves = leaf_spaces(codec.space) if isinstance(codec, RowsCodec) and codec.has_rows else []
 
-    def read(self, first: int, message: Rollout, result: RolloutResult, absent: Absent) -> RolloutReply:
+    def read(self, first: int, message: Rollout, result: RolloutResult, skipped: Skipped) -> RolloutReply:
         """Return the reply.
 
         Args:
             first: Number of the first request.
             message: What was asked.
             result: What was answered; truncations are laid over its banks.
-            absent: The slots that took no part in the first step, or in any, and why.
+            skipped: The slots that took no part in the first step, or in any, and why.
         """
         answers, aside, reply = self._answers, self._aside, RolloutReply()
         answers.stand(aside, message.standing)
@@ -101,23 +101,23 @@ class RolloutReader:
         take, number = self._take_one if self._codec.exact else self._take_rows, first
         for place in range(len(memory) // size):
             number = first + place
-            view, (request_mail, mail) = memory[place * size :][:size], result.mails.get(place, _NO_MAIL)
+            view, (request_payload, payload) = memory[place * size :][:size], result.payloads.get(place, _NO_PAYLOAD)
             bank = aside.banks[number & 1]
             bank.view[:] = view
-            infos = numbers_in(mail) if mail else None
-            if bank.head[0] in self._plain and (infos is not None or not mail):
+            infos = numbers_in(payload) if payload else None
+            if bank.head[0] in self._plain and (infos is not None or not payload):
                 if infos is not None:
                     reply.infos[reply.steps] = infos
                 if self._codec.exact:
                     shown.append(self._look(number)[0])
-                reply.entries.append(bytes(bank.stretch))
+                reply.entries.append(bytes(bank.record))
                 reply.steps += 1
                 answers.seen = number
                 continue
-            aside.write_reply_mail(number, mail)
+            aside.write_reply_payload(number, payload)
             rest = answers.read(aside, number)
-            reply.entries.append(entry_of(bank, request_mail, answers.evidence, exact=self._codec.exact))
-            take(number, rest, absent, reply, shown)
+            reply.entries.append(entry_of(bank, request_payload, answers.irregular, exact=self._codec.exact))
+            take(number, rest, skipped, reply, shown)
             if answers.started == number:
                 reply.starts.append((number, answers.generators))
             if answers.seen != number:  # it shows nothing: what was seen last is seen once more
@@ -147,12 +147,12 @@ class RolloutReader:
 
     # --- one request ------------------------------------------------------------------------------
 
-    def _take_rows(self, number: int, rest: bytes, absent: Absent, reply: RolloutReply, shown: list[Any]) -> None:
+    def _take_rows(self, number: int, rest: bytes, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
         """Read a step of several envs, which lies in its bank."""
         answers, aside, codec, step = self._answers, self._aside, self._codec, reply.steps
         assert isinstance(codec, RowsCodec)
         bank = aside.banks[number & 1]
-        answer: Any = answers.step(aside, number, rest, [one for one in absent if bank.absent[one[0]]])
+        answer: Any = answers.step(aside, number, rest, [one for one in skipped if bank.skipped[one[0]]])
         answers.seen, answers.loose = answers.reading
         if isinstance(answer, Exception):  # nothing was stepped
             reply.errors = dict.fromkeys(range(codec.slots), answer) | reply.errors
@@ -181,13 +181,13 @@ class RolloutReader:
         elif observations:
             shown.append(batch_of(codec.space, observations))
 
-    def _take_one(self, number: int, rest: bytes, absent: Absent, reply: RolloutReply, shown: list[Any]) -> None:
+    def _take_one(self, number: int, rest: bytes, skipped: Skipped, reply: RolloutReply, shown: list[Any]) -> None:
         """Read a step of a single env, or the reset that followed one, which lies in its bank."""
         answers, aside, step = self._answers, self._aside, reply.steps
         view = aside.banks[number & 1].view
         begins, failed = view[0] == BEGIN, view[2] == FAILED
-        if view[1] & ABSENT:
-            answer: Any = answers.truncation(aside, absent)
+        if view[1] & SKIPPED:
+            answer: Any = answers.truncation(aside, skipped)
         elif begins:
             answer = self._legible(reply, partial(answers.reset, aside, number, rest, BEGINNING, ()))
         else:

@@ -39,7 +39,7 @@ class Episode(Enum):
     NONE = "none"  # no reset has been answered since the envs were built: step() is refused
     RUNNING = "running"  # step() is possible; a worker with several envs begins ended episodes by itself
     ENDED = "ended"  # the env's episode has ended and the caller has seen it: step() is refused
-    OWED = "owed"  # a loss in a call, not in a step, ended the episode: the next step() returns truncated=True
+    TRUNCATED = "truncated"  # a loss in a call, not in a step, ended it: the next step() returns truncated=True
 
 
 class Kind(Enum):
@@ -78,10 +78,11 @@ class State(NamedTuple):
     """All that ``decide`` knows of one supervised worker.
 
     Attributes:
-        absent: Slots that take no part in the pending request, and why.
-        idle: Those of the absent slots that are not even reset in the pending step, because it is their reset that ends
-            processes.
-        owed: Slots whose episode is lost, which the caller is yet to be told, and why: absent from the next step.
+        skipped: Slots that take no part in the pending request, and why.
+        not_reset: Those of the skipped slots that are not even reset in the pending step, because it is their reset
+            that ends processes.
+        pending_truncations: Slots whose episode is lost, which the caller is yet to be told, and why: the next step
+            skips them.
         deaths: Slot and number of processes that ended while they executed the pending request for that slot. In a
             rollout the slot behind the last one stands for the policy.
         killed: The same for those killed from outside, which may have been the slot's doing (memory) or not.
@@ -92,9 +93,9 @@ class State(NamedTuple):
     process: Process = Process.NONE
     episode: Episode = Episode.NONE
     request: Request | None = None
-    absent: tuple[tuple[int, str], ...] = ()
-    idle: tuple[int, ...] = ()
-    owed: tuple[tuple[int, str], ...] = ()
+    skipped: tuple[tuple[int, str], ...] = ()
+    not_reset: tuple[int, ...] = ()
+    pending_truncations: tuple[tuple[int, str], ...] = ()
     deaths: tuple[tuple[int, int], ...] = ()
     killed: tuple[tuple[int, int], ...] = ()
     losses: int = 0
@@ -233,7 +234,7 @@ class Instruction(Enum):
     NOTHING = "nothing"  # wait for the caller
     LAUNCH = "launch"  # launch a process and ask it to build the envs
     AWAIT_BUILD = "await build"  # wait until the envs are built
-    ASK = "ask"  # publish the pending request, without its absent slots, and wait for the answer
+    ASK = "ask"  # publish the pending request, without its skipped slots, and wait for the answer
     RECOVER = "recover"  # try the methods in order: snapshot, then replays of the journal
     DELIVER = "deliver"  # hand the answer to the caller, truncations overlaid
     TRUNCATE = "truncate"  # hand the caller truncated=True for all slots without asking any process
@@ -282,15 +283,15 @@ def instruction_of(state: State, rules: Rules) -> Instruction:
         return Instruction.RECOVER
     if state.request is None:
         return Instruction.NOTHING
-    if _is_all_absent(state, rules):
+    if _is_all_skipped(state, rules):
         return Instruction.TRUNCATE
     return Instruction.ASK if state.process is Process.READY else Instruction.LAUNCH
 
 
-def _is_all_absent(state: State, rules: Rules) -> bool:
+def _is_all_skipped(state: State, rules: Rules) -> bool:
     """Tell whether a step needs no process: no slot takes part in it, and none is reset in it."""
     is_step = state.request is not None and state.request.kind is Kind.STEP
-    return is_step and len(state.absent) == rules.slots and not _resets_itself(state, rules)
+    return is_step and len(state.skipped) == rules.slots and not _resets_itself(state, rules)
 
 
 def _resets_itself(state: State, rules: Rules) -> bool:
@@ -333,8 +334,8 @@ def _build_failed(state: State, event: BuildFailed, rules: Rules) -> tuple[State
 
 
 def _asked(state: State, event: Asked, rules: Rules) -> tuple[State, Instruction]:
-    absent = state.owed if event.request.kind is Kind.STEP else ()
-    after = state._replace(request=event.request, absent=absent, losses=0)
+    skipped = state.pending_truncations if event.request.kind is Kind.STEP else ()
+    after = state._replace(request=event.request, skipped=skipped, losses=0)
     return after, instruction_of(after, rules)
 
 
@@ -344,13 +345,18 @@ def _replied(state: State, event: Replied, rules: Rules) -> tuple[State, Instruc
     after = _without_request(state)
     if request.kind is Kind.RESET and not event.failed:
         touched = request.touched
-        owed = () if touched is None else tuple(one for one in state.owed if not touched[one[0]])
-        after = after._replace(episode=Episode.OWED if owed and rules.slots == 1 else Episode.RUNNING, owed=owed)
+        pending_truncations = (
+            () if touched is None else tuple(one for one in state.pending_truncations if not touched[one[0]])
+        )
+        after = after._replace(
+            episode=Episode.TRUNCATED if pending_truncations and rules.slots == 1 else Episode.RUNNING,
+            pending_truncations=pending_truncations,
+        )
     elif request.kind is Kind.RESET and rules.slots == 1:
-        after = after._replace(episode=Episode.NONE, owed=())
+        after = after._replace(episode=Episode.NONE, pending_truncations=())
     elif request.kind is Kind.STEP:
         ended = event.ended and not rules.resets_itself and rules.slots == 1
-        after = after._replace(episode=Episode.ENDED if ended else Episode.RUNNING, owed=())
+        after = after._replace(episode=Episode.ENDED if ended else Episode.RUNNING, pending_truncations=())
     return after, Instruction.DELIVER
 
 
@@ -366,8 +372,8 @@ def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
         after = after._replace(killed=_one_more(state.killed, event.slot))
     else:
         after = after._replace(deaths=_one_more(state.deaths, event.slot))
-    if event.slot in dict(state.absent) and event.slot in _poisoned(after, rules):
-        after = after._replace(idle=tuple(sorted({*state.idle, event.slot})))
+    if event.slot in dict(state.skipped) and event.slot in _poisoned(after, rules):
+        after = after._replace(not_reset=tuple(sorted({*state.not_reset, event.slot})))
     action = rules.on(event.cause)
     if action == "replay":
         return after, Instruction.RECOVER
@@ -387,20 +393,22 @@ def _recovered(state: State, event: Recovered, rules: Rules) -> tuple[State, Ins
     request = state.request
     poisoned = _poisoned(state, rules)
     if request is None or request.kind is Kind.CALL or rules.slots in poisoned:
-        owes = event.mismatches and rules.slots == 1 and state.episode is Episode.RUNNING
-        episode = Episode.OWED if owes else state.episode
-        after = after._replace(owed=_merged(state.owed, event.mismatches), episode=episode)
+        is_lost = event.mismatches and rules.slots == 1 and state.episode is Episode.RUNNING
+        episode = Episode.TRUNCATED if is_lost else state.episode
+        after = after._replace(
+            pending_truncations=_merged(state.pending_truncations, event.mismatches), episode=episode
+        )
         if request is None:
             return _without_request(after), Instruction.NOTHING
         if poisoned:
             return _without_request(after), Instruction.RAISE_POISON
         return after, Instruction.ASK
-    absent = _merged(state.absent, {**event.mismatches, **poisoned} if request.kind is Kind.STEP else poisoned)
-    after = after._replace(absent=absent)
+    skipped = _merged(state.skipped, {**event.mismatches, **poisoned} if request.kind is Kind.STEP else poisoned)
+    after = after._replace(skipped=skipped)
     if request.kind is Kind.RESET:
         touched = request.touched
         mismatches = {slot: why for slot, why in event.mismatches.items() if touched is not None and not touched[slot]}
-        after = after._replace(owed=_merged(state.owed, mismatches))
+        after = after._replace(pending_truncations=_merged(state.pending_truncations, mismatches))
         if poisoned and rules.slots == 1:
             return _without_request(after, episode=Episode.NONE), Instruction.RAISE_POISON
         return after, Instruction.ASK
@@ -416,17 +424,22 @@ def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]
     everyone = dict.fromkeys(range(rules.slots), reason)
     request = state.request
     after = state._replace(process=Process.NONE)
-    running = state.episode in (Episode.RUNNING, Episode.OWED)
+    running = state.episode in (Episode.RUNNING, Episode.TRUNCATED)
     if request is None or request.kind is Kind.CALL:
         return _given_up(after, everyone, running=running), Instruction.RAISE_LOST
     if request.kind is Kind.STEP:
-        after = after._replace(absent=_merged(state.absent, everyone))
+        after = after._replace(skipped=_merged(state.skipped, everyone))
         return after, Instruction.LAUNCH if _resets_itself(state, rules) else Instruction.TRUNCATE
-    # A reset begins new episodes in its slots; the slots that it does not touch owe the end of their episode.
+    # A reset begins new episodes in its slots; the slots that it does not touch are truncated in the next step.
     touched = request.touched
-    owed = {} if touched is None or not running else {slot: reason for slot in everyone if not touched[slot]}
-    after = after._replace(owed=_merged(state.owed, owed), absent=_merged((), _poisoned(state, rules)))
-    if after.absent and rules.slots == 1:
+    pending_truncations = (
+        {} if touched is None or not running else {slot: reason for slot in everyone if not touched[slot]}
+    )
+    after = after._replace(
+        pending_truncations=_merged(state.pending_truncations, pending_truncations),
+        skipped=_merged((), _poisoned(state, rules)),
+    )
+    if after.skipped and rules.slots == 1:
         return _without_request(after, episode=Episode.NONE), Instruction.RAISE_POISON
     return after, Instruction.LAUNCH
 
@@ -471,14 +484,17 @@ def _merged(known: tuple[tuple[int, str], ...], more: Mapping[int, str]) -> tupl
 
 
 def _without_request(state: State, **changes: object) -> State:
-    return state._replace(request=None, absent=(), idle=(), deaths=(), killed=(), losses=0, what="", **changes)  # type: ignore[arg-type]
+    return state._replace(request=None, skipped=(), not_reset=(), deaths=(), killed=(), losses=0, what="", **changes)  # type: ignore[arg-type]
 
 
-def _given_up(state: State, owed: Mapping[int, str], *, running: bool) -> State:
-    """Return the state without process and request; running episodes owe their end."""
-    episode = Episode.OWED if owed and running else Episode.NONE
+def _given_up(state: State, pending_truncations: Mapping[int, str], *, running: bool) -> State:
+    """Return the state without process and request; running episodes are truncated in the next step."""
+    episode = Episode.TRUNCATED if pending_truncations and running else Episode.NONE
     return _without_request(
-        state, process=Process.NONE, episode=episode, owed=_merged(state.owed, owed) if running else ()
+        state,
+        process=Process.NONE,
+        episode=episode,
+        pending_truncations=_merged(state.pending_truncations, pending_truncations) if running else (),
     )
 
 

@@ -111,6 +111,7 @@ _PATH = 50
 _LONG = (Instruction.LAUNCH, Instruction.AWAIT_BUILD, Instruction.RECOVER)
 _RAISED = (Instruction.RAISE_LOST, Instruction.RAISE_POISON, Instruction.RAISE_BUDGET)
 
+
 class HealingDue(Exception):  # noqa: N818 - internal
     """A process must be brought back or built first: call ``collect()`` in a thread, or wait there."""
 
@@ -332,7 +333,7 @@ class Supervisor:
         state = self.state
         if self._closed or self._is_foreign or state.request is not None:
             self.refuse("step")
-        if state.episode not in (Episode.RUNNING, Episode.OWED):
+        if state.episode not in (Episode.RUNNING, Episode.TRUNCATED):
             self.refuse("step")
         if self.maintenance.is_due:
             self._maintain(resetting=False)
@@ -365,7 +366,7 @@ class Supervisor:
                 return
             is_reset, steps = isinstance(message, Reset), 0
             if isinstance(message, Rollout):
-                if self.state.episode not in (Episode.RUNNING, Episode.OWED):
+                if self.state.episode not in (Episode.RUNNING, Episode.TRUNCATED):
                     self.refuse(name)
                 steps = message.steps
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
@@ -380,7 +381,7 @@ class Supervisor:
             if isinstance(message, Rollout):
                 message = replace(message, standing=self.answers.standing(self.segment))
             try:
-                mail = pack_message(message)
+                payload = pack_message(message)
             except Unpicklable as unpicklable:
                 error = unpicklable.__cause__
                 raise UsageError(
@@ -390,7 +391,7 @@ class Supervisor:
             limit = self._deadlines.reset if is_reset else self._deadlines.call
             if steps:
                 limit = None if self._deadlines.step is None else steps * self._deadlines.step
-            self.pending.begin(message, mail, limit)
+            self.pending.begin(message, payload, limit)
             kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
             self._happen(Asked(Request(kind, name, whole, touched, steps)))
             if self.state.process is Process.READY:
@@ -529,7 +530,7 @@ class Supervisor:
 
     def _do_truncate(self, until: float | None) -> Instruction:
         """End all episodes without asking a process."""
-        answer = self.answers.truncation(self.segment, self.state.absent)
+        answer = self.answers.truncation(self.segment, self.state.skipped)
         self._commit(self.number + 2, Replied(ended=True), answer)
         self.record.ended(range(self.rules.slots), self.recoverer.build.autoreset)
         self.record.steps += 1
@@ -575,11 +576,11 @@ class Supervisor:
         message = None if request.kind is Kind.STEP else self.pending.message
         failed = bank.view[2] == FAILED
         self.answers.reading = self.answers.seen, self.answers.loose
-        rest = segment.read_reply_mail(number) if is_call else self.answers.read(segment, number)
-        evidence = b"" if is_call or failed else self.answers.evidence
+        rest = segment.read_reply_payload(number) if is_call else self.answers.read(segment, number)
+        irregular = b"" if is_call or failed else self.answers.irregular
         # Before truncations are laid over the rows.
-        mail, exact = self.pending.mail_of(segment, number, request), self.recoverer.build.exact
-        entry = entry_of(bank, mail, evidence, exact=exact)
+        payload, exact = self.pending.payload_of(segment, number, request), self.recoverer.build.exact
+        entry = entry_of(bank, payload, irregular, exact=exact)
         try:
             answer = foreign(partial(self._answer, number, request, message, rest), Illegible)
         except Illegible as illegible:
@@ -587,12 +588,12 @@ class Supervisor:
                 raise channel.kill(cause="broken", detail=str(illegible)) from illegible
             answer = unreadable(request.name, illegible)
         if not is_call or is_recorded(message):
-            self.journal.log(number, entry, mail if isinstance(message, LASTING) else b"")
-        absent = self.state.absent
-        if absent:
-            bank.absent[:] = 0
+            self.journal.log(number, entry, payload if isinstance(message, LASTING) else b"")
+        skipped = self.state.skipped
+        if skipped:
+            bank.skipped[:] = 0
             if request.kind is Kind.RESET and self.lifecycle.loss is not None and not isinstance(answer, Exception):
-                for slot, reason in absent:
+                for slot, reason in skipped:
                     answer.errors[slot] = self.record.lost_error(self.lifecycle.loss, reason)
         ended = request.kind is Kind.STEP and self.answers.ended
         if failed and request.kind is Kind.STEP and self._policy.on_error == "truncate":
@@ -610,7 +611,7 @@ class Supervisor:
         assert channel is not None
         assert codec is not None
         try:
-            rolled = foreign(partial(pickle.loads, segment.read_reply_mail(number)), Illegible)
+            rolled = foreign(partial(pickle.loads, segment.read_reply_payload(number)), Illegible)
         except Illegible as illegible:
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
         if not isinstance(rolled, RolloutResult):
@@ -625,12 +626,12 @@ class Supervisor:
                 same_step=self.recoverer.build.autoreset == "SAME_STEP",
                 truncates=self._policy.on_error == "truncate",
             )
-        reply = self._rollout_reader.read(number, message, rolled, self.state.absent)
+        reply = self._rollout_reader.read(number, message, rolled, self.state.skipped)
         journal.cut(self.number)
         for place, entry in enumerate(reply.entries, number):
             journal.log(place, entry)
         answers.stand(segment, reply.standing)
-        segment.banks[number & 1].absent[:] = 0
+        segment.banks[number & 1].skipped[:] = 0
         state, _ = decide(self.state, Replied(ended=reply.is_over), self.rules)
         self.last_answer = reply if rolled.failure is None else policy_error(rolled.failure, reply.steps)
         # Adjacent stores: no signal handler comes in between.
@@ -659,11 +660,11 @@ class Supervisor:
 
     def _answer(self, number: int, request: Request, message: Any, rest: bytes) -> Any:
         """Return what the reply to a request shows."""
-        segment, absent = self.segment, self.state.absent
+        segment, skipped = self.segment, self.state.skipped
         if request.kind is Kind.STEP:
-            return self.answers.step(segment, number, rest, absent)
+            return self.answers.step(segment, number, rest, skipped)
         if request.kind is Kind.RESET:
-            return self.answers.reset(segment, number, rest, message, absent)
+            return self.answers.reset(segment, number, rest, message, skipped)
         if segment.banks[number & 1].view[2] == FAILED:
             return self._error_of(-1, pickle.loads(rest))
         slots = message.slots or range(self.rules.slots)
@@ -1067,6 +1068,6 @@ def _name_of(state: State, *, started: bool) -> str:
     return {
         Episode.NONE: "ready",
         Episode.RUNNING: "running",
-        Episode.OWED: "running",
+        Episode.TRUNCATED: "running",
         Episode.ENDED: "ended",
     }[state.episode]

@@ -50,9 +50,9 @@ def _of_entries(
     one: Entry, other: Entry, layout: BankLayout, exact: bool, waiting: AbstractSet[int], starting: AbstractSet[int]
 ) -> dict[int, str]:
     everyone = [slot for slot in range(layout.slots) if slot not in waiting]
-    if one.stretch[2] != other.stretch[2]:
+    if one.record[2] != other.record[2]:
         return dict.fromkeys(everyone, "one raised and the other did not")
-    if one.stretch[2] != STEPPED:
+    if one.record[2] != STEPPED:
         return {}
     found: dict[int, str] = {}
     n = layout.slots
@@ -72,21 +72,21 @@ def _of_entries(
         ]
     for what, start, width, slots in parts:
         size = n * width
-        if one.stretch[start : start + size] != other.stretch[start : start + size]:
+        if one.record[start : start + size] != other.record[start : start + size]:
             for slot in slots:
                 part = slice(start + slot * width, start + (slot + 1) * width)
-                if one.stretch[part] != other.stretch[part]:
+                if one.record[part] != other.record[part]:
                     found.setdefault(slot, what)
-    if one.stretch[:8] != other.stretch[:8] and not (found or waiting or starting):
+    if one.record[:8] != other.record[:8] and not (found or waiting or starting):
         return dict.fromkeys(everyone, "the type of what it returned differs")
-    if one.evidence != other.evidence:
-        for slot in _of_evidence(one.evidence, other.evidence, layout.slots, exact):
+    if one.irregular != other.irregular:
+        for slot in _of_irregular(one.irregular, other.irregular, layout.slots, exact):
             if slot not in waiting:
                 found.setdefault(slot, "the observation differs")
     return found
 
 
-def _of_evidence(one: bytes, other: bytes, slots: int, exact: bool) -> list[int]:
+def _of_irregular(one: bytes, other: bytes, slots: int, exact: bool) -> list[int]:
     """Return the slots whose observations differ: equal values do not always pickle to equal bytes."""
     if not one or not other:  # too large to be kept
         return []

@@ -26,7 +26,7 @@ from multienv.reports import store
 from multienv.reports.readable import readable
 from multienv.reports.texts import how_lost, replay_command, signal_name, what_happened
 from multienv.wire.actions import action_decoder
-from multienv.wire.banks import ABSENT, BankLayout, Entry, split_entries
+from multienv.wire.banks import SKIPPED, BankLayout, Entry, split_entries
 from multienv.wire.messages import Build, Description, Replay, message_of
 from multienv.wire.segment import Segment
 
@@ -209,7 +209,7 @@ def _request(case: Case) -> dict[str, Any]:
     try:
         if entry.is_step:
             return {"action": readable(action_of(entry, case.layout, case.description, exact=case.build.exact))}
-        message = message_of(entry.stretch[0], entry.request_mail)
+        message = message_of(entry.record[0], entry.request_payload)
     except Exception as error:  # foreign code
         return {"message": f"cannot be shown: {type(error).__name__}: {error}"}
     return {"message": {type(message).__name__: readable(message)}}
@@ -219,10 +219,10 @@ def action_of(entry: Entry, layout: BankLayout, description: Description, *, exa
     """Return the action, or the batch of actions, of a step's journal entry."""
     segment = Segment(-1)
     segment.lay_out(layout)
-    segment.banks[0].stretch[:] = entry.stretch
-    segment.write_request_mail(0, entry.request_mail)
+    segment.banks[0].record[:] = entry.record
+    segment.write_request_payload(0, entry.request_payload)
     space = description.spaces[0][1]
-    return action_decoder(space if exact else batch_space(space, layout.slots), segment)(0, entry.stretch[1] & ~ABSENT)
+    return action_decoder(space if exact else batch_space(space, layout.slots), segment)(0, entry.record[1] & ~SKIPPED)
 
 
 def _env(description: Description | None) -> dict[str, Any] | None:

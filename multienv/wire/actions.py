@@ -1,7 +1,7 @@
 """Actions in a bank: exactly what the caller passed.
 
 The env must see the value and type it would have seen in-process: an ``int`` stays an ``int``, a float64 array given to
-a float32 Box stays float64. The common cases lie in the bank, the rest travels pickled in the mail.
+a float32 Box stays float64. The common cases lie in the bank, the rest travels pickled in the payload.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INT_STEP, _INT64_STEP = _step_head(INT), _step_head(INT64)
 
 
 def action_bytes(space: spaces.Space[Any]) -> int:
-    """Return the bytes a bank has for an action of this space, whatever its dtype; 0: it always travels as mail."""
+    """Return the bytes a bank has for an action of this space, whatever its dtype; 0: it always travels as payload."""
     if type(space) is spaces.Discrete:
         return 8
     if type(space) in _ARRAYS:
@@ -122,8 +122,8 @@ def _encode_any(space: spaces.Space[Any], segment: Segment, number: int, action:
     problem = foreign(lambda: misfit(space, action), refused("looked at"))
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
-    mail = foreign(lambda: dumps(action), refused("pickled"))
-    segment.write_request_mail(number, mail)
+    payload = foreign(lambda: dumps(action), refused("pickled"))
+    segment.write_request_payload(number, payload)
     HEAD.pack_into(segment.banks[number & 1].view, 0, STEP, PICKLED, STEPPED, 0, 0, number & U32, 0)
 
 
@@ -145,7 +145,7 @@ def action_decoder(space: spaces.Space[Any], segment: Segment) -> Decode:
         if tag >= ARRAY:
             return places[tag][number & 1].copy()
         try:
-            return pickle.loads(segment.read_request_mail(number))
+            return pickle.loads(segment.read_request_payload(number))
         except Exception as error:
             raise ActionError(
                 f"The action cannot be unpickled in the env's process; the env has not seen it: {shown(error)}."

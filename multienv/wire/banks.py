@@ -1,19 +1,20 @@
-"""A bank: one request and its reply whole, in one stretch of bytes; and journal entries, which are copies of it.
+"""A bank: one request and its reply whole, in one record of bytes; and journal entries, which are copies of it.
 
 ::
 
-    head      16  kind, action tag, reply kind, flags, reward tag | request number, bytes of evidence in the mail
+    head      16  kind, action tag, reply kind, flags, reward tag | request number, bytes of the irregular part
     actions       of all slots
-    absent    n   1: this slot takes no part in the request; 2 (idle): nor does its next episode begin in it
+    skipped    n   1: this slot takes no part in the request; 2: nor does its next episode begin in it
     rewards   8n  float64
     terminated, truncated, failed: n bytes each; failed: the env raised
     shown         observations, or a digest of 8 bytes for each slot where they take more than 1 KiB a slot
-    ------------- here the stretch ends that is journalled and compared
+    ------------- here the record ends that is journalled and compared
     large         the observations whose digests are shown
 
-A journal entry is this stretch, alone for a plain step. Any other request has behind it what its mail said:
-``EXTRAS`` (two lengths), the mail of the request and the evidence in the mail of the reply. Of a message whose reply
-has no rows the head alone is kept of the stretch.
+A journal entry is this record, alone for a plain step. Any other request has behind it what its payload said:
+``EXTRAS`` (two lengths), the payload of the request, and the *irregular part* of the reply: what does not fit into the
+bank, pickled, with which the payload of a reply begins. Of a message whose reply has no rows the head alone is kept of
+the record.
 """
 
 from __future__ import annotations
@@ -28,36 +29,36 @@ from typing import Any
 
 import numpy as np
 
-# kind, action tag, reply kind, flags, reward tag | number, evidence
+# kind, action tag, reply kind, flags, reward tag | number, irregular part
 HEAD = struct.Struct("<BBBBBxxxII")
 # A head holds the lower half of a number; the words of the segment hold all of it.
 U32 = 0xFFFF_FFFF
 EXTRAS = struct.Struct("<II")
-NUMBER_AT, EVIDENCE_AT = 8, 12
+NUMBER_AT, IRREGULAR_AT = 8, 12
 _NUMBER = struct.Struct("<I")
 
 # Kinds of request.
 STEP = 1
-MESSAGE = 2  # a pickled message in the mail
+MESSAGE = 2  # a pickled message in the payload
 BEGIN = 3  # a reset of all envs, without seed and options: as cheap as a step
 
-# Added to the action tag: a slot is absent.
-ABSENT = 0x80
+# Added to the action tag: a slot is skipped.
+SKIPPED = 0x80
 
-# Of an absent slot: it is not reset in this step either.
-IDLE = 2
+# Of an skipped slot: it is not reset in this step either.
+NOT_RESET = 2
 
 # Kinds of reply.
 STEPPED = 16  # rows were written: a step or a reset
-VALUE = 17  # the mail is a pickled value
-FAILED = 18  # the mail is a pickled Failure: nothing, or not all, was done
+VALUE = 17  # the payload is a pickled value
+FAILED = 18  # the payload is a pickled Failure: nothing, or not all, was done
 
 # Flags of a reply.
 ENDED = 1  # some slot has terminated or truncated
 RAISED = 2  # some slot has failed
-IRREGULAR = 4  # observations (and the reward of a single env) are in the mail: the evidence at its beginning
+IRREGULAR = 4  # observations (and the reward of a single env) are in the payload: the irregular part at its beginning
 
-# Up to so many bytes a slot observations are in the stretch themselves.
+# Up to so many bytes a slot observations are in the record themselves.
 INLINE_LIMIT = 1024
 _LINE = 64
 # A digest reads at most this many words of 4 bytes, evenly spread: about 5 µs for a stack of four 84×84 frames.
@@ -76,11 +77,11 @@ class BankLayout:
 
     Args:
         slots: Number of envs; 0 for the small banks.
-        action_bytes: Bytes of the actions of all slots; 0 where they travel as mail.
-        leaf_bytes: For each array of a slot's observation its bytes; empty where observations travel as mail.
+        action_bytes: Bytes of the actions of all slots; 0 where they travel as payload.
+        leaf_bytes: For each array of a slot's observation its bytes; empty where observations travel as payload.
 
     Attributes:
-        end: Length of the stretch that is journalled.
+        end: Length of the record that is journalled.
         size: Bytes of the whole bank.
         is_digested: Digests are shown, and observations lie behind.
     """
@@ -89,7 +90,7 @@ class BankLayout:
     action_bytes: int = 0
     leaf_bytes: tuple[int, ...] = ()
     actions: int = field(init=False, default=HEAD.size)
-    absent: int = field(init=False)
+    skipped: int = field(init=False)
     rewards: int = field(init=False)
     terminated: int = field(init=False)
     truncated: int = field(init=False)
@@ -104,15 +105,15 @@ class BankLayout:
         """Add up the offsets."""
         put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         n = self.slots
-        absent = HEAD.size + _aligned(self.action_bytes)
-        rewards = absent + _aligned(n)
+        skipped = HEAD.size + _aligned(self.action_bytes)
+        rewards = skipped + _aligned(n)
         terminated = rewards + 8 * n
         shown = terminated + _aligned(3 * n)
         digested = sum(self.leaf_bytes) > INLINE_LIMIT
         widths = [_aligned(n * width, _LINE if digested else 8) for width in self.leaf_bytes]
         end = shown + (8 * n if digested else sum(widths))
         start = _aligned(end, _LINE) if digested else shown
-        put("absent", absent)
+        put("skipped", skipped)
         put("rewards", rewards)
         put("terminated", terminated)
         put("truncated", terminated + n)
@@ -133,20 +134,20 @@ class Bank:
 
     Attributes:
         view: All of the bank.
-        stretch: The part that is journalled.
-        head: The head as two integers: kind, action tag, reply kind, flags, reward tag; number, evidence.
-        absent, rewards, terminated, truncated, failed: One value for each slot.
+        record: The part that is journalled.
+        head: The head as two integers: kind, action tag, reply kind, flags, reward tag; number, irregular part.
+        skipped, rewards, terminated, truncated, failed: One value for each slot.
         digests: One integer for each slot, where observations are digested.
     """
 
     __slots__ = (
-        "absent",
         "digests",
         "failed",
         "head",
         "layout",
+        "record",
         "rewards",
-        "stretch",
+        "skipped",
         "terminated",
         "truncated",
         "view",
@@ -155,11 +156,11 @@ class Bank:
     def __init__(self, layout: BankLayout, memory: memoryview, offset: int) -> None:
         self.layout = layout
         view = self.view = memory[offset : offset + layout.size]
-        self.stretch = view[: layout.end]
+        self.record = view[: layout.end]
         self.head = view[: HEAD.size].cast("Q")
         n = layout.slots
         array: Callable[[int, Any], Array] = lambda start, kind: np.frombuffer(view, kind, n, start)  # noqa: E731
-        self.absent = array(layout.absent, np.uint8)
+        self.skipped = array(layout.skipped, np.uint8)
         self.rewards = array(layout.rewards, np.float64)
         self.terminated = array(layout.terminated, np.bool_)
         self.truncated = array(layout.truncated, np.bool_)
@@ -180,115 +181,113 @@ class Bank:
 class Entry:
     """Holds one request with its reply, as the journal keeps it."""
 
-    stretch: bytes
-    request_mail: bytes = b""
-    evidence: bytes = b""
+    record: bytes
+    request_payload: bytes = b""
+    irregular: bytes = b""
 
     @property
     def number(self) -> int:
         """Return the number of the request."""
-        return int(_NUMBER.unpack_from(self.stretch, NUMBER_AT)[0])
+        return int(_NUMBER.unpack_from(self.record, NUMBER_AT)[0])
 
     @property
     def is_step(self) -> bool:
         """Whether the request is a step."""
-        return self.stretch[0] == STEP
+        return self.record[0] == STEP
 
     def packed(self) -> bytes:
         """Return the bytes of the entry."""
-        if is_plain(self.stretch):
-            return self.stretch
-        sizes = EXTRAS.pack(len(self.request_mail), len(self.evidence))
-        stretch = self.stretch[: HEAD.size] if _is_head_alone(self.stretch) else self.stretch
-        return stretch + sizes + self.request_mail + self.evidence
+        if is_plain(self.record):
+            return self.record
+        sizes = EXTRAS.pack(len(self.request_payload), len(self.irregular))
+        record = self.record[: HEAD.size] if _is_head_alone(self.record) else self.record
+        return record + sizes + self.request_payload + self.irregular
 
 
 # Evidence longer than this is not kept. Of rows a digest of each slot's observation is; of a single env rewards and
 # flags alone, which are in the bank too, are held against a replay: its observations may be tensors, whose pickles hold
 # the address of their memory.
-LARGE_EVIDENCE = 4096
+LARGE_IRREGULAR = 4096
 # No pickle of today's protocols begins so.
 _DIGESTS = b"#"
 _DIGEST_BYTES = 8
 
 
-def slot_digests(evidence: bytes) -> list[bytes]:
-    """Return a digest of each slot's observation; ``evidence`` is that of rows, or the digests of one."""
-    if evidence.startswith(_DIGESTS):
-        places = range(len(_DIGESTS), len(evidence), _DIGEST_BYTES)
-        return [evidence[place : place + _DIGEST_BYTES] for place in places]
-    return [blake2b(one or b"", digest_size=_DIGEST_BYTES).digest() for one in pickle.loads(evidence)]
+def slot_digests(irregular: bytes) -> list[bytes]:
+    """Return a digest of each slot's observation; ``irregular`` is that of rows, or the digests of one."""
+    if irregular.startswith(_DIGESTS):
+        places = range(len(_DIGESTS), len(irregular), _DIGEST_BYTES)
+        return [irregular[place : place + _DIGEST_BYTES] for place in places]
+    return [blake2b(one or b"", digest_size=_DIGEST_BYTES).digest() for one in pickle.loads(irregular)]
 
 
-def are_digests(evidence: bytes) -> bool:
-    """Tell whether evidence was too large to be kept, and these are digests in its place."""
-    return evidence.startswith(_DIGESTS)
+def are_digests(irregular: bytes) -> bool:
+    """Tell whether irregular part was too large to be kept, and these are digests in its place."""
+    return irregular.startswith(_DIGESTS)
 
 
-def entry_of(bank: Bank, request_mail: bytes, evidence: bytes, *, exact: bool) -> bytes:
+def entry_of(bank: Bank, request_payload: bytes, irregular: bytes, *, exact: bool) -> bytes:
     """Return the journal entry of the request and the reply in a bank; trainer and worker both make it so.
 
     What the request or the reply does not use is zero in it, whatever an earlier request left there: entries of equal
     requests with equal outcomes are equal bytes. ``exact``: it is of the exact codec.
     """
-    stretch, layout = bank.stretch, bank.layout
-    tag, reply_kind, flags = stretch[1:4]
-    if is_plain(stretch):
-        return bytes(stretch)
+    record, layout = bank.record, bank.layout
+    tag, reply_kind, flags = record[1:4]
+    if is_plain(record):
+        return bytes(record)
     parts = [
-        bytes(stretch[: HEAD.size]),
-        bytes(stretch[HEAD.size : layout.absent]) if tag & ~ABSENT else bytes(layout.absent - HEAD.size),
-        bytes(stretch[layout.absent : layout.rewards]) if tag & ABSENT else bytes(layout.rewards - layout.absent),
-        bytes(stretch[layout.rewards : layout.shown])
-        if reply_kind == STEPPED
-        else bytes(layout.shown - layout.rewards),
-        bytes(stretch[layout.shown :])
+        bytes(record[: HEAD.size]),
+        bytes(record[HEAD.size : layout.skipped]) if tag & ~SKIPPED else bytes(layout.skipped - HEAD.size),
+        bytes(record[layout.skipped : layout.rewards]) if tag & SKIPPED else bytes(layout.rewards - layout.skipped),
+        bytes(record[layout.rewards : layout.shown]) if reply_kind == STEPPED else bytes(layout.shown - layout.rewards),
+        bytes(record[layout.shown :])
         if reply_kind == STEPPED and not flags & IRREGULAR
         else bytes(layout.end - layout.shown),
     ]
-    if len(evidence) > LARGE_EVIDENCE:
-        evidence = b"" if exact else _DIGESTS + b"".join(slot_digests(evidence))
+    if len(irregular) > LARGE_IRREGULAR:
+        irregular = b"" if exact else _DIGESTS + b"".join(slot_digests(irregular))
     head = bytearray(parts[0])
-    _NUMBER.pack_into(head, EVIDENCE_AT, len(evidence))
-    return Entry(bytes(head) + b"".join(parts[1:]), request_mail, evidence).packed()
+    _NUMBER.pack_into(head, IRREGULAR_AT, len(irregular))
+    return Entry(bytes(head) + b"".join(parts[1:]), request_payload, irregular).packed()
 
 
-def is_plain(stretch: bytes | memoryview, start: int = 0) -> bool:
-    """Tell whether an entry is a step, or a reset, without mail: its length is that of the stretch."""
-    kind, tag, reply_kind, flags = stretch[start : start + 4]
-    is_laid_out = kind == BEGIN or (kind == STEP and tag & ~ABSENT != 0)
+def is_plain(record: bytes | memoryview, start: int = 0) -> bool:
+    """Tell whether an entry is a step, or a reset, without payload: its length is that of the record."""
+    kind, tag, reply_kind, flags = record[start : start + 4]
+    is_laid_out = kind == BEGIN or (kind == STEP and tag & ~SKIPPED != 0)
     return is_laid_out and reply_kind == STEPPED and not flags & IRREGULAR
 
 
-def _is_head_alone(stretch: bytes) -> bool:
-    """Tell whether an entry has nothing behind its head but mail: a message that was not answered by rows."""
-    return stretch[0] == MESSAGE and stretch[2] != STEPPED
+def _is_head_alone(record: bytes) -> bool:
+    """Tell whether an entry has nothing behind its head but payload: a message that was not answered by rows."""
+    return record[0] == MESSAGE and record[2] != STEPPED
 
 
 def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[Entry]:
-    """Take journal entries apart; ``end`` is the length of the stretch (``BankLayout.end``).
+    """Take journal entries apart; ``end`` is the length of the record (``BankLayout.end``).
 
     Raises:
         ValueError: The last entry is cut short.
     """
     place, stop = 0, len(data)
     while place < stop:
-        stretch = bytes(data[place : place + end])
-        if is_plain(stretch):
+        record = bytes(data[place : place + end])
+        if is_plain(record):
             place += end
-            yield Entry(stretch)
+            yield Entry(record)
             continue
-        if _is_head_alone(stretch):
-            stretch = stretch[: HEAD.size] + bytes(end - HEAD.size)
+        if _is_head_alone(record):
+            record = record[: HEAD.size] + bytes(end - HEAD.size)
             place += HEAD.size
         else:
             place += end
-        request, evidence = EXTRAS.unpack_from(data, place)
+        request, irregular = EXTRAS.unpack_from(data, place)
         place += EXTRAS.size
         yield Entry(
-            stretch, bytes(data[place : place + request]), bytes(data[place + request : place + request + evidence])
+            record, bytes(data[place : place + request]), bytes(data[place + request : place + request + irregular])
         )
-        place += request + evidence
+        place += request + irregular
     if place != stop:
         raise ValueError("the last request is cut short")
 

@@ -18,12 +18,12 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv.wire.actions import Encode, action_bytes, action_encoder
-from multienv.wire.banks import EVIDENCE_AT, IRREGULAR, BankLayout
+from multienv.wire.banks import IRREGULAR, IRREGULAR_AT, BankLayout
 from multienv.wire.infos import Extras
 from multienv.wire.layout import layout_of
 from multienv.wire.messages import Description
 from multienv.wire.rows import Array, has_rows, leaf_arrays, nested, row_bytes, row_of
-from multienv.wire.segment import REPLY_MAIL, Segment
+from multienv.wire.segment import REPLY_PAYLOAD, Segment
 
 # The reward of a single env keeps its type, by a tag in the head. A float64 holds integers exactly up to 2**53; what
 # does not fit makes the reply irregular.
@@ -57,7 +57,7 @@ class RowsReply:
 
     Attributes:
         leaves: For each leaf of the observation space an array with a row for each slot; empty where observations
-            travel as mail: see ``extras.observations``.
+            travel as payload: see ``extras.observations``.
         rewards, terminated, truncated: One value for each slot.
         extras: Infos, failures and observations that travelled; ``None``: nothing.
         errors: What the envs have raised, by slot, as errors to raise.
@@ -75,14 +75,14 @@ def _reward_of(tag: int, number: float) -> Any:
     return number if tag == 0 else REWARD_TYPES[tag](number)
 
 
-def mail_of(segment: Segment, number: int) -> tuple[bytes, bytes]:
-    """Return the evidence and the rest of the mail of a reply."""
-    if not segment.words[REPLY_MAIL + (number & 1)]:
+def payload_of(segment: Segment, number: int) -> tuple[bytes, bytes]:
+    """Return the irregular part and the rest of the payload of a reply."""
+    if not segment.words[REPLY_PAYLOAD + (number & 1)]:
         return b"", b""
-    mail = segment.read_reply_mail(number)
+    payload = segment.read_reply_payload(number)
     view = segment.banks[number & 1].view
-    length = int.from_bytes(view[EVIDENCE_AT : EVIDENCE_AT + 4], "little")
-    return mail[:length], mail[length:]
+    length = int.from_bytes(view[IRREGULAR_AT : IRREGULAR_AT + 4], "little")
+    return payload[:length], payload[length:]
 
 
 class ExactCodec:
@@ -126,20 +126,20 @@ class ExactCodec:
 
         return read
 
-    def observation(self, segment: Segment, number: int, evidence: bytes) -> Any:
-        """Return the observation in the reply to ``number``, whose evidence is given where it is irregular."""
-        if evidence:
-            return pickle.loads(evidence)[0]
+    def observation(self, segment: Segment, number: int, irregular: bytes) -> Any:
+        """Return the observation in the reply to ``number``, whose irregular part is given where it is irregular."""
+        if irregular:
+            return pickle.loads(irregular)[0]
         if self._observations is None:
             return None
         bank = segment.banks[number & 1]
         return self._observations.read(bank.view, bank.layout.leaves[0])
 
-    def transition(self, segment: Segment, number: int, evidence: bytes) -> tuple[Any, Any, bool, bool]:
+    def transition(self, segment: Segment, number: int, irregular: bytes) -> tuple[Any, Any, bool, bool]:
         """Return observation, reward, terminated and truncated of any reply."""
         bank = segment.banks[number & 1]
         if bank.view[3] & IRREGULAR:
-            observation, reward, terminated, truncated = pickle.loads(evidence)
+            observation, reward, terminated, truncated = pickle.loads(irregular)
             return observation, reward, terminated, truncated
         reward = _reward_of(bank.view[4], bank.rewards[0].item())
         return (

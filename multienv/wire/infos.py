@@ -80,10 +80,10 @@ class NumberInfos:
         self.columns, self.rows = columns, rows
 
     @classmethod
-    def of(cls, mail: bytes) -> NumberInfos:
-        """Return the infos in mail that begins with the code of numbers."""
-        begin = _HEAD.size + _HEAD.unpack_from(mail)[1]
-        return cls(_named(mail[_HEAD.size : begin]), mail[begin:])
+    def of(cls, payload: bytes) -> NumberInfos:
+        """Return the infos in payload that begins with the code of numbers."""
+        begin = _HEAD.size + _HEAD.unpack_from(payload)[1]
+        return cls(_named(payload[_HEAD.size : begin]), payload[begin:])
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield slot and info."""
@@ -180,17 +180,17 @@ def _named(names: bytes) -> Columns:
     return Columns(keys, tuple(_TYPES[code] for code in codes))
 
 
-def unpack_extras(mail: bytes, start: int = 0) -> tuple[Extras, dict[int, Exception]]:
-    """Unpack what the mail of a reply holds from ``start`` on.
+def unpack_extras(payload: bytes, start: int = 0) -> tuple[Extras, dict[int, Exception]]:
+    """Unpack what the payload of a reply holds from ``start`` on.
 
     Returns:
         What it holds, and for each slot whose info cannot be unpickled here why.
     """
-    if len(mail) == start:
+    if len(payload) == start:
         return Extras(), {}
-    if mail[start] == _NUMBERS:
-        return Extras(NumberInfos.of(mail[start:])), {}
-    pickled, failures, generators = pickle.loads(memoryview(mail)[start:])
+    if payload[start] == _NUMBERS:
+        return Extras(NumberInfos.of(payload[start:])), {}
+    pickled, failures, generators = pickle.loads(memoryview(payload)[start:])
     infos: list[tuple[int, Any]] = []
     illegible: dict[int, Exception] = {}
     for slot, data in pickled:
@@ -201,9 +201,9 @@ def unpack_extras(mail: bytes, start: int = 0) -> tuple[Extras, dict[int, Except
     return Extras(infos, failures, None, generators), illegible
 
 
-def numbers_in(mail: bytes) -> NumberInfos | None:
-    """Return the infos, if the mail holds nothing else and they hold only numbers; else ``None``."""
-    return NumberInfos.of(mail) if mail[0] == _NUMBERS else None
+def numbers_in(payload: bytes) -> NumberInfos | None:
+    """Return the infos, if the payload holds nothing else and they hold only numbers; else ``None``."""
+    return NumberInfos.of(payload) if payload[0] == _NUMBERS else None
 
 
 class InfoMerger:

@@ -1,4 +1,4 @@
-"""What is asked of a worker besides steps, and what it answers: frozen values that travel pickled as mail."""
+"""What is asked of a worker besides steps, and what it answers: frozen values that travel pickled as payload."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Reset:
         return self.mask is None or self.mask[slot]
 
 
-# The reset of a single env that carries nothing: it travels as a kind of request of its own, without mail.
+# The reset of a single env that carries nothing: it travels as a kind of request of its own, without payload.
 BEGINNING = Reset((None,), (None,))
 
 
@@ -245,13 +245,13 @@ class RolloutResult:
 
     Attributes:
         banks: Those of these requests with their replies, end to end.
-        mails: Place of a request → its mail and that of its reply, where it has any.
+        payloads: Place of a request → its payload and that of its reply, where it has any.
         chosen: What the policy returned, pickled: stacks of the actions, and of what else it returned, by names.
         failure: What the policy raised, which ended it early; or what is wrong with what it returned.
     """
 
     banks: bytearray
-    mails: dict[int, tuple[bytes, bytes]]
+    payloads: dict[int, tuple[bytes, bytes]]
     chosen: bytes = b""
     failure: Failure | None = None
 
@@ -298,17 +298,17 @@ class Unpicklable(Exception):  # noqa: N818 - internal
 
 
 def pack_message(message: Message) -> bytes:
-    """Return the mail of a message. Raises :class:`Unpicklable`."""
+    """Return the payload of a message. Raises :class:`Unpicklable`."""
     if message is BEGINNING:
         return b""
     return foreign(lambda: dumps(message), lambda error: Unpicklable(error))
 
 
-def message_of(kind: int, mail: bytes) -> Message:
+def message_of(kind: int, payload: bytes) -> Message:
     """Return the message of a request that is not a step; unpickling runs foreign code."""
     if kind == BEGIN:
         return BEGINNING
-    message: Message = pickle.loads(mail)
+    message: Message = pickle.loads(payload)
     return message
 
 

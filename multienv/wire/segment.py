@@ -1,12 +1,12 @@
-"""The shared memory of one worker process: control words, two banks, mail.
+"""The shared memory of one worker process: control words, two banks, payload.
 
 One file without a name (``memfd_create``) that the trainer and one process map::
 
     0         control words: a cache line for each word that one side writes while the other looks
     1024      two small banks, for requests that are sent before the layout is known
-    2048      short mail: what has no fixed size, up to 512 bytes
+    2048      short payload: what has no fixed size, up to 512 bytes
     4096      two banks with the layout of the envs, used in turn
-    2**40 …   longer mail, written and read with ``pwrite`` and ``pread``
+    2**40 …   longer payload, written and read with ``pwrite`` and ``pread``
 
 Nothing in here is used up by reading it: an interrupted reader reads once more.
 """
@@ -44,8 +44,8 @@ TRAINER_SLEEPS = 24  # 1: the trainer is about to block on the line (trainer)
 BUSY = 32  # number of the request being executed; 0: none (worker)
 SLOT = 33  # 1 + the slot of the env that is being called; 0: none (worker)
 REPLAYING = 34  # 1 + the index of the request inside a replay (worker)
-REPLY_MAIL = 40  # and 41: bytes of mail with the reply of an even and of an odd request (worker)
-REQUEST_MAIL = 48  # and 49: bytes of mail with an even and with an odd request (trainer)
+REPLY_PAYLOAD = 40  # and 41: bytes of payload with the reply of an even and of an odd request (worker)
+REQUEST_PAYLOAD = 48  # and 49: bytes of payload with an even and with an odd request (trainer)
 CORE = 50  # 1 + the core to run on while steps are short; 0: any (trainer)
 LOOKS = 51  # look for the next request before going to sleep: so many workers share a core; 0: do not (trainer)
 RESTARTS = 52  # processes that were started in place of lost ones, up to this one (trainer)
@@ -59,9 +59,9 @@ RESIDENT = 60  # its resident memory in bytes, where its process is on another m
 SNAPSHOT = 61  # number of the last request executed in its newest forked snapshot; 0: there is none (worker)
 OTHER_SECONDS = 62  # float64: time that resets and recorded calls have taken, all together (worker)
 
-_SHORT_MAIL = 2048
+_SHORT_PAYLOAD = 2048
 _SHORT = 512
-_MAIL = 2**40
+_LONG = 2**40
 _AREA = 2**36
 _UNUSED = 2**42
 
@@ -84,7 +84,7 @@ class Segment:
     __slots__ = (
         "_control",
         "_flags",
-        "_letters",
+        "_long",
         "_memory",
         "_short",
         "banks",
@@ -103,11 +103,11 @@ class Segment:
         self._flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE
         self._control: mmap.mmap | None = mmap.mmap(descriptor, CONTROL_SIZE, self._flags, access)
         self._memory: mmap.mmap | None = None
-        self._letters: dict[int, bytes] = {}  # mail, where there is no file
+        self._long: dict[int, bytes] = {}  # payload, where there is no file
         view = memoryview(self._control)
         self.words, self.times = view.cast("q"), view.cast("d")
-        places = range(_SHORT_MAIL, CONTROL_SIZE, _SHORT)
-        self._short = [view[place : place + _SHORT] for place in places]  # one for each area of mail
+        places = range(_SHORT_PAYLOAD, CONTROL_SIZE, _SHORT)
+        self._short = [view[place : place + _SHORT] for place in places]  # one for each area of payload
         self.layout = SMALL
         self.banks: tuple[Bank, ...] = tuple(Bank(SMALL, view, _SMALL_BANKS + side * SMALL.size) for side in (0, 1))
 
@@ -148,34 +148,34 @@ class Segment:
         place = CONTROL_SIZE + side * size if size else _SMALL_BANKS + side * SMALL.size
         return next(iter(os.pread(self.descriptor, 1, place)), 0)
 
-    # --- mail -------------------------------------------------------------------------------------
+    # --- payload -------------------------------------------------------------------------------------
 
-    def write_request_mail(self, number: int, data: bytes) -> None:
+    def write_request_payload(self, number: int, data: bytes) -> None:
         """Put what request ``number`` carries beside its bank where the process finds it."""
         self._write(number & 1, data)
-        self.words[REQUEST_MAIL + (number & 1)] = len(data)
+        self.words[REQUEST_PAYLOAD + (number & 1)] = len(data)
 
-    def read_request_mail(self, number: int) -> bytes:
+    def read_request_payload(self, number: int) -> bytes:
         """Return what request ``number`` carries beside its bank."""
-        return self._read(number & 1, self.words[REQUEST_MAIL + (number & 1)])
+        return self._read(number & 1, self.words[REQUEST_PAYLOAD + (number & 1)])
 
-    def write_reply_mail(self, number: int, data: bytes) -> None:
+    def write_reply_payload(self, number: int, data: bytes) -> None:
         """Put what the reply to request ``number`` carries beside its bank where the trainer finds it."""
         self._write(2 + (number & 1), data)
-        self.words[REPLY_MAIL + (number & 1)] = len(data)
+        self.words[REPLY_PAYLOAD + (number & 1)] = len(data)
 
-    def read_reply_mail(self, number: int) -> bytes:
+    def read_reply_payload(self, number: int) -> bytes:
         """Return what the reply to request ``number`` carries beside its bank."""
-        return self._read(2 + (number & 1), self.words[REPLY_MAIL + (number & 1)])
+        return self._read(2 + (number & 1), self.words[REPLY_PAYLOAD + (number & 1)])
 
     def _write(self, area: int, data: bytes) -> None:
         if len(data) <= _SHORT:
             self._short[area][: len(data)] = data
             return
         if self.descriptor < 0:
-            self._letters[area] = data
+            self._long[area] = data
             return
-        rest, place = memoryview(data), _MAIL + area * _AREA
+        rest, place = memoryview(data), _LONG + area * _AREA
         while rest:
             written = os.pwrite(self.descriptor, rest, place)
             rest, place = rest[written:], place + written
@@ -184,13 +184,13 @@ class Segment:
         if length <= _SHORT:
             return bytes(self._short[area][:length])
         if self.descriptor < 0:
-            return self._letters.get(area, b"")[:length]
-        place = _MAIL + area * _AREA
+            return self._long.get(area, b"")[:length]
+        place = _LONG + area * _AREA
         data = os.pread(self.descriptor, length, place)
         while len(data) < length:  # the kernel hands out 2 GiB at a time
             more = os.pread(self.descriptor, length - len(data), place + len(data))
             if not more:
-                raise EOFError(f"{length} bytes of mail were announced, {len(data)} are there")
+                raise EOFError(f"{length} bytes of payload were announced, {len(data)} are there")
             data += more
         return data
 

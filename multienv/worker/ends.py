@@ -20,24 +20,24 @@ class Ends:
     """The worker's descriptors.
 
     Attributes:
-        line: Carries wake bytes to and from the trainer; ends when the trainer is gone.
+        wake_socket: Carries wake bytes to and from the trainer; ends when the trainer is gone.
         memory: The segment's.
         stack: Where faulthandler writes stacks.
         announcements: Where the monitor is told of snapshots.
     """
 
-    line: socket.socket
+    wake_socket: socket.socket
     memory: int
     stack: int
     announcements: socket.socket
 
     @classmethod
-    def of(cls, line: int, memory: int, stack: int, announcements: int) -> Ends:
+    def of(cls, wake_socket: int, memory: int, stack: int, announcements: int) -> Ends:
         """Build the object from descriptor numbers, which it then owns."""
-        return cls(socket.socket(fileno=line), memory, stack, socket.socket(fileno=announcements))
+        return cls(socket.socket(fileno=wake_socket), memory, stack, socket.socket(fileno=announcements))
 
     def close(self) -> None:
         """Close all descriptors but ``memory``, which the segment closes."""
-        self.line.close()
+        self.wake_socket.close()
         self.announcements.close()
         os.close(self.stack)

@@ -1,7 +1,7 @@
 """The worker's half of the exact codec: one env, whose values reach the trainer as the env returned them.
 
 What does not fit the bank to the bit (another dtype, shape or type than the space says) is pickled: the reply is then
-irregular, and what was pickled is its evidence.
+irregular, and what was pickled is its irregular part.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from gymnasium import spaces
 
 from multienv.wire.actions import INT, action_decoder
-from multienv.wire.banks import ABSENT, ENDED, HEAD, IRREGULAR, STEP, digester
+from multienv.wire.banks import ENDED, HEAD, IRREGULAR, SKIPPED, STEP, digester
 from multienv.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_TAGS
 from multienv.wire.infos import InfoPacker
 from multienv.wire.layout import Layout, layout_of
 from multienv.wire.messages import Reset
 from multienv.wire.rows import copy_into
-from multienv.wire.segment import BUSY, REPLY_MAIL, SLOT, Segment
+from multienv.wire.segment import BUSY, REPLY_PAYLOAD, SLOT, Segment
 from multienv.worker.env_group import EnvGroup
 from multienv.worker.failures import pickled, wrong_result
 from multienv.worker.replies import answer_failure, answer_rows
@@ -71,21 +71,21 @@ class ExactStepper:
                 # All flags as one integer. An earlier request, or the trainer, may have set one.
                 bank.view[bank.layout.terminated : bank.layout.terminated + 8].cast("q"),
                 digest,
-                REPLY_MAIL + side,
+                REPLY_PAYLOAD + side,
             )
             for side, (bank, cell, digest) in enumerate(zip(segment.banks, self._cells(), self._digests, strict=True))
         ]
 
         def handle(number: int) -> Any:
             side = number & 1
-            view, integer, cell, rewards, set_flags, digest, mail = targets[side]
+            view, integer, cell, rewards, set_flags, digest, payload = targets[side]
             if view[0] != STEP:
                 return otherwise(number)
             words[BUSY] = number
             words[SLOT] = 1
             try:
                 tag = view[1]
-                if tag & ABSENT:
+                if tag & SKIPPED:
                     skip(number)
                 else:
                     result = calls[0](integer[0] if tag == INT else decode(number, tag))
@@ -115,9 +115,9 @@ class ExactStepper:
                             if digest is not None:
                                 digest()
                             if packed:
-                                segment.write_reply_mail(number, packed)
-                            elif words[mail]:
-                                words[mail] = 0
+                                segment.write_reply_payload(number, packed)
+                            elif words[payload]:
+                                words[payload] = 0
             except Exception as error:
                 answer_failure(segment, number, error)
             words[SLOT] = 0
@@ -129,14 +129,14 @@ class ExactStepper:
     def reset(self, number: int, message: Reset) -> None:
         """Execute a reset. Raises what the env raises."""
         bank = self._segment.banks[number & 1]
-        if (bank.view[1] & ABSENT and bank.absent[0]) or not message.touches(0):
+        if (bank.view[1] & SKIPPED and bank.skipped[0]) or not message.touches(0):
             self._skip(number)
             return
         observation, info = self._group.begin(0, seed=message.seeds[0], options=message.options[0])
         self._write(number, observation, 0.0, False, False, info)
 
     def _skip(self, number: int) -> None:
-        """Reply for an env that is absent from the request, whose episode ends; its row is blank."""
+        """Reply for an env that is skipped in the request, whose episode ends; its row is blank."""
         self._group.end(0)
         side = number & 1
         bank = self._segment.banks[side]
@@ -158,7 +158,7 @@ class ExactStepper:
     def _write(self, number: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
         """Write the reply to a step or a reset, whatever the env has returned."""
         side = number & 1
-        bank, flags, evidence = self._segment.banks[side], 0, b""
+        bank, flags, irregular = self._segment.banks[side], 0, b""
         tag = REWARD_TAGS.get(type(reward), -1)
         regular = (
             tag >= 0
@@ -169,7 +169,7 @@ class ExactStepper:
         )
         if not regular:
             tag, flags = 0, IRREGULAR
-            evidence = pickled("step", (observation, reward, terminated, truncated))
+            irregular = pickled("step", (observation, reward, terminated, truncated))
         bank.rewards[0] = reward if regular else _number(reward)
         bank.terminated[0], bank.truncated[0] = terminated, truncated = bool(terminated), bool(truncated)
         if terminated or truncated:
@@ -177,7 +177,7 @@ class ExactStepper:
         infos = [(0, info if type(info) is dict else pickled("step", info))] if info else []
         told = self._group.starts.take()
         answer_rows(
-            self._segment, number, self._packer, infos, flags=flags, tag=tag, evidence=evidence, generators=told
+            self._segment, number, self._packer, infos, flags=flags, tag=tag, irregular=irregular, generators=told
         )
 
     def _put(self, side: int, observation: Any) -> bool:
@@ -215,7 +215,7 @@ class _Cell:
 
 
 def _number(reward: Any) -> float:
-    """Return about what a reward is, as evidence where the rest is too large to be kept; 0.0 for no number."""
+    """Return about what a reward is, as irregular part where the rest is too large to be kept; 0.0 for no number."""
     try:
         return float(reward)
     except (TypeError, ValueError, OverflowError):

@@ -18,13 +18,13 @@ import cloudpickle
 import numpy as np
 
 from multienv.wire.banks import (
-    ABSENT,
     BEGIN,
     FAILED,
     HEAD,
-    IDLE,
     IRREGULAR,
     MESSAGE,
+    NOT_RESET,
+    SKIPPED,
     STEPPED,
     U32,
     VALUE,
@@ -34,7 +34,7 @@ from multienv.wire.banks import (
     is_plain,
     split_entries,
 )
-from multienv.wire.codecs import layout_of_envs, mail_of
+from multienv.wire.codecs import layout_of_envs, payload_of
 from multienv.wire.messages import (
     BEGINNING,
     Build,
@@ -121,10 +121,10 @@ class Host:
             if self._segment.banks[number & 1].view[0] == BEGIN:
                 message: Message = BEGINNING
             else:
-                mail = self._segment.read_request_mail(number)
-                message = pickle.loads(mail)
+                payload = self._segment.read_request_payload(number)
+                message = pickle.loads(payload)
                 if self._group is not None:
-                    self._group.starts.count_bytes(len(mail))
+                    self._group.starts.count_bytes(len(payload))
             _HANDLERS[type(message)](self, number, message)
             if self._group is not None:
                 if is_recorded(message):
@@ -195,8 +195,8 @@ class Host:
         group, bank = self._envs(), self._segment.banks[number & 1]
         if self._runner is None:
             self._runner = RolloutRunner(group, self._segment, self._make_stepper)
-        absent = bank.absent.copy() if bank.view[1] & ABSENT else np.zeros(group.slots, np.uint8)
-        rolled, seconds = self._runner.run(number, message, absent)
+        skipped = bank.skipped.copy() if bank.view[1] & SKIPPED else np.zeros(group.slots, np.uint8)
+        rolled, seconds = self._runner.run(number, message, skipped)
         self._answer(number, rolled, "rollout")
         self._rolled = number + max(0, len(rolled.banks) // self._segment.layout.size - 1), seconds
 
@@ -213,8 +213,8 @@ class Host:
         answer(self._segment, number, VALUE, self._envs().write(message))
 
     def _render(self, number: int, message: Render) -> None:
-        mail = self._envs().each("render", message.slots, lambda place, env: env.render())
-        answer(self._segment, number, VALUE, mail)
+        payload = self._envs().each("render", message.slots, lambda place, env: env.render())
+        answer(self._segment, number, VALUE, payload)
 
     def _keep_snapshot(self, number: int, message: KeepSnapshot) -> None:
         self._answer(number, self._on_keep(message.number, message.token))
@@ -229,8 +229,8 @@ class Host:
     def _replay(self, number: int, message: Replay) -> None:
         group = self._envs()
         try:
-            for mail in message.lasting:
-                lasting = pickle.loads(mail)
+            for payload in message.lasting:
+                lasting = pickle.loads(payload)
                 group.call(lasting) if isinstance(lasting, Call) else group.write(lasting)
             came = self._run(number, message)
         finally:
@@ -247,27 +247,27 @@ class Host:
             message: The replay.
         """
         segment, words, group, came = self._segment, self._segment.words, self._envs(), []
-        absent = {start.slot for start in message.starts}
+        skipped = {start.slot for start in message.starts}
         group.starts.begin_replay()
         for index, entry in enumerate(split_entries(message.entries, segment.layout.end)):
             starting = {start.slot: start.generators for start in message.starts if start.entry == index}
-            absent -= starting.keys()
+            skipped -= starting.keys()
             group.starts.replaying = starting
             words[REPLAYING] = index + 1
             again = entry.number
-            self._ask_again(entry, absent)
+            self._ask_again(entry, skipped)
             self.handle(again)
             words[BUSY] = number
             bank = segment.banks[again & 1]
-            if absent:  # the entry is that of the request which had them all
-                bank.view[1] = entry.stretch[1]
-                bank.view[bank.layout.absent : bank.layout.rewards] = entry.stretch[
-                    bank.layout.absent : bank.layout.rewards
+            if skipped:  # the entry is that of the request which had them all
+                bank.view[1] = entry.record[1]
+                bank.view[bank.layout.skipped : bank.layout.rewards] = entry.record[
+                    bank.layout.skipped : bank.layout.rewards
                 ]
-            evidence = mail_of(segment, again)[0] if bank.view[3] & IRREGULAR else b""
-            came.append(entry_of(bank, entry.request_mail, evidence, exact=group.exact))
+            irregular = payload_of(segment, again)[0] if bank.view[3] & IRREGULAR else b""
+            came.append(entry_of(bank, entry.request_payload, irregular, exact=group.exact))
         words[REPLAYING] = 0
-        if absent:
+        if skipped:
             group.starts.look_at_generators()
         if group.starts.has_drawn:
             # What others drew is missing, and nothing of this need have shown yet.
@@ -275,23 +275,23 @@ class Host:
                 "several envs of a process draw from random or numpy.random, and not all of them were replayed from "
                 "the same request on. Draw from self.np_random, or give envs_per_worker=1"
             )
-        for slot in absent:
+        for slot in skipped:
             seeding.renew(group.envs[slot])
         return b"".join(came)
 
-    def _ask_again(self, entry: Entry, absent: AbstractSet[int]) -> None:
-        """Put the request of an entry into its bank, as the trainer did; slots in ``absent`` take no part."""
+    def _ask_again(self, entry: Entry, skipped: AbstractSet[int]) -> None:
+        """Put the request of an entry into its bank, as the trainer did; slots in ``skipped`` take no part."""
         number = entry.number
         bank = self._segment.banks[number & 1]
         end = bank.layout.rewards
-        bank.view[:end] = entry.stretch[:end]
-        kind, tag = entry.stretch[:2]
-        if absent:
-            tag |= ABSENT
-            bank.absent[list(absent)] = IDLE
+        bank.view[:end] = entry.record[:end]
+        kind, tag = entry.record[:2]
+        if skipped:
+            tag |= SKIPPED
+            bank.skipped[list(skipped)] = NOT_RESET
         HEAD.pack_into(bank.view, 0, kind, tag, STEPPED, 0, 0, number, 0)
-        if not is_plain(entry.stretch):
-            self._segment.write_request_mail(number, entry.request_mail)
+        if not is_plain(entry.record):
+            self._segment.write_request_payload(number, entry.request_payload)
 
 
 _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {

@@ -1,7 +1,7 @@
 """A worker process from its first line to its last.
 
-It waits for requests, has the host execute them, and ends when the line ends (the trainer is gone or has had enough),
-when it is told to close, or when the env ends it. It ignores SIGINT: Ctrl-C is the trainer's.
+It waits for requests, has the host execute them, and ends when its wake socket ends (the trainer is gone or has had
+enough), when it is told to close, or when the env ends it. It ignores SIGINT: Ctrl-C is the trainer's.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def main(ends: Ends, title: str = "", make_host: MakeHost | None = None) -> NoRe
 
 def spawned(title: str, *ends: str) -> NoReturn:
     """Run :func:`main` in an interpreter of its own; the descriptors come by the command line."""
-    line, memory, stack, announcements = map(int, ends)
-    for descriptor in (line, memory, stack, announcements):
+    wake_socket, memory, stack, announcements = map(int, ends)
+    for descriptor in (wake_socket, memory, stack, announcements):
         os.set_inheritable(descriptor, False)
-    main(Ends.of(line, memory, stack, announcements), title)
+    main(Ends.of(wake_socket, memory, stack, announcements), title)
 
 
 def _live(ends: Ends, make_host: MakeHost) -> None:
@@ -119,8 +119,8 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
                 host.move(segment)
                 snapshots.go_on(segment, ends)
                 segment.words[REPLY] = number  # tells the trainer that it is up
-                _wake_trainer(segment, ends.line, number)
-            _serve(ends.line, host, segment, snapshots, forks)
+                _wake_trainer(segment, ends.wake_socket, number)
+            _serve(ends.wake_socket, host, segment, snapshots, forks)
             break
         except Woken as again:
             ends, number, woken = again.ends, again.number, True
@@ -129,8 +129,8 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
             host.close_envs()
 
 
-def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshots, forks: Forks) -> None:
-    """Execute requests until the line ends or the host has been closed."""
+def _serve(wake_socket: socket.socket, host: Any, segment: Segment, snapshots: Snapshots, forks: Forks) -> None:
+    """Execute requests until the wake socket ends or the host has been closed."""
     # The newest request that was executed. In a woken snapshot it is not the snapshot's: the segment is new, and the
     # trainer may go on with a lower number.
     last = 0
@@ -141,7 +141,8 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
     try:
         while True:
             if (words[REQUEST] == last or is_numbered) and (
-                host.closing or not _await_request(line, words, last, looks=not (is_numbered or affinity.is_crowded))
+                host.closing
+                or not _await_request(wake_socket, words, last, looks=not (is_numbered or affinity.is_crowded))
             ):
                 return
             number = words[REQUEST]
@@ -151,7 +152,7 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
                     os._exit(0)
                 words[REPLY] = last = number
                 if words[sleeps]:
-                    _wake_trainer(segment, line, number)
+                    _wake_trainer(segment, wake_socket, number)
                 if rolled is None:
                     continue
                 is_step = False
@@ -164,7 +165,7 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
                     os._exit(0)
                 words[REPLY] = last = number
                 if words[sleeps]:
-                    _wake_trainer(segment, line, number)
+                    _wake_trainer(segment, wake_socket, number)
             if rolled is not None:  # many steps: the number of the last one
                 number, seconds = rolled
             elif not is_step:
@@ -179,8 +180,8 @@ def _serve(line: socket.socket, host: Any, segment: Segment, snapshots: Snapshot
         affinity.end()
 
 
-def _await_request(line: socket.socket, words: Any, last: int, *, looks: bool) -> bool:
-    """Look for another request than ``last``, then sleep until there is one; false when the line has ended."""
+def _await_request(wake_socket: socket.socket, words: Any, last: int, *, looks: bool) -> bool:
+    """Look for another request than ``last``, then sleep until there is one; false when the wake socket has ended."""
     if looks and words[LOOKS]:
         clock, give_way = time.perf_counter, _give_way
         until = clock() + LOOKING
@@ -191,16 +192,16 @@ def _await_request(line: socket.socket, words: Any, last: int, *, looks: bool) -
         else:
             return True
     if words[NUMBERED]:
-        return _await_number(line, words, last)
+        return _await_number(wake_socket, words, last)
     poller = select.poll()
-    poller.register(line, select.POLLIN)
+    poller.register(wake_socket, select.POLLIN)
     patience: int | None = FIRST_SLEEP
     try:
         while True:
             words[WORKER_SLEEPS] = 1
             if words[REQUEST] != last:
                 return True
-            if poller.poll(patience) and _heard(line) == b"":
+            if poller.poll(patience) and _heard(wake_socket) == b"":
                 return bool(words[REQUEST] != last)
             if words[REQUEST] != last:
                 return True
@@ -209,13 +210,13 @@ def _await_request(line: socket.socket, words: Any, last: int, *, looks: bool) -
         words[WORKER_SLEEPS] = 0
 
 
-def _await_number(line: socket.socket, words: Any, last: int) -> bool:
-    """Sleep until the line has brought the number of another request than ``last``; false when it has ended."""
+def _await_number(wake_socket: socket.socket, words: Any, last: int) -> bool:
+    """Sleep until the wake socket has brought the number of another request than ``last``; false when it has ended."""
     poller = select.poll()
-    poller.register(line, select.POLLIN)
+    poller.register(wake_socket, select.POLLIN)
     while True:
         poller.poll()
-        heard = _heard(line)
+        heard = _heard(wake_socket)
         number = words[REQUEST]  # after what was heard
         if heard == b"":
             return bool(number != last)
@@ -223,21 +224,21 @@ def _await_number(line: socket.socket, words: Any, last: int) -> bool:
             return True
 
 
-def _heard(line: socket.socket) -> bytes | None:
+def _heard(wake_socket: socket.socket) -> bytes | None:
     """Read wake bytes; ``b""``: the trainer has closed its end; ``None``: there are none."""
     try:
-        return line.recv(4096, socket.MSG_DONTWAIT)
+        return wake_socket.recv(4096, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return None
     except OSError:  # closed before it had read all bytes, or by the env
         return b""
 
 
-def _wake_trainer(segment: Segment, line: socket.socket, number: int) -> None:
+def _wake_trainer(segment: Segment, wake_socket: socket.socket, number: int) -> None:
     """Send the trainer the number of the reply, if it sleeps."""
     if segment.words[TRAINER_SLEEPS] or segment.words[NUMBERED]:
         with contextlib.suppress(OSError):  # full of bytes, which wake it as well; or it is gone, which is seen next
-            line.send(wake_bytes(number), _NO_SIGNAL | socket.MSG_DONTWAIT)
+            wake_socket.send(wake_bytes(number), _NO_SIGNAL | socket.MSG_DONTWAIT)
 
 
 class Forks:

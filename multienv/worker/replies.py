@@ -13,12 +13,12 @@ from multienv.worker.failures import failure_of, pickled
 
 
 def answer(
-    segment: Segment, number: int, kind: int, mail: bytes, *, flags: int = 0, tag: int = 0, evidence: int = 0
+    segment: Segment, number: int, kind: int, payload: bytes, *, flags: int = 0, tag: int = 0, irregular: int = 0
 ) -> None:
-    """Write head and mail of the reply to request ``number``; ``evidence``: bytes of it that the mail begins with."""
+    """Write head and payload of the reply to a request; ``irregular``: length of the irregular part of the payload."""
     view = segment.banks[number & 1].view
-    HEAD.pack_into(view, 0, view[0], view[1], kind, flags, tag, number & U32, evidence)
-    segment.write_reply_mail(number, mail)
+    HEAD.pack_into(view, 0, view[0], view[1], kind, flags, tag, number & U32, irregular)
+    segment.write_reply_payload(number, payload)
 
 
 def answer_failure(segment: Segment, number: int, error: Exception) -> None:
@@ -34,7 +34,7 @@ def answer_rows(
     *,
     flags: int = 0,
     tag: int = 0,
-    evidence: bytes = b"",
+    irregular: bytes = b"",
     failures: Mapping[int, Failure] | None = None,
     generators: Mapping[int, bytes] = NONE,
 ) -> None:
@@ -47,7 +47,7 @@ def answer_rows(
         infos: Slot and info, or the pickle of an info.
         flags: Of the reply.
         tag: That of the reward.
-        evidence: What the rows do not hold.
+        irregular: What the rows do not hold.
         failures: What envs have raised, by slot.
         generators: Slot → state of its random generators before it was reset.
     """
@@ -57,4 +57,4 @@ def answer_rows(
     if not rest:
         taken = [(slot, info if type(info) is bytes else pickled("step", info)) for slot, info in infos]
         rest = pack_extras(taken, failures or {}, generators)
-    answer(segment, number, STEPPED, evidence + rest, flags=flags, tag=tag, evidence=len(evidence))
+    answer(segment, number, STEPPED, irregular + rest, flags=flags, tag=tag, irregular=len(irregular))

@@ -1,6 +1,6 @@
 """Rollouts: a policy beside the envs chooses the actions of many steps, which the trainer asks for in one request.
 
-Each step is made as if the trainer had asked for it, by the same code. Its bank and its mail go back as they are, and
+Each step is made as if the trainer had asked for it, by the same code. Its bank and payload go back as they are, and
 the trainer reads and journals them like those of any step. So it can be replayed without the policy. The steps use
 banks of this process alone: what the trainer has seen stays in the shared ones until it has the answer, whatever dies
 meanwhile.
@@ -20,8 +20,21 @@ from gymnasium.vector.utils import batch_space
 
 from multienv.errors import ActionError
 from multienv.wire.actions import PICKLED, action_decoder, action_encoder, shown
-from multienv.wire.banks import ABSENT, BEGIN, ENDED, FAILED, HEAD, IDLE, IRREGULAR, RAISED, STEP, STEPPED, U32, Bank
-from multienv.wire.codecs import ExactCodec, mail_of
+from multienv.wire.banks import (
+    BEGIN,
+    ENDED,
+    FAILED,
+    HEAD,
+    IRREGULAR,
+    NOT_RESET,
+    RAISED,
+    SKIPPED,
+    STEP,
+    STEPPED,
+    U32,
+    Bank,
+)
+from multienv.wire.codecs import ExactCodec, payload_of
 from multienv.wire.messages import BEGINNING, Rollout, RolloutResult
 from multienv.wire.rows import batch_of, has_rows, leaf_arrays, nested, stacked
 from multienv.wire.segment import BUSY, OTHER_SECONDS, SLOT, Segment
@@ -53,28 +66,28 @@ class RolloutRunner:
         space = group.observation_space
         lie_in_rows = not group.exact and has_rows(space)
         self._leaves = [leaf_arrays(space, bank) if lie_in_rows else [] for bank in self._aside.banks]
-        # Of what was shown last, all that is not in its bank: the evidence of a single env's observation, or those of
+        # Of what was shown last, what is not in its bank: the irregular part of a single env, or the observations of
         # several envs which have no rows, each of them pickled.
-        self._evidence, self._loose = b"", [b""]
+        self._irregular, self._loose = b"", [b""]
         self._seconds = 0.0
 
-    def run(self, number: int, message: Rollout, absent: Array) -> tuple[RolloutResult, float]:
+    def run(self, number: int, message: Rollout, skipped: Array) -> tuple[RolloutResult, float]:
         """Take the steps.
 
         Args:
             number: Of the request, and of the first step.
             message: The request.
-            absent: For each slot whether it is absent from the first step, or from all (see ``wire.banks``).
+            skipped: For each slot whether it is skipped in the first step, or from all (see ``wire.banks``).
 
         Returns:
             The answer, and the seconds that the envs have taken for a step.
         """
         words, result = self._segment.words, RolloutResult(bytearray(), {})
         told: list[tuple[Any, dict[str, Array]]] = []  # what the policy returned for each step
-        idle, first, self._seconds = np.where(absent == IDLE, absent, 0), number, 0.0
+        idle, first, self._seconds = np.where(skipped == NOT_RESET, skipped, 0), number, 0.0
         self._stand(message.standing)
         policy: Any = None
-        missing: Array | None = absent if absent.any() else None
+        missing: Array | None = skipped if skipped.any() else None
         while len(told) < message.steps:
             words[BUSY], words[SLOT] = first, 0
             try:
@@ -108,18 +121,18 @@ class RolloutRunner:
         """Execute the next request, which lies in its bank, without the missing slots, and note what came of it."""
         aside, times = self._aside, self._segment.times
         bank = aside.banks[number & 1]
-        view, mail = bank.view, b""
+        view, payload = bank.view, b""
         if view[0] == STEP and view[1] == PICKLED:
-            mail = aside.read_request_mail(number)
-        bank.absent[:] = 0 if missing is None else missing
+            payload = aside.read_request_payload(number)
+        bank.skipped[:] = 0 if missing is None else missing
         if missing is not None:
-            view[1] |= ABSENT
+            view[1] |= SKIPPED
         began, others = perf_counter(), times[OTHER_SECONDS]
         self._handle(number)
         self._seconds += perf_counter() - began - (times[OTHER_SECONDS] - others)
-        reply = aside.read_reply_mail(number)
-        if mail or reply:
-            result.mails[len(result.banks) // len(view)] = mail, reply
+        reply = aside.read_reply_payload(number)
+        if payload or reply:
+            result.payloads[len(result.banks) // len(view)] = payload, reply
         result.banks += view
         self._show(number, missing)
         return bank
@@ -184,24 +197,24 @@ class RolloutRunner:
         """Have what the caller saw last in its bank."""
         bank = self._aside.banks[standing["seen"] & 1]
         bank.view[bank.layout.rewards :] = standing["bank"]
-        self._evidence, self._loose = standing.get("evidence", b""), standing.get("loose", [])
+        self._irregular, self._loose = standing.get("irregular", b""), standing.get("loose", [])
 
     def _show(self, number: int, missing: Array | None) -> None:
         """Write into the bank of a request, where it shows nothing, what was shown last once more."""
         bank, before = self._aside.banks[number & 1], self._aside.banks[(number - 1) & 1]
-        evidence = mail_of(self._aside, number)[0] if bank.view[3] & IRREGULAR else b""
+        irregular = payload_of(self._aside, number)[0] if bank.view[3] & IRREGULAR else b""
         if self._codec is not None:
             if bank.view[2] == FAILED or missing is not None:
                 bank.view[bank.layout.rewards :] = before.view[bank.layout.rewards :]
             else:
-                self._evidence = evidence
-        elif evidence:
-            pairs = zip(pickle.loads(evidence), self._loose, strict=True)
+                self._irregular = irregular
+        elif irregular:
+            pairs = zip(pickle.loads(irregular), self._loose, strict=True)
             self._loose = [old if new is None else new for new, old in pairs]
         elif missing is not None or bank.view[3] & RAISED:
-            blank = bank.failed | (bank.absent != 0)
+            blank = bank.failed | (bank.skipped != 0)
             if self._group.autoreset == "SAME_STEP":  # a new episode has begun, but for these
-                blank = (bank.failed & ~bank.truncated) | (bank.absent == IDLE)
+                blank = (bank.failed & ~bank.truncated) | (bank.skipped == NOT_RESET)
             for leaf, last in zip(self._leaves[number & 1], self._leaves[(number - 1) & 1], strict=True):
                 leaf[blank] = last[blank]
 
@@ -209,7 +222,7 @@ class RolloutRunner:
         """Return what the answer to a request showed, as the policy gets it, which may change it."""
         space = self._group.observation_space
         if self._codec is not None:
-            return self._codec.observation(self._aside, number, self._evidence)
+            return self._codec.observation(self._aside, number, self._irregular)
         if self._leaves[0]:
             return nested(space, [leaf.copy() for leaf in self._leaves[number & 1]])
         return batch_of(space, [pickle.loads(one) for one in self._loose])

@@ -1,7 +1,7 @@
 """The worker's half of the rows codec: several envs, each of which writes into its row of a batch.
 
 Observations are copied as soon as an env returns them (some return the same array at each step), and infos are taken
-as they are at that moment. An env that raises, or is absent from the request, gets a blank row: what its caller sees
+as they are at that moment. An env that raises, or is skipped in the request, gets a blank row: what its caller sees
 is the trainer's to say.
 """
 
@@ -18,11 +18,11 @@ from gymnasium import spaces
 from gymnasium.vector import utils
 
 from multienv.wire.actions import action_decoder
-from multienv.wire.banks import ABSENT, ENDED, IDLE, IRREGULAR, RAISED, STEP, Bank, digester
+from multienv.wire.banks import ENDED, IRREGULAR, NOT_RESET, RAISED, SKIPPED, STEP, Bank, digester
 from multienv.wire.infos import NUMBERS, InfoPacker
 from multienv.wire.messages import Failure, Reset
 from multienv.wire.rows import Cell, cells, has_rows, leaf_arrays, nested, row_writer
-from multienv.wire.segment import BUSY, REPLY_MAIL, SLOT, Segment
+from multienv.wire.segment import BUSY, REPLY_PAYLOAD, SLOT, Segment
 from multienv.worker.env_group import EnvGroup
 from multienv.worker.exact import STEP_RESULT, Handle
 from multienv.worker.failures import failure_of, pickled, wrong_info, wrong_result, wrong_reward
@@ -75,10 +75,10 @@ class RowsStepper:
             failures: Failures = {}
             side.clear_flags()
             try:
-                actions = decode(number, view[1] & ~ABSENT)
+                actions = decode(number, view[1] & ~SKIPPED)
                 if not is_array:
                     actions = utils.iterate(batch_space, actions)
-                asked = self._calls_without(side) if view[1] & ABSENT else calls
+                asked = self._calls_without(side) if view[1] & SKIPPED else calls
                 for slot, mark, call, action, cell in zip(slots, marks, asked, actions, cells, strict=True):
                     words[SLOT] = mark
                     try:
@@ -109,8 +109,8 @@ class RowsStepper:
                         view[3] = side.flags
                     if digest is not None:
                         digest()
-                    if words[REPLY_MAIL + (number & 1)]:
-                        words[REPLY_MAIL + (number & 1)] = 0
+                    if words[REPLY_PAYLOAD + (number & 1)]:
+                        words[REPLY_PAYLOAD + (number & 1)] = 0
             except Exception as error:
                 answer_failure(segment, number, error)
             words[SLOT] = 0
@@ -120,16 +120,16 @@ class RowsStepper:
         return handle
 
     def reset(self, number: int, message: Reset) -> None:
-        """Execute a reset of the slots that are named and not absent."""
+        """Execute a reset of the slots that are named and not skipped."""
         group, side = self._group, self._sides[number & 1]
         infos: Infos = []
         failures: Failures = {}
         side.clear_flags()
         side.bank.rewards[:] = 0.0
         for slot in range(group.slots):
-            is_absent = side.bank.view[1] & ABSENT and side.bank.absent[slot]
-            if is_absent or not message.touches(slot):
-                if is_absent:
+            is_skipped = side.bank.view[1] & SKIPPED and side.bank.skipped[slot]
+            if is_skipped or not message.touches(slot):
+                if is_skipped:
                     group.end(slot)
                 side.blank(slot)
                 continue
@@ -159,17 +159,17 @@ class RowsStepper:
         return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}
 
     def _calls_without(self, side: _Side) -> list[Callable[[Any], Any]]:
-        """Return what a step calls for each slot, where those that are absent are not stepped."""
-        pairs = zip(self._group.calls, side.bank.absent.tolist(), strict=True)
-        return [partial(_be_absent, absent) if absent else call for call, absent in pairs]
+        """Return what a step calls for each slot, where those that are skipped are not stepped."""
+        pairs = zip(self._group.calls, side.bank.skipped.tolist(), strict=True)
+        return [partial(_be_skipped, skipped) if skipped else call for call, skipped in pairs]
 
     def _note_error(self, side: _Side, slot: int, error: Exception, infos: Infos, failures: Failures) -> None:
-        """Answer for an env that raised in a step, or is absent from it: its episode ends with a blank row."""
+        """Answer for an env that raised in a step, or is skipped in it: its episode ends with a blank row."""
         group = self._group
-        if isinstance(error, _AbsentError):
+        if isinstance(error, _SkippedError):
             group.end(slot)
             side.blank(slot)
-            if error.args == (IDLE,):
+            if error.args == (NOT_RESET,):
                 return
         elif isinstance(error, _ResetRaisedError):
             assert error.__cause__ is not None
@@ -199,18 +199,18 @@ class RowsStepper:
     # --- replies ----------------------------------------------------------------------------------
 
     def _finish(self, number: int, side: _Side, infos: Infos, failures: Failures) -> None:
-        """Write head and mail of a reply that is not plain, once the rows are written."""
+        """Write head and payload of a reply that is not plain, once the rows are written."""
         self._segment.words[SLOT] = 0
         if side.digest is not None:
             side.digest()
-        evidence = b"" if side.loose is None else pickle.dumps(side.loose, protocol=5)
+        irregular = b"" if side.loose is None else pickle.dumps(side.loose, protocol=5)
         answer_rows(
             self._segment,
             number,
             self._packer,
             infos,
-            flags=side.flags | (IRREGULAR if evidence else 0),
-            evidence=evidence,
+            flags=side.flags | (IRREGULAR if irregular else 0),
+            irregular=irregular,
             failures=failures,
             generators=self._group.starts.take(),
         )
@@ -285,7 +285,7 @@ class _Side:
         self.flags = 0
 
 
-class _AbsentError(Exception):
+class _SkippedError(Exception):
     """An env does not take part in a step; its argument says how (see ``wire.banks``). Caught by the step."""
 
 
@@ -293,8 +293,8 @@ class _ResetRaisedError(Exception):
     """The reset in the same step raised; its argument is what ``step()`` had returned, pickled. Caught by the step."""
 
 
-def _be_absent(absent: int, action: Any) -> NoReturn:
-    raise _AbsentError(absent)
+def _be_skipped(skipped: int, action: Any) -> NoReturn:
+    raise _SkippedError(skipped)
 
 
 def _taken(info: Any) -> Any:

@@ -4,9 +4,9 @@ The copy is exact by construction, whatever the env is made of. When the worker 
 descriptors and executes the few requests again that came after it was taken. It costs the worker a fork, and memory
 only where the two come to differ (copy-on-write).
 
-It holds neither end of the worker's line, which would hide a death, and leads a process group of its own. It waits for
-a message on a socket whose other end the monitor alone holds: the message wakes it, the end of the socket ends it. Once
-the worker is dead it is the monitor's child, which reaps its exact exit status too.
+It holds neither end of the worker's wake socket: that would hide a death. It leads a process group of its own. It waits
+for a message on a socket whose other end the monitor alone holds: the message wakes it, the end of the socket ends it.
+Once the worker is dead it is the monitor's child, which reaps its exact exit status too.
 
 An env with threads, child processes, sockets, a GPU or shared memory would not survive the fork whole; then none is
 taken, and the control word ``OBSTACLE`` says why.
@@ -35,7 +35,7 @@ from multienv.worker.ends import MARK_VARIABLE, Ends, mark_of
 # Process, number of the last request executed in it, and the token it is kept under; 0: the newest, for recoveries.
 ANNOUNCEMENT = struct.Struct("<QQQ")
 WAKING = struct.Struct("<Q")  # the monitor
-# What comes with WAKING: line, memory, stack, announcements, stderr.
+# What comes with WAKING: wake socket, memory, stack, announcements, stderr.
 _WAKING_DESCRIPTORS = 5
 
 # Why there are none; control word OBSTACLE is an index.
@@ -209,7 +209,7 @@ class Snapshots:
                         return _THREADS
                 elif set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split())) - self._pids:
                     return _CHILDREN
-        ours = (self._ends.line.fileno(), self._ends.announcements.fileno())
+        ours = (self._ends.wake_socket.fileno(), self._ends.announcements.fileno())
         for descriptor in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - a Path costs ten times as much
@@ -244,7 +244,7 @@ class Snapshots:
     @staticmethod
     def _get_up(message: bytes, descriptors: list[int]) -> Ends:
         (monitor,) = WAKING.unpack(message)
-        line, memory, stack, announcements, stderr = descriptors
+        wake_socket, memory, stack, announcements, stderr = descriptors
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
         # Polled: nothing tells a process that its parent has changed.
         until = time.monotonic() + _ORPHANED_WITHIN
@@ -254,7 +254,7 @@ class Snapshots:
             time.sleep(0.001)
         os.dup2(stderr, 2)
         os.close(stderr)
-        for descriptor in (line, memory, stack, announcements):
+        for descriptor in (wake_socket, memory, stack, announcements):
             os.set_inheritable(descriptor, False)
         os.environ[MARK_VARIABLE] = mark_of(monitor, os.getpid())
-        return Ends.of(line, memory, stack, announcements)
+        return Ends.of(wake_socket, memory, stack, announcements)

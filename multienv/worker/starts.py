@@ -46,7 +46,7 @@ class Starts:
         self._share = share
         self._process = seeding.ProcessGenerators()
         self._cost = _COST
-        self._mailed = 0  # bytes of the requests that do not lie in banks
+        self._with_payload = 0  # bytes of the requests that do not lie in banks
         # Of each slot's last start: number of the request; and what resets and recorded calls had taken, and requests
         # that do not lie in banks, by then.
         self._last: list[tuple[int, float, int] | None] = [None] * len(envs)
@@ -71,7 +71,7 @@ class Starts:
         elif self._share and (self.told or self._is_due(slot)):  # envs that are reset together begin together
             began = time.perf_counter()
             self.told[slot] = self._process.with_those_of(self._envs[slot])
-            self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS], self._mailed
+            self._last[slot] = self.segment.words[BUSY], self.segment.times[OTHER_SECONDS], self._with_payload
             # As it is where nothing else wants the core.
             self._cost = min(time.perf_counter() - began, _GROWTH * self._cost)
 
@@ -94,15 +94,15 @@ class Starts:
 
     def count_bytes(self, size: int) -> None:
         """Count a request that does not lie in its bank."""
-        self._mailed += size
+        self._with_payload += size
 
     def _is_due(self, slot: int) -> bool:
         last = self._last[slot]
         if last is None:
             return True
-        number, others, mailed = last
+        number, others, with_payload = last
         words, times = self.segment.words, self.segment.times
-        if (words[BUSY] - number) * self.segment.layout.end + self._mailed - mailed >= _BYTES:
+        if (words[BUSY] - number) * self.segment.layout.end + self._with_payload - with_payload >= _BYTES:
             return True
         seconds = (words[BUSY] - number) * times[STEP_SECONDS] + times[OTHER_SECONDS] - others
         return seconds >= len(self._envs) * self._cost / self._share
