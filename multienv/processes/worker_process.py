@@ -1,10 +1,10 @@
 """The channel to a real process.
 
 A death is told twice: the *wake socket* (a socketpair that carries wake bytes) ends, at once; and the monitor tells
-over the *fate* socket how it ended. The wake socket alone would not do: a process that the env has forked may hold it open.
-The fate alone would not do: the monitor may have been stopped. Each wait for the monitor resumes it, at once and every
-second.
-If the fate socket ends without a message the monitor is dead, and so is the process: the kernel kills it then.
+over the *fate* socket how it ended. The wake socket alone would not do: a process that the env has forked may hold it
+open. The fate alone would not do: the monitor may have been stopped. Each wait for the monitor resumes it, at once
+and every second. If the fate socket ends without a message the monitor is dead, and so is the process: the kernel
+kills it then.
 """
 
 from __future__ import annotations
