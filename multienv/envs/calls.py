@@ -170,7 +170,7 @@ class Calls:
         """Collect the answer to the request that :meth:`send` sent under this name; wait ``timeout`` seconds for it."""
         unfinished = self._fan.unfinished
         if unfinished is None or unfinished.name != name or unfinished.whole is not whole:
-            self._supervisor.refuse(f"{name}_wait")
+            self._supervisor.check(f"{name}_wait")
         return self._outcome(self._fan.collect(timeout))
 
     def resume(self) -> Any:
@@ -188,7 +188,7 @@ class Calls:
         """Finish what an earlier call has left unfinished, as :func:`settle` does; refuse if the worker is closed."""
         if self._supervisor.state.process is Process.CLOSED:
             self._fan.finish()
-            self._supervisor.refuse(name)
+            self._supervisor.check(name)
         settle(self._fan, name)
 
     def _outcome(self, current: Round, make: Callable[[Any, bool], Any] | None = None) -> Any:

@@ -335,7 +335,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         """
         supervisor = self.__dict__.get("_supervisor")
         if name in _SPACES and supervisor is not None:
-            supervisor.refuse(name)
+            supervisor.check(name)
         nowhere = f"{type(self).__name__!r} object has no attribute {name!r}"
         if name.startswith("_") or supervisor is None or not _is_idle(supervisor):
             raise AttributeError(f"{nowhere}; the remote env's: get_attr()")

@@ -102,7 +102,7 @@ class Checkpoints:
     def snapshot(self) -> Snapshot:
         """Have the process fork itself; return the copy. Raises UsageError."""
         worker = self._supervisor
-        self._require_idle("snapshot")
+        worker.check("snapshot")
         kept = sum(not one.is_free for one in self._kept)
         if kept >= self._limit:
             raise UsageError(
@@ -131,8 +131,7 @@ class Checkpoints:
     def restore(self, snapshot: Snapshot) -> None:
         """Bring the envs back to where they stood when this snapshot was taken. Raises UsageError, NotRestoredError."""
         worker = self._supervisor
-        if worker.state.request is not None or worker.description is None:
-            worker.refuse("restore")
+        worker.check("restore")
         if snapshot not in self._kept:
             raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
         if snapshot.is_free:
@@ -160,7 +159,7 @@ class Checkpoints:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data from which load_state_dict() brings the envs to where they stand now. Raises UsageError."""
-        self._require_idle("state_dict")
+        self._supervisor.check("state_dict")
         journal = self._supervisor.journal
         if not journal.replaying or not any(not plan.missing for plan in journal.plans()):
             raise UsageError(
@@ -173,8 +172,7 @@ class Checkpoints:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Bring the envs to this state in a new process, verified. Raises UsageError, NotRestoredError."""
         worker = self._supervisor
-        if worker.state.request is not None:
-            worker.refuse("load_state_dict")
+        worker.check("load_state_dict")
         if not isinstance(state, dict) or "version" not in state:
             raise UsageError("load_state_dict(): this is not what the state_dict() of such an env returned.")
         if state["version"] != _VERSION:
@@ -256,11 +254,6 @@ class Checkpoints:
         worker.adopt(channel)
         worker.answers.stand(channel.segment, standing.shown)
         worker.stand(State(Process.READY, Episode(standing.episode), pending_truncations=standing.pending_truncations))
-
-    def _require_idle(self, name: str) -> None:
-        worker = self._supervisor
-        if worker.state.request is not None or worker.description is None:
-            worker.refuse(name)
 
 
 def _digest_of(state: dict[str, Any]) -> bytes:

@@ -19,7 +19,10 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from gymnasium.error import NoAsyncCallError
+
 from multienv.config import OnLoss
+from multienv.errors import CallPendingError, ResetNeededError, UsageError
 from multienv.events import LossCause
 
 
@@ -311,6 +314,38 @@ def decide(state: State, event: Event, rules: Rules) -> tuple[State, Instruction
     after, instruction = _HANDLERS[type(event)](state, event, rules)
     assert after.process in allowed, (state, event, after)
     return after, instruction
+
+
+def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception | None:
+    """Return the error for asking in this state, which says what to call instead; ``None``: it may be asked.
+
+    Args:
+        state: Of the worker.
+        kind: What is to be asked.
+        name: What the caller has called: ``"step"``, ``"step_wait"``, …
+        is_built: The envs have been built.
+    """
+    is_wait = name.endswith("_wait")
+    if state.request is not None:
+        pending = state.request.name
+        if is_wait:
+            return NoAsyncCallError(f"{name}(): what is pending is {pending}; call {pending}_wait().", name)
+        if state.request.whole:
+            advice = f"{pending}() was interrupted. Call {pending}() again for its outcome, or reset()."
+        else:
+            advice = f"{pending} is pending. Call {pending}_wait() first."
+        return CallPendingError(f"{name}(): {advice}", pending)
+    if not is_built:
+        return UsageError(f"{name}(): the env is not built yet. Call initialize() first.")
+    if is_wait:
+        return NoAsyncCallError(f"{name}(): call {name.removesuffix('_wait')}_async() first.", name)
+    if kind is not Kind.STEP or state.episode in (Episode.RUNNING, Episode.TRUNCATED):
+        return None
+    if state.process is Process.NONE:
+        return ResetNeededError(f"{name}(): the env's process was lost. reset() starts a new one.")
+    if state.episode is Episode.ENDED:
+        return ResetNeededError(f"{name}(): the episode has ended. Call reset() first.")
+    return ResetNeededError(f"{name}(): there is no episode yet. Call reset() first.")
 
 
 def told(event: Event, after: State) -> str:

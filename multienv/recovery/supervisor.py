@@ -22,15 +22,13 @@ from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gymnasium.error import NoAsyncCallError
 
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
-    CallPendingError,
     ClosedError,
-    ResetNeededError,
     UsageError,
     WaitTimeout,
 )
@@ -78,6 +76,7 @@ from multienv.recovery.state_machine import (
     State,
     decide,
     instruction_of,
+    refusal,
 )
 from multienv.wire.banks import FAILED, entry_of
 from multienv.wire.codecs import Codec, ExactCodec, RowsReply
@@ -330,11 +329,7 @@ class Supervisor:
 
     def _prepare_step(self, action: Any, whole: bool) -> None:
         """Ask for a step where the worker is not simply waiting for one."""
-        state = self.state
-        if self._closed or self._is_foreign or state.request is not None:
-            self.refuse("step")
-        if state.episode not in (Episode.RUNNING, Episode.TRUNCATED):
-            self.refuse("step")
+        self.check("step", Kind.STEP)
         if self.maintenance.is_due:
             self._maintain(resetting=False)
         number = self.number + 1
@@ -360,15 +355,11 @@ class Supervisor:
             whole: The caller collects the answer in the same call.
         """
         with self.lock:
-            if self._closed or self._is_foreign or self.state.request is not None or self.codec is None:
-                self.refuse(name)
+            is_reset, steps = isinstance(message, Reset), message.steps if isinstance(message, Rollout) else 0
+            kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
+            self.check(name, kind)
             if message is BEGINNING and self._send_beginning(whole):
                 return
-            is_reset, steps = isinstance(message, Reset), 0
-            if isinstance(message, Rollout):
-                if self.state.episode not in (Episode.RUNNING, Episode.TRUNCATED):
-                    self.refuse(name)
-                steps = message.steps
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
                 self.look_at_limits()
             resets_all = isinstance(message, Reset) and message.mask is None
@@ -392,7 +383,6 @@ class Supervisor:
             if steps:
                 limit = None if self._deadlines.step is None else steps * self._deadlines.step
             self.pending.begin(message, payload, limit)
-            kind = Kind.STEP if steps else Kind.RESET if is_reset else Kind.CALL
             self._happen(Asked(Request(kind, name, whole, touched, steps)))
             if self.state.process is Process.READY:
                 self._publish()
@@ -811,9 +801,7 @@ class Supervisor:
     def discard(self) -> None:
         """End the process, whatever state the envs are in: the next reset begins in a new one."""
         with self.lock:
-            self._refuse_if_unusable("discard")
-            if self.codec is None or self.state.request is not None:
-                self.refuse("discard")
+            self.check("discard")
             self.give_up()
 
     # --- by plan ----------------------------------------------------------------------------------
@@ -937,29 +925,12 @@ class Supervisor:
             channel.release()
         self._refuse_if_unusable(name)
 
-    def refuse(self, name: str) -> NoReturn:
-        """Raise what is wrong with calling ``name`` now, and say what to call instead."""
+    def check(self, name: str, kind: Kind = Kind.CALL) -> None:
+        """Raise what is wrong with calling ``name`` now, if anything is."""
         self._refuse_if_unusable(name)
-        state, request = self.state, self.state.request
-        if request is not None:
-            pending = request.name
-            if name.endswith("_wait"):
-                raise NoAsyncCallError(f"{name}(): what is pending is {pending}; call {pending}_wait().", name)
-            if request.whole:
-                raise CallPendingError(
-                    f"{name}(): {pending}() was interrupted. Call {pending}() again for its outcome, or reset().",
-                    pending,
-                )
-            raise CallPendingError(f"{name}(): {pending} is pending. Call {pending}_wait() first.", pending)
-        if self.codec is None:
-            raise UsageError(f"{name}(): the env is not built yet. Call initialize() first.")
-        if name.endswith("_wait"):
-            raise NoAsyncCallError(f"{name}(): call {name.removesuffix('_wait')}_async() first.", name)
-        if state.process is Process.NONE:
-            raise ResetNeededError(f"{name}(): the env's process was lost. reset() starts a new one.")
-        if state.episode is Episode.ENDED:
-            raise ResetNeededError(f"{name}(): the episode has ended. Call reset() first.")
-        raise ResetNeededError(f"{name}(): there is no episode yet. Call reset() first.")
+        error = refusal(self.state, kind, name, is_built=self.codec is not None)
+        if error is not None:
+            raise error
 
     # --- the end ----------------------------------------------------------------------------------
 

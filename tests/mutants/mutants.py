@@ -45,12 +45,12 @@ MUTANTS = [
     Mutant(
         "After an error has ended the episode, step() goes on in a new process instead of asking for a reset.",
         1,
-        "recovery/supervisor.py",
-        "        if state.episode not in (Episode.RUNNING, Episode.TRUNCATED):\n",
-        "        if state.episode is Episode.ENDED:\n",
+        "recovery/state_machine.py",
+        "    if kind is not Kind.STEP or state.episode in (Episode.RUNNING, Episode.TRUNCATED):\n",
+        "    if kind is not Kind.STEP or state.episode is not Episode.ENDED:\n",
     ),
     Mutant(
-        "A truncation that a call has left pending_truncations is forgotten: the next step goes on in a new process.",
+        "A truncation that a call has left pending is forgotten: the next step goes on in a new process.",
         1,
         "recovery/state_machine.py",
         "skipped = state.pending_truncations if event.request.kind is Kind.STEP else ()",

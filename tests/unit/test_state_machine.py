@@ -32,6 +32,7 @@ from multienv.recovery.state_machine import (
     State,
     decide,
     instruction_of,
+    refusal,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -87,9 +88,8 @@ def reachable(rules):
 def can_happen(state, event, rules):
     if (state.process, type(event)) not in TABLE or state.process is Process.CLOSED:
         return False
-    if isinstance(event, Asked):  # the supervisor refuses the others before
-        may_step = state.episode in (Episode.RUNNING, Episode.TRUNCATED)
-        return state.request is None and (event.request.kind is not Kind.STEP or may_step)
+    if isinstance(event, Asked):
+        return refusal(state, event.request.kind, event.request.name, is_built=True) is None
     if isinstance(event, Replied):
         waits = instruction_of(state, rules) in (Instruction.ASK, Instruction.TRUNCATE)
         return state.request is not None and waits
