@@ -252,7 +252,7 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "A replay is compared without observations that travel as payload.",
+        "A replay is compared without observations that travel as a payload.",
         3,
         "recovery/verification.py",
         "    if one.irregular != other.irregular:\n",
