@@ -52,7 +52,7 @@ class Followup(Protocol):
     def first(self, place: int, supervisor: Supervisor) -> Any:
         """Return the reset to ask for in place of a step, while no episode runs; ``None``: step all the same."""
 
-    def next(self, place: int, transition: Any) -> Any:
+    def next(self) -> Any:
         """Return the reset to ask for after a step that ended an episode, or ``None``."""
 
     def joined(self, place: int, transition: Any, begun: Any) -> Any:
@@ -453,7 +453,7 @@ class FanOut:
         assert followup is not None
         if len(answer) == 2:
             return followup.joined(place, current.ended.get(place), answer)
-        message = followup.next(place, answer)
+        message = followup.next()
         if message is None:
             return answer
         current.ended[place] = answer

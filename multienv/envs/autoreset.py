@@ -40,7 +40,7 @@ class AutoresetFollowup:
         """Return the reset to ask for in place of a step, or ``None``."""
         return BEGINNING if self.is_due(place, supervisor) else None
 
-    def next(self, place: int, transition: Transition) -> Reset | None:
+    def next(self) -> Reset | None:
         """Return the reset that follows the end of an episode in the same step."""
         return BEGINNING if self._same_step else None
 

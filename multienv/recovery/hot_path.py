@@ -83,7 +83,7 @@ class StepBuffers:
         self.encode: Callable[[int, Any], None] = codec.encoder(segment)
         self.read: Callable[[int], Any] = codec.reader(segment)
         self.meanings = plain_heads(exact=codec.exact)
-        # The state after each meaning. A batch begins its episodes itself.
+        # The state after each meaning. In a batch the episodes of the others go on.
         self.after = (RUNNING, OVER if codec.exact else RUNNING, RUNNING)
 
 

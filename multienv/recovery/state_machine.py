@@ -40,7 +40,7 @@ class Episode(Enum):
     """Names where the episodes of the worker's envs stand, as far as the caller must care."""
 
     NONE = "none"  # no reset has been answered since the envs were built: step() is refused
-    RUNNING = "running"  # step() is possible; a worker with several envs begins ended episodes by itself
+    RUNNING = "running"  # step() is possible; whose episodes have ended in a batch is not told here
     ENDED = "ended"  # the env's episode has ended and the caller has seen it: step() is refused
     TRUNCATED = "truncated"  # a loss in a call, not in a step, ended it: the next step() returns truncated=True
 

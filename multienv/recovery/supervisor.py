@@ -691,7 +691,8 @@ class Supervisor:
     def note_ends(self, reply: Any, number: int) -> None:
         """Note whose episodes the answer to the step ``number`` ends; again does no harm."""
         if isinstance(reply, RowsReply):
-            ended = (reply.terminated | reply.truncated).nonzero()[0].tolist()
+            failed = self.segment.banks[number & 1].failed
+            ended = (reply.terminated | reply.truncated | failed).nonzero()[0].tolist()
             self.record.ended(ended, self.recoverer.build.autoreset)
             self.journal.note_ends(ended, number)
 

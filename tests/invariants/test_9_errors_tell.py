@@ -219,3 +219,22 @@ def test_the_step_is_counted_from_the_autoreset_of_the_env_itself(mode: str, ste
         with pytest.raises(WorkerLostError, match=f"after {step} step") as caught:
             envs.step([0, 3])
         assert caught.value.failures[1].step == step  # type: ignore[attr-defined]
+
+
+def test_the_step_is_counted_from_the_autoreset_after_an_error_of_the_env() -> None:
+    class RaisingEnv(CounterEnv):
+        def step(self, action: Any) -> Any:
+            if action == 3:
+                raise ValueError("three")
+            return super().step(action)
+
+    steps = []
+    with closing(SubprocessVectorEnv([CounterEnv, RaisingEnv], envs_per_worker=2)) as envs:
+        envs.reset(seed=SEED)
+        for action in (0, 0, 3, 0, 0, 3):  # the first step after the error begins the next episode
+            try:
+                envs.step([0, action])
+            except EnvsFailedError as error:
+                steps.append(error.failures[1].step)  # type: ignore[attr-defined]
+        assert sum(one.episodes for one in envs.statistics()) == 4, "those that begin in the next step included"
+    assert steps == [2, 1]
