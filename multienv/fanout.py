@@ -257,6 +257,9 @@ class FanOut:
         """
         nothing, order, done = self.nothing, self._turns.now(), 0
         current = Round(name, requests, order, whole=whole, nothing=nothing)
+        if self._blocking:  # begun when all others are asked
+            calls = {place: partial(call, name, requests[place]) for place, call in self._blocking.items()}
+            current.tasks = {place: Task(call) for place, call in calls.items() if requests[place] is not nothing}
         current.sending, self._round = order, current
         state = STEPPING if whole else STEPPING_HALF
         while done < len(order):
@@ -268,9 +271,6 @@ class FanOut:
                 if requests[order[done]] is not nothing:
                     self._send_one(current, order[done])
                 done += 1
-        if self._blocking:
-            calls = {place: partial(call, name, requests[place]) for place, call in self._blocking.items()}
-            current.tasks = {place: Task(call) for place, call in calls.items() if requests[place] is not nothing}
         current.sending = ()
         if current.tasks:
             self._start(current)

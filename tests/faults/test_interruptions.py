@@ -241,6 +241,24 @@ def test_step_of_which_one_env_has_made_an_error_is_told_after_an_interruption_a
     assert fired > 5
 
 
+@pytest.mark.parametrize("hosted", [0, 1])
+def test_step_of_envs_in_this_process_interrupted_at_every_place_is_made_once(hosted: int) -> None:
+    """Alone, and beside one in a process of its own."""
+    steps, fired = 0, 0
+    with MultiEnv([CounterEnv(horizon=None), *[SubprocessEnv(ENDLESS)] * hosted]) as envs:
+        envs.reset(seed=0)
+        for interruption in every_place(stride=5):
+            seen: Any = None
+            with interruption:
+                seen = envs.step([1] * (1 + hosted))
+            fired += interruption.fired
+            if seen is None:
+                seen = envs.step([2] * (1 + hosted))
+            steps += 1
+            assert [one[0] for one in seen[0]] == [steps] * (1 + hosted), interruption.where
+    assert fired > 5
+
+
 # --- time -------------------------------------------------------------------------------------------------
 
 
