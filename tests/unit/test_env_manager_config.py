@@ -63,19 +63,6 @@ def test_config_dict_and_keywords_can_be_given_together():
         AsyncSubprocessEnvManager([CounterEnv], 3)
 
 
-@pytest.mark.parametrize(("env_fn", "kind"), [([], UsageError), ([None], UsageError), (CounterEnv, TypeError)])
-def test_env_fns_are_a_list(env_fn, kind):
-    with pytest.raises(kind, match=r"give (a|one) function|not iterable"):
-        AsyncSubprocessEnvManager(env_fn)
-
-
-def test_timeouts_become_the_deadlines_of_a_single_env():
-    deadlines = EnvManagerConfig(step_timeout=1, connect_timeout=7).deadlines
-    assert (deadlines.start, deadlines.reset, deadlines.step) == (7, 7, 1)
-    assert EnvManagerConfig(reset_timeout=3).deadlines.reset == 3
-    assert EnvManagerConfig(connect_timeout=None).deadlines.reset is None
-
-
 def test_a_timestep_is_gymnasiums_five_values_and_an_id():
     step = Timestep(3, "o", 1.0, False, True, {"a": 1})
     observation, reward, terminated, truncated, info = step

@@ -323,21 +323,6 @@ TestJournal.settings = settings(
 # --- what the list does not show ----------------------------------------------------------------
 
 
-def test_a_journal_that_does_not_record_holds_nothing():
-    journal = Journal(recording=False)
-    journal.log(2, b"entry", b"call")
-    assert (len(journal), journal.since(1), journal.plans(), journal.all_lasting()) == (0, None, [], ())
-    assert not journal.is_whole
-    assert furthest_replay(None) is None
-
-
-def test_a_journal_for_reports_alone_can_be_replayed_by_who_reads_the_report():
-    journal = Journal(recording=True, replaying=False)
-    journal.log(1, b"entry")
-    assert not journal.replaying
-    assert furthest_replay(journal.dump()).entries == b"entry"
-
-
 def test_a_look_costs_the_same_however_many_odd_entries_there_are():
     def instructions_of_a_look(entries: int) -> int:
         journal, count = Journal(recording=True), 0

@@ -3,7 +3,6 @@
 import itertools
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,6 @@ def events(slots):
     )
 
 
-@cache
 def reachable(rules):
     """All states that a worker can get into by events that can happen, up to the counts of deaths."""
     found, todo = {State()}, [State()]
@@ -96,8 +94,10 @@ FINAL = {*RAISED, Instruction.RELEASE}
 def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
     """What ends a call leaves no request behind; any other instruction can be told again from the state alone.
 
-    So that an interrupted call finds in the state what it was about to do.
+    So that an interrupted call finds in the state what it was about to do. And no splice: once nothing brings a process
+    back, its running episode goes on in no other without a truncation, now or owed.
     """
+    everyone = set(range(rules.slots))
     states = reachable(rules)
     assert len(states) > 10
     seen = set()
@@ -107,30 +107,19 @@ def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
                 after, instruction = decide(state, event, rules)
                 assert after.process in TABLE[state.process, type(event)]
                 assert isinstance(instruction, Instruction)
+                is_lost = isinstance(event, NotRecovered) and state.process is Process.LOST
+                if is_lost and state.request is not None and state.episode is Episode.RUNNING:
+                    if state.request.kind is Kind.STEP:
+                        assert {slot for slot, _ in after.absent} == everyone
+                    elif state.request.kind is Kind.CALL:
+                        assert instruction is Instruction.RAISE_LOST
+                        assert {slot for slot, _ in after.owed} == everyone
                 seen.add((state.process, type(event)))
                 if instruction in RAISED:
                     assert (after.request, bool(after.absent), bool(after.deaths)) == (None, False, False)
                 elif instruction not in FINAL and (type(event), state.process) != (Lost, Process.BUILDING):
                     assert instruction is instruction_of(after, rules), (state, event)
     assert {process for process, _ in seen} >= {Process.NONE, Process.BUILDING, Process.READY}
-
-
-def test_an_event_that_cannot_happen_is_refused():
-    with pytest.raises(ValueError, match="Recovered cannot happen while the process is none"):
-        decide(State(), Recovered(), Rules())
-
-
-def test_a_running_episode_whose_process_nothing_brings_back_is_truncated_and_never_continued():
-    """No splice: after NotRecovered no path leads back to RUNNING without a truncation or a reset."""
-    for rules in RULES:
-        for state in reachable(rules):
-            if state.process is Process.LOST and state.request is not None and state.episode is Episode.RUNNING:
-                after, instruction = decide(state, NotRecovered("no way"), rules)
-                if state.request.kind is Kind.STEP:
-                    assert {slot for slot, _ in after.absent} == set(range(rules.slots))
-                elif state.request.kind is Kind.CALL:
-                    assert instruction is Instruction.RAISE_LOST
-                    assert {slot for slot, _ in after.owed} == set(range(rules.slots))
 
 
 def test_a_masked_reset_pays_only_what_its_slots_owe():
