@@ -86,17 +86,6 @@ def test_an_env_that_cannot_be_made() -> None:
         assert result.stderr.count("\n") == 1
 
 
-def test_an_env_that_a_module_of_the_working_directory_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_envs.py").write_text(
-        "from kit import CounterEnv\ndef make(horizon): return CounterEnv(horizon=horizon)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    arguments = ("--env-kwargs", '{"horizon": 7}', "--kills", "2")
-    assert chaos("my_envs:make", *arguments).exit_code == 0
-    assert chaos("my_envs:nothing").exit_code == 2
-
-
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "multienv.cli")
