@@ -24,30 +24,9 @@ import gymnasium
 
 from kit.counter import CounterEnv
 
-__all__ = [
-    "FailsNthTime",
-    "Fault",
-    "FaultError",
-    "Manner",
-    "Moment",
-    "TwoArgumentError",
-    "UnpickleBomb",
-    "misbehave",
-]
-
 Manner = Literal[
-    "raise",
-    "custom_exception",
-    "exit",
-    "kill",
-    "segv",
-    "abort",
-    "hang",
-    "hang_c",
-    "garbage",
-    "unpicklable",
-    "noise",
-]
+    "raise", "custom_exception", "exit", "kill", "segv", "abort", "hang", "hang_c", "garbage", "unpicklable", "noise"
+]  # fmt: skip
 """What happens: see `misbehave`."""
 
 Moment = Literal["construct", "reset", "step", "call", "close", "unpickle"]
@@ -170,10 +149,10 @@ class FailsNthTime:
     """An ``env_fn`` that fails at its n-th call, counted over all processes, and else returns ``env_fn()``.
 
     Args:
-        env_fn: what builds the env.
-        counter: the path of a file that keeps count (one byte a call); it need not exist.
-        nth: which calls fail, counted from 1.
-        manner: how: see `misbehave`. The two manners that return let the env be built.
+        env_fn: What builds the env.
+        counter: The path of a file that keeps count (one byte a call); it need not exist.
+        nth: Which calls fail, counted from 1.
+        manner: How: see `misbehave`.
     """
 
     def __init__(
@@ -184,26 +163,18 @@ class FailsNthTime:
         nth: int | Iterable[int] = 1,
         manner: Manner = "raise",
     ) -> None:
-        self.env_fn = env_fn
-        self.counter = os.fspath(counter)
+        self.env_fn, self.counter, self.manner = env_fn, Path(counter), manner
         self.nth = frozenset((nth,) if isinstance(nth, int) else nth)
-        self.manner = manner
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
-        """Fail if it is time to, or build the env."""
-        call = self._count()
+        with self.counter.open("ab") as file:
+            file.write(b".")
+            file.flush()
+            # After an appending write the position is the end of *this* write: atomic without a lock.
+            call = os.lseek(file.fileno(), 0, os.SEEK_CUR)
         if call in self.nth:
             misbehave(self.manner, message=f"env_fn fails at call {call}")
         return self.env_fn()
-
-    def _count(self) -> int:
-        descriptor = os.open(self.counter, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        try:
-            os.write(descriptor, b".")
-            # After an appending write the position is the end of *this* write: atomic without a lock.
-            return os.lseek(descriptor, 0, os.SEEK_CUR)
-        finally:
-            os.close(descriptor)
 
 
 def _end_or_hang(manner: Manner, exit_code: int) -> NoReturn:
