@@ -19,7 +19,7 @@ from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv
 from kit import CounterEnv, Fault, FaultyEnv, observations_equal
 from kit.ctrl_c import GateEnv, ctrl_c
 from multienv import Loss, RestartPolicy
-from multienv.errors import CallPendingError, UsageError
+from multienv.errors import CallPendingError
 from multienv.testing import Killer
 
 if importlib.util.find_spec("stable_baselines3") is None:
@@ -36,7 +36,6 @@ from stable_baselines3.common.vec_env import (
     VecFrameStack,
     VecMonitor,
     VecNormalize,
-    VecVideoRecorder,
 )
 
 from multienv.adapters.stable_baselines3 import SubprocessVecEnv
@@ -153,7 +152,7 @@ def her(envs: VecEnv) -> dict[str, Any]:
     )
 
 
-def test_hindsight_replay_asks_a_worker_for_rewards_and_fills_no_journal():
+def test_hindsight_replay_asks_a_worker_for_rewards():
     envs = DummyVecEnv([GoalEnv] * 2)
     expected = her(envs)
     envs.close()
@@ -162,12 +161,21 @@ def test_hindsight_replay_asks_a_worker_for_rewards_and_fills_no_journal():
     with made([GoalEnv] * 2) as envs, Killer(envs, interval=(0.02, 0.05), kills=6, seed=2) as killer:
         assert_same_weights(her(envs), expected)
         assert killer.delivered > 0
-    with made([GoalEnv] * 2, restart=RestartPolicy(snapshots=False)) as envs:
-        envs.reset()
-        journals = [one.journal_bytes for one in envs.statistics()]
-        goals = np.zeros((1000, 1), np.float32)
-        assert envs.env_method("compute_reward", goals, goals, None, indices=[1])[0].shape == (1000,)
-        assert [one.journal_bytes for one in envs.statistics()] == journals
+
+
+def test_what_is_asked_for_rewards_and_masks_fills_no_journal():
+    goals = np.zeros((1000, 1), np.float32)
+    for env_fn, *asked in ((GoalEnv, "compute_reward", goals, goals, None), (MaskedEnv, "action_masks")):
+        with made([env_fn] * 2, envs_per_worker=2, restart=RestartPolicy(snapshots=False)) as envs:
+            envs.reset()
+            before = envs.statistics()[0].journal_bytes
+            assert len(envs.env_method(*asked, indices=[1])[0]) in (1000, 4)
+            assert envs.statistics()[0].journal_bytes == before
+            assert envs.has_attr(asked[0])
+            assert len(envs.get_attr(asked[0], 0)[0](*asked[1:])) in (1000, 4)
+            before = envs.statistics()[0].journal_bytes
+            envs.env_method("poke") if env_fn is MaskedEnv else envs.set_attr("taken", 1)  # these are kept
+            assert envs.statistics()[0].journal_bytes > before
 
 
 def test_maskable_ppo_asks_for_masks_at_every_step():
@@ -328,26 +336,6 @@ def test_attributes_and_methods_with_indices_through_wrappers():
             envs.get_attr("offset", indices=3)
 
 
-def test_masks_at_every_step_fill_no_journal():
-    never = RestartPolicy(snapshots=False)
-    with made([MaskedEnv] * 2, envs_per_worker=2, restart=never) as envs:
-        envs.reset()
-        sizes = []
-        for step in range(4):
-            masks = np.stack(envs.env_method("action_masks"))
-            assert masks.sum(axis=1).tolist() == [step + 1] * 2
-            assert envs.has_attr("action_masks")
-            assert envs.get_attr("action_masks", 0)[0]().sum() == step + 1
-            before = envs.statistics()[0].journal_bytes
-            envs.env_method("action_masks")
-            assert envs.statistics()[0].journal_bytes == before
-            envs.step(np.zeros(2, int))
-            sizes.append(envs.statistics()[0].journal_bytes)
-        assert len(set(np.diff(sizes))) == 1
-        envs.env_method("poke")  # this one is kept
-        assert envs.statistics()[0].journal_bytes > sizes[-1]
-
-
 def test_wrappers_of_envs_are_told():
     with made([CARTPOLE, lambda: RecordEpisodeStatistics(CARTPOLE())]) as envs:
         assert envs.env_is_wrapped(RecordEpisodeStatistics) == [False, True]
@@ -370,17 +358,6 @@ def test_frames_are_tiled():
             envs.render("ansi")
     with made([CounterEnv]) as envs, pytest.warns(UserWarning, match="draw no images"):
         assert envs.get_images() == [None]
-
-
-def test_a_video_is_recorded(tmp_path):
-    pytest.importorskip("moviepy", reason="of the extra test")
-    with made([partial(CounterEnv, render_mode="rgb_array")]) as envs:
-        recorder = VecVideoRecorder(envs, str(tmp_path), lambda step: step == 0, video_length=5)
-        recorder.reset()
-        for _ in range(6):
-            recorder.step([0])
-        recorder.close()
-    assert [path.stat().st_size > 0 for path in tmp_path.glob("*.mp4")] == [True]
 
 
 # --- as people make it ----------------------------------------------------------------------------
@@ -408,8 +385,3 @@ def test_make_vec_env_and_evaluate_policy():
     finally:
         envs.close()
         twin.close()
-
-
-def test_a_start_method_that_there_is_not():
-    with pytest.raises(UsageError, match="cannot find context for 'thread'"):
-        SubprocessVecEnv([CounterEnv], start_method="thread")

@@ -52,11 +52,6 @@ def faultless(host: int, call: int, sent: Sent) -> str:
     return ""
 
 
-def at(faults: dict[int, str], host: int = 0) -> Schedule:
-    """Have faults strike calls of these numbers, of one host."""
-    return lambda index, call, sent: faults.get(call, "") if index == host else ""
-
-
 def every(nth: int, fault: str) -> Schedule:
     """Have a fault strike every n-th call."""
     return lambda host, call, sent: fault if call % nth == 0 else ""
