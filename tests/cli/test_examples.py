@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -79,19 +78,6 @@ def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     learnt = re.search(r"The return went from .* to .*; (\d+) workers died meanwhile\.", told)
     assert learnt is not None, told
     assert int(learnt[1]) > 0
-
-
-def test_the_leak_benchmark_finds_nothing_wrong_with_a_short_run_of_single_envs(tmp_path):
-    script = str(ROOT / "benchmarks" / "leak.py")
-    few = ["--rows", "MultiEnv", "--steps", "400", "--max-rss", "120"]
-    told = run(tmp_path, script, *few, "--json", "table.json")
-    rows = json.loads((tmp_path / "table.json").read_text())
-    assert list(rows) == ["MultiEnv, C", "MultiEnv, global"], told
-    for figures in rows.values():
-        assert figures["equal"]
-        assert figures["exact"] == figures["replaced"] >= 4
-        assert 1.0 < figures["peak"] < 1.4
-        assert 0.5 < figures["replay"] <= 1.0
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")

@@ -92,16 +92,6 @@ def test_every_module_lies_in_a_room():
     assert {room_of(name) for name in MODULES} <= set(FLOOR_OF)
 
 
-def test_the_docstring_of_the_package_tells_the_rooms_in_the_same_order():
-    told = [
-        re.findall(r"[a-z_]+", line) for line in re.findall(r"^    ([a-z_, ]+?)  +\S", multienv.__doc__, re.MULTILINE)
-    ]
-    rooms = [room for line in told for room in line]
-    assert set(rooms) >= {room for room in FLOOR_OF if (PACKAGE / room).is_dir()} - {"adapters"}
-    floors = [FLOOR_OF[line[0]] for line in told if line[0] in FLOOR_OF]
-    assert floors == sorted(floors) or told[-1] == ["testing", "cli"]
-
-
 def test_a_module_imports_only_its_own_room_and_rooms_before_it():
     for name, other in ((module, other) for module in MODULES for other in imports(module)):
         room, theirs = room_of(name), room_of(other)
