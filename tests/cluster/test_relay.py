@@ -28,7 +28,6 @@ from cluster.lossy_host import (
     asks,
     diced,
     every,
-    fifo_gate,
     silent_from,
 )
 from cluster.relayed_envs import GateEnv, PictureEnv
@@ -84,6 +83,17 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clusters]:
     made.forget()
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> str:
+    """The FIFO at which a `GateEnv` waits."""
+    os.mkfifo(tmp_path / "gate")
+    return str(tmp_path / "gate")
+
+
+def let_pass(gate: str) -> None:
+    Path(gate).write_bytes(b"\0")
+
+
 def assert_as_if_local(env: Any, **counter: Any) -> None:
     """Fail unless the env does what a `CounterEnv` in this process does, to the bit."""
     assert_same_trajectory(rollout(env, ACTIONS, seed=5), rollout(CounterEnv(**counter), ACTIONS, seed=5))
@@ -107,7 +117,7 @@ def assert_same_batches(envs: Any, env_fns: list[Any], steps: int, before: Calla
             assert first_difference(envs.step(actions)[:4], twin.step(actions)[:4]) is None, f"step {step}"
 
 
-def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters: Clusters, tmp_path: Path) -> None:
+def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters: Clusters, gate: str) -> None:
     """A call that was made again asks again for all that was pending then; meanwhile that is another request."""
     kept: list[bytes] = []
 
@@ -117,10 +127,7 @@ def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters
         return "unanswered" if asks(sent) and not kept else ""
 
     cluster, options = clusters.make(schedule)
-    with (
-        fifo_gate(str(tmp_path / "gate")) as let_pass,
-        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options, deadlines=Deadlines(step=10.0)) as env,
-    ):
+    with RayEnv(partial(GateEnv, gate=gate), ray=options, deadlines=Deadlines(step=10.0)) as env:
         env.reset(seed=1)
         assert kept
         env.step_async(3)
@@ -129,24 +136,21 @@ def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters
         worker = next(iter(one._workers.values()))
         one.exchange(kept[0])
         assert worker.asked == worker.posted
-        let_pass()
+        let_pass(gate)
         env.step_wait()
         assert env.statistics().restarts == 0
 
 
-def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, tmp_path: Path) -> None:
+def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, gate: str) -> None:
     """No loop runs hot on either side while an env is slow."""
     cluster, options = clusters.make(every(4, "unanswered"))
-    with (
-        fifo_gate(str(tmp_path / "gate")) as let_pass,
-        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options) as env,
-    ):
+    with RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
         env.reset(seed=1)
         before = cluster.hosts[0].calls
         env.step_async(3)
         time.sleep(5 * HOLD)
         assert cluster.hosts[0].calls - before <= 20
-        let_pass()
+        let_pass(gate)
         env.step_wait()
 
 
@@ -190,17 +194,16 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
     assert "node 0" in events[0].detail
 
 
-def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, tmp_path: Path) -> None:
+def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, gate: str) -> None:
     """As Ctrl-Z and ``fg`` have it."""
-    gate = str(tmp_path / "gate")
     cluster, options = clusters.make(suspect_after=STRICT)
-    with fifo_gate(gate) as let_pass, RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
+    with RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
         env.reset(seed=5)
         env.step_async(3)
         me = os.getpid()
         subprocess.run(["sh", "-c", f"(sleep 4; kill -CONT {me}) & kill -STOP {me}"], check=True)
         time.sleep(3 * HOLD)
-        let_pass()
+        let_pass(gate)
         env.step_wait()
         assert_as_if_local(env)
         assert env.statistics().losses == 0
@@ -426,10 +429,9 @@ def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
 # --- the end --------------------------------------------------------------------------------------------
 
 
-def test_close_while_a_step_is_under_way(clusters: Clusters, tmp_path: Path) -> None:
+def test_close_while_a_step_is_under_way(clusters: Clusters, gate: str) -> None:
     cluster, options = clusters.make()
-    os.mkfifo(tmp_path / "gate")
-    env = RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options).initialize()
+    env = RayEnv(partial(GateEnv, gate=gate), ray=options).initialize()
     env.reset(seed=1)
     env.step_async(3)
     began = time.monotonic()
