@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from cli_command import run_process
 from gymnasium.spaces import Box, Dict, Discrete, Sequence, Text, Tuple
 from typer.testing import CliRunner, Result
 
@@ -35,27 +36,10 @@ from multienv.reports.read import load
 from multienv.reports.store import settle
 
 PATH = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(multienv.__file__).parents[1])])
-MULTIENV = [sys.executable, "-c", "from multienv.cli import app; app()"]
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 
 
-def replay_apart(
-    report: Path, *options: str, stdin: str = "", path: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, which the fault ends."""
-    return subprocess.run(
-        [*MULTIENV, "replay", str(report), *options],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=path,
-        env={**os.environ, "COLUMNS": "120", "PYTHONPATH": PATH},
-    )
-
-
-class Replay(Protocol):
-    def __call__(self, *arguments: str | Path, path: Path | None = None) -> Result: ...
+Replay = Any  # (*arguments, path=where) -> Result
 
 
 @pytest.fixture
@@ -145,7 +129,7 @@ def test_what_hung_is_ended_with_its_stack() -> None:
         env.reset(seed=7)
         with pytest.raises(WorkerLostError) as caught:
             env.step(1)
-    result = replay_apart(Path(caught.value.report))
+    result = run_process("replay", caught.value.report)
     assert result.returncode == 1
     assert "Timeout" in result.stderr
     assert "faults.py" in result.stderr
@@ -162,7 +146,7 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
         *_, info = env.step(3)
     # The debugger stops one step before.
     commands = "p 'counted', env.unwrapped.episode_step, action\nenv.step(action)\n"
-    result = replay_apart(Path(info["multienv"]["report"]), "--pdb", stdin=commands)
+    result = run_process("replay", info["multienv"]["report"], "--pdb", stdin=commands)
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "('counted', 3, 3)" in result.stdout
     assert "All 30 answers are as they were recorded." in result.stdout
@@ -403,7 +387,7 @@ def test_the_culprit_among_several_is_named_and_its_fault_comes_again(reports: P
     assert document["loss"]["env_index"] == 1
     assert document["loss"]["signal"] == "SIGSEGV"
     assert document["request"]["action"] == {"dtype": "int64", "shape": [3], "values": [1, 3, 2]}
-    result = replay_apart(path, "--pdb", stdin="p len(env), action.tolist()\nc\n")
+    result = run_process("replay", str(path), "--pdb", stdin="p len(env), action.tolist()\nc\n")
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "(3, [1, 3, 2])" in result.stdout
     assert "All 6 answers are as they were recorded." in result.stdout
