@@ -237,7 +237,7 @@ def test_a_named_env_takes_the_place_of_the_reports_own(reports: Path, module: A
         assert told[0]["report"] == str(report)
         assert told[1] == {"requests": 22, "differences": []}  # two episodes have ended
         assert told[-1]["came_again"] is False
-        other = replay(report, "--env", "mine:Mine-v0", "--env-kwargs", '{"horizon": 9}', path=where)
+        other = replay(report, "--env", "mine:CounterEnv", "--env-kwargs", '{"horizon": 9}', path=where)
         assert (
             "Not all 22 answers are as they were recorded: env 0: the flags differ at request 8 of 22." in other.stdout
         )
