@@ -21,11 +21,6 @@ from pathlib import Path
 
 from kit.process_table import ProcessRecord, family, mark_descendants
 
-__all__ = [
-    "Ignored", "LeakError", "Resources", "assert_nothing_left", "kept_by_libraries", "multiprocessing_helpers",
-    "new_names", "no_leaks", "snapshot_resources",
-]  # fmt: skip
-
 POLL_SECONDS = 0.01
 
 # Descriptors of this process that a library has opened and will not close. Who makes one do so adds them.

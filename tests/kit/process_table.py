@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Mark", "ProcessRecord", "descendants", "family", "is_alive", "mark_descendants", "record"]
-
 MARK_VARIABLE = "MULTIENV_TESTING_MARKS"
 
 

@@ -12,15 +12,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-__all__ = [
-    "Transition",
-    "assert_no_splice",
-    "assert_same_trajectory",
-    "first_difference",
-    "observations_equal",
-    "rollout",
-]
-
 
 @dataclass(frozen=True)
 class Transition:
