@@ -18,7 +18,7 @@ except ImportError as error:
 
 
 @pytest.mark.parametrize(
-    ("extra", "absent", "used"),
+    ("extra", "skipped", "used"),
     [
         ("sb3", "stable_baselines3", "import multienv.adapters.stable_baselines3"),
         ("sb3", "torch", "import multienv.adapters.stable_baselines3"),
@@ -26,8 +26,8 @@ except ImportError as error:
         ("tensorboard", "tensorboard", "from multienv.adapters.tensorboard import *; TensorBoardExporter('runs')"),
     ],
 )
-def test_without_the_library_of_an_adapter_the_extra_is_named(extra, absent, used):
-    command = [sys.executable, "-c", CODE.format(absent, used)]
+def test_without_the_library_of_an_adapter_the_extra_is_named(extra, skipped, used):
+    command = [sys.executable, "-c", CODE.format(skipped, used)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert told.count("\n") == 1
     assert f'pip install -e ".[{extra}]"' in told

@@ -22,8 +22,8 @@ PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.m
 
 
 def needs(*names: str) -> Any:
-    absent = [name for name in names if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(absent), reason=f"not installed, .ci/run installs it: {absent}")
+    skipped = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(skipped), reason=f"not installed, .ci/run installs it: {skipped}")
 
 
 def run(directory: Path, *arguments: str, status: int = 0) -> str:

@@ -35,16 +35,16 @@ EXACT = BankLayout(1, 8, (8,))
 
 
 def entry(layout: BankLayout, *, number: int = 1, kind: int = STEP, reply: int = STEPPED, tag: int = 1, flags: int = 0,
-          reward_tag: int = 0, evidence: bytes = b"", **change: Any) -> bytes:  # fmt: skip
+          reward_tag: int = 0, irregular: bytes = b"", **change: Any) -> bytes:  # fmt: skip
     """One entry; ``change``: where in the bank, which slot and what value."""
     bank = Bank(layout, memoryview(bytearray(layout.size)), 0)
-    HEAD.pack_into(bank.view, 0, kind, tag, reply, flags, reward_tag, number, len(evidence))
+    HEAD.pack_into(bank.view, 0, kind, tag, reply, flags, reward_tag, number, len(irregular))
     for name, (slot, value) in change.items():
         if name.startswith("leaf"):
             bank.leaf(int(name[4:]), (layout.leaf_bytes[int(name[4:])],), np.uint8)[slot, -1] = value
         else:
             getattr(bank, name)[slot] = value
-    return entry_of(bank, b"mail", evidence, exact=layout is EXACT)
+    return entry_of(bank, b"payload", irregular, exact=layout is EXACT)
 
 
 CHANGES = [
@@ -120,7 +120,7 @@ def test_one_that_raises_and_one_that_returns_differ_but_what_was_raised_is_not_
 def rows(*values: Any) -> bytes:
     """An entry whose rows fit no layout; None: that env raised."""
     told = [None if value is None else pickle.dumps(value) for value in values]
-    return entry(INLINE, flags=IRREGULAR, evidence=pickle.dumps(told))
+    return entry(INLINE, flags=IRREGULAR, irregular=pickle.dumps(told))
 
 
 LARGE, OTHER = np.zeros(1000), np.ones(1000)  # kept by their digests

@@ -1,4 +1,4 @@
-"""The segment, its mail, and digests of rows: what one side writes the other finds, and no more."""
+"""The segment, its payload, and digests of rows: what one side writes the other finds, and no more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multienv.wire.banks import (
     BankLayout,
     digester,
 )
-from multienv.wire.segment import REPLY_MAIL, Segment
+from multienv.wire.segment import REPLY_PAYLOAD, Segment
 
 # --- the segment ------------------------------------------------------------------------------
 
@@ -33,11 +33,11 @@ def test_laying_out_cuts_nothing_off_that_the_other_side_writes_meanwhile(sides,
     trainer, worker = sides
     before = os.fstat(trainer.descriptor)
     worker.lay_out(BankLayout(9, 0, (8000,)))
-    worker.write_reply_mail(1, b"mail")
+    worker.write_reply_payload(1, b"payload")
     with monkeypatch.context() as patched:
         patched.setattr(os, "fstat", lambda descriptor: before)  # it looked before the other side wrote
         trainer.lay_out(BankLayout(9, 0, (8000,)))
-    assert trainer.read_reply_mail(1) == b"mail"
+    assert trainer.read_reply_payload(1) == b"payload"
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**20 + 1])
@@ -46,24 +46,24 @@ def test_mail_of_any_size_arrives_and_may_be_read_twice(sides, shared, size):
     trainer, worker = sides if shared else (Segment(-1),) * 2
     request, reply = os.urandom(min(size, 4096)) * (size // 4096 or 1), b"r" * size
     request = request[:size].ljust(size, b"q")
-    trainer.write_request_mail(6, request)
-    worker.write_reply_mail(6, reply)
-    trainer.write_request_mail(7, b"the next request")
-    worker.write_reply_mail(-3, b"odd, and the supervisor's own")
-    assert worker.read_request_mail(6) == worker.read_request_mail(6) == request
-    assert trainer.read_reply_mail(6) == trainer.read_reply_mail(6) == reply
-    assert worker.read_request_mail(7) == b"the next request"
-    assert trainer.read_reply_mail(7) == b"odd, and the supervisor's own"
-    assert trainer.words[REPLY_MAIL] == size
-    worker.write_reply_mail(6, b"")
-    assert (trainer.read_reply_mail(6), trainer.words[REPLY_MAIL]) == (b"", 0)
+    trainer.write_request_payload(6, request)
+    worker.write_reply_payload(6, reply)
+    trainer.write_request_payload(7, b"the next request")
+    worker.write_reply_payload(-3, b"odd, and the supervisor's own")
+    assert worker.read_request_payload(6) == worker.read_request_payload(6) == request
+    assert trainer.read_reply_payload(6) == trainer.read_reply_payload(6) == reply
+    assert worker.read_request_payload(7) == b"the next request"
+    assert trainer.read_reply_payload(7) == b"odd, and the supervisor's own"
+    assert trainer.words[REPLY_PAYLOAD] == size
+    worker.write_reply_payload(6, b"")
+    assert (trainer.read_reply_payload(6), trainer.words[REPLY_PAYLOAD]) == (b"", 0)
 
 
 def test_mail_that_is_not_all_there_is_an_error_and_no_short_answer(sides):
     trainer, worker = sides
-    worker.words[REPLY_MAIL] = 1000
+    worker.words[REPLY_PAYLOAD] = 1000
     with pytest.raises(EOFError, match="1000 bytes"):
-        trainer.read_reply_mail(2)
+        trainer.read_reply_payload(2)
 
 
 # --- digests ----------------------------------------------------------------------------------
