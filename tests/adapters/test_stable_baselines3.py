@@ -19,7 +19,7 @@ from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv
 from kit import CounterEnv, Fault, FaultyEnv, observations_equal
 from kit.ctrl_c import GateEnv, ctrl_c
 from multienv import Loss, RestartPolicy
-from multienv.errors import CallPendingError, UsageError
+from multienv.errors import CallPendingError
 from multienv.testing import Killer
 
 if importlib.util.find_spec("stable_baselines3") is None:
@@ -36,7 +36,6 @@ from stable_baselines3.common.vec_env import (
     VecFrameStack,
     VecMonitor,
     VecNormalize,
-    VecVideoRecorder,
 )
 
 from multienv.adapters.stable_baselines3 import SubprocessVecEnv
@@ -100,37 +99,32 @@ def compare(envs: Any, twin: Any, steps: int = 40) -> int:
 
 SMALL: dict[str, Any] = {"policy_kwargs": {"net_arch": [16]}, "seed": 5, "device": "cpu"}
 REPLAY: dict[str, Any] = {"learning_starts": 40, "batch_size": 16, "buffer_size": 1000, **SMALL}
-LEARNERS: dict[str, tuple[Any, Any, dict[str, Any], int]] = {
-    "PPO": (PPO, CARTPOLE, {"n_steps": 32, "batch_size": 32, "n_epochs": 2, **SMALL}, 256),
-    "DQN": (DQN, CARTPOLE, {"target_update_interval": 50, "exploration_fraction": 0.5, **REPLAY}, 300),
-    "SAC": (SAC, PENDULUM, REPLAY, 160),
+SHORT: dict[str, Any] = {"n_steps": 32, "batch_size": 32, "n_epochs": 2, **SMALL}
+HINDSIGHT: dict[str, Any] = {"replay_buffer_class": HerReplayBuffer, **REPLAY, "learning_starts": 60}
+LEARNERS: dict[str, tuple[str, Any, dict[str, Any], int]] = {
+    "PPO": ("MlpPolicy", CARTPOLE, SHORT, 256),
+    "DQN": ("MlpPolicy", CARTPOLE, {"target_update_interval": 50, "exploration_fraction": 0.5, **REPLAY}, 300),
+    "SAC": ("MlpPolicy", PENDULUM, REPLAY, 160),
+    "hindsight, which asks a worker for rewards": ("MultiInputPolicy", GoalEnv, HINDSIGHT, 120),
+    "MaskablePPO, which asks for masks at every step": ("MlpPolicy", MaskedEnv, SHORT, 128),
 }
 
 
 def weights(name: str, envs: VecEnv, at_each_step: Any = None) -> dict[str, Any]:
-    learner, _, arguments, steps = LEARNERS[name]
-    model = learner("MlpPolicy", envs, **copy.deepcopy(arguments)).learn(steps, callback=at_each_step)
-    return model.policy.state_dict()
-
-
-def wanted(name: str) -> dict[str, Any]:
-    envs = DummyVecEnv([LEARNERS[name][1]] * 2)
-    try:
-        return weights(name, envs)
-    finally:
-        envs.close()
-
-
-def assert_same_weights(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+    learner: Any = {"PPO": PPO, "DQN": DQN}.get(name, SAC)
+    if "MaskablePPO" in name:
+        reason = "sb3-contrib is not installed: it is of the extra recipes"
+        learner = pytest.importorskip("sb3_contrib", reason=reason).MaskablePPO
+    policy, _, arguments, steps = LEARNERS[name]
+    return learner(policy, envs, **copy.deepcopy(arguments)).learn(steps, callback=at_each_step).policy.state_dict()
 
 
 @pytest.mark.parametrize("name", LEARNERS)
 def test_a_learner_whose_workers_are_killed_comes_to_the_same_weights_as_on_a_dummy_vec_env(name):
-    steps = itertools.count()
-    with made([LEARNERS[name][1]] * 2) as envs, Killer(envs, interval=(0.01, 0.05), kills=4, seed=1):
+    env_fns, steps = [LEARNERS[name][1]] * 2, itertools.count()
+    with contextlib.closing(DummyVecEnv(env_fns)) as envs:
+        expected = weights(name, envs)
+    with made(env_fns) as envs, Killer(envs, interval=(0.01, 0.05), kills=4, seed=1):
         between = Killer(envs, seed=2)
 
         def strike(*scope: Any) -> bool:
@@ -143,53 +137,23 @@ def test_a_learner_whose_workers_are_killed_comes_to_the_same_weights_as_on_a_du
     assert between.delivered > 0
     assert sum(one.exact_recoveries for one in told) > 0
     assert sum(one.truncated_recoveries for one in told) == 0
-    assert_same_weights(found, wanted(name))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def her(envs: VecEnv) -> dict[str, Any]:
-    arguments = copy.deepcopy({**REPLAY, "learning_starts": 60})
-    return (
-        SAC("MultiInputPolicy", envs, replay_buffer_class=HerReplayBuffer, **arguments).learn(120).policy.state_dict()
-    )
-
-
-def test_hindsight_replay_asks_a_worker_for_rewards_and_fills_no_journal():
-    envs = DummyVecEnv([GoalEnv] * 2)
-    expected = her(envs)
-    envs.close()
-    with made([GoalEnv] * 2) as envs:
-        assert_same_weights(her(envs), expected)
-    with made([GoalEnv] * 2) as envs, Killer(envs, interval=(0.02, 0.05), kills=6, seed=2) as killer:
-        assert_same_weights(her(envs), expected)
-        assert killer.delivered > 0
-    with made([GoalEnv] * 2, restart=RestartPolicy(snapshots=False)) as envs:
-        envs.reset()
-        journals = [one.journal_bytes for one in envs.statistics()]
-        goals = np.zeros((1000, 1), np.float32)
-        assert envs.env_method("compute_reward", goals, goals, None, indices=[1])[0].shape == (1000,)
-        assert [one.journal_bytes for one in envs.statistics()] == journals
-
-
-def test_maskable_ppo_asks_for_masks_at_every_step():
-    contrib = pytest.importorskip("sb3_contrib", reason="sb3-contrib is not installed: it is of the extra recipes")
-
-    def learnt(envs: VecEnv, at_each_step: Any = None) -> dict[str, Any]:
-        model = contrib.MaskablePPO("MlpPolicy", envs, n_steps=32, batch_size=32, n_epochs=2, **copy.deepcopy(SMALL))
-        return model.learn(128, callback=at_each_step).policy.state_dict()
-
-    envs = DummyVecEnv([MaskedEnv] * 2)
-    expected = learnt(envs)
-    envs.close()
-    with made([MaskedEnv] * 2) as envs:
-        assert_same_weights(learnt(envs), expected)
-    with made([MaskedEnv] * 2) as envs:
-        killer, steps = Killer(envs, seed=2), itertools.count()
-
-        def strike(*scope: Any) -> bool:
-            return next(steps) % 20 != 10 or killer.strike()
-
-        assert_same_weights(learnt(envs, strike), expected)
-        assert sum(one.exact_recoveries for one in envs.statistics()) >= 3
+def test_what_is_asked_for_rewards_and_masks_fills_no_journal():
+    goals = np.zeros((1000, 1), np.float32)
+    for env_fn, *asked in ((GoalEnv, "compute_reward", goals, goals, None), (MaskedEnv, "action_masks")):
+        with made([env_fn] * 2, envs_per_worker=2, restart=RestartPolicy(snapshots=False)) as envs:
+            envs.reset()
+            before = envs.statistics()[0].journal_bytes
+            assert len(envs.env_method(*asked, indices=[1])[0]) in (1000, 4)
+            assert envs.statistics()[0].journal_bytes == before
+            assert envs.has_attr(asked[0])
+            assert len(envs.get_attr(asked[0], 0)[0](*asked[1:])) in (1000, 4)
+            before = envs.statistics()[0].journal_bytes
+            envs.env_method("poke") if env_fn is MaskedEnv else envs.set_attr("taken", 1)  # these are kept
+            assert envs.statistics()[0].journal_bytes > before
 
 
 # --- transitions ----------------------------------------------------------------------------------
@@ -328,26 +292,6 @@ def test_attributes_and_methods_with_indices_through_wrappers():
             envs.get_attr("offset", indices=3)
 
 
-def test_masks_at_every_step_fill_no_journal():
-    never = RestartPolicy(snapshots=False)
-    with made([MaskedEnv] * 2, envs_per_worker=2, restart=never) as envs:
-        envs.reset()
-        sizes = []
-        for step in range(4):
-            masks = np.stack(envs.env_method("action_masks"))
-            assert masks.sum(axis=1).tolist() == [step + 1] * 2
-            assert envs.has_attr("action_masks")
-            assert envs.get_attr("action_masks", 0)[0]().sum() == step + 1
-            before = envs.statistics()[0].journal_bytes
-            envs.env_method("action_masks")
-            assert envs.statistics()[0].journal_bytes == before
-            envs.step(np.zeros(2, int))
-            sizes.append(envs.statistics()[0].journal_bytes)
-        assert len(set(np.diff(sizes))) == 1
-        envs.env_method("poke")  # this one is kept
-        assert envs.statistics()[0].journal_bytes > sizes[-1]
-
-
 def test_wrappers_of_envs_are_told():
     with made([CARTPOLE, lambda: RecordEpisodeStatistics(CARTPOLE())]) as envs:
         assert envs.env_is_wrapped(RecordEpisodeStatistics) == [False, True]
@@ -370,17 +314,6 @@ def test_frames_are_tiled():
             envs.render("ansi")
     with made([CounterEnv]) as envs, pytest.warns(UserWarning, match="draw no images"):
         assert envs.get_images() == [None]
-
-
-def test_a_video_is_recorded(tmp_path):
-    pytest.importorskip("moviepy", reason="of the extra test")
-    with made([partial(CounterEnv, render_mode="rgb_array")]) as envs:
-        recorder = VecVideoRecorder(envs, str(tmp_path), lambda step: step == 0, video_length=5)
-        recorder.reset()
-        for _ in range(6):
-            recorder.step([0])
-        recorder.close()
-    assert [path.stat().st_size > 0 for path in tmp_path.glob("*.mp4")] == [True]
 
 
 # --- as people make it ----------------------------------------------------------------------------
@@ -408,8 +341,3 @@ def test_make_vec_env_and_evaluate_policy():
     finally:
         envs.close()
         twin.close()
-
-
-def test_a_start_method_that_there_is_not():
-    with pytest.raises(UsageError, match="cannot find context for 'thread'"):
-        SubprocessVecEnv([CounterEnv], start_method="thread")

@@ -24,15 +24,11 @@ def run(*arguments: str) -> tuple[Result, dict[str, Any]]:
     return result, json.loads(result.stdout) if "--json" in arguments and result.stdout else {}
 
 
-def run_process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_process(*arguments: str, cwd: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """The real command, as it is typed."""
-    return run_python("-m", "multienv", *arguments, cwd=cwd)
-
-
-def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(multienv.__file__).parents[1])])
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=110,
+        [sys.executable, "-m", "multienv", *arguments],
+        cwd=cwd, input=stdin, capture_output=True, text=True, timeout=110,
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "120"},
     )  # fmt: skip

@@ -55,6 +55,13 @@ def test_a_deterministic_env(reports: Path) -> None:
     assert not list(reports.iterdir())  # they would push out those of real losses
 
 
+def test_an_env_that_cannot_be_made() -> None:
+    result = chaos("Counter-v0", "--env-kwargs", '{"nothing": 1}')
+    assert result.exit_code == 2
+    assert "unexpected keyword argument 'nothing'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_an_env_that_is_not_deterministic_is_found_out_before_recovery_is_blamed() -> None:
     result = chaos("Pid-v0", "--kills", "20", "--minutes", "0.5")
     assert result.exit_code == 2, result.output
@@ -72,29 +79,6 @@ def test_what_differs_silently_after_a_kill_is_told_and_nothing_else_is_on_stdou
     assert told["undisturbed"] == ""
     assert told["methods"]["snapshot"] > 0
     assert sum(told["losses"].values()) == told["kills"]
-
-
-def test_an_env_that_cannot_be_made() -> None:
-    for arguments, said in {
-        ("Nonsense-v7",): "no env of that id is registered",
-        ("Counter-v0", "--env-kwargs", "{"): "not JSON",
-        ("Counter-v0", "--env-kwargs", '{"nothing": 1}'): "unexpected keyword argument 'nothing'",
-    }.items():
-        result = chaos(*arguments)
-        assert result.exit_code == 2
-        assert said in result.stderr
-        assert result.stderr.count("\n") == 1
-
-
-def test_an_env_that_a_module_of_the_working_directory_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_envs.py").write_text(
-        "from kit import CounterEnv\ndef make(horizon): return CounterEnv(horizon=horizon)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    arguments = ("--env-kwargs", '{"horizon": 7}', "--kills", "2")
-    assert chaos("my_envs:make", *arguments).exit_code == 0
-    assert chaos("my_envs:nothing").exit_code == 2
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import multienv
 
-HAS_PETTINGZOO = importlib.util.find_spec("pettingzoo") is not None
-HAS_SB3 = importlib.util.find_spec("stable_baselines3") is not None
-
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(multienv.__file__).parents[1])
 KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
 QUOTING = ("learners.md", "recipes.md")  # they quote code that tests/recipes runs
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in QUOTING)]
+
+
+def needs(*names: str) -> Any:
+    skipped = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(skipped), reason=f"not installed, .ci/run installs it: {skipped}")
 
 
 def run(directory: Path, *arguments: str, status: int = 0) -> str:
@@ -73,7 +74,7 @@ def test_a_lost_episode_in_a_sandbox_is_masked_and_the_sandbox_released(tmp_path
     assert "Sandboxes left: 0." in told
 
 
-@pytest.mark.skipif(not HAS_SB3, reason="Stable-Baselines3 is not installed: .ci/run installs it")
+@needs("stable_baselines3")
 def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     told = example(tmp_path, "ppo_sb3.py", "--total-steps", "6000", "--chaos")
     learnt = re.search(r"The return went from .* to .*; (\d+) workers died meanwhile\.", told)
@@ -81,20 +82,7 @@ def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     assert int(learnt[1]) > 0
 
 
-def test_the_leak_benchmark_finds_nothing_wrong_with_a_short_run_of_single_envs(tmp_path):
-    script = str(ROOT / "benchmarks" / "leak.py")
-    few = ["--rows", "MultiEnv", "--steps", "400", "--max-rss", "120"]
-    told = run(tmp_path, script, *few, "--json", "table.json")
-    rows = json.loads((tmp_path / "table.json").read_text())
-    assert list(rows) == ["MultiEnv, C", "MultiEnv, global"], told
-    for figures in rows.values():
-        assert figures["equal"]
-        assert figures["exact"] == figures["replaced"] >= 4
-        assert 1.0 < figures["peak"] < 1.4
-        assert 0.5 < figures["replay"] <= 1.0
-
-
-@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
+@needs("torch")
 def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
     few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32"]
     calm, struck = (example(tmp_path, "ppo_torch.py", *few, *chaos) for chaos in ((), ("--chaos",)))
@@ -105,9 +93,8 @@ def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
     assert means(calm)[-1] > means(calm)[0]
 
 
-@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: .ci/run installs it")
+@needs("torch", "ale_py")
 def test_ppo_in_torch_plays_an_atari_game(tmp_path):
-    pytest.importorskip("ale_py", reason="of the extra test")
     few = ["--env", "ALE/Pong-v5", "--num-envs", "2", "--steps", "16", "--total-steps", "64", "--epochs", "1"]
     told = example(tmp_path, "ppo_torch.py", *few)
     assert "64 steps: mean return" in told
@@ -118,7 +105,7 @@ def means(told: str) -> list[float]:
     return [float(mean) for mean in re.findall(r"mean return +([\d.]+);", told)]
 
 
-@pytest.mark.skipif(not HAS_PETTINGZOO, reason="PettingZoo is not installed: it is of the extra recipes")
+@needs("pettingzoo")
 def test_self_play_learns_to_beat_a_random_player_while_its_workers_are_killed(tmp_path):
     told = example(tmp_path, "self_play.py", "--games", "2000", "--chaos")
     killed = KILLED.search(told)

@@ -144,15 +144,6 @@ def test_in_a_terminal_the_table_is_live_until_ctrl_c(trainer: Trainer, tmp_path
     os.close(theirs)
 
 
-def test_a_trainer_that_is_busy_itself() -> None:
-    with SubprocessEnv(CounterEnv) as env:
-        env.reset(seed=0)
-        seen = table_where(os.getpid(), lambda seen: [row["state"] for row in seen["workers"]] == ["idle"])
-        assert seen["waited_for"] is None
-        assert seen["workers"][0]["name"] == "env"
-        assert "The workers wait for it." in top(os.getpid(), "--once", "--every", "0.1").output
-
-
 def refusal(*arguments: object) -> str:
     result = top(*arguments)
     assert result.exit_code == 2, result.output
@@ -188,10 +179,13 @@ def test_a_trainer_of_another_user_is_refused() -> None:
     os.waitpid(child, 0)
 
 
-def test_where_several_trainers_run_they_are_listed(trainer: Trainer) -> None:
+def test_a_trainer_that_is_busy_itself_and_the_list_where_several_run(trainer: Trainer) -> None:
     trainer.expect("ready")
     with SubprocessEnv(CounterEnv) as env:
-        env.initialize()
+        env.reset(seed=0)
+        seen = table_where(os.getpid(), lambda seen: [row["state"] for row in seen["workers"]] == ["idle"])
+        assert (seen["waited_for"], seen["workers"][0]["name"]) == (None, "env")
+        assert "The workers wait for it." in top(os.getpid(), "--once", "--every", "0.1").output
         first, *lines = refusal().splitlines()
     assert first == "Several trainers run here; give the PID of one:"
     assert {str(trainer.pid), str(os.getpid())} <= {line.split()[0] for line in lines}

@@ -53,7 +53,7 @@ def lost_replies(log: str) -> None:
         envs.reset(seed=1)
         observations = [int(envs.step([0])[0][0, 0]) for _ in range(100)]
         losses = envs.statistics()[0].losses
-    print(json.dumps({"lost": lost, "observations": observations, "losses": losses}))
+    print("told", json.dumps({"lost": lost, "observations": observations, "losses": losses}))
 
 
 def lost_head() -> None:
@@ -78,7 +78,7 @@ def lost_head() -> None:
         began = time.monotonic()
         envs.close()
         closed = time.monotonic() - began
-        print(json.dumps({"errors": errors, "message": message, "closed": closed}), flush=True)
+        print("told", json.dumps({"errors": errors, "message": message, "closed": closed}), flush=True)
         for node in cluster.nodes:
             cluster.kill_node(node)
         assert not ray.is_initialized()

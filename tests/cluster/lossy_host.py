@@ -7,16 +7,13 @@ replaced. What becomes of each call is said by a *schedule*: a function of the h
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from multienv.cluster import frames
@@ -50,11 +47,6 @@ Schedule = Callable[[int, int, Sent], str]
 def faultless(host: int, call: int, sent: Sent) -> str:
     """Have nothing go wrong."""
     return ""
-
-
-def at(faults: dict[int, str], host: int = 0) -> Schedule:
-    """Have faults strike calls of these numbers, of one host."""
-    return lambda index, call, sent: faults.get(call, "") if index == host else ""
 
 
 def every(nth: int, fault: str) -> Schedule:
@@ -311,15 +303,3 @@ class Clusters:
             while cluster.hosts and not cluster.has_left:
                 assert time.monotonic() < until, f"{address}: its fleet has not ended"
                 time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def fifo_gate(path: str) -> Iterator[Callable[[], None]]:
-    """Make a FIFO; yield what lets one who waits at it pass."""
-    os.mkfifo(path)
-
-    def let_pass() -> None:
-        with Path(path).open("wb") as gate:
-            gate.write(b"\0")
-
-    yield let_pass

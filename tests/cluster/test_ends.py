@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 import multienv
-from kit.trainer_process import PATH, Trainer, becomes_true
+from kit.trainer_process import Trainer, becomes_true
 
 pytest.importorskip("ray")
 
@@ -36,11 +35,13 @@ def test_nothing_is_left_of_a_local_ray_however_the_trainer_ends(way):
         assert becomes_true(lambda: not end(trainer.family()))
 
 
-def test_a_reply_lost_after_the_step_was_executed_is_asked_again_and_executed_once(tmp_path):
+def test_a_reply_lost_after_the_step_was_executed_is_asked_again_and_executed_once(tmp_path, monkeypatch):
     """Ray throws the reply away: its own means to test what is built on it."""
     log = tmp_path / "steps"
     fault = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 3, "resp_failure_prob": 10}}
-    told = run_trainer("lost_replies", str(log), RAY_testing_rpc_failure=json.dumps(fault))
+    monkeypatch.setenv("RAY_testing_rpc_failure", json.dumps(fault))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    told = run_trainer("lost_replies", str(log))
     assert told["lost"] >= 1, "no reply was lost"
     assert told["observations"] == list(range(1, 101))
     assert [int(line) for line in log.read_text().split()] == told["observations"]
@@ -56,22 +57,13 @@ def test_a_head_that_dies_is_a_typed_error_and_the_trainer_lives_on():
 
 def test_without_the_extra_there_is_one_clear_line(tmp_path):
     code = "import sys; sys.modules['ray'] = None; import multienv; multienv.RayEnv(lambda: None)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment())
+    env = {**os.environ, "PYTHONPATH": str(Path(multienv.__file__).parents[1])}
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert told.returncode == 1
     assert told.stderr.strip().splitlines()[-1] == (
         'multienv.errors.UsageError: Envs on a Ray cluster need the extra "ray": pip install -e ".[ray]" in a checkout '
         "of multienv."
     )
-
-
-def left_by(token: str) -> list[int]:
-    """Processes that carry this token: agents of Ray's, that wait for their head."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if token.encode() in (path / "environ").read_bytes():
-                found.append(int(path.name))
-    return found
 
 
 def end(pids: Iterable[int]) -> bool:
@@ -84,17 +76,8 @@ def end(pids: Iterable[int]) -> bool:
     return any_of_them
 
 
-def environment(**more: str) -> dict[str, str]:
-    here = os.pathsep.join([str(Path(__file__).parent), PATH, str(Path(multienv.__file__).parents[1])])
-    return {**os.environ, "PYTHONPATH": here, "RAY_AUTH_MODE": "disabled", **more}
-
-
-def run_trainer(function: str, *arguments: str, **more: str) -> dict:
-    code = f"import sys, cluster_trainers; cluster_trainers.{function}(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, *arguments]
-    token = uuid.uuid4().hex
-    env = environment(MULTIENV_TEST_ENDS=token, **more)
-    told = subprocess.run(command, capture_output=True, text=True, env=env, timeout=110, check=False)
-    becomes_true(lambda: not end(left_by(token)), GONE_WITHIN)
-    assert told.returncode == 0, told.stderr[-3000:]
-    return json.loads(told.stdout.strip().splitlines()[-1])
+def run_trainer(function: str, *arguments: str) -> dict:
+    with Trainer("cluster_trainers", function, *arguments) as trainer:
+        assert trainer.wait(110) == 0, trainer.errors()[-3000:]
+        becomes_true(lambda: not end(trainer.family()), GONE_WITHIN)  # agents of Ray's, that wait for their head
+        return json.loads(trainer.expect("told"))

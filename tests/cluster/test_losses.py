@@ -17,17 +17,13 @@ pytest.importorskip("ray")
 
 from cluster_envs import CountingEnv, InStep, Noisy, make
 
-from kit import first_difference
 from kit.ray_cluster import wait_until
 from multienv import (
     AsyncSubprocessEnvManager,
     ClusterError,
-    Deadlines,
     MultiEnv,
-    RayEnv,
     RayOptions,
     RayVectorEnv,
-    SerialEnv,
     SerialVectorEnv,
     create_ray_envs,
 )
@@ -61,20 +57,6 @@ def test_a_node_killed_in_the_middle_of_a_rollout_leaves_the_trajectory_whole_to
     ray_cluster.add_node()
 
 
-def test_a_worker_killed_inside_a_host_is_woken_from_its_snapshot_and_no_actor_is_restarted(ray_cluster):
-    env_fns = [partial(make, "CartPole-v1")] * 6
-    with batch(env_fns) as envs:
-        run = InStep(envs, env_fns)
-        before = [ray_cluster.actors_of(node) for node in ray_cluster.nodes]
-        # A snapshot is taken now and then: by env time, and CartPole takes little.
-        wait_until(lambda: (run.step(50), envs.statistics()[0].snapshots)[1], "a snapshot was taken")
-        os.kill(pids(envs)[0], signal.SIGKILL)
-        run.step(30)
-        assert [(one.outcome, one.method) for one in run.recoveries] == [("exact", "snapshot")]
-        assert run.recoveries[0].loss.exit_code == -signal.SIGKILL
-        assert [ray_cluster.actors_of(node) for node in ray_cluster.nodes] == before
-
-
 def test_a_stopped_host_is_given_up_and_what_it_answers_late_is_dropped(ray_cluster):
     env_fns = [partial(make, "CartPole-v1")] * 6
     with batch(env_fns) as envs:
@@ -93,18 +75,6 @@ def test_a_stopped_host_is_given_up_and_what_it_answers_late_is_dropped(ray_clus
             os.kill(pid, signal.SIGCONT)
         run.step(200)  # its late answers have come meanwhile, and its workers have ended
         wait_until(lambda: not any(pid in ray_cluster.processes_of(node) for pid in family), "the old host has ended")
-
-
-def test_a_worker_that_hangs_is_killed_on_its_node_with_its_stack(ray_cluster, tmp_path):
-    gate = tmp_path / "hangs"
-    gate.touch()
-    with RayEnv(partial(CountingEnv, hangs=str(gate)), ray=OPTIONS, deadlines=Deadlines(step=1.0)) as env:
-        env.reset(seed=1)
-        expected = [env.step(0)[0].tolist() for _ in range(3)]
-        assert env.step(1)[0].tolist()[0] == len(expected) + 1
-        recovery = env.statistics().last_recovery
-        assert (recovery.outcome, recovery.loss.cause) == ("exact", "hung")
-        assert "cluster_envs.py" in recovery.loss.stack
 
 
 def test_a_drained_node_loses_no_step(ray_cluster):
@@ -210,19 +180,6 @@ def test_fragments_go_on_to_the_bit_when_their_node_is_killed(ray_cluster):
         assert shown[0].tobytes() == np.concatenate([one[0] for one in expected]).tobytes()
     ray_cluster.nodes.remove(node)
     ray_cluster.add_node()
-
-
-def test_a_fragment_of_one_env_survives_the_death_of_its_worker(ray_cluster):
-    def policy(observation):
-        return int(observation[2] > 0)
-
-    with RayEnv(partial(make, "CartPole-v1"), ray=OPTIONS) as env:
-        twin = SerialEnv(partial(make, "CartPole-v1")).initialize()
-        env.reset(seed=3), twin.reset(seed=3)
-        for _ in range(4):
-            assert first_difference(vars(env.rollout(policy, 100)), vars(twin.rollout(policy, 100))) is None
-            os.kill(env.statistics().pid, signal.SIGKILL)
-        assert env.statistics().exact_recoveries == 3
 
 
 # --- what is freed at once -------------------------------------------------------------------------------

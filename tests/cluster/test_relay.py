@@ -28,7 +28,6 @@ from cluster.lossy_host import (
     asks,
     diced,
     every,
-    fifo_gate,
     silent_from,
 )
 from cluster.relayed_envs import GateEnv, PictureEnv
@@ -84,6 +83,17 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clusters]:
     made.forget()
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> str:
+    """The FIFO at which a `GateEnv` waits."""
+    os.mkfifo(tmp_path / "gate")
+    return str(tmp_path / "gate")
+
+
+def let_pass(gate: str) -> None:
+    Path(gate).write_bytes(b"\0")
+
+
 def assert_as_if_local(env: Any, **counter: Any) -> None:
     """Fail unless the env does what a `CounterEnv` in this process does, to the bit."""
     assert_same_trajectory(rollout(env, ACTIONS, seed=5), rollout(CounterEnv(**counter), ACTIONS, seed=5))
@@ -97,53 +107,17 @@ def kill(pid: int | None) -> None:
 # --- calls that get lost ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["late", "slow reply", "twice", "stale"])
-def test_calls_out_of_order_and_doubled_do_no_harm(clusters: Clusters, fault: str) -> None:
-    cluster, options = clusters.make(every(2, fault))
-    envs = RayVectorEnv([partial(CounterEnv, horizon=4)] * 3, ray=options, envs_per_worker=1)
-    try:
-        assert_same_batches(envs, [partial(CounterEnv, horizon=4)] * 3, 12)
-        assert [one.restarts for one in envs.statistics()] == [0] * 3
-    finally:
-        envs.close()
-    assert cluster.struck.count(fault) >= 4
-    assert len(cluster.hosts) == 1
-
-
 def assert_same_batches(envs: Any, env_fns: list[Any], steps: int, before: Callable[[int], object] = bool) -> None:
     """Fail unless the batch does what one in this process does, to the bit."""
-    twin = SerialVectorEnv(env_fns)
-    try:
+    with SerialVectorEnv(env_fns) as twin:
         assert first_difference(envs.reset(seed=3)[0], twin.reset(seed=3)[0]) is None
         for step in range(steps):
             before(step)
             actions = np.array([(step + index) % 3 for index in range(len(env_fns))])
             assert first_difference(envs.step(actions)[:4], twin.step(actions)[:4]) is None, f"step {step}"
-    finally:
-        twin.close()
 
 
-def test_answer_that_a_doubled_call_has_taken_away_is_asked_for_again(clusters: Clusters, tmp_path: Path) -> None:
-    """The second of two equal calls gets the answer, and its reply reaches nobody."""
-    cluster, options = clusters.make(lambda host, call, sent: "twice" if asks(sent) else "")
-    with (
-        fifo_gate(str(tmp_path / "gate")) as let_pass,
-        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options) as env,
-    ):
-        env.reset(seed=1)
-        for _ in range(3):
-            env.step_async(3)
-            time.sleep(HOLD / 4)
-            let_pass()
-            env.step_wait()
-            before = cluster.hosts[0].calls
-            time.sleep(HOLD / 2)
-            assert cluster.hosts[0].calls <= before + 1
-        assert env.statistics().restarts == 0
-    assert cluster.struck.count("twice") >= 3
-
-
-def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters: Clusters, tmp_path: Path) -> None:
+def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters: Clusters, gate: str) -> None:
     """A call that was made again asks again for all that was pending then; meanwhile that is another request."""
     kept: list[bytes] = []
 
@@ -153,10 +127,7 @@ def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters
         return "unanswered" if asks(sent) and not kept else ""
 
     cluster, options = clusters.make(schedule)
-    with (
-        fifo_gate(str(tmp_path / "gate")) as let_pass,
-        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options, deadlines=Deadlines(step=10.0)) as env,
-    ):
+    with RayEnv(partial(GateEnv, gate=gate), ray=options, deadlines=Deadlines(step=10.0)) as env:
         env.reset(seed=1)
         assert kept
         env.step_async(3)
@@ -165,24 +136,21 @@ def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters
         worker = next(iter(one._workers.values()))
         one.exchange(kept[0])
         assert worker.asked == worker.posted
-        let_pass()
+        let_pass(gate)
         env.step_wait()
         assert env.statistics().restarts == 0
 
 
-def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, tmp_path: Path) -> None:
+def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, gate: str) -> None:
     """No loop runs hot on either side while an env is slow."""
     cluster, options = clusters.make(every(4, "unanswered"))
-    with (
-        fifo_gate(str(tmp_path / "gate")) as let_pass,
-        RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options) as env,
-    ):
+    with RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
         env.reset(seed=1)
         before = cluster.hosts[0].calls
         env.step_async(3)
         time.sleep(5 * HOLD)
         assert cluster.hosts[0].calls - before <= 20
-        let_pass()
+        let_pass(gate)
         env.step_wait()
 
 
@@ -210,12 +178,6 @@ def ends(sent: Sent) -> bool:
     return any(frame[0] in ("kill", "close") for frame in sent.frames)
 
 
-def test_call_that_carries_nothing_waits_until_there_is_something_to_tell() -> None:
-    began = time.monotonic()
-    assert frames.unpack_reply(Relay().exchange(Sent(1, [], [], 100).packed()))[0] == []
-    assert time.monotonic() - began > HOLD / 2
-
-
 # --- hosts that are lost ------------------------------------------------------------------------------
 
 
@@ -232,35 +194,20 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
     assert "node 0" in events[0].detail
 
 
-def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, tmp_path: Path) -> None:
+def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, gate: str) -> None:
     """As Ctrl-Z and ``fg`` have it."""
-    gate = str(tmp_path / "gate")
     cluster, options = clusters.make(suspect_after=STRICT)
-    with fifo_gate(gate) as let_pass, RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
+    with RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
         env.reset(seed=5)
         env.step_async(3)
         me = os.getpid()
         subprocess.run(["sh", "-c", f"(sleep 4; kill -CONT {me}) & kill -STOP {me}"], check=True)
         time.sleep(3 * HOLD)
-        let_pass()
+        let_pass(gate)
         env.step_wait()
         assert_as_if_local(env)
         assert env.statistics().losses == 0
     assert len(cluster.hosts) == 1
-
-
-def test_what_a_host_says_after_it_was_given_up_is_dropped(clusters: Clusters) -> None:
-    cluster, options = clusters.make(silent_from(5), suspect_after=STRICT)
-    with RayEnv(partial(CounterEnv, horizon=5), ray=options) as env:
-        twin = rollout(CounterEnv(horizon=5), ACTIONS, seed=5)
-
-        def late_replies(step: int) -> None:
-            for host in cluster.hosts[:-1]:
-                host.release()
-
-        assert_same_trajectory(rollout(env, ACTIONS, seed=5, before_step=late_replies), twin)
-        cluster.hosts[0].release()
-    assert len(cluster.hosts) > 1
 
 
 def test_drained_node_is_left_as_soon_as_another_one_has_room(
@@ -333,18 +280,6 @@ def test_replay_is_bounded_by_the_time_of_resets_and_begins_where_the_worker_tol
     assert recovery.replayed <= 2 * 5
 
 
-@pytest.mark.parametrize("fault", ["unanswered", "twice"])
-def test_killed_worker_is_healed_by_its_snapshot_though_calls_are_lost(clusters: Clusters, fault: str) -> None:
-    cluster, options = clusters.make(every(2, fault))
-    policy = RestartPolicy(snapshot_every=2)
-    with RayEnv(partial(CounterEnv, horizon=5), ray=options, restart=policy) as env:
-        twin = rollout(CounterEnv(horizon=5), ACTIONS, seed=5)
-        strike = lambda step: step in (3, 4, 8) and kill(env.statistics().pid)  # noqa: E731
-        assert_same_trajectory(rollout(env, ACTIONS, seed=5, before_step=strike), twin)
-        assert env.statistics().restarts == 3
-    assert len(cluster.hosts) == 1
-
-
 def test_stale_answer_of_a_woken_snapshot_is_not_taken_for_that_to_a_later_request(clusters: Clusters) -> None:
     """It arrives twice, the second time after the snapshot was asked for more."""
     told: list[Any] = []
@@ -381,22 +316,22 @@ def test_kill_at_a_deadline_is_always_told_as_a_hang(clusters: Clusters) -> None
             del caught
 
 
-# --- the order of arrival -------------------------------------------------------------------------------
-
-
 # --- much data ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", [80, 200])
-def test_large_observations_go_through_arrays_and_are_right(clusters: Clusters, side: int) -> None:
+def test_large_observations_go_through_arrays_and_are_right_though_calls_are_lost_late_and_doubled(
+    clusters: Clusters, side: int
+) -> None:
     """Of 26 kB a round all travel with the frames, of 160 kB beside them."""
-    cluster, options = clusters.make(every(5, "unanswered"))
+    kinds = ("late", "slow reply", "twice", "stale", "unanswered")
+    cluster, options = clusters.make(lambda host, call, sent: kinds[call // 2 % 5] if call % 2 else "")
     env_fns = [partial(PictureEnv, side=side, horizon=4)] * 4
-    envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=2)
-    try:
-        assert_same_batches(envs, env_fns, 10)
-    finally:
-        envs.close()
+    with RayVectorEnv(env_fns, ray=options, envs_per_worker=2) as envs:
+        assert_same_batches(envs, env_fns, 20)
+        assert [one.restarts for one in envs.statistics()] == [0] * 2
+    assert {*cluster.struck} == {*kinds}
+    assert len(cluster.hosts) == 1
     assert (cluster.hosts[0].arrays > 5) == (side == 200)
 
 
@@ -439,7 +374,8 @@ def test_interrupted_step_loses_nothing(clusters: Clusters, fault: str) -> None:
             if interruption.fired:
                 # Whether it was asked or not: this call has its outcome, or takes the step.
                 ledger.step(env.step(1), [given, 1])
-        assert env.statistics().restarts == 0
+        statistics = env.statistics()
+        assert statistics.exact_recoveries == statistics.losses < fired, "only where it was being sent"
     assert fired > 8
     assert len(cluster.hosts) == 1
 
@@ -494,10 +430,9 @@ def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
 # --- the end --------------------------------------------------------------------------------------------
 
 
-def test_close_while_a_step_is_under_way(clusters: Clusters, tmp_path: Path) -> None:
+def test_close_while_a_step_is_under_way(clusters: Clusters, gate: str) -> None:
     cluster, options = clusters.make()
-    os.mkfifo(tmp_path / "gate")
-    env = RayEnv(partial(GateEnv, gate=str(tmp_path / "gate")), ray=options).initialize()
+    env = RayEnv(partial(GateEnv, gate=gate), ray=options).initialize()
     env.reset(seed=1)
     env.step_async(3)
     began = time.monotonic()

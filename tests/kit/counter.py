@@ -8,8 +8,6 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CounterEnv"]
-
 LARGEST_EXACT = float(2**24)  # the largest count that float32 holds exactly
 
 
@@ -69,7 +67,6 @@ class CounterEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
-        """Begin an episode; a seed also sets the episode number back to 0."""
         super().reset(seed=seed)
         self.episode_number = 0 if seed is not None else self.episode_number + 1
         self.episode_step = int((options or {}).get("start", 0))
@@ -79,7 +76,6 @@ class CounterEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
         return self._observe(), self._info()
 
     def step(self, action: np.int64) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
-        """Count one step."""
         if not self._running:
             raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
         if not self.action_space.contains(action):
@@ -94,7 +90,6 @@ class CounterEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
         return self._observe(), self._reward(), terminated, truncated, self._info()
 
     def render(self) -> Any:
-        """Show the counts, in the mode chosen at construction."""
         number = self.episode_number if self.count_episodes else 0
         if self.render_mode == "ansi":
             return f"episode {number} step {self.episode_step}"

@@ -19,27 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.counter import CounterEnv
-from kit.faults import FailsNthTime, Fault, Moment, UnpickleBomb
-from kit.space_env import SpaceEnv
-
-__all__ = [
-    "CounterEnv",
-    "FailsNthTime",
-    "FaultyEnv",
-    "ForkingEnv",
-    "GlobalRandomEnv",
-    "NondeterministicEnv",
-    "PidEnv",
-    "SameArrayEnv",
-    "SlowEnv",
-    "SpaceEnv",
-    "StickyStateEnv",
-]
+from kit.faults import Fault, Moment, UnpickleBomb
 
 Observation = NDArray[np.float32]
 Reset = tuple[Observation, dict[str, Any]]
 Step = tuple[Observation, float, bool, bool, dict[str, Any]]
 
+# A bound on what a failing test leaves behind.
+CHILD_SECONDS = 60
 PER_EPISODE_MOMENTS = frozenset({"step", "call", "unpickle"})
 
 
@@ -61,7 +48,6 @@ class FaultyEnv(CounterEnv):
         self._pass("construct")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
-        """Begin an episode, or fail."""
         for index, fault in enumerate(self.faults):
             if fault.per == "episode" and fault.moment in PER_EPISODE_MOMENTS:
                 self.events[index] = 0
@@ -69,7 +55,6 @@ class FaultyEnv(CounterEnv):
         return super().reset(seed=seed, options=options)
 
     def step(self, action: np.int64) -> Step:
-        """Take a step, or fail."""
         unpicklable = self._pass("step", action)
         unpickle_fault = self._due("unpickle", action)
         observation, reward, terminated, truncated, info = super().step(action)
@@ -80,17 +65,14 @@ class FaultyEnv(CounterEnv):
         return observation, reward, terminated, truncated, info
 
     def poke(self, amount: float = 0.0) -> Any:
-        """Be poked (see `CounterEnv.poke`), or fail."""
         self._pass("call")
         return super().poke(amount)
 
     def close(self) -> None:
-        """Close, or fail."""
         self._pass("close")
         super().close()
 
     def _pass(self, moment: Moment, action: object = None) -> object:
-        """Count an event and strike if a fault is due; what comes back belongs into the result."""
         fault = self._due(moment, action)
         return None if fault is None else fault.strike()
 
@@ -149,17 +131,14 @@ class SlowEnv(CounterEnv):
         self.close_seconds = close_seconds
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
-        """Sleep, and begin an episode."""
         time.sleep(self.reset_seconds)
         return super().reset(seed=seed, options=options)
 
     def step(self, action: np.int64) -> Step:
-        """Sleep, and take a step."""
         time.sleep(self.step_seconds)
         return super().step(action)
 
     def close(self) -> None:
-        """Sleep, and close."""
         time.sleep(self.close_seconds)
         super().close()
 
@@ -179,13 +158,11 @@ class StickyStateEnv(CounterEnv):
         self._this_episode = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
-        """Begin an episode, keeping the residue of the earlier ones."""
         self.residue += self._this_episode
         self._this_episode = 0
         return super().reset(seed=seed, options=options)
 
     def step(self, action: np.int64) -> Step:
-        """Take a step that later episodes will feel."""
         result = super().step(action)
         self._this_episode += int(action) + 1
         return result
@@ -238,54 +215,42 @@ class ForkingEnv(CounterEnv):
     """Starts processes at construction and forgets about them; ``info["children"]`` of each reset names their pids.
 
     Args:
-        children: how many.
+        children: How many.
         how: ``"exec"`` starts a program; ``"fork"`` makes a bare copy of this process, which also holds every
             descriptor that this process has, so that nobody sees their end.
-        stubborn: the children ignore SIGTERM and lead sessions of their own.
-        seconds: how long they live if nobody ends them: a bound on what a failing test leaves behind.
-        counter: the arguments of `CounterEnv`.
+        stubborn: The children ignore SIGTERM and lead sessions of their own.
+        counter: The arguments of `CounterEnv`.
     """
 
     def __init__(
-        self,
-        *,
-        children: int = 1,
-        how: Literal["exec", "fork"] = "exec",
-        stubborn: bool = False,
-        seconds: int = 60,
-        **counter: Any,
+        self, *, children: int = 1, how: Literal["exec", "fork"] = "exec", stubborn: bool = False, **counter: Any
     ) -> None:
         super().__init__(**counter)
-        self.stubborn = stubborn
-        self.seconds = seconds
-        start = self._exec_child if how == "exec" else self._fork_child
-        self.children = tuple(start() for _ in range(children))
-
-    def _exec_child(self) -> int:
-        ignore = "trap '' TERM; " if self.stubborn else ""
-        command = ["/bin/sh", "-c", f"{ignore}exec sleep {self.seconds}"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=self.stubborn)
-        process.returncode = 0  # forget about it: no warning, and no reaping, when the object goes
-        return process.pid
-
-    def _fork_child(self) -> int:
-        pid = os.fork()
-        if pid == 0:
-            _live_on(stubborn=self.stubborn, seconds=self.seconds)
-        return pid
+        start = _exec_child if how == "exec" else _fork_child
+        self.children = tuple(start(stubborn) for _ in range(children))
 
     def _info(self) -> dict[str, Any]:
         return {"children": self.children}
 
 
-def _live_on(*, stubborn: bool, seconds: int) -> None:
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else signal.SIG_DFL)
-        if stubborn:
-            os.setsid()
-        time.sleep(seconds)
-    finally:
-        os._exit(0)
+def _exec_child(stubborn: bool) -> int:
+    command = ["/bin/sh", "-c", ("trap '' TERM; " if stubborn else "") + f"exec sleep {CHILD_SECONDS}"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=stubborn)
+    process.returncode = 0  # forget about it: no warning, and no reaping, when the object goes
+    return process.pid
+
+
+def _fork_child(stubborn: bool) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else signal.SIG_DFL)
+            if stubborn:
+                os.setsid()
+            time.sleep(CHILD_SECONDS)
+        finally:
+            os._exit(0)
+    return pid
 
 
 class PidEnv(CounterEnv):

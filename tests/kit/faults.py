@@ -24,30 +24,9 @@ import gymnasium
 
 from kit.counter import CounterEnv
 
-__all__ = [
-    "FailsNthTime",
-    "Fault",
-    "FaultError",
-    "Manner",
-    "Moment",
-    "TwoArgumentError",
-    "UnpickleBomb",
-    "misbehave",
-]
-
 Manner = Literal[
-    "raise",
-    "custom_exception",
-    "exit",
-    "kill",
-    "segv",
-    "abort",
-    "hang",
-    "hang_c",
-    "garbage",
-    "unpicklable",
-    "noise",
-]
+    "raise", "custom_exception", "exit", "kill", "segv", "abort", "hang", "hang_c", "garbage", "unpicklable", "noise"
+]  # fmt: skip
 """What happens: see `misbehave`."""
 
 Moment = Literal["construct", "reset", "step", "call", "close", "unpickle"]
@@ -74,23 +53,20 @@ class TwoArgumentError(Exception):
 class Fault:
     """One failure of an environment: ``Fault("kill", "step", at=7)`` is SIGKILL at the seventh step.
 
-    **Manner**: see `misbehave`.
+    It strikes before the env's state has changed.
 
-    **Moment**: ``"construct"``, ``"reset"``, ``"step"``, ``"close"``; ``"call"`` is a call of `CounterEnv.poke`;
-    ``"unpickle"`` is while the result of a step is unpickled, in the reader (by a manner that
-    raises: the others would take the reader down). A fault strikes before the env's state has changed.
-
-    **at** counts events of that moment from 1. With ``per="life"`` they are counted over the life of the env object
-    (a forked copy of it goes on from the same count; an env built anew starts at zero); with ``per="episode"`` the
-    count of steps, calls and results starts again with every reset. The fault strikes at exactly that
-    event, not at later ones. With **action**, only steps taken with that action count.
-
-    **once** makes the fault transient: it strikes only while a file of that path does not exist, and creates it just
-    before striking, so that a restarted worker passes. Without *once* the fault is permanent: a worker replayed to
-    the same event fails there again.
-
-    **exit_code** is used by the manners that exit. **ignore_sigterm** has SIGTERM ignored before striking, so that
-    only SIGKILL ends a hang.
+    Attributes:
+        manner: See `misbehave`.
+        moment: ``"call"`` is a call of `CounterEnv.poke`; ``"unpickle"`` is while the result of a step is unpickled, in
+            the reader (by a manner that raises: the others would take the reader down).
+        at: Strikes at exactly this event of that moment, counted from 1.
+        per: ``"life"``: counted over the life of the env object (a forked copy goes on from the same count; an env built
+            anew starts at zero). ``"episode"``: steps, calls and results are counted anew after every reset.
+        action: Only steps taken with this action count.
+        once: The path of a marker: strikes only while no such file is there, and makes it just before, so that a
+            restarted worker passes. Else a worker that is replayed to the same event fails there again.
+        exit_code: Of the manners that exit.
+        ignore_sigterm: SIGTERM is ignored before it strikes, so that only SIGKILL ends a hang.
     """
 
     manner: Manner
@@ -105,12 +81,11 @@ class Fault:
 
     def claim(self) -> bool:
         """Whether the fault may strike now; a transient one leaves its marker."""
-        if self.once is not None:
-            try:
+        with contextlib.suppress(FileExistsError):
+            if self.once is not None:
                 Path(self.once).touch(exist_ok=False)
-            except FileExistsError:
-                return False
-        return True
+            return True
+        return False
 
     def strike(self) -> object:
         """Fail now. Returns only for the manners that let the env go on: see `misbehave`."""
@@ -170,10 +145,10 @@ class FailsNthTime:
     """An ``env_fn`` that fails at its n-th call, counted over all processes, and else returns ``env_fn()``.
 
     Args:
-        env_fn: what builds the env.
-        counter: the path of a file that keeps count (one byte a call); it need not exist.
-        nth: which calls fail, counted from 1.
-        manner: how: see `misbehave`. The two manners that return let the env be built.
+        env_fn: What builds the env.
+        counter: The path of a file that keeps count (one byte a call); it need not exist.
+        nth: Which calls fail, counted from 1.
+        manner: How: see `misbehave`.
     """
 
     def __init__(
@@ -184,26 +159,18 @@ class FailsNthTime:
         nth: int | Iterable[int] = 1,
         manner: Manner = "raise",
     ) -> None:
-        self.env_fn = env_fn
-        self.counter = os.fspath(counter)
+        self.env_fn, self.counter, self.manner = env_fn, Path(counter), manner
         self.nth = frozenset((nth,) if isinstance(nth, int) else nth)
-        self.manner = manner
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
-        """Fail if it is time to, or build the env."""
-        call = self._count()
+        with self.counter.open("ab") as file:
+            file.write(b".")
+            file.flush()
+            # After an appending write the position is the end of *this* write: atomic without a lock.
+            call = os.lseek(file.fileno(), 0, os.SEEK_CUR)
         if call in self.nth:
             misbehave(self.manner, message=f"env_fn fails at call {call}")
         return self.env_fn()
-
-    def _count(self) -> int:
-        descriptor = os.open(self.counter, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        try:
-            os.write(descriptor, b".")
-            # After an appending write the position is the end of *this* write: atomic without a lock.
-            return os.lseek(descriptor, 0, os.SEEK_CUR)
-        finally:
-            os.close(descriptor)
 
 
 def _end_or_hang(manner: Manner, exit_code: int) -> NoReturn:

@@ -27,8 +27,6 @@ import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["HOWS", "KillPoint", "why_not"]
-
 HOWS = ("before", "after", "stop")
 # Seconds until a tracer that says nothing counts as stuck.
 STUCK_AFTER = 20.0

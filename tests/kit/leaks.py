@@ -16,23 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kit.process_table import ProcessRecord, family, mark_descendants
-
-__all__ = [
-    "Ignored",
-    "LeakError",
-    "Resources",
-    "assert_nothing_left",
-    "kept_by_libraries",
-    "multiprocessing_helpers",
-    "new_names",
-    "no_leaks",
-    "snapshot_resources",
-    "what_is_left",
-]
 
 POLL_SECONDS = 0.01
 
@@ -46,87 +33,79 @@ class LeakError(AssertionError):
 
 @dataclass(frozen=True)
 class Ignored:
-    """What may stay: typically a helper process that a library keeps for the life of the trainer.
-
-    Args:
-        pids: these processes (their children are not ignored with them).
-        descriptors: these descriptors of this process.
-        threads: threads of these names.
-
-    ``a | b`` ignores what either ignores.
-    """
+    """What may stay: processes (not their children), descriptors of this process, threads by their names."""
 
     pids: frozenset[int] = frozenset()
     descriptors: frozenset[int] = frozenset()
     threads: tuple[str, ...] = ()
 
-    def __or__(self, other: Ignored) -> Ignored:
-        return Ignored(
-            self.pids | other.pids,
-            self.descriptors | other.descriptors,
-            self.threads + other.threads,
-        )
-
 
 def multiprocessing_helpers() -> Ignored:
-    """Python's own helpers of this process: the resource tracker and the fork server, with our ends of their pipes.
-
-    And what is `kept_by_libraries`.
-    """
+    """Python's resource tracker and fork server, with our ends of their pipes; and what is `kept_by_libraries`."""
     tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
     server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
-    pids = (getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None))
-    descriptors = (getattr(tracker, "_fd", None), getattr(server, "_forkserver_alive_fd", None))
-    return Ignored(
-        pids=frozenset(pid for pid in pids if pid is not None),
-        descriptors=frozenset(descriptor for descriptor in descriptors if descriptor is not None) | kept_by_libraries,
-    )
+    pids = {getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)}
+    descriptors = {getattr(tracker, "_fd", None), getattr(server, "_forkserver_alive_fd", None)}
+    return Ignored(frozenset(pids - {None}), frozenset(descriptors - {None}) | kept_by_libraries)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process holds at a moment.
+    """What this process holds at a moment.
 
-    Args:
-        pid: the process.
-        descriptors: its open descriptors and what they lead to.
-        processes: its descendants, zombies included, by pid; also those that lost their parent, as long as they were
-            started after the first snapshot and by way of an exec.
-        shared_memory: the names in /dev/shm. They belong to the machine, not to a process: see `new_names`.
-        memory_maps: its mappings of anonymous files (memfd) and of files in /dev/shm: (name, inode) each.
-        threads: the native ids and names of its Python threads; None if not asked for.
+    Attributes:
+        descriptors: What each leads to.
+        processes: Its descendants, zombies included; also those that lost their parent, if they were started after the
+            first snapshot and by way of an exec.
+        shared_memory: The names in /dev/shm, which belong to the machine: see `new_names`.
+        memory_maps: Its mappings of anonymous files and of those in /dev/shm: (name, inode) each.
+        threads: The native ids and names of its Python threads; None if not asked for.
     """
 
-    pid: int
-    descriptors: Mapping[int, str] = field(default_factory=dict)
-    processes: Mapping[int, ProcessRecord] = field(default_factory=dict)
-    shared_memory: frozenset[str] = frozenset()
-    memory_maps: frozenset[tuple[str, int]] = frozenset()
-    threads: Mapping[int, str] | None = None
+    descriptors: Mapping[int, str]
+    processes: Mapping[int, ProcessRecord]
+    shared_memory: frozenset[str]
+    memory_maps: frozenset[tuple[str, int]]
+    threads: Mapping[int, str] | None
 
 
 def snapshot_resources(*, threads: bool = False) -> Resources:
     """What this process holds now. The first call also marks the environment, so that later descendants are known."""
-    token = mark_descendants()
+    descriptors = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile, as the one that lists the directory is
+            descriptors[int(name)] = str(Path("/proc/self/fd", name).readlink())
     return Resources(
-        pid=token.pid,
-        descriptors=_descriptors(),
-        processes=family(token),
-        shared_memory=frozenset(os.listdir("/dev/shm")),
-        memory_maps=_memory_maps(),
-        threads=_threads() if threads else None,
+        descriptors,
+        family(mark_descendants()),
+        frozenset(os.listdir("/dev/shm")),
+        _memory_maps(),
+        {one.native_id: one.name for one in threading.enumerate() if one.native_id is not None} if threads else None,
     )
 
 
-def what_is_left(before: Resources, now: Resources, ignored: Ignored = Ignored()) -> list[str]:
+def _what_is_left(before: Resources, now: Resources, ignored: Ignored) -> Iterator[str]:
     """One line for each thing that *now* has and *before* had not."""
-    return [
-        *_left_descriptors(before, now, ignored),
-        *_left_processes(before, now, ignored),
-        *(f"shared memory /dev/shm/{name}" for name in sorted(new_names(before.shared_memory, now.shared_memory))),
-        *(f"memory map {name} (inode {inode})" for name, inode in sorted(now.memory_maps - before.memory_maps)),
-        *_left_threads(before, now, ignored),
-    ]
+    # Descriptors are held against each other by what they lead to: their numbers may be dealt anew.
+    had = Counter(link for number, link in before.descriptors.items() if number not in ignored.descriptors)
+    known = before.descriptors.items()
+    for number, link in sorted(now.descriptors.items(), key=lambda item: (item not in known, item)):
+        if number not in ignored.descriptors:
+            had[link] -= 1
+            if had[link] < 0:
+                yield f"descriptor {number} -> {link}"
+    for pid, record in sorted(now.processes.items()):
+        earlier = before.processes.get(pid)
+        is_new = earlier is None or earlier.started != record.started
+        if pid not in ignored.pids and (is_new or (record.is_zombie and not earlier.is_zombie)):  # type: ignore[union-attr]
+            yield f"{'zombie' if record.is_zombie else 'process'} {record}"
+    for name in sorted(new_names(before.shared_memory, now.shared_memory)):
+        yield f"shared memory /dev/shm/{name}"
+    for name, inode in sorted(now.memory_maps - before.memory_maps):
+        yield f"memory map {name} (inode {inode})"
+    for native_id, name in sorted((now.threads or {}).items()):
+        if before.threads is not None and native_id not in before.threads and name not in ignored.threads:
+            yield f"thread {name} (native id {native_id})"
 
 
 def new_names(before: frozenset[str], now: frozenset[str]) -> frozenset[str]:
@@ -152,62 +131,32 @@ def new_names(before: frozenset[str], now: frozenset[str]) -> frozenset[str]:
 def assert_nothing_left(
     before: Resources, *, timeout: float = 2.0, ignore: Callable[[], Ignored] = multiprocessing_helpers
 ) -> None:
-    """Wait until this process holds nothing that it did not hold *before*; after *timeout* seconds fail.
+    """Wait until this process holds nothing that it did not hold *before*; fail after *timeout* seconds.
 
     Args:
-        before: a snapshot made by this process. Threads are compared if it has them.
-        timeout: how long what is on its way out may take.
-        ignore: says what may stay; it is asked anew at each look. Yours replaces the default: call
-            `multiprocessing_helpers` in it and join the two with ``|`` to keep both.
-
-    Raises:
-        LeakError: an `AssertionError` that names everything left.
+        before: A snapshot made by this process. Threads are compared if it has them.
+        timeout: How long what is on its way out may take.
+        ignore: Says what may stay, asked anew at each look.
     """
     deadline = time.monotonic() + timeout
     while True:
-        last_look = time.monotonic() >= deadline
-        now = snapshot_resources(threads=before.threads is not None)
-        left = what_is_left(before, now, ignore())
+        is_last = time.monotonic() >= deadline
+        left = list(_what_is_left(before, snapshot_resources(threads=before.threads is not None), ignore()))
         if not left:
             return
-        if last_look:
-            lines = "\n  ".join(left)
-            raise LeakError(f"{len(left)} left behind by process {before.pid} after {timeout:g} s:\n  {lines}")
+        if is_last:
+            raise LeakError("\n  ".join([f"{len(left)} left behind after {timeout:g} s:", *left]))
         time.sleep(POLL_SECONDS)
 
 
 @contextmanager
 def no_leaks(
     *, timeout: float = 2.0, ignore: Callable[[], Ignored] = multiprocessing_helpers, threads: bool = False
-) -> Iterator[Resources]:
-    """Fail if the block leaves anything behind, also when it raises (the leak is then noted on its exception)."""
+) -> Iterator[None]:
+    """Fail if the block leaves anything behind."""
     before = snapshot_resources(threads=threads)
-    try:
-        yield before
-    except BaseException as error:
-        try:
-            assert_nothing_left(before, timeout=timeout, ignore=ignore)
-        except LeakError as leak:
-            _annotate(error, str(leak))
-        raise
+    yield
     assert_nothing_left(before, timeout=timeout, ignore=ignore)
-
-
-def _annotate(error: BaseException, note: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        sys.stderr.write(note + "\n")
-
-
-def _descriptors() -> dict[int, str]:
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = str(Path("/proc/self/fd", name).readlink())
-        except FileNotFoundError:
-            continue  # closed meanwhile, as the one that lists the directory is
-    return found
 
 
 def _memory_maps(pid: str = "self") -> frozenset[tuple[str, int]]:
@@ -218,40 +167,3 @@ def _memory_maps(pid: str = "self") -> frozenset[tuple[str, int]]:
             if len(fields) == 6 and fields[5].startswith(("/memfd:", "/dev/shm/")):
                 found.add((fields[5], int(fields[4])))
     return frozenset(found)
-
-
-def _threads() -> dict[int, str]:
-    return {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
-
-
-def _left_descriptors(before: Resources, now: Resources, ignored: Ignored) -> Iterator[str]:
-    """Descriptors are held against each other by what they lead to: their numbers may be dealt anew."""
-    had = Counter(link for number, link in before.descriptors.items() if number not in ignored.descriptors)
-    for number, link in sorted(
-        now.descriptors.items(), key=lambda item: (item not in before.descriptors.items(), item)
-    ):
-        if number in ignored.descriptors:
-            continue
-        if had[link] > 0:
-            had[link] -= 1
-        else:
-            yield f"descriptor {number} -> {link}"
-
-
-def _left_processes(before: Resources, now: Resources, ignored: Ignored) -> Iterator[str]:
-    for pid, record in sorted(now.processes.items()):
-        if pid in ignored.pids:
-            continue
-        earlier = before.processes.get(pid)
-        if earlier is None or earlier.started != record.started:
-            yield f"{'zombie' if record.is_zombie else 'process'} {record}"
-        elif record.is_zombie and not earlier.is_zombie:
-            yield f"zombie {record}, which was alive before"
-
-
-def _left_threads(before: Resources, now: Resources, ignored: Ignored) -> Iterator[str]:
-    if before.threads is None or now.threads is None:
-        return
-    for native_id, name in sorted(now.threads.items()):
-        if native_id not in before.threads and name not in ignored.threads:
-            yield f"thread {name} (native id {native_id})"

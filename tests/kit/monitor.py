@@ -25,10 +25,9 @@ def monitor_itself() -> Ignored:
     client = launcher._client
     if client is None:
         return multiprocessing_helpers()
-    descriptor = client._control.fileno()
-    own = Ignored(
-        pids=frozenset([client.process.pid]),
-        descriptors=frozenset([descriptor] if descriptor >= 0 else []),
-        threads=("multienv-monitor",),
+    descriptor, others = client._control.fileno(), multiprocessing_helpers()
+    return Ignored(
+        others.pids | {client.process.pid},
+        others.descriptors | ({descriptor} if descriptor >= 0 else set()),
+        ("multienv-monitor",),
     )
-    return own | multiprocessing_helpers()

@@ -27,8 +27,6 @@ from kit import trainer_process
 from kit.leaks import LeakError, kept_by_libraries, snapshot_resources
 from kit.process_table import Mark, ProcessRecord, family, record
 
-__all__ = ["RayCluster", "wait_until"]
-
 TOKEN_VARIABLE = "MULTIENV_TEST_CLUSTER"
 CPUS = 4
 # The least that Ray takes.

@@ -11,8 +11,6 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-__all__ = ["SpaceEnv", "TokenSpace", "digest_value", "example_spaces"]
-
 
 class TokenSpace(gymnasium.Space[str]):
     """A custom space, as users write them: no shape, no dtype, nothing a batching library knows about.
@@ -25,18 +23,13 @@ class TokenSpace(gymnasium.Space[str]):
         self.size = size
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> str:
-        """A random token; masks are not understood."""
-        if mask is not None or probability is not None:
-            raise ValueError("TokenSpace samples without masks")
         return f"token-{int(self.np_random.integers(self.size))}"
 
     def contains(self, x: Any) -> bool:
-        """Whether *x* is one of the tokens."""
         return isinstance(x, str) and x in {f"token-{index}" for index in range(self.size)}
 
     @property
     def is_np_flattenable(self) -> bool:
-        """Tokens cannot be flattened."""
         return False
 
     def __eq__(self, other: object) -> bool:
@@ -44,9 +37,6 @@ class TokenSpace(gymnasium.Space[str]):
 
     def __hash__(self) -> int:
         return hash((TokenSpace, self.size))
-
-    def __repr__(self) -> str:
-        return f"TokenSpace(size={self.size})"
 
 
 class SpaceEnv(gymnasium.Env[Any, Any]):
@@ -80,14 +70,12 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
             super().reset(seed=seed)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode."""
         super().reset(seed=seed)
         self._source.seed(int(self.np_random.integers(2**31)))
         self.episode_step = 0
         return self._source.sample(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Sample the next observation, and tell which action came."""
         if not self.action_space.contains(action):
             raise ValueError(f"action {action!r} is not in {self.action_space}")
         self.episode_step += 1

@@ -32,15 +32,8 @@ import multienv
 
 TESTS = Path(__file__).parents[1]
 # And the library under test, wherever it has been imported from here.
-PLACES = [
-    TESTS / "cluster",
-    TESTS / "contract",
-    TESTS / "faults",
-    TESTS / "invariants",
-    TESTS / "cli",
-    TESTS,
-    Path(multienv.__file__).parents[1],
-]
+FOLDERS = ("cluster", "contract", "faults", "invariants", "cli", "")
+PLACES = [*(TESTS / folder for folder in FOLDERS), Path(multienv.__file__).parents[1]]
 PATH = os.pathsep.join(map(str, PLACES))
 TOKEN_VARIABLE = "MULTIENV_TEST_TRAINER"
 

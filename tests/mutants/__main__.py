@@ -32,8 +32,6 @@ from mutants.mutants import MUTANTS, Mutant
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 COPIED = ("multienv", "tests", "docs", "examples", "benchmarks", *DOCUMENTS, "setup.cfg", "pyproject.toml")
-# What pages link to.
-LINKED = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 # What is run one after the other until a test fails: the quickest first.
 STAGES: tuple[tuple[str, ...], ...] = (
     ("tests/simulation",),

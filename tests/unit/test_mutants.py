@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import multienv
-from mutants.__main__ import applied, culprit
+from mutants.__main__ import applied
 from mutants.mutants import MUTANTS, Mutant
 
 PACKAGE = Path(multienv.__file__).parent
@@ -32,22 +32,3 @@ def test_each_invariant_has_mutants_and_each_mutant_a_name_of_its_own() -> None:
     assert {mutant.invariant for mutant in MUTANTS} == set(range(1, 11))
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 30
     assert all(mutant.name.endswith(".") and "|" not in mutant.name for mutant in MUTANTS)
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        ("FAILED tests/a.py::test_b[two words] - assert 1 == 2\n", ("tests/a.py::test_b[two words]", "failed")),
-        ("ERROR tests/a.py::test_b - kit.leaks.LeakError: left\n", ("tests/a.py::test_b", "failed")),
-        (
-            "FAILED tests/a.py::test_b - Failed: Timeout (>60.0s) from pytest-timeout.\n",
-            ("tests/a.py::test_b", "hangs"),
-        ),
-        (
-            "tests/a.py::test_b[x y] PASSED [ 1%]\ntests/a.py::test_c[x y] \nTimeout!\n",
-            ("tests/a.py::test_c[x y]", "hangs"),
-        ),
-    ],
-)
-def test_the_test_that_caught_a_mutant_is_read_out_of_the_output(output: str, expected: tuple[str, str]) -> None:
-    assert culprit(output) == expected

@@ -28,12 +28,7 @@ def budget(dice: float = LARGEST_DIE, **policy: Any) -> RestartBudget:
 def test_the_first_restart_is_immediate_and_the_wait_doubles_up_to_its_limit():
     one = budget(backoff=1.0, max_backoff=8.0)
     assert [one.admit(float(now), progress=5) for now in range(7)] == pytest.approx([0, 1, 2, 4, 8, 8, 8])
-
-
-def test_a_thousand_failures_in_a_row_do_not_overflow_and_without_backoff_nothing_is_waited_for():
-    assert [budget(backoff=0.0).admit(0.0, progress=0) for _ in range(3)] == [0.0] * 3
-    one = budget(backoff=0.1, max_backoff=10.0)
-    assert [one.admit(0.0, progress=0) for _ in range(1000)][-1] == pytest.approx(10.0)
+    assert [one.admit(0.0, progress=5) for _ in range(2000)][-1] == pytest.approx(8.0)  # and overflows never
 
 
 def test_an_interrupted_recovery_is_charged_once_and_has_its_whole_time_when_it_goes_on(
@@ -81,12 +76,6 @@ def unasked() -> None:
 
 def recycling(now: list[float] | None = None, **limits: Any) -> Recycling:
     return Recycling(RestartPolicy(**limits), lambda: now[0] if now else 0.0)
-
-
-def test_no_process_is_replaced_unless_a_limit_is_given():
-    assert not recycling().wanted
-    assert recycling().due(10**9, 10**9, unasked) == ""
-    assert all(recycling(**{name: 1}).wanted for name in ("recycle_after", "max_rss", "recycle_after_steps"))
 
 
 def test_a_process_is_due_after_its_steps_counted_from_when_it_began():

@@ -7,35 +7,22 @@ import signal
 import pytest
 
 from multienv.errors import (
-    EnvError,
     MultienvError,
-    RemoteTraceback,
 )
-from multienv.events import Loss, Recovery
+from multienv.events import Loss
 from multienv.reports.texts import (
     env_error,
     exit_text,
     lost_error,
-    outcome_text,
-    what_happened,
 )
 from multienv.wire.messages import Failure
 from multienv.worker.failures import failure_of
-
-LOSS = Loss(env_index=3, cause="died", command="step", step=17, seed=42, pid=1234, exit_code=-9)
 
 
 def test_signals_are_named():
     for number in signal.Signals:
         assert number.name in exit_text(-number)
         assert ("out-of-memory" in exit_text(-number)) == (number is signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("code", "text"), [(0, "exited with code 0"), (3, "exited with code 3"), (None, "unknown"), (-200, "signal 200")]
-)
-def test_exit_codes_in_words(code, text):
-    assert text in exit_text(code)
 
 
 def test_long_last_words_keep_their_end():
@@ -50,19 +37,6 @@ def failure(error: BaseException) -> Failure:
         raise error
     except type(error) as caught:
         return failure_of(caught)
-
-
-def test_an_exception_of_a_class_that_cannot_be_had_here_arrives_as_text():
-    error = env_error(
-        Failure("simulator.Crash", "wheel lost", "Traceback …", exception=None),
-        index=None,
-        command="reset",
-        step=None,
-        seed=None,
-    )
-    assert type(error) is EnvError
-    assert "simulator.Crash: wheel lost" in str(error)
-    assert isinstance(error.__cause__, RemoteTraceback)
 
 
 class Unprintable(Exception):
@@ -90,19 +64,3 @@ def test_exceptions_of_any_kind_travel_catchable(error):
     assert isinstance(arrived, MultienvError)
     assert isinstance(arrived, type(error))
     assert type(error).__name__ in str(arrived)
-
-
-@pytest.mark.parametrize(
-    ("outcome", "cost"),
-    [("truncated", "the episode has ended"), ("raised", "an error is raised"), ("reset", "in a new process")],
-)
-def test_no_sentence_stands_twice_in_the_log(outcome, cost):
-    reason = what_happened(LOSS)
-    text = outcome_text(Recovery(LOSS, outcome, reason, 0, 0, 0.5))
-    assert text.count("was killed by SIGKILL") == 1
-    assert "(last seed 42) (pid 1234). " in text
-    assert text.endswith(f"Outcome: {outcome}, {cost}, in 0.500 s.")
-    longer = outcome_text(Recovery(LOSS, outcome, f"{reason} It cannot be brought back.", 0, 0, 0.5))
-    assert longer == f"{text} It cannot be brought back."
-    other = outcome_text(Recovery(LOSS, outcome, "It is not deterministic.", 0, 0, 0.5, report="/a b/c.json"))
-    assert other.endswith("It is not deterministic. To see it again: multienv replay '/a b/c.json'")

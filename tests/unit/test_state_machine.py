@@ -3,7 +3,6 @@
 import itertools
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,6 @@ def events(slots):
     )
 
 
-@cache
 def reachable(rules):
     """All states that a worker can get into by events that can happen, up to the counts of deaths."""
     found, todo = {State()}, [State()]
@@ -108,8 +106,10 @@ FINAL = {*RAISED, Instruction.RELEASE}
 def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
     """What ends a call leaves no request behind; any other instruction can be told again from the state alone.
 
-    So that an interrupted call finds in the state what it was about to do.
+    So that an interrupted call finds in the state what it was about to do. And no splice: once nothing brings a process
+    back, its running episode goes on in no other without a truncation, now or owed.
     """
+    everyone = set(range(rules.slots))
     states = reachable(rules)
     assert len(states) > 10
     seen = set()
@@ -119,6 +119,13 @@ def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
                 after, instruction = decide(state, event, rules)
                 assert after.process in TABLE[state.process, type(event)]
                 assert isinstance(instruction, Instruction)
+                is_lost = isinstance(event, NotRecovered) and state.process is Process.LOST
+                if is_lost and state.request is not None and state.episode is Episode.RUNNING:
+                    if state.request.kind is Kind.STEP:
+                        assert {slot for slot, _ in after.skipped} == everyone
+                    elif state.request.kind is Kind.CALL:
+                        assert instruction is Instruction.RAISE_LOST
+                        assert {slot for slot, _ in after.pending_truncations} == everyone
                 seen.add((state.process, type(event)))
                 if instruction in RAISED:
                     assert (after.request, bool(after.skipped), bool(after.deaths)) == (None, False, False)

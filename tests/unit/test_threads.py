@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from multienv.errors import UsageError
 from multienv.threads import Bell, Pool, Task, close_at_once, side_by_side
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with Pool(2, "test") as pool:
-        yield pool
-
-
-def test_a_task_that_is_started_again_is_done_once(pool: Pool) -> None:
-    calls: list[int] = []
-    task = Task(lambda: calls.append(1))
-    for _ in range(3):
-        task.start(pool)
-    for _ in range(3):
-        task.wait()
-        task.start(pool)
-    side_by_side(pool, [bool] * 4)  # whatever is queued has been taken
-    assert calls == [1]
 
 
 def test_a_task_that_has_ended_does_not_keep_the_bell_that_it_rang() -> None:

@@ -106,18 +106,6 @@ def test_of_a_single_env_all_is_compared_from_its_start_on():
         assert list(differences(b"".join(before), b"".join(after), EXACT, exact=True, starts={0: 1})) == expected
 
 
-def test_irregular_rows_of_a_slot_that_waits_are_not_compared_and_those_of_its_start_are():
-    def rows(*values: Any) -> bytes:
-        told = [None if value is None else pickle.dumps(value) for value in values]
-        return entry(INLINE, flags=IRREGULAR, irregular=pickle.dumps(told))
-
-    before = rows("a", "b", "c") * 3
-    for place, expected in enumerate([[], [1], [1]]):
-        after = [rows("a", "b", "c")] * 3
-        after[place] = rows("a", None, "c")
-        assert list(differences(before, b"".join(after), INLINE, exact=False, starts={1: 1})) == expected
-
-
 @pytest.mark.parametrize("layout", [EXACT, INLINE], ids=["exact", "rows"])
 def test_one_that_raises_and_one_that_returns_differ_but_what_was_raised_is_not_compared(layout):
     exact = layout is EXACT
@@ -129,25 +117,35 @@ def test_one_that_raises_and_one_that_returns_differ_but_what_was_raised_is_not_
     assert differences(one, other, layout, exact=exact) == {}
 
 
-def test_irregular_rows_are_compared_slot_by_slot():
-    def rows(*values: Any) -> bytes:
-        told = [None if value is None else pickle.dumps(value) for value in values]
-        return entry(INLINE, flags=IRREGULAR, irregular=pickle.dumps(told))
-
-    assert differences(rows({1, 9}, "b", "c"), rows({9, 1}, "b", "c"), INLINE, exact=False) == {}
-    assert list(differences(rows("a", "b", "c"), rows("a", "x", "c"), INLINE, exact=False)) == [1]
-    assert list(differences(rows("a", None, "c"), rows("a", "b", None), INLINE, exact=False)) == [1, 2]
+def rows(*values: Any) -> bytes:
+    """An entry whose rows fit no layout; None: that env raised."""
+    told = [None if value is None else pickle.dumps(value) for value in values]
+    return entry(INLINE, flags=IRREGULAR, irregular=pickle.dumps(told))
 
 
-def test_rows_too_large_to_be_kept_are_compared_by_digests_slot_by_slot():
-    def rows(*values: Any) -> bytes:
-        return entry(INLINE, flags=IRREGULAR, irregular=pickle.dumps([pickle.dumps(value) for value in values]))
+LARGE, OTHER = np.zeros(1000), np.ones(1000)  # kept by their digests
 
-    large, other = np.zeros(1000), np.ones(1000)
-    assert len(rows(large, large, "c")) < 1000
-    assert differences(rows(large, large, "c"), rows(large, large, "c"), INLINE, exact=False) == {}
-    assert list(differences(rows(large, large, "c"), rows(large, other, "c"), INLINE, exact=False)) == [1]
-    assert list(differences(rows(large, "b", "c"), rows("a", "b", "c"), INLINE, exact=False)) == [0]
+
+@pytest.mark.parametrize(
+    ("before", "after", "differ"),
+    [
+        (({1, 9}, "b", "c"), ({9, 1}, "b", "c"), []),
+        (("a", "b", "c"), ("a", "x", "c"), [1]),
+        (("a", None, "c"), ("a", "b", None), [1, 2]),
+        ((LARGE, LARGE, "c"), (LARGE, LARGE, "c"), []),
+        ((LARGE, LARGE, "c"), (LARGE, OTHER, "c"), [1]),
+        ((LARGE, "b", "c"), ("a", "b", "c"), [0]),
+    ],
+)
+def test_irregular_rows_are_compared_slot_by_slot_from_their_start_on(before, after, differ):
+    one, other = rows(*before), rows(*after)
+    assert len(one) < 1000
+    assert list(differences(one, other, INLINE, exact=False)) == differ
+    for place, expected in enumerate([[], differ, differ]):
+        replayed = [one] * 3
+        replayed[place] = other
+        starts = dict.fromkeys(range(SLOTS), 1)
+        assert list(differences(one * 3, b"".join(replayed), INLINE, exact=False, starts=starts)) == expected
 
 
 # --- values -----------------------------------------------------------------------------------

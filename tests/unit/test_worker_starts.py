@@ -1,4 +1,4 @@
-"""Resets at which a replay can begin: when they are told of, and how generators are put back before them."""
+"""Resets at which a replay can begin: when they are told of."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from multienv.wire.messages import Build
 from multienv.wire.segment import BUSY, STEP_SECONDS, Segment
 from multienv.worker import starts as starts_module
 from multienv.worker.env_group import EnvGroup
-
-SLOTS = 2
 
 
 class Drawing(gymnasium.Env[float, int]):
@@ -39,8 +37,7 @@ def telling_takes_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def group_with(share: float) -> EnvGroup:
-    envs = [Drawing() for _ in range(SLOTS)]
-    return EnvGroup(envs, Build(b"", False, "", None, (1, 2), None, starts=share), Segment(-1))
+    return EnvGroup([Drawing(), Drawing()], Build(b"", False, "", None, (1, 2), None, starts=share), Segment(-1))
 
 
 def told_by_resets(group: EnvGroup, number: int, *slots: int) -> list[int]:
@@ -49,13 +46,6 @@ def told_by_resets(group: EnvGroup, number: int, *slots: int) -> list[int]:
     for slot in slots:
         group.begin(slot)
     return list(group.starts.take())
-
-
-def test_the_first_reset_of_each_slot_is_told_of_once():
-    group = group_with(share=1e-9)
-    assert told_by_resets(group, 1, 0) == [0]
-    assert told_by_resets(group, 2, 1) == [1]
-    assert told_by_resets(group, 3, 0, 1) == []
 
 
 def test_resets_are_told_of_so_often_that_it_takes_a_fixed_part_of_the_time_of_the_envs():
@@ -73,9 +63,7 @@ def test_an_env_that_was_reset_after_a_short_time_is_told_of_at_a_later_reset():
     assert told_by_resets(group, 5, 0, 1) == [0, 1]
     # Each is taken to cost a tenth of a millisecond at first, and a tenth more each time: two slots, of which each
     # may take a hundredth of the time, have 12.1 steps between.
-    assert told_by_resets(group, 17, 0) == []
-    assert told_by_resets(group, 18, 0) == [0]
-    assert told_by_resets(group, 19, 1) == [1]
+    assert [told_by_resets(group, *one) for one in ((17, 0), (18, 0), (19, 1))] == [[], [0], [1]]
 
 
 @pytest.mark.parametrize("outcome", [ValueError("no episode"), "no pair"], ids=["raises", "is no pair"])
@@ -85,24 +73,6 @@ def test_a_reset_that_fails_is_not_told_of_but_the_next_one_is(outcome: Any):
     group.words[BUSY] = 1
     with pytest.raises((ValueError, TypeError)):
         group.begin(0)
-    group.begin(1)
-    assert list(group.starts.take()) == [1]
+    assert told_by_resets(group, 1, 1) == [1]
     group.envs[0].outcome = None  # type: ignore[attr-defined]
     assert told_by_resets(group, 2, 0) == [0]
-
-
-def test_what_is_told_puts_the_generators_back_before_the_same_reset_in_a_replay_and_only_there():
-    group, copy = group_with(share=1e-9), group_with(share=1e-9)
-    group.begin(1)
-    drawn = group.begin(0)[0]
-    state = group.starts.take()[0]
-    for env in copy.envs:
-        env.reset()
-    copy.starts.replaying = {0: state}
-    others = copy.begin(1)[0]
-    assert copy.starts.replaying == {0: state}
-    assert copy.begin(0)[0] == drawn != others
-    assert copy.begin(0)[0] != drawn
-    assert (copy.starts.replaying, dict(copy.starts.take())) == ({}, {}), "nothing is told of in a replay"
-    copy.starts.replaying = None
-    assert told_by_resets(copy, 1, 0, 1) == [0, 1]
