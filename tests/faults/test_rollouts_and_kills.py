@@ -85,35 +85,27 @@ def test_what_was_delivered_is_replayed_with_the_recorded_actions() -> None:
         assert (told.exact_recoveries, told.truncated_recoveries) == (1, 0)
 
 
-def test_a_replay_begins_at_a_reset_inside_a_fragment() -> None:
+@pytest.mark.parametrize("is_batch", [False, True], ids=["one env", "a batch"])
+def test_a_replay_begins_at_a_reset_inside_a_fragment(is_batch: bool) -> None:
     """The only reset that the trainer has asked for has left the journal."""
-    env_fn = partial(SlowEnv, step_seconds=0.001, count_episodes=False)
+    slow: Any = partial(SlowEnv, step_seconds=0.001, count_episodes=False)
+    quick: Any = partial(CounterEnv, count_episodes=False)
     restart = RestartPolicy(snapshots=False, backoff=0.0, journal_limit=30_000)
-    with SubprocessEnv(env_fn, restart=restart) as env, SerialEnv(partial(CounterEnv, count_episodes=False)) as twin:
-        twin.initialize()
+    with (
+        SubprocessVectorEnv([slow] * 2, envs_per_worker=2, restart=restart)
+        if is_batch
+        else SubprocessEnv(slow, restart=restart) as env,
+        SerialVectorEnv([quick] * 2) if is_batch else SerialEnv(quick) as twin,
+    ):
         for one in (env, twin):
             one.reset(seed=4)
         for _ in range(12):
             expect_same(env.rollout(constant, 50), twin.rollout(constant, 50))
         assert Killer(env).strike()
         expect_same(env.rollout(constant, 50), twin.rollout(constant, 50))
-        told = env.statistics()
+        told = env.statistics()[0] if is_batch else env.statistics()
         assert (told.exact_recoveries, told.truncated_recoveries) == (1, 0)
         assert 0 < told.replayed_steps < 400
-    env_fns = [env_fn] * 2
-    with (
-        SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=restart) as envs,
-        SerialVectorEnv([partial(CounterEnv, count_episodes=False)] * 2) as other,
-    ):
-        for batch in (envs, other):
-            batch.reset(seed=4)
-        for _ in range(12):
-            expect_same(envs.rollout(constant, 50), other.rollout(constant, 50))
-        assert Killer(envs).strike()
-        expect_same(envs.rollout(constant, 50), other.rollout(constant, 50))
-        (alone,) = envs.statistics()
-        assert (alone.exact_recoveries, alone.truncated_recoveries) == (1, 0)
-        assert 0 < alone.replayed_steps < 400
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
