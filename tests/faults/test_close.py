@@ -124,28 +124,21 @@ ENDLESS = partial(CounterEnv, horizon=None)
 
 
 @contextlib.contextmanager
-def closing(by: str, env: Any, seconds: float) -> Iterator[None]:
-    """Have the env closed so many seconds from now, by the handler of a signal or by another thread."""
+def closing(env: Any, seconds: float) -> Iterator[None]:
+    """Have the env closed so many seconds from now by another thread; by a handler: invariants/test_8."""
     closer = threading.Timer(seconds, env.close)
-    before = signal.signal(signal.SIGALRM, lambda *_: env.close())
-    closer.start() if by == "thread" else signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if by == "thread":
-            closer.join()
+    closer.start()
+    yield
+    closer.join()
 
 
-@pytest.mark.parametrize("by", ["handler", "thread"])
-def test_close_in_the_middle_of_a_step(by: str) -> None:
+def test_close_in_the_middle_of_a_step() -> None:
     moments = random.Random(2)
     for _ in range(6):
         env = SubprocessEnv(ENDLESS).initialize()
         env.reset(seed=0)
         pid = env.statistics().pid or 0
-        with closing(by, env, moments.uniform(5e-4, 3e-3)), pytest.raises(ClosedError):
+        with closing(env, moments.uniform(5e-4, 3e-3)), pytest.raises(ClosedError):
             for expected in count(1):  # each that returns is the one after the last
                 observation, _, _, truncated, _ = env.step(1)
                 assert (observation[0], truncated) == (expected, False)
@@ -167,7 +160,7 @@ def test_close_while_one_of_several_workers_is_brought_back(marker: str) -> None
     envs = SubprocessVectorEnv(fns, envs_per_worker=1, deadlines=Deadlines(close=1000), restart=policy)
     envs.reset(seed=1)
     os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
-    with closing("thread", envs, 0.3), pytest.raises(ClosedError):
+    with closing(envs, 0.3), pytest.raises(ClosedError):
         envs.step([1, 1])
 
 
@@ -177,7 +170,7 @@ def test_close_ends_the_back_off_before_a_restart() -> None:
     env = SubprocessEnv(partial(FaultyEnv, fault=Fault("exit", "step")), restart=patient, deadlines=NO_LIMIT)
     env.initialize()
     env.reset(seed=0)
-    with closing("thread", env, 0.5), pytest.raises(ClosedError):
+    with closing(env, 0.5), pytest.raises(ClosedError):
         env.step(1)
 
 

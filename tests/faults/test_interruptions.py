@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import random
 import signal
 import threading
 import time
@@ -247,40 +246,6 @@ def interruption() -> Iterator[type[BaseException]]:
     gc.enable()
     disarm()
     signal.signal(signal.SIGALRM, before)
-
-
-class WordyEnv(CounterEnv):
-    """Answers are longer than one read, some longer than a pipe holds."""
-
-    def _info(self) -> dict[str, Any]:
-        return {"words": bytes([self.episode_step % 251]) * (5_000 if self.episode_step % 2 else 150_000)}
-
-
-def test_step_with_a_long_answer_interrupted_at_random_is_completed_by_the_next(
-    interruption: type[BaseException],
-) -> None:
-    moments, hits = random.Random(3), 0
-    with SubprocessEnv(partial(WordyEnv, horizon=None)) as env:
-        env.reset(seed=0)
-        for expected in range(1, 301):
-            got = None
-            try:
-                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 2.5e-4))
-                got = env.step(1)
-                disarm()
-            except interruption:
-                hits += 1
-            observation, *_, info = got or env.step(1)
-            assert observation[0] == expected
-            assert info["words"] == WordyEnv._info(SteppedTo(expected))["words"]  # type: ignore[arg-type]
-        statistics = env.statistics()
-        assert hits > 10
-        assert statistics.exact_recoveries == statistics.losses < hits
-
-
-class SteppedTo:
-    def __init__(self, step: int) -> None:
-        self.episode_step = step
 
 
 class StrikingEnv(CounterEnv):
