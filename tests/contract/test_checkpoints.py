@@ -137,15 +137,6 @@ def test_a_damaged_one_is_refused() -> None:
         env.load_state_dict({name: state[name] for name in reversed(state)})
 
 
-def test_an_episode_that_has_outgrown_the_journal_has_no_state_dict() -> None:
-    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(journal_limit=2000)) as env:
-        env.reset(seed=0)
-        for _ in range(128):
-            env.step(1)
-        with pytest.raises(UsageError, match=r"outgrown its journal_limit"):
-            env.state_dict()
-
-
 def test_wrong_calls() -> None:
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
