@@ -8,11 +8,11 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("absent", ["stable_baselines3", "torch"])
-def test_without_stable_baselines3_the_extra_is_named(absent):
+@pytest.mark.parametrize("skipped", ["stable_baselines3", "torch"])
+def test_without_stable_baselines3_the_extra_is_named(skipped):
     code = f"""
 import sys
-sys.modules[{absent!r}] = None
+sys.modules[{skipped!r}] = None
 import multienv
 try:
     import multienv.adapters.stable_baselines3
@@ -26,16 +26,16 @@ except ImportError as error:
 
 
 @pytest.mark.parametrize(
-    ("extra", "absent", "used"),
+    ("extra", "skipped", "used"),
     [
         ("prometheus", "prometheus_client", "import multienv.adapters.prometheus"),
         ("tensorboard", "tensorboard", "from multienv.adapters.tensorboard import *; TensorBoardExporter('runs')"),
     ],
 )
-def test_without_the_library_of_an_exporter_the_extra_is_named(extra, absent, used):
+def test_without_the_library_of_an_exporter_the_extra_is_named(extra, skipped, used):
     code = f"""
 import sys
-sys.modules[{absent!r}] = None
+sys.modules[{skipped!r}] = None
 try:
     {used}
 except ImportError as error:

@@ -65,12 +65,12 @@ def test_a_kill_that_is_healed(reports: Path) -> None:
     assert found.replay is not None
     assert found.layout is not None
     entries = list(split_entries(found.replay.entries, found.end))
-    shown = [np.frombuffer(entry.stretch, np.float32, 4, found.layout.shown) for entry in entries]
+    shown = [np.frombuffer(entry.record, np.float32, 4, found.layout.shown) for entry in entries]
     assert (np.stack(shown) == np.stack([first, *seen])).all()
-    assert [entry.stretch[16] for entry in entries[1:]] == [0, 1, 1]
+    assert [entry.record[16] for entry in entries[1:]] == [0, 1, 1]
     (pending,) = split_entries(found.pending, found.end)
-    assert (pending.is_step, pending.stretch[16]) == (True, 1)
-    assert message_of(entries[0].stretch[0], entries[0].request_mail).seeds == (5,)
+    assert (pending.is_step, pending.record[16]) == (True, 1)
+    assert message_of(entries[0].record[0], entries[0].request_payload).seeds == (5,)
 
 
 # --- where they lie -------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_of_a_journal_that_is_too_large_for_a_report_the_end_is_kept(reports: Pa
     report, requests = pickle.loads(pickled.read_bytes()), document["journal"]["requests"]
     entries = list(split_entries(report.replay.entries, report.end))
     assert [entry.number for entry in entries] == list(range(entries[-1].number + 1 - requests, entries[-1].number + 1))
-    assert np.frombuffer(entries[-1].stretch, np.float32, 1, HEAD.size) == np.float32(149 / 150)
+    assert np.frombuffer(entries[-1].record, np.float32, 1, HEAD.size) == np.float32(149 / 150)
     with pytest.raises(UsageError, match=rf"32 MiB at most, and has only the last {requests} of 151 requests"):
         load(path)
 

@@ -43,7 +43,7 @@ class FileEnv(CounterEnv):
 
 
 class WideEnv(NondeterministicEnv):
-    """Observes float64 where its space says float32: of a single env that travels as mail."""
+    """Observes float64 where its space says float32: of a single env that travels as payload."""
 
     def _observe(self) -> Any:
         return super()._observe().astype(np.float64)
@@ -70,7 +70,7 @@ def unrepeatable(what: str, directory: Path) -> Any:
         "file": partial(FileEnv, str(directory / "file")),
         "chance in the observation": partial(chance, since=2, shown_in="observation"),
         "chance in the reward": partial(chance, since=2, shown_in="reward"),
-        "chance in mail": partial(WideEnv, horizon=None, since=2, shown_in="observation"),
+        "chance in payload": partial(WideEnv, horizon=None, since=2, shown_in="observation"),
     }[what]
 
 
@@ -84,10 +84,10 @@ RUNGS = {"journal": REPLAY, "snapshot": RestartPolicy(snapshot_every=4)}
         *(("file", kind, rung) for kind in AND_ASYNC for rung in RUNGS),
         *(
             (f"chance in {what}", kind, "journal")
-            for what in ("the observation", "the reward", "mail")
+            for what in ("the observation", "the reward", "payload")
             for kind in KINDS
         ),
-        ("chance in mail", "vector_env", "snapshot"),
+        ("chance in payload", "vector_env", "snapshot"),
     ],
 )
 def test_an_env_that_does_otherwise_the_second_time_is_truncated(

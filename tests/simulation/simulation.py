@@ -34,7 +34,7 @@ from multienv.recovery import hot_path
 from multienv.threads import Bell
 from multienv.wire.banks import STEP, STEPPED
 from multienv.wire.messages import Build
-from multienv.wire.segment import BUSY, PID, REPLAYING, REPLY, REPLY_MAIL, REQUEST, SLOT, WORKER_SLEEPS, Segment
+from multienv.wire.segment import BUSY, PID, REPLAYING, REPLY, REPLY_PAYLOAD, REQUEST, SLOT, WORKER_SLEEPS, Segment
 from multienv.worker.host import Host
 
 KILLED, CRASHED = -9, -11
@@ -55,7 +55,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     ),
     "ask": ("before", "executed", "garbage", "hang"),
     "replay": ("in the env",),
-    "wake": ("absent", "no descriptors", "dead", "mute"),
+    "wake": ("skipped", "no descriptors", "dead", "mute"),
 }
 
 
@@ -300,7 +300,7 @@ class SimulatedLauncher:
         with in_process(simulation):
             fault = simulation.count(self.worker, "wake")
             point = "" if fault is None else fault.point
-            if point == "absent":
+            if point == "skipped":
                 return None
             if point == "no descriptors":
                 raise OSError(errno.EMFILE, "Too many open files")
@@ -334,7 +334,7 @@ class SimulatedProcess:
         self.segment.words[PID] = self.pid
         self.segment.words[WORKER_SLEEPS] = int(simulation.eager)
         self.host = Host(self.segment, on_build=self._note_build, on_keep=self._keep)
-        self.past: list[tuple[int, bytes, bytes]] = []  # requests executed: number, bank, mail
+        self.past: list[tuple[int, bytes, bytes]] = []  # requests executed: number, bank, payload
         self.begun: int | None = None
         self.snapshot: tuple[int, int] | None = None
         self.every = -1
@@ -362,12 +362,12 @@ class SimulatedProcess:
         self.simulation.kept[token] = (self, (number, len(self.past) - 1))  # without the request to keep it
         return ""
 
-    def _repeat(self, number: int, bank: bytes, mail: bytes) -> None:
+    def _repeat(self, number: int, bank: bytes, payload: bytes) -> None:
         side = self.segment.banks[number & 1]
         side.view[: len(bank)] = bank
-        self.segment.write_request_mail(number, mail)
+        self.segment.write_request_payload(number, payload)
         self._handle(number)
-        self.past.append((number, bank, mail))
+        self.past.append((number, bank, payload))
 
     def execute(self, number: int) -> None:
         """Execute a request, or what the schedule has in its place. Raises KeyboardInterrupt where it says so."""
@@ -387,7 +387,7 @@ class SimulatedProcess:
             self.end(fault.code)
             return
         side = self.segment.banks[number & 1]
-        self.past.append((number, bytes(side.view), self.segment.read_request_mail(number)))
+        self.past.append((number, bytes(side.view), self.segment.read_request_payload(number)))
         try:
             rolled = self._handle(number)
         except SimulatedDeath:
@@ -398,8 +398,8 @@ class SimulatedProcess:
             self.end(fault.code)
             return
         if fault is not None and point == "garbage":
-            side.view[2], words[REPLY_MAIL + (number & 1)] = 0x7F, 0
-            self.segment.write_reply_mail(number, b"\x80garbage")
+            side.view[2], words[REPLY_PAYLOAD + (number & 1)] = 0x7F, 0
+            self.segment.write_reply_payload(number, b"\x80garbage")
         words[REPLY] = number
         if number > 0:
             launcher.is_answered = launcher.is_answered or point != "garbage"

@@ -78,7 +78,7 @@ def copy_of(journal: Journal) -> Journal:
 
 
 class Asked(NamedTuple):
-    """What the model knows of a request: its entry, or its mail."""
+    """What the model knows of a request: its entry, or its payload."""
 
     number: int
     data: bytes
@@ -100,10 +100,10 @@ class Model(RuleBasedStateMachine):
         self.episodes(episodes, {*range(SLOTS)})
 
     def begin(self) -> None:
-        mails = [one.data for one in self.lasting]
-        assert self.journal.all_lasting() == tuple(mails)
-        self.journal.begin(self.number, mails)
-        self.lasting = [Asked(self.number, mail) for mail in mails]
+        payloads = [one.data for one in self.lasting]
+        assert self.journal.all_lasting() == tuple(payloads)
+        self.journal.begin(self.number, payloads)
+        self.lasting = [Asked(self.number, payload) for payload in payloads]
         self.asked: list[Asked] = []
         self.starts: list[list[Start]] = [[] for _ in range(SLOTS)]
         self.ended = [0] * SLOTS
@@ -129,17 +129,17 @@ class Model(RuleBasedStateMachine):
     @rule(
         skipped=st.integers(0, 2),
         entry=st.binary(min_size=2, max_size=2 * STRIDE),
-        mail=st.sampled_from([b"", b"call", b"set another attribute"]),
+        payload=st.sampled_from([b"", b"call", b"set another attribute"]),
         ended=SOME_SLOTS,
         started=SOME_SLOTS,
         cuts=CUTS,
     )
-    def ask(self, skipped: int, entry: bytes, mail: bytes, ended: set[int], started: set[int], cuts: Any) -> None:
+    def ask(self, skipped: int, entry: bytes, payload: bytes, ended: set[int], started: set[int], cuts: Any) -> None:
         """Log another request, in which episodes end and begin; some before it were not recorded."""
         self.number = number = self.number + skipped + 1
-        self.repeat(lambda: self.journal.log(number, entry, mail), cuts)
+        self.repeat(lambda: self.journal.log(number, entry, payload), cuts)
         self.asked.append(Asked(number, entry))
-        self.lasting += [Asked(number, mail)] * bool(mail)
+        self.lasting += [Asked(number, payload)] * bool(payload)
         self.repeat(lambda: self.journal.note_ends(sorted(ended), number), cuts)
         for slot in ended:
             self.ended[slot] = number
@@ -155,10 +155,12 @@ class Model(RuleBasedStateMachine):
             self.ask(0, b"reset", b"", set(), slots, [])
             self.ask(0, b"step", b"", slots, set(), [])
 
-    @rule(length=st.integers(1, 2 * STRIDE), mail=st.binary(max_size=3), place=st.none() | st.integers(0, 9), cuts=CUTS)
-    def lose_what_was_not_committed(self, length: int, mail: bytes, place: int | None, cuts: Any) -> None:
+    @rule(
+        length=st.integers(1, 2 * STRIDE), payload=st.binary(max_size=3), place=st.none() | st.integers(0, 9), cuts=CUTS
+    )
+    def lose_what_was_not_committed(self, length: int, payload: bytes, place: int | None, cuts: Any) -> None:
         """The process is lost when some requests, as of a rollout, were logged, and not all of that was done."""
-        interrupted(lambda: self.journal.log(self.number + 1, bytes(length), mail), place)
+        interrupted(lambda: self.journal.log(self.number + 1, bytes(length), payload), place)
         if place is None:
             self.journal.log(self.number + 2, bytes(length))
         self.repeat(lambda: self.journal.cut(self.number), cuts)

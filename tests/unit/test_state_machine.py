@@ -78,7 +78,7 @@ def can_happen(state, event, rules):
     if (state.process, type(event)) not in TABLE or state.process is Process.CLOSED:
         return False
     if isinstance(event, Asked):  # the supervisor refuses the others before
-        may_step = state.episode in (Episode.RUNNING, Episode.OWED)
+        may_step = state.episode in (Episode.RUNNING, Episode.TRUNCATED)
         return state.request is None and (event.request.kind is not Kind.STEP or may_step)
     if isinstance(event, Replied):
         waits = instruction_of(state, rules) in (Instruction.ASK, Instruction.TRUNCATE)
@@ -109,7 +109,7 @@ def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
                 assert isinstance(instruction, Instruction)
                 seen.add((state.process, type(event)))
                 if instruction in RAISED:
-                    assert (after.request, bool(after.absent), bool(after.deaths)) == (None, False, False)
+                    assert (after.request, bool(after.skipped), bool(after.deaths)) == (None, False, False)
                 elif instruction not in FINAL and (type(event), state.process) != (Lost, Process.BUILDING):
                     assert instruction is instruction_of(after, rules), (state, event)
     assert {process for process, _ in seen} >= {Process.NONE, Process.BUILDING, Process.READY}
@@ -127,18 +127,18 @@ def test_a_running_episode_whose_process_nothing_brings_back_is_truncated_and_ne
             if state.process is Process.LOST and state.request is not None and state.episode is Episode.RUNNING:
                 after, instruction = decide(state, NotRecovered("no way"), rules)
                 if state.request.kind is Kind.STEP:
-                    assert {slot for slot, _ in after.absent} == set(range(rules.slots))
+                    assert {slot for slot, _ in after.skipped} == set(range(rules.slots))
                 elif state.request.kind is Kind.CALL:
                     assert instruction is Instruction.RAISE_LOST
-                    assert {slot for slot, _ in after.owed} == set(range(rules.slots))
+                    assert {slot for slot, _ in after.pending_truncations} == set(range(rules.slots))
 
 
 def test_a_masked_reset_pays_only_what_its_slots_owe():
     rules = Rules(slots=3, resets_itself=True)
-    state = State(Process.READY, Episode.RUNNING, owed=((0, "lost"), (2, "lost")))
+    state = State(Process.READY, Episode.RUNNING, pending_truncations=((0, "lost"), (2, "lost")))
     state, _ = decide(state, Asked(Request(Kind.RESET, "reset", touched=(True, False, False))), rules)
     state, _ = decide(state, Replied(), rules)
-    assert state.owed == ((2, "lost"),)
+    assert state.pending_truncations == ((2, "lost"),)
 
 
 def test_the_diagram_in_the_docs_is_that_of_the_table():

@@ -35,16 +35,16 @@ EXACT = BankLayout(1, 8, (8,))
 
 
 def entry(layout: BankLayout, *, number: int = 1, kind: int = STEP, reply: int = STEPPED, tag: int = 1, flags: int = 0,
-          reward_tag: int = 0, evidence: bytes = b"", **change: Any) -> bytes:  # fmt: skip
+          reward_tag: int = 0, irregular: bytes = b"", **change: Any) -> bytes:  # fmt: skip
     """One entry; ``change``: where in the bank, which slot and what value."""
     bank = Bank(layout, memoryview(bytearray(layout.size)), 0)
-    HEAD.pack_into(bank.view, 0, kind, tag, reply, flags, reward_tag, number, len(evidence))
+    HEAD.pack_into(bank.view, 0, kind, tag, reply, flags, reward_tag, number, len(irregular))
     for name, (slot, value) in change.items():
         if name.startswith("leaf"):
             bank.leaf(int(name[4:]), (layout.leaf_bytes[int(name[4:])],), np.uint8)[slot, -1] = value
         else:
             getattr(bank, name)[slot] = value
-    return entry_of(bank, b"mail", evidence, exact=layout is EXACT)
+    return entry_of(bank, b"payload", irregular, exact=layout is EXACT)
 
 
 CHANGES = [
@@ -109,7 +109,7 @@ def test_of_a_single_env_all_is_compared_from_its_start_on():
 def test_irregular_rows_of_a_slot_that_waits_are_not_compared_and_those_of_its_start_are():
     def rows(*values: Any) -> bytes:
         told = [None if value is None else pickle.dumps(value) for value in values]
-        return entry(INLINE, flags=IRREGULAR, evidence=pickle.dumps(told))
+        return entry(INLINE, flags=IRREGULAR, irregular=pickle.dumps(told))
 
     before = rows("a", "b", "c") * 3
     for place, expected in enumerate([[], [1], [1]]):
@@ -132,7 +132,7 @@ def test_one_that_raises_and_one_that_returns_differ_but_what_was_raised_is_not_
 def test_irregular_rows_are_compared_slot_by_slot():
     def rows(*values: Any) -> bytes:
         told = [None if value is None else pickle.dumps(value) for value in values]
-        return entry(INLINE, flags=IRREGULAR, evidence=pickle.dumps(told))
+        return entry(INLINE, flags=IRREGULAR, irregular=pickle.dumps(told))
 
     assert differences(rows({1, 9}, "b", "c"), rows({9, 1}, "b", "c"), INLINE, exact=False) == {}
     assert list(differences(rows("a", "b", "c"), rows("a", "x", "c"), INLINE, exact=False)) == [1]
@@ -141,7 +141,7 @@ def test_irregular_rows_are_compared_slot_by_slot():
 
 def test_rows_too_large_to_be_kept_are_compared_by_digests_slot_by_slot():
     def rows(*values: Any) -> bytes:
-        return entry(INLINE, flags=IRREGULAR, evidence=pickle.dumps([pickle.dumps(value) for value in values]))
+        return entry(INLINE, flags=IRREGULAR, irregular=pickle.dumps([pickle.dumps(value) for value in values]))
 
     large, other = np.zeros(1000), np.ones(1000)
     assert len(rows(large, large, "c")) < 1000

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multienv.wire.banks import (
-    ABSENT,
     ENDED,
     FAILED,
     HEAD,
     IRREGULAR,
     MESSAGE,
     RAISED,
+    SKIPPED,
     STEP,
     STEPPED,
     VALUE,
@@ -31,7 +31,7 @@ from multienv.wire.banks import (
     split_entries,
 )
 from multienv.wire.codecs import layout_of_envs
-from multienv.wire.segment import CONTROL_SIZE, REPLY_MAIL, REQUEST, Segment
+from multienv.wire.segment import CONTROL_SIZE, REPLY_PAYLOAD, REQUEST, Segment
 
 LAYOUTS = st.builds(
     BankLayout, st.integers(1, 9), st.integers(0, 40), st.lists(st.integers(0, 700), max_size=4).map(tuple)
@@ -49,7 +49,7 @@ def bank_of(layout: BankLayout, fill: int = 0) -> Bank:
 
 HEADS = st.tuples(
     st.sampled_from([STEP, MESSAGE]),
-    st.sampled_from([0, 1, 2, 8, ABSENT, ABSENT + 1]),
+    st.sampled_from([0, 1, 2, 8, SKIPPED, SKIPPED + 1]),
     st.sampled_from([STEPPED, VALUE, FAILED]),
     st.integers(0, ENDED | RAISED | IRREGULAR),
     st.integers(0, 5),
@@ -59,45 +59,47 @@ HEADS = st.tuples(
 
 @st.composite
 def answered(draw: st.DrawFn) -> tuple[BankLayout, tuple[int, ...], bytes, bytes, bytes]:
-    """A layout, a head without evidence, what is written behind it, request mail and evidence."""
+    """A layout, a head without irregular part, what is written behind it, request payload and irregular part."""
     layout = draw(LAYOUTS)
     head = draw(HEADS)
     body = draw(st.binary(min_size=layout.end - HEAD.size, max_size=layout.end - HEAD.size))
     return layout, head, body, draw(st.binary(max_size=30)), draw(st.binary(max_size=30))
 
 
-def entry_in(layout: BankLayout, head: tuple[int, ...], body: bytes, mail: bytes, evidence: bytes) -> bytes:
+def entry_in(layout: BankLayout, head: tuple[int, ...], body: bytes, payload: bytes, irregular: bytes) -> bytes:
     bank = bank_of(layout)
-    bank.stretch[:] = HEAD.pack(*head, len(evidence)) + body
-    return entry_of(bank, mail, evidence, exact=True)
+    bank.record[:] = HEAD.pack(*head, len(irregular)) + body
+    return entry_of(bank, payload, irregular, exact=True)
 
 
 @given(st.lists(answered(), min_size=1, max_size=6))
 def test_entries_come_apart_as_they_were_put_together(requests):
     layout = requests[0][0]
-    bodies = [(head, (body * layout.end)[: layout.end - HEAD.size].ljust(layout.end - HEAD.size, b"x"), mail, evidence)
-              for _, head, body, mail, evidence in requests]  # fmt: skip
+    bodies = [(head, (body * layout.end)[: layout.end - HEAD.size].ljust(layout.end - HEAD.size, b"x"), payload, irregular)
+              for _, head, body, payload, irregular in requests]  # fmt: skip
     packed = [entry_in(layout, *parts) for parts in bodies]
     entries = list(split_entries(b"".join(packed), layout.end))
     assert [entry.packed() for entry in entries] == packed
-    for entry, (head, _, mail, evidence) in zip(entries, bodies, strict=True):
+    for entry, (head, _, payload, irregular) in zip(entries, bodies, strict=True):
         assert entry.number == head[5]
         assert entry.is_step == (head[0] == STEP)
-        plain = is_plain(entry.stretch)
-        assert plain == (head[0] == STEP and bool(head[1] & ~ABSENT) and head[2] == STEPPED and not head[3] & IRREGULAR)
-        assert (entry.request_mail, entry.evidence) == ((b"", b"") if plain else (mail, evidence))
+        plain = is_plain(entry.record)
+        assert plain == (
+            head[0] == STEP and bool(head[1] & ~SKIPPED) and head[2] == STEPPED and not head[3] & IRREGULAR
+        )
+        assert (entry.request_payload, entry.irregular) == ((b"", b"") if plain else (payload, irregular))
 
 
 def parts_used(layout: BankLayout, head: tuple[int, ...]) -> list[slice]:
-    """What of a stretch the request and the reply use, by their head alone."""
+    """What of a record the request and the reply use, by their head alone."""
     kind, tag, reply, flags, *_ = head
     parts = [slice(0, HEAD.size)]
     if kind == MESSAGE and reply != STEPPED:  # it has no rows
         return parts
-    if tag & ~ABSENT:
+    if tag & ~SKIPPED:
         parts.append(slice(layout.actions, layout.actions + layout.action_bytes))
-    if tag & ABSENT:
-        parts.append(slice(layout.absent, layout.absent + layout.slots))
+    if tag & SKIPPED:
+        parts.append(slice(layout.skipped, layout.skipped + layout.slots))
     if reply == STEPPED:
         parts.append(slice(layout.rewards, layout.failed + layout.slots))
         if not flags & IRREGULAR:
@@ -105,26 +107,26 @@ def parts_used(layout: BankLayout, head: tuple[int, ...]) -> list[slice]:
     return parts
 
 
-EVERYTHING = (STEP, ABSENT + 1, STEPPED, 0)
+EVERYTHING = (STEP, SKIPPED + 1, STEPPED, 0)
 
 
 @given(answered(), st.binary(min_size=1, max_size=9))
 def test_equal_requests_with_equal_outcomes_are_equal_bytes_whatever_the_bank_held_before(request_, before):
-    layout, head, body, mail, evidence = request_
+    layout, head, body, payload, irregular = request_
     plain = is_plain(HEAD.pack(*head, 0))
-    written = HEAD.pack(*head, len(evidence)) + body
+    written = HEAD.pack(*head, len(irregular)) + body
     found = []
     for content in (bytes(layout.end), (before * layout.end)[: layout.end]):
         bank = bank_of(layout)
         for part in parts_used(layout, EVERYTHING):  # not what lies between: nobody writes there
-            bank.stretch[part] = (written if plain else content)[part]  # a plain step writes all that is compared
+            bank.record[part] = (written if plain else content)[part]  # a plain step writes all that is compared
         for part in parts_used(layout, head):
-            bank.stretch[part] = written[part]
-        found.append(entry_of(bank, mail, evidence, exact=True))
+            bank.record[part] = written[part]
+        found.append(entry_of(bank, payload, irregular, exact=True))
     assert found[0] == found[1]
     (entry,) = split_entries(found[0], layout.end)
     for part in parts_used(layout, head):
-        assert entry.stretch[part] == written[part], "something that was used is not in the entry"
+        assert entry.record[part] == written[part], "something that was used is not in the entry"
 
 
 # --- the segment ------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def test_banks_are_laid_out_by_both_sides_in_any_order(sides, order):
     trainer.banks[1].view[0] = worker.words[REQUEST] = 77
     for what in order:
         if what == "write":
-            worker.write_reply_mail(1, b"written while the layout changes")
+            worker.write_reply_payload(1, b"written while the layout changes")
         else:
             {"trainer": trainer, "worker": worker}[what].lay_out(layout)
     for side in (0, 1):
@@ -156,7 +158,7 @@ def test_banks_are_laid_out_by_both_sides_in_any_order(sides, order):
     for side in (0, 1):
         assert (trainer.banks[side].leaf(0, (400,), np.float32) == side + 1).all()
         assert (trainer.banks[side].rewards == -side).all()
-    assert trainer.read_reply_mail(1) == b"written while the layout changes"
+    assert trainer.read_reply_payload(1) == b"written while the layout changes"
     assert trainer.words[REQUEST] == 77
     assert os.fstat(trainer.descriptor).st_size >= CONTROL_SIZE + 2 * layout.size
 
@@ -165,11 +167,11 @@ def test_laying_out_cuts_nothing_off_that_the_other_side_writes_meanwhile(sides,
     trainer, worker = sides
     before = os.fstat(trainer.descriptor)
     worker.lay_out(BankLayout(9, 0, (8000,)))
-    worker.write_reply_mail(1, b"mail")
+    worker.write_reply_payload(1, b"payload")
     with monkeypatch.context() as patched:
         patched.setattr(os, "fstat", lambda descriptor: before)  # it looked before the other side wrote
         trainer.lay_out(BankLayout(9, 0, (8000,)))
-    assert trainer.read_reply_mail(1) == b"mail"
+    assert trainer.read_reply_payload(1) == b"payload"
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**20 + 1, 2**24])
@@ -178,24 +180,24 @@ def test_mail_of_any_size_arrives_and_may_be_read_twice(sides, shared, size):
     trainer, worker = sides if shared else (Segment(-1),) * 2
     request, reply = os.urandom(min(size, 4096)) * (size // 4096 or 1), b"r" * size
     request = request[:size].ljust(size, b"q")
-    trainer.write_request_mail(6, request)
-    worker.write_reply_mail(6, reply)
-    trainer.write_request_mail(7, b"the next request")
-    worker.write_reply_mail(-3, b"odd, and the supervisor's own")
-    assert worker.read_request_mail(6) == worker.read_request_mail(6) == request
-    assert trainer.read_reply_mail(6) == trainer.read_reply_mail(6) == reply
-    assert worker.read_request_mail(7) == b"the next request"
-    assert trainer.read_reply_mail(7) == b"odd, and the supervisor's own"
-    assert trainer.words[REPLY_MAIL] == size
-    worker.write_reply_mail(6, b"")
-    assert (trainer.read_reply_mail(6), trainer.words[REPLY_MAIL]) == (b"", 0)
+    trainer.write_request_payload(6, request)
+    worker.write_reply_payload(6, reply)
+    trainer.write_request_payload(7, b"the next request")
+    worker.write_reply_payload(-3, b"odd, and the supervisor's own")
+    assert worker.read_request_payload(6) == worker.read_request_payload(6) == request
+    assert trainer.read_reply_payload(6) == trainer.read_reply_payload(6) == reply
+    assert worker.read_request_payload(7) == b"the next request"
+    assert trainer.read_reply_payload(7) == b"odd, and the supervisor's own"
+    assert trainer.words[REPLY_PAYLOAD] == size
+    worker.write_reply_payload(6, b"")
+    assert (trainer.read_reply_payload(6), trainer.words[REPLY_PAYLOAD]) == (b"", 0)
 
 
 def test_mail_that_is_not_all_there_is_an_error_and_no_short_answer(sides):
     trainer, worker = sides
-    worker.words[REPLY_MAIL] = 1000
+    worker.words[REPLY_PAYLOAD] = 1000
     with pytest.raises(EOFError, match="1000 bytes"):
-        trainer.read_reply_mail(2)
+        trainer.read_reply_payload(2)
 
 
 # --- digests ----------------------------------------------------------------------------------
