@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import threading
 from pathlib import Path
@@ -102,17 +101,11 @@ class SurroundingsEnv(CounterEnv):
     def directory(self) -> str:
         return os.getcwd()
 
-    def arguments(self) -> list[str]:
-        return sys.argv
-
     def input(self) -> tuple[str, bytes]:
         return sys.stdin.read(), os.read(0, 100)
 
     def hash_of(self, text: str) -> int:
         return hash(text)
-
-    def global_draws(self) -> tuple[list[float], list[float]]:
-        return [random.random() for _ in range(3)], np.random.random(3).tolist()
 
 
 class CallableAttributes(gymnasium.Wrapper[Any, Any, Any, Any]):

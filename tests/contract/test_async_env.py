@@ -245,16 +245,6 @@ async def test_a_worker_killed_while_its_step_is_awaited_is_brought_back_beside_
         assert threads == {threading.get_ident()}
 
 
-@in_a_loop
-async def test_an_action_is_the_one_that_was_given_whatever_becomes_of_the_array() -> None:
-    action = np.array(1)
-    async with AsyncEnv(CounterEnv) as env:
-        await env.reset(seed=0)
-        step = asyncio.create_task(env.step(action))
-        asyncio.get_running_loop().call_soon(action.fill, 3)
-        assert (await step)[0][3] == 1
-
-
 # --- deadlines ----------------------------------------------------------------------------------------
 
 
@@ -312,20 +302,6 @@ async def test_the_next_step_completes_a_cancelled_one(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_a_reset_drops_a_cancelled_step(tmp_path: Path) -> None:
-    async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
-        await env.reset(seed=0)
-        await cancelled(await started(env, tmp_path))
-        reset = asyncio.create_task(env.reset(seed=1))
-        await asyncio.sleep(0.1)
-        assert not reset.done()  # the env is still at it
-        (tmp_path / "gate").touch()
-        observation, info = await reset
-        assert (observation[0], info) == (0, {})
-        assert (await env.step(GO))[0][0] == 1
-
-
-@in_a_loop
 async def test_the_next_rollout_completes_a_cancelled_one(tmp_path: Path) -> None:
     async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
         await env.reset(seed=0)
@@ -339,9 +315,18 @@ async def test_the_next_rollout_completes_a_cancelled_one(tmp_path: Path) -> Non
 
 
 @in_a_loop
-async def test_a_cancelled_call_is_completed_by_the_next_one_of_any_name(tmp_path: Path) -> None:
+async def test_a_reset_drops_a_cancelled_step_and_any_call_completes_a_cancelled_call(tmp_path: Path) -> None:
     async with AsyncEnv(partial(GateEnv, tmp_path)) as env:
         await env.reset(seed=0)
+        await cancelled(await started(env, tmp_path))
+        reset = asyncio.create_task(env.reset(seed=1))
+        await asyncio.sleep(0.1)
+        assert not reset.done()  # the env is still at it
+        (tmp_path / "gate").touch()
+        observation, info = await reset
+        assert (observation[0], info) == (0, {})
+        for path in ("gate", "waits"):
+            (tmp_path / path).unlink()
         await cancelled(await started(env, tmp_path, env.call("wait")))
         (tmp_path / "gate").touch()
         observation, *_, info = await env.step(GO)
@@ -385,23 +370,6 @@ async def test_a_build_that_was_cancelled_goes_on(tmp_path: Path) -> None:
         assert env.statistics().restarts == 0
     finally:
         await env.close()
-
-
-def test_ctrl_c_leaves_the_step_to_the_next_loop(tmp_path: Path) -> None:
-    env = AsyncEnv(partial(GateEnv, tmp_path))
-
-    async def interrupted() -> None:
-        await env.reset(seed=0)
-        await started(env, tmp_path)
-        threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-        await asyncio.Event().wait()
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(interrupted())
-    (tmp_path / "gate").touch()
-    observation, *_, info = asyncio.run(env.step(GO))
-    assert (observation[0], observation[2], info) == (1, WAIT, {"multienv": {"resumed": True}})
-    asyncio.run(env.close())
 
 
 def test_a_call_in_a_loop_that_was_closed_is_completed_in_the_next(tmp_path: Path) -> None:

@@ -54,14 +54,8 @@ def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
     with SubprocessEnv(env_fn) as env:
         actions = [env.action_space.sample() for _ in range(60)]
         env.reset(seed=4)
-        ended = False
-        for action in actions[:steps]:
-            if ended:
-                env.reset()
-                ended = False
-                continue
-            _, _, terminated, truncated, _ = env.step(action)
-            ended = terminated or truncated
+        before = go_on(env, actions[:steps], ended=False)
+        ended = bool(before) and any(before[-1][2:])
         state = pickle.loads(pickle.dumps(env.state_dict()))
         expected = go_on(env, actions, ended=ended)
     with SubprocessEnv(env_fn) as other:
@@ -141,15 +135,6 @@ def test_a_damaged_one_is_refused() -> None:
                 env.load_state_dict(one)
         assert env.statistics().pid == pid
         env.load_state_dict({name: state[name] for name in reversed(state)})
-
-
-def test_an_episode_that_has_outgrown_the_journal_has_no_state_dict() -> None:
-    with SubprocessEnv(partial(CounterEnv, horizon=None), restart=RestartPolicy(journal_limit=2000)) as env:
-        env.reset(seed=0)
-        for _ in range(128):
-            env.step(1)
-        with pytest.raises(UsageError, match=r"outgrown its journal_limit"):
-            env.state_dict()
 
 
 def test_wrong_calls() -> None:

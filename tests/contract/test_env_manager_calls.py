@@ -20,12 +20,15 @@ from multienv.managers.config import EnvState
 # --- wrong calls ----------------------------------------------------------------------------------
 
 
-def test_wrong_ids_and_actions_that_are_no_dict_send_nothing(manager_of: Any) -> None:
+def test_wrong_ids_actions_and_parameters_of_resets_send_nothing(manager_of: Any) -> None:
     with manager_of(counters(2)) as manager:
         for actions in ({4: 1}, {-1: 1}, {"a": 1}, {None: 1}, [1, 1], None, 3):
             with pytest.raises(UsageError if isinstance(actions, dict) else AttributeError):
                 manager.step(actions)
             assert manager.ready_env == [0, 1]
+        for param in ({2: None}, {"a": {}}, {0: 5}, {0: {"sed": 1}}, {0: {"seed": -1}}):
+            with pytest.raises(UsageError):
+                manager.reset(param)
         assert len(manager.step({0: 1, 1: 1})) == 2
 
 
@@ -38,13 +41,6 @@ def test_step_of_nothing_when_nothing_is_under_way(manager_of: Any) -> None:
             manager.step({})
         with pytest.raises(ResetNeededError, match="all its episodes"):
             manager.step({0: 1})
-
-
-def test_wrong_reset_params(manager_of: Any) -> None:
-    with manager_of(counters(2)) as manager:
-        for param in ({2: None}, {"a": {}}, {0: 5}, {0: {"sed": 1}}, {0: {"seed": -1}}):
-            with pytest.raises(UsageError):
-                manager.reset(param)
 
 
 def test_before_launch_and_after_close(manager_of: Any) -> None:

@@ -227,12 +227,3 @@ def test_an_action_that_its_env_refuses_ends_that_episode_alone(manager_of: Any)
         while 1 not in manager.ready_env:
             assert manager.ready_obs
         assert [timestep.observation[0] for timestep in manager.step({0: 1, 1: 1}).values()] == [2, 1]
-
-
-def test_a_wrong_action_is_refused_and_the_others_are_stepped(manager_of: Any) -> None:
-    with manager_of(counters(2)) as manager:
-        with pytest.raises(EnvsFailedError) as caught:
-            manager.step({0: 1, 1: [1, 2]})
-        assert caught.value.results[0].observation[0] == 1
-        assert manager.ready_env == [0, 1]
-        assert [timestep.observation[0] for timestep in manager.step({0: 1, 1: 1}).values()] == [2, 1]

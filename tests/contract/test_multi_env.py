@@ -60,13 +60,6 @@ def test_envs_of_every_kind_give_what_each_would_give_alone(max_workers, context
                 assert first_difference(tuple(part[index] for part in result), expected) is None
 
 
-def test_actions_may_be_an_array_or_any_sequence():
-    with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
-        m.reset(seed=0)
-        for actions in (np.array([1, 2]), (np.int64(1), 2), [1, np.int64(2)]):
-            assert [observation[3] for observation in m.step(actions)[0]] == [1, 2]
-
-
 def test_a_wrong_number_of_actions_is_refused_and_nothing_is_sent():
     with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
         m.reset(seed=0)
@@ -80,31 +73,16 @@ def test_a_wrong_number_of_actions_is_refused_and_nothing_is_sent():
 # --- reset --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("seed", "each"),
-    [
-        (5, [5, 6, 7]),
-        (np.int64(5), [5, 6, 7]),
-        ([9, 1, 9], [9, 1, 9]),
-        ((1, 2, 3), [1, 2, 3]),
-        (np.arange(3), [0, 1, 2]),
-    ],
-)
-def test_seeds_for_all_or_one_for_each(seed, each):
+def test_seeds_for_all_or_one_for_each_and_bad_ones_reset_no_env():
     with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv), SerialEnv(CounterEnv)]) as m:
-        observations, _ = m.reset(seed=seed)
-        for observation, one in zip(observations, each, strict=True):
-            assert first_difference(observation, CounterEnv().reset(seed=one)[0]) is None
-
-
-@pytest.mark.parametrize("seed", [[1], [1, 2, 3], "12", 1.5, -1, [1, -1], [1, "2"], True])
-def test_bad_seeds_are_refused_and_no_env_is_reset(seed):
-    with MultiEnv([CounterEnv(), SubprocessEnv(CounterEnv)]) as m:
-        m.reset(seed=0)
-        m.step([0, 0])
-        with pytest.raises(ValueError, match="seed"):
-            m.reset(seed=seed)
-        assert [observation[0] for observation in m.step([0, 0])[0]] == [2, 2]
+        for seed, each in ((np.int64(5), (5, 6, 7)), ([9, 1, 9], (9, 1, 9)), (np.arange(3), (0, 1, 2))):
+            for observation, one in zip(m.reset(seed=seed)[0], each, strict=True):
+                assert first_difference(observation, CounterEnv().reset(seed=one)[0]) is None
+        m.step(np.array([0, 1, 2]))
+        for seed in ([1], [1, 2, 3, 4], "123", 1.5, -1, [1, -1, 1], [1, "2", 3], True):
+            with pytest.raises(ValueError, match="seed"):
+                m.reset(seed=seed)
+        assert [one[[0, 3]].tolist() for one in m.step((0, np.int64(1), 2))[0]] == [[2, 0], [2, 1], [2, 2]]
 
 
 def test_options_for_all_or_one_for_each():
@@ -115,41 +93,26 @@ def test_options_for_all_or_one_for_each():
             m.reset(options=[{"start": 1}])
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda m, mask: m.reset(seed=[7, 8, 9, 10, 11, 12], mask=mask),
-        lambda m, mask: m.reset(seed=7, mask=np.array(mask)),
-        lambda m, mask: m.reset(seed=7, options={"reset_mask": np.array(mask)}),
-    ],
-    ids=["mask", "array", "gymnasium's"],
-)
-def test_a_masked_reset_leaves_the_others_alone(ask):
+def test_a_masked_reset_leaves_the_others_alone():
     mask = [True, False, False, True, False, True]
     with MultiEnv(of_every_kind()) as m:
-        m.reset(seed=0)
-        m.step([1] * 6)
-        observations, infos = ask(m, mask)
-        for index, chosen in enumerate(mask):
-            if chosen:
-                assert first_difference(observations[index], CounterEnv().reset(seed=7 + index)[0]) is None
-                assert infos[index] == {}
-            else:
-                assert observations[index] is None
-                assert infos[index] is None
-        assert [one[0] for one in m.step([1] * 6)[0]] == [1 if chosen else 2 for chosen in mask]
+        for ask in ({"mask": mask}, {"mask": np.array(mask)}, {"options": {"reset_mask": np.array(mask)}}):
+            m.reset(seed=0)
+            m.step([1] * 6)
+            observations, infos = m.reset(seed=7, **ask)
+            for index, chosen in enumerate(mask):
+                assert infos[index] == ({} if chosen else None)
+                expected = CounterEnv().reset(seed=7 + index)[0] if chosen else None
+                assert first_difference(observations[index], expected) is None
+            assert [one[0] for one in m.step([1] * 6)[0]] == [1 if chosen else 2 for chosen in mask]
 
 
 # --- failures -----------------------------------------------------------------------------------
 
 
-def with_faults(*faults: Fault | None, wrap: Any = SubprocessEnv) -> list[gymnasium.Env[Any, Any]]:
-    return [wrap(CounterEnv if fault is None else partial(FaultyEnv, fault=fault)) for fault in faults]
-
-
 def test_several_failures_at_once_are_all_told():
-    faults = Fault("raise", "step"), None, Fault("custom_exception", "step")
-    with MultiEnv(with_faults(*faults)) as m:
+    raising, other = (partial(FaultyEnv, fault=Fault(manner, "step")) for manner in ("raise", "custom_exception"))
+    with MultiEnv([SubprocessEnv(env_fn) for env_fn in (raising, CounterEnv, other)]) as m:
         m.reset(seed=0)
         with pytest.raises(EnvsFailedError) as caught:
             m.step([1] * 3)

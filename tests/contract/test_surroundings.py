@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -22,6 +23,11 @@ CONTEXTS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
 
 class RegisteredHere(CounterEnv):
     """Of this test module alone."""
+
+
+def found_here() -> dict[str, str]:
+    """Return an environment in which a script finds what this process does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 @pytest.fixture
@@ -77,14 +83,6 @@ def test_modules_of_a_path_added_by_the_trainer_are_found(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_the_directory_is_the_trainers(tmp_path, monkeypatch, context):
-    with SubprocessEnv(CounterEnv):  # the monitor is there already, somewhere else
-        monkeypatch.chdir(tmp_path)
-        with SubprocessEnv(SurroundingsEnv, context=context) as env:
-            assert env.call("directory") == str(tmp_path)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
 def test_the_input_is_the_trainers_alone(context):
     code = f"""
 import sys
@@ -96,9 +94,8 @@ with SubprocessEnv(SurroundingsEnv, context={context!r}) as env:
     assert env.call("input") == ("", b"")
 print(sys.stdin.readline())
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     lines = subprocess.check_output(
-        [sys.executable, "-c", code], input="first\nsecond\n", timeout=60, env=environment, text=True
+        [sys.executable, "-c", code], input="first\nsecond\n", timeout=60, env=found_here(), text=True
     )
     assert lines.split() == ["first", "second"]
 
@@ -120,21 +117,22 @@ for _ in range(3):
 os._exit(int(envs.step([1] * 4)[0][3][0]))
 """
     command = " ".join(f"{stream}{'<' if stream == '0' else '>'}&-" for stream in streams)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(
-        ["sh", "-c", f'exec "$0" -c "$1" {command}', sys.executable, code], env=environment, timeout=60
+        ["sh", "-c", f'exec "$0" -c "$1" {command}', sys.executable, code], env=found_here(), timeout=60
     )
     assert ended.returncode == 4
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_the_environment_is_the_trainers_but_for_its_mpi_job(monkeypatch, context):
-    with SubprocessEnv(CounterEnv):  # the monitor is there already, with another environment
+def test_directory_and_environment_are_the_trainers_but_for_its_mpi_job(tmp_path, monkeypatch, context):
+    with SubprocessEnv(CounterEnv):  # the monitor is there already, somewhere else
+        monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("MUJOCO_GL_TEST", "egl")
         for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID"):
             monkeypatch.setenv(name, "3")
         monkeypatch.delenv("HOME", raising=False)
         with SubprocessEnv(SurroundingsEnv, context=context) as env:
+            assert env.call("directory") == str(tmp_path)
             environment = env.call("environment")
     assert environment["MUJOCO_GL_TEST"] == "egl"
     assert "HOME" not in environment
@@ -156,50 +154,9 @@ def test_native_threads_are_limited_unless_told_otherwise(monkeypatch, context):
         assert env.call("environment")["OMP_NUM_THREADS"] == "2"
 
 
-ACTION_OF_MAIN = """
-import enum, os, signal, sys
-import gymnasium, numpy
-from multienv import SerialEnv, SubprocessEnv
-
-class Move(enum.IntEnum):
-    LEFT = 1
-
-class Mover(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-1, 1)
-    action_space = gymnasium.spaces.Discrete(5)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return numpy.zeros(1, numpy.float32), {}
-
-    def step(self, action):
-        return numpy.zeros(1, numpy.float32), 0.0, False, False, {"kept": isinstance(action, Move), "name": action.name}
-
-if __name__ == "__main__":
-    env = SerialEnv(Mover) if sys.argv[1] == "serial" else SubprocessEnv(Mover, context=sys.argv[1])
-    with env:
-        env.reset(seed=0)
-        assert env.step(Move.LEFT)[4] == {"kept": True, "name": "LEFT"}
-        if sys.argv[1] != "serial":
-            os.kill(env.statistics().pid, signal.SIGKILL)
-            assert env.step(Move.LEFT)[4] == {"kept": True, "name": "LEFT"}
-            assert env.statistics().exact_recoveries == 1
-"""
-
-
-@pytest.mark.parametrize("context", [*CONTEXTS, "serial"])
-def test_an_action_of_a_type_of_the_main_script_arrives(context, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(ACTION_OF_MAIN)
-    done = subprocess.run([sys.executable, script, context], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("victim", ["worker", "monitor"])
 def test_strings_are_hashed_alike_by_every_process_of_an_env(context, victim):
-    import signal
-
     with SubprocessEnv(SurroundingsEnv, context=context) as env:
         env.reset(seed=0)
         first = env.call("hash_of", "the order of a set")
@@ -213,8 +170,7 @@ def test_strings_are_hashed_alike_by_every_process_of_an_env(context, victim):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("child", ["forkserver"])
-def test_the_main_script_of_a_multiprocessing_child_travels(context, child):
+@pytest.mark.parametrize("where", ["itself", "in a child"])
+def test_types_of_the_main_script_travel(where, context):
     script = Path(__file__).with_name("script_with_children.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, script, child, context], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, script, where, context], check=True, timeout=60, env=found_here())

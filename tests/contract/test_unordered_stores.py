@@ -12,9 +12,9 @@ import time
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
+from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, first_difference
 from multienv import SubprocessEnv
 from multienv.envs.subprocess_env import supervisor_of
@@ -26,10 +26,6 @@ SOON = 0.05
 @pytest.fixture(autouse=True)
 def _unordered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multienv.processes.worker_process.ORDERED_STORES", False)
-
-
-def kill(pid: int | None) -> None:
-    os.kill(pid or 0, signal.SIGKILL)
 
 
 def test_a_request_and_a_reply_whose_numbers_have_not_come_are_not_believed() -> None:
@@ -54,21 +50,13 @@ def test_a_request_and_a_reply_whose_numbers_have_not_come_are_not_believed() ->
 
 
 def test_an_env_whose_process_is_killed_goes_on_exactly() -> None:
-    twin, episodes = CounterEnv(horizon=50), 0
-    with SubprocessEnv(partial(CounterEnv, horizon=50)) as env:
-        assert first_difference(env.reset(seed=3), twin.reset(seed=3)) is None
-        for step in range(300):
-            if step in (40, 170, 171):
-                kill(env.statistics().pid)
-            transition = env.step(step % 4)
-            assert first_difference(transition[:4], twin.step(np.int64(step % 4))[:4]) is None
-            if transition[2]:
-                episodes += 1
-                assert first_difference(env.reset(), twin.reset()) is None
-        assert episodes == 6
-        assert env.statistics().exact_recoveries == 3
-        env.reset()
-        here = env.snapshot()
-        transition = env.step(1)
-        env.restore(here)
-        assert first_difference(env.step(1), transition) is None
+    with Face("subprocess_env", [partial(CounterEnv, horizon=33)]) as face:
+        actions = counts(100, 1)
+        records = face.record(actions, 3, lambda step: face.signal() if step in (40, 70, 71) else None)
+        assert_as_without_losses(face, records, actions, 3)
+        assert face.losses() == 3
+        face.reset()
+        here = face.envs.snapshot()
+        transition = face.envs.step(1)
+        face.envs.restore(here)
+        assert first_difference(face.envs.step(1), transition) is None

@@ -61,14 +61,14 @@ class ReadingEnv(gymnasium.Env[Any, Any]):
 
     action_space = spaces.Discrete(2)
 
-    def __init__(self, at: int = 0, at_reset: bool = False, where: int = 0) -> None:
+    def __init__(self, at: int = 0, where: int = 0) -> None:
         self.observation_space = Readings()
-        self.at, self.at_reset, self.where = at, at_reset, where
+        self.at, self.where = at, where
         self.count = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         self.count = 0
-        return Reading(0, legible=not self.at_reset), {}
+        return Reading(0, legible=True), {}
 
     def step(self, action: Any) -> Any:
         self.count += 1
@@ -139,17 +139,6 @@ def test_a_rollout_that_only_the_worker_can_read_is_done_and_has_no_fragment() -
         assert [one.count for one in env.rollout(zeros, 5).observations] == [6, 7, 8, 9, 10]
 
 
-def refuse() -> None:
-    raise RuntimeError("not here")
-
-
-class Defiant:
-    """Cannot be unpickled."""
-
-    def __reduce__(self) -> Any:
-        return refuse, ()
-
-
 class TellingEnv(CounterEnv):
     """Tells what it is given in the info of each reset, and when it is asked."""
 
@@ -164,7 +153,7 @@ class TellingEnv(CounterEnv):
         return self.special()
 
 
-@pytest.mark.parametrize("special", [Defiant, threading.Lock])
+@pytest.mark.parametrize("special", [partial(Reading, 0, legible=False), threading.Lock])
 @pytest.mark.parametrize("face", [partial(SubprocessVectorEnv, envs_per_worker=3), SerialVectorEnv])
 def test_infos_of_resets_and_answers_to_calls_fail_alone(face, special):
     with contextlib.closing(face([TellingEnv, partial(TellingEnv, special), TellingEnv])) as envs:

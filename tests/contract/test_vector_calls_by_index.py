@@ -7,10 +7,9 @@ import signal
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
-from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
+from gymnasium.wrappers import TimeLimit
 
 from kit import CounterEnv
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
@@ -75,19 +74,6 @@ def test_what_is_called_by_reading_it_is_called_again_after_a_loss() -> None:
         os.kill(statistics.pid, signal.SIGKILL)
         envs.step(np.zeros(3, int))
         assert envs.get_attr("pokes") == (1, 1, 3)
-
-
-def test_wrappers_are_told_by_class_and_by_base():
-    class Derived(TimeLimit):
-        pass
-
-    fns = [CounterEnv, lambda: TimeLimit(CounterEnv(), 5), lambda: RecordEpisodeStatistics(Derived(CounterEnv(), 5))]
-    with SubprocessVectorEnv(fns, envs_per_worker=2) as envs:
-        assert envs.is_wrapped(TimeLimit) == (False, True, True)
-        assert envs.is_wrapped(TimeLimit, [2, 0]) == (True, False)
-        assert envs.is_wrapped(gymnasium.Wrapper) == (False, True, True)
-        assert envs.is_wrapped(CounterEnv) == (False, False, False)
-        assert envs.is_wrapped(Derived) == (False, False, True)
 
 
 def test_each_env_is_reset_with_options_of_its_own(envs):

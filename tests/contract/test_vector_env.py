@@ -67,14 +67,6 @@ def test_both_faces_in_uneven_groups(face, mode):
         assert run_side_by_side(*pair, 40) >= 7
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
-def test_envs_that_return_the_same_array(mode):
-    """With SAME_STEP SyncVectorEnv is wrong: see below."""
-    env_fns = [partial(SameArrayEnv, horizon=4 + index) for index in range(5)]
-    with beside_gymnasium(SubprocessVectorEnv, env_fns, autoreset_mode=mode) as pair:
-        assert run_side_by_side(*pair, 30) >= 5
-
-
 class WideEnv(gymnasium.Env[Any, Any]):
     """Shows whatever integer it was given; a multiple of 3 ends the episode."""
 
@@ -128,20 +120,17 @@ def test_the_final_observation_is_the_final_one_although_the_env_writes_over_it(
     envs.close()
 
 
-@pytest.mark.parametrize("envs_per_worker", [1, 100, "auto"])
-def test_whatever_share_a_process_changes_nothing(envs_per_worker):
-    with beside_gymnasium(
-        SubprocessVectorEnv, env_fns_of("CartPole-v1", 5), {"envs_per_worker": envs_per_worker}
-    ) as pair:
-        assert sum(pair[0].envs_per_worker) == 5
-        run_side_by_side(*pair, 30)
-
-
-def test_fewer_at_a_time_in_spawned_processes():
-    max_concurrency = np.int64(2)
-    own = {"max_concurrency": max_concurrency, "daemon": False, "context": "spawn"}
+@pytest.mark.parametrize(
+    "own",
+    [
+        *({"envs_per_worker": share} for share in (1, 100, "auto")),
+        {"max_concurrency": np.int64(2), "daemon": False, "context": "spawn"},
+    ],
+)
+def test_whatever_share_a_process_changes_nothing(own):
     with beside_gymnasium(SubprocessVectorEnv, env_fns_of("CartPole-v1", 5), own) as pair:
-        assert len(pair[0].envs_per_worker) <= max_concurrency
+        assert sum(pair[0].envs_per_worker) == 5
+        assert len(pair[0].envs_per_worker) <= own.get("max_concurrency", 5)
         run_side_by_side(*pair, 30)
 
 

@@ -185,19 +185,6 @@ def test_make_vec_in_the_words_of_gymnasium(arguments, options, face):
     expect_same(run(again), run(envs))
 
 
-def test_make_vec_imports_the_module_that_registers(tmp_path, monkeypatch):
-    (tmp_path / "registers_an_env.py").write_text(
-        "import gymnasium\ngymnasium.register('Registered-v0', 'gymnasium.envs.classic_control.cartpole:CartPoleEnv')\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        envs = make_vec("registers_an_env:Registered-v0", 2)
-        assert envs.spec.id == "Registered-v0"
-        envs.close()
-    finally:
-        gymnasium.registry.pop("Registered-v0", None)
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "match"),
     [

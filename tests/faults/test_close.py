@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import random
-import resource
 import signal
 import threading
 import time
@@ -125,28 +124,21 @@ ENDLESS = partial(CounterEnv, horizon=None)
 
 
 @contextlib.contextmanager
-def closing(by: str, env: Any, seconds: float) -> Iterator[None]:
-    """Have the env closed so many seconds from now, by the handler of a signal or by another thread."""
+def closing(env: Any, seconds: float) -> Iterator[None]:
+    """Have the env closed so many seconds from now by another thread; by a handler: invariants/test_8."""
     closer = threading.Timer(seconds, env.close)
-    before = signal.signal(signal.SIGALRM, lambda *_: env.close())
-    closer.start() if by == "thread" else signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if by == "thread":
-            closer.join()
+    closer.start()
+    yield
+    closer.join()
 
 
-@pytest.mark.parametrize("by", ["handler", "thread"])
-def test_close_in_the_middle_of_a_step(by: str) -> None:
+def test_close_in_the_middle_of_a_step() -> None:
     moments = random.Random(2)
     for _ in range(6):
         env = SubprocessEnv(ENDLESS).initialize()
         env.reset(seed=0)
         pid = env.statistics().pid or 0
-        with closing(by, env, moments.uniform(5e-4, 3e-3)), pytest.raises(ClosedError):
+        with closing(env, moments.uniform(5e-4, 3e-3)), pytest.raises(ClosedError):
             for expected in count(1):  # each that returns is the one after the last
                 observation, _, _, truncated, _ = env.step(1)
                 assert (observation[0], truncated) == (expected, False)
@@ -168,44 +160,18 @@ def test_close_while_one_of_several_workers_is_brought_back(marker: str) -> None
     envs = SubprocessVectorEnv(fns, envs_per_worker=1, deadlines=Deadlines(close=1000), restart=policy)
     envs.reset(seed=1)
     os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
-    with closing("thread", envs, 0.3), pytest.raises(ClosedError):
+    with closing(envs, 0.3), pytest.raises(ClosedError):
         envs.step([1, 1])
 
 
-@pytest.mark.parametrize("by", ["handler", "thread"])
-def test_close_ends_the_back_off_before_a_restart(by: str) -> None:
+def test_close_ends_the_back_off_before_a_restart() -> None:
     patient = RestartPolicy(backoff=1000.0, max_backoff=1000.0, poison_after=9, snapshots=False)
     # The second restart for the same step waits: for longer than the limit on tests.
     env = SubprocessEnv(partial(FaultyEnv, fault=Fault("exit", "step")), restart=patient, deadlines=NO_LIMIT)
     env.initialize()
     env.reset(seed=0)
-    with closing(by, env, 0.5), pytest.raises(ClosedError):
+    with closing(env, 0.5), pytest.raises(ClosedError):
         env.step(1)
-
-
-def test_an_interrupted_close_is_completed_by_the_next() -> None:
-    class Impatient(Exception):
-        pass
-
-    def strike(*_: object) -> None:
-        raise Impatient
-
-    class Slow(CounterEnv):
-        def close(self) -> None:
-            threading.Event().wait(20)
-
-    env = SubprocessEnv(Slow).initialize()
-    pid = env.statistics().pid
-    before = signal.signal(signal.SIGALRM, strike)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(Impatient):
-            env.close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    env.close()
-    assert pid is not None
-    assert not is_alive(pid)
 
 
 # --- nothing is left ----------------------------------------------------------------------------
@@ -229,39 +195,6 @@ def open_things() -> list[int]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     memory = sum("memfd" in line or "/dev/shm" in line for line in maps)
     return [len(os.listdir("/proc/self/fd")), memory, len(os.listdir("/proc/self/task"))]
-
-
-@contextlib.contextmanager
-def only_free(free: int) -> Iterator[None]:
-    """So many descriptors are to be had."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = {int(name) for name in os.listdir("/proc/self/fd")}
-    filling = [os.open(os.devnull, os.O_RDONLY) for number in range(max(used)) if number not in used]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(max(used), *filling, 0) + 1 + free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in filling:
-            os.close(descriptor)
-
-
-def test_a_constructor_that_runs_out_of_descriptors_keeps_none() -> None:
-    """One more is free each time, until there are enough."""
-    make = partial(SubprocessVectorEnv, [ENDLESS] * 2, envs_per_worker=1)
-    others = make()  # or the monitor ends, and the next one inherits the limit
-    envs = None
-    for free in range(1, 60):
-        before = set(os.listdir("/proc/self/fd"))
-        with only_free(free), contextlib.suppress(OSError):
-            envs = make()
-        if envs is not None:
-            envs.close()
-            break
-        gc.collect()
-        assert set(os.listdir("/proc/self/fd")) <= before
-    others.close()
-    assert free > 5
 
 
 def test_close_waits_for_a_slow_env_close(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from multienv import (
     create_subprocess_envs,
 )
 from multienv.events import Event, Loss, Recovery, Recycled
+from multienv.testing import worker_pids
 
 ENDLESS = partial(CounterEnv, horizon=None)
 FNS = [ENDLESS] * 3
@@ -70,17 +72,14 @@ def begin(face: str, told: Told, **options: Any) -> tuple[Any, Callable[[], Any]
 def test_a_loss_and_its_recovery_are_told_by_the_thread_of_the_call(face: str) -> None:
     told = Told()
     envs, step = begin(face, told)
-    try:
+    with closing(envs):
         step()
-        statistics = envs.statistics()
-        os.kill((statistics[-1] if isinstance(statistics, list) else statistics).pid, signal.SIGKILL)
+        os.kill(worker_pids(envs)[-1], signal.SIGKILL)
         step()
         assert [type(event) for event in told.events] == [Loss, Recovery]
         assert told.threads == {threading.get_ident()}
         step()
         assert len(told.events) == 2
-    finally:
-        envs.close()
 
 
 @pytest.mark.parametrize(
@@ -100,20 +99,15 @@ def test_loss_of_a_wrapped_env_is_told_by_whichever_of_the_two_is_stepped(wrap: 
             told.events.clear()
 
 
-@pytest.mark.parametrize("face", ["SubprocessEnv", "SubprocessVectorEnv", "AsyncSubprocessEnvManager"])
-def test_a_replacement_by_plan_is_told_by_the_thread_of_the_call(face: str) -> None:
+def test_a_replacement_by_plan_is_told_by_the_thread_of_the_call() -> None:
     told = Told()
-    envs, step = begin(face, told, restart=RestartPolicy(recycle_after_steps=64))
-    try:
+    envs, step = begin("AsyncSubprocessEnvManager", told, restart=RestartPolicy(recycle_after_steps=64))
+    with closing(envs):
         for _ in range(135):
             step()
-            statistics = envs.statistics()
-            recycled = [one.recycled for one in (statistics if isinstance(statistics, list) else [statistics])]
-            assert len(told.events) == sum(recycled)
+            assert len(told.events) == sum(one.recycled for one in envs.statistics())
         assert {type(event) for event in told.events} == {Recycled}
         assert told.threads == {threading.get_ident()}
-    finally:
-        envs.close()
 
 
 def test_losses_while_envs_are_built_are_told_too(tmp_path: Path) -> None:

@@ -10,22 +10,19 @@ import asyncio
 import contextlib
 import gc
 import os
-import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from invariants.faces import Face
-from kit import CounterEnv, NondeterministicEnv, SlowEnv, descendants, first_difference, is_alive, monitor_pid
+from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
 from kit.interruption import EVENTS_AND_LOCKS, Ledger, disarm, every_place
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import (
@@ -40,7 +37,6 @@ from multienv import (
 )
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import ClosedError, EnvsFailedError, ResetNeededError
-from multienv.processes.worker_process import ProcessChannel
 from multienv.recovery.lifecycle import Lifecycle
 
 # A signal that lands in the callback of a weak reference is swallowed by the interpreter, which says so.
@@ -87,14 +83,6 @@ def test_building_several_envs_interrupted_at_every_place_leaves_no_descriptor(k
                 envs.close()
             assert becomes_true(lambda before=before: descriptors().items() <= before.items()), interruption.where  # type: ignore[misc]
     assert fired > 5
-
-
-def is_within(function: Any) -> bool:
-    """Whether a call of this function is under way."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -278,25 +266,6 @@ def test_interrupted_step_has_no_deadline_while_nobody_waits(kind: str, stride: 
     assert fired > 2
 
 
-@pytest.mark.parametrize("is_ordered", [True, False], ids=["ordered stores", "other"])
-def test_step_interrupted_while_its_worker_is_woken_has_no_deadline_while_nobody_waits(
-    is_ordered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("multienv.processes.worker_process.ORDERED_STORES", is_ordered)
-    fired, policy = 0, RestartPolicy(on_timeout="raise")
-    env_fn = partial(SlowEnv, step_seconds=0.02, horizon=None)
-    with SubprocessEnv(env_fn, deadlines=Deadlines(step=0.2), restart=policy) as env:
-        env.reset(seed=0)
-        for interruption in every_place(skips=lambda: not is_within(ProcessChannel.ring)):
-            time.sleep(0.3)  # the worker sleeps
-            with interruption:
-                env.step(STEP)
-            fired += interruption.fired
-            time.sleep(0.3)
-            assert not env.step(STEP)[3], interruption.where
-    assert fired > 2
-
-
 # --- real signals -------------------------------------------------------------------------------------------
 
 
@@ -304,52 +273,18 @@ class Tick(Exception):
     """What the handler raises: an ordinary exception, which must not be taken for the env's."""
 
 
-@pytest.fixture(params=[Tick, KeyboardInterrupt])
-def interruption(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
+@pytest.fixture
+def interruption() -> Iterator[type[BaseException]]:
     def strike(*_: Any) -> None:
-        raise request.param
+        raise Tick
 
     before = signal.signal(signal.SIGALRM, strike)
     gc.collect()
     gc.disable()  # what a handler raises inside a finalizer is swallowed by the interpreter
-    yield request.param
+    yield Tick
     gc.enable()
     disarm()
     signal.signal(signal.SIGALRM, before)
-
-
-class WordyEnv(CounterEnv):
-    """Answers are longer than one read, some longer than a pipe holds."""
-
-    def _info(self) -> dict[str, Any]:
-        return {"words": bytes([self.episode_step % 251]) * (5_000 if self.episode_step % 2 else 150_000)}
-
-
-def test_step_with_a_long_answer_interrupted_at_random_is_completed_by_the_next(
-    interruption: type[BaseException],
-) -> None:
-    moments, hits = random.Random(3), 0
-    with SubprocessEnv(partial(WordyEnv, horizon=None)) as env:
-        env.reset(seed=0)
-        for expected in range(1, 301):
-            got = None
-            try:
-                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 2.5e-4))
-                got = env.step(1)
-                disarm()
-            except interruption:
-                hits += 1
-            observation, *_, info = got or env.step(1)
-            assert observation[0] == expected
-            assert info["words"] == WordyEnv._info(SteppedTo(expected))["words"]  # type: ignore[arg-type]
-        statistics = env.statistics()
-        assert hits > 10
-        assert statistics.exact_recoveries == statistics.losses < hits
-
-
-class SteppedTo:
-    def __init__(self, step: int) -> None:
-        self.episode_step = step
 
 
 class StrikingEnv(CounterEnv):
@@ -404,39 +339,6 @@ def test_step_of_the_autoreset_wrapper_interrupted_in_the_reset_is_completed_by_
         assert hits == 1
 
 
-class StrikingAction:
-    """The action 1, which sends a signal when it is looked at for the first time."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def __array__(self, *given: Any) -> Any:
-        self.looks += 1
-        if self.looks == 1:
-            signal.raise_signal(signal.SIGALRM)
-        return np.array(1)
-
-    def __reduce__(self) -> Any:
-        return int, (1,)
-
-
-@pytest.mark.parametrize("interruption", [Tick], indirect=True)
-def test_step_that_is_interrupted_while_it_is_sent_was_never_made(interruption: Any) -> None:
-    with MultiEnv(create_subprocess_envs([ENDLESS] * 3)) as envs:
-        envs.reset(seed=0)
-        row = np.array(1)
-        actions = [1, StrikingAction(), row]
-        with pytest.raises(interruption):
-            envs.step(actions)
-        observations, *_, infos = envs.step([2, 2, 2])
-        assert [one[[0, 3]].tolist() for one in observations] == [[1, 2]] * 3
-        assert not any("multienv" in info for info in infos)
-        losses = [one.losses for one in envs.statistics() if one is not None]
-        assert losses[1] == 0, "it was not asked yet"
-        assert max(losses) <= 1
-
-
-@pytest.mark.parametrize("interruption", [Tick], indirect=True)
 @pytest.mark.parametrize("is_hosted", [True, False], ids=["process", "plain"])
 def test_reset_of_several_envs_that_was_interrupted_is_never_made_by_two_threads_at_once(
     interruption: Any, is_hosted: bool, gate: str
@@ -455,7 +357,6 @@ def test_reset_of_several_envs_that_was_interrupted_is_never_made_by_two_threads
         opener.join()
 
 
-@pytest.mark.parametrize("interruption", [Tick], indirect=True)
 @pytest.mark.parametrize("is_made_by", ["create_subprocess_envs", "MultiEnv"])
 def test_building_of_several_envs_that_was_interrupted_is_ended_however_long_it_would_have_taken(
     interruption: Any, is_made_by: str, gate: str

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from contextlib import closing
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, descendants, is_alive
 from kit.trainer_process import becomes_true
-from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import WorkerLostError
 
 # --- an env that forks, and whose child comes back out of the env's method -------------------------------------
 
 
 class Forking(CounterEnv):
-    """Forks in each step and in each call of `fork`, and may wait for the end of the child."""
+    """Forks in each step and in each call of `fork`."""
 
-    def __init__(self, way: str, *, waits: bool = False) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__(horizon=7)
         self.way = way
-        self.waits = waits
 
     def step(self, action: Any) -> Any:
         result = super().step(action)
         return self.fork(result)
 
     def fork(self, result: Any) -> Any:
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
             if self.way == "raise":
                 raise ValueError("in the child")
             if self.way == "exit":
@@ -41,50 +40,29 @@ class Forking(CounterEnv):
             if self.way == "fork again":
                 os.fork()
             return np.zeros(4, np.float32), -1.0, False, False, {"child": True}
-        if self.waits:
-            os.waitpid(pid, 0)
         return result
 
 
-def alone() -> CounterEnv:
-    env = CounterEnv(horizon=7)
-    env.reset(seed=0)
-    return env
-
-
-def no_child_is_left(*pids: int | None) -> bool:
+def no_child_is_left(*pids: int) -> bool:
     """Those that it does not wait for are zombies until it ends."""
-    return not any(is_alive(child) for pid in pids for child in descendants(pid or 0))
+    return not any(is_alive(child) for pid in pids for child in descendants(pid))
 
 
 @pytest.mark.parametrize("way", ["return", "raise", "exit", "fork again"])
-def test_a_child_that_comes_back_answers_nothing(way: str) -> None:
-    plain = alone()
-    with SubprocessEnv(partial(Forking, way)) as env:
-        env.reset(seed=0)
-        for _ in range(6):
-            mine, theirs = env.step(1), plain.step(1)
-            assert mine[0].tolist() == theirs[0].tolist()
-            assert mine[1:] == theirs[1:]
-            assert env.call("fork", 5) == 5
-        assert env.statistics().losses == 0
-        assert becomes_true(lambda: no_child_is_left(env.statistics().pid))
-
-
-@pytest.mark.parametrize(("way", "copy"), [("return", True), ("fork again", False)])
-def test_a_child_that_comes_back_writes_over_no_other_env(way: str, copy: bool) -> None:
-    fns = [partial(CounterEnv, horizon=7), partial(Forking, way), partial(CounterEnv, horizon=7)]
-    plain = [alone() for _ in fns]
-    with closing(SubprocessVectorEnv(fns, envs_per_worker=3, copy=copy)) as envs:
-        envs.reset(seed=[0, 0, 0])
-        for _ in range(6):
-            mine = envs.step(np.ones(3, int))
-            theirs = [env.step(1) for env in plain]
-            assert mine[0].tolist() == [one[0].tolist() for one in theirs]
-            assert mine[1].tolist() == [one[1] for one in theirs]
-            assert mine[3].tolist() == [one[3] for one in theirs]
-            assert "child" not in mine[4]
-        assert sum(one.losses for one in envs.statistics()) == 0
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
+def test_a_child_that_comes_back_answers_nothing_and_writes_over_no_other_env(kind: str, way: str) -> None:
+    counter = partial(CounterEnv, horizon=7)
+    env_fns = (
+        [partial(Forking, way), counter] if kind == "subprocess_env" else [counter, partial(Forking, way), counter]
+    )
+    with Face(kind, env_fns) as face:
+        face.env_fns = [counter] * face.num_envs
+        actions = counts(6)
+        assert_as_without_losses(face, face.record(actions, 0), actions, 0)
+        if kind == "subprocess_env":
+            assert face.call("fork", 5) == [5]
+        assert face.losses() == 0
+        assert becomes_true(lambda: no_child_is_left(*face.pids()))
 
 
 class Nesting(CounterEnv):
@@ -139,10 +117,8 @@ def test_step_that_closes_the_workers_descriptors_is_answered_and_the_next_one_t
         assert observation.tolist() == seen.tolist()
         # In its replays, or each time that the step was asked again: it depends on when a worker goes to sleep.
         assert re.search("2 processes ended|ended 6 processes", info["multienv"]["reason"])
-        try:
+        # The replay closes them in each process that is to be reset; the next one is a new life.
+        with contextlib.suppress(WorkerLostError):
             env.reset(seed=2)
-        except (
-            WorkerLostError
-        ):  # the replay closes them in each process that is to be reset; the next one is a new life
-            env.reset(seed=2)
+        env.reset(seed=2)
         assert env.step(2)[0][0] == 1

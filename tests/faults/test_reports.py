@@ -19,8 +19,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv
-from multienv import Deadlines, RestartPolicy, SubprocessEnv
+from kit import CounterEnv, SpaceEnv
+from multienv import RestartPolicy, SubprocessEnv
 from multienv.cli.env_functions import env_functions
 from multienv.errors import UsageError, WorkerLostError
 from multienv.events import Recovery
@@ -29,13 +29,7 @@ from multienv.reports.read import load
 from multienv.wire.banks import HEAD, split_entries
 from multienv.wire.messages import message_of
 
-DEADLINES = Deadlines(start=20, reset=1.0, step=0.5, call=1.0, close=2.0, recovery=30)
-REPLAY = RestartPolicy()
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
-
-
-def faulty(manner: str, moment: str = "step", *, restart: RestartPolicy = REPLAY, **fault: Any) -> SubprocessEnv:
-    return SubprocessEnv(partial(FaultyEnv, fault=Fault(manner, moment, **fault)), deadlines=DEADLINES, restart=restart)
 
 
 def all_in(directory: Path) -> list[dict[str, Any]]:
@@ -50,7 +44,7 @@ def only(directory: Path) -> dict[str, Any]:
 
 def test_a_kill_that_is_healed(reports: Path) -> None:
     events: list[Any] = []
-    with SubprocessEnv(lambda: gymnasium.make("CartPole-v1"), env_index=3, hooks=[events.append]) as env:
+    with SubprocessEnv(partial(gymnasium.make, "CartPole-v1"), env_index=3, hooks=[events.append]) as env:
         first, _ = env.reset(seed=5)
         seen = [env.step(action)[0] for action in (0, 1, 1)]
         pid = env.statistics().pid
@@ -58,24 +52,16 @@ def test_a_kill_that_is_healed(reports: Path) -> None:
         env.step(np.int64(1))
     (recovery,) = [event for event in events if isinstance(event, Recovery)]
     report, found = only(reports), load(recovery.report)
-    assert Path(recovery.report) == next(reports.glob("*.json"))
     assert report["replay"] == f"multienv replay {recovery.report}"
     assert "env 3 was killed by SIGKILL" in report["what"]
-    assert "out-of-memory" in report["what"]
-    loss = report["loss"]
-    assert (loss["signal"], loss["exit_code"], loss["cause"]) == ("SIGKILL", -9, "died")
-    assert (loss["command"], loss["step"], loss["seed"], loss["env_index"], loss["pid"]) == ("step", 3, 5, 3, pid)
+    expected = {"signal": "SIGKILL", "exit_code": -9, "cause": "died", "command": "step", "step": 3, "seed": 5}
+    assert report["loss"].items() >= {**expected, "env_index": 3, "pid": pid}.items()
     assert report["request"]["action"] == {"dtype": "int64", "shape": [], "values": 1}
-    assert report["recovery"]["outcome"] == "exact"
-    assert report["recovery"]["attempts"] == 1
+    assert report["recovery"].items() >= {"outcome": "exact", "attempts": 1}.items()
     assert report["env"]["spec"]["id"] == "CartPole-v1"
-    assert report["states"] == [
-        "Launched: process building, episode none",
-        "Built: process ready, episode none",
-        "Asked: process ready, episode none, reset pending",
-        "Replied: process ready, episode running",
-    ]
+    assert report["states"][-1] == "Replied: process ready, episode running"
     assert (report["journal"]["requests"], report["journal"]["steps"]) == (4, 3)
+    assert set(report["made_with"]) == {"multienv", "python", "gymnasium", "numpy", "platform"}
     assert found.replay is not None
     assert found.layout is not None
     entries = list(split_entries(found.replay.entries, found.end))
@@ -83,10 +69,8 @@ def test_a_kill_that_is_healed(reports: Path) -> None:
     assert (np.stack(shown) == np.stack([first, *seen])).all()
     assert [entry.record[16] for entry in entries[1:]] == [0, 1, 1]
     (pending,) = split_entries(found.pending, found.end)
-    assert pending.is_step
-    assert pending.record[16] == 1
+    assert (pending.is_step, pending.record[16]) == (True, 1)
     assert message_of(entries[0].record[0], entries[0].request_payload).seeds == (5,)
-    assert set(report["made_with"]) == {"multienv", "python", "gymnasium", "numpy", "platform"}
 
 
 # --- where they lie -------------------------------------------------------------------------------
@@ -185,16 +169,12 @@ def test_of_a_journal_that_is_too_large_for_a_report_the_end_is_kept(reports: Pa
         load(path)
 
 
-def test_an_env_fn_that_is_too_large_for_a_report_is_left_out(reports: Path) -> None:
-    ballast = os.urandom(20 * 2**20)
+def test_an_env_fn_or_an_action_that_is_too_large_for_a_report_is_left_out(reports: Path) -> None:
+    ballast, text = os.urandom(20 * 2**20), "a" * 40 * 2**20
     path = Path(lose_one(env_fn=lambda: CounterEnv(horizon=len(ballast))).report)
     assert path.with_suffix(".pickle").stat().st_size < 2**20
     with pytest.raises(UsageError, match="has no env_fn: it was too large for a report. Give --env ID"):
         env_functions(load(path), None)
-
-
-def test_an_action_that_is_too_large_for_a_report_is_left_out(reports: Path) -> None:
-    text = "a" * 40 * 2**20
     space = gymnasium.spaces.Text(len(text))
     path = Path(lose_one(env_fn=partial(SpaceEnv, action_space=space), action=text).report)
     assert path.stat().st_size < 2**20

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, SlowEnv, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, first_difference
 from kit.policies import Linear, constant, telling
 from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
@@ -85,74 +85,27 @@ def test_what_was_delivered_is_replayed_with_the_recorded_actions() -> None:
         assert (told.exact_recoveries, told.truncated_recoveries) == (1, 0)
 
 
-def test_a_replay_begins_at_a_reset_inside_a_fragment() -> None:
+@pytest.mark.parametrize("is_batch", [False, True], ids=["one env", "a batch"])
+def test_a_replay_begins_at_a_reset_inside_a_fragment(is_batch: bool) -> None:
     """The only reset that the trainer has asked for has left the journal."""
-    env_fn = partial(SlowEnv, step_seconds=0.001, count_episodes=False)
+    slow: Any = partial(SlowEnv, step_seconds=0.001, count_episodes=False)
+    quick: Any = partial(CounterEnv, count_episodes=False)
     restart = RestartPolicy(snapshots=False, backoff=0.0, journal_limit=30_000)
-    with SubprocessEnv(env_fn, restart=restart) as env, SerialEnv(partial(CounterEnv, count_episodes=False)) as twin:
-        twin.initialize()
+    with (
+        SubprocessVectorEnv([slow] * 2, envs_per_worker=2, restart=restart)
+        if is_batch
+        else SubprocessEnv(slow, restart=restart) as env,
+        SerialVectorEnv([quick] * 2) if is_batch else SerialEnv(quick) as twin,
+    ):
         for one in (env, twin):
             one.reset(seed=4)
         for _ in range(12):
             expect_same(env.rollout(constant, 50), twin.rollout(constant, 50))
         assert Killer(env).strike()
         expect_same(env.rollout(constant, 50), twin.rollout(constant, 50))
-        told = env.statistics()
+        told = env.statistics()[0] if is_batch else env.statistics()
         assert (told.exact_recoveries, told.truncated_recoveries) == (1, 0)
         assert 0 < told.replayed_steps < 400
-    env_fns = [env_fn] * 2
-    with (
-        SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=restart) as envs,
-        SerialVectorEnv([partial(CounterEnv, count_episodes=False)] * 2) as other,
-    ):
-        for batch in (envs, other):
-            batch.reset(seed=4)
-        for _ in range(12):
-            expect_same(envs.rollout(constant, 50), other.rollout(constant, 50))
-        assert Killer(envs).strike()
-        expect_same(envs.rollout(constant, 50), other.rollout(constant, 50))
-        (alone,) = envs.statistics()
-        assert (alone.exact_recoveries, alone.truncated_recoveries) == (1, 0)
-        assert 0 < alone.replayed_steps < 400
-
-
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
-def test_an_env_that_cannot_be_replayed_is_truncated_in_the_first_step(mode: str) -> None:
-    """Only that env: its neighbours in the worker go on to the bit."""
-    env_fns = [CounterEnv, partial(NondeterministicEnv, horizon=None), CounterEnv]
-    with (
-        SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=POLICIES["journal"], autoreset_mode=mode) as envs,
-        SerialVectorEnv([CounterEnv] * 3, autoreset_mode=mode) as twin,
-    ):
-        for one in (envs, twin):
-            one.reset(seed=4)
-        last = envs.rollout(constant, 7).final_observations
-        twin.rollout(constant, 7)
-        assert Killer(envs).strike()
-        fragment, expected = envs.rollout(constant, 12), twin.rollout(constant, 12)
-        for index in (0, 2):
-            assert fragment.observations[:, index].tobytes() == expected.observations[:, index].tobytes()
-            assert fragment.truncations[:, index].tolist() == expected.truncations[:, index].tolist()
-        assert fragment.truncations[:, 1].tolist() == [True] + [False] * 11
-        assert fragment.rewards[0, 1] == 0.0
-        info = fragment.infos[0] if mode == "NEXT_STEP" else fragment.infos[0]["final_info"]
-        assert info["_multienv"].tolist() == [False, True, False]
-        assert "does not match" in info["multienv"]["reason"][1]
-        if mode == "NEXT_STEP":
-            assert fragment.observations[1, 1].tobytes() == last[1].tobytes()
-            assert fragment.observations[2, 1][0] == 0
-        else:
-            assert fragment.infos[0]["final_obs"][1].tobytes() == last[1].tobytes()
-            assert fragment.observations[1, 1][0] == 0
-    with SubprocessEnv(env_fns[1], restart=POLICIES["journal"]) as env:
-        env.reset(seed=4)
-        last = env.rollout(constant, 7).final_observations
-        assert Killer(env).strike()
-        fragment = env.rollout(constant, 5)
-        assert fragment.truncations.tolist() == [True] + [False] * 4
-        assert fragment.infos[0]["final_obs"].tobytes() == last.tobytes()
-        assert "does not match" in fragment.infos[0]["final_info"]["multienv"]["reason"]
-        assert fragment.observations[:, 0].tolist()[1:] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +68,10 @@ def test_a_loss_after_it(write: Callable[[Any], None], tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["same", "custom"])
 def test_a_loss_in_a_batch_after_it(mode: str) -> None:
     single = Float64Env().observation_space
-    pair = (gymnasium.vector.utils.batch_space(single, 2), single)
-    options: dict[str, Any] = {
-        "observation_mode": pair if mode == "custom" else mode,
-        "restart": POLICY,
-    }
-    make = partial(SubprocessVectorEnv, [Float64Env] * 2, envs_per_worker=1, **options)
-    with closing(SerialVectorEnv([Float64Env] * 2)) as calm, closing(make()) as envs:
+    pair: Any = (gymnasium.vector.utils.batch_space(single, 2), single)
+    options = {"observation_mode": pair if mode == "custom" else mode, "restart": POLICY}
+    fns = [Float64Env] * 2
+    with SerialVectorEnv(fns) as calm, SubprocessVectorEnv(fns, envs_per_worker=1, **options) as envs:
         calm.reset(seed=1), envs.reset(seed=1)
         for space in (envs.single_observation_space, envs.observation_space, single):
             set_dtype(space)  # type: ignore[arg-type]

@@ -6,21 +6,18 @@ snapshot, so each kill must end their episode; the others must go on as if nothi
 
 from __future__ import annotations
 
-import signal
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from faces import KINDS, RAISE, REPLAY, Face, assert_as_without_losses, counts
 
-from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, assert_no_splice
+from kit import CounterEnv, NondeterministicEnv, assert_no_splice
 from multienv import (
     MultiEnv,
     RestartPolicy,
     SubprocessVectorEnv,
-    SyncSubprocessEnvManager,
     create_subprocess_envs,
 )
 from multienv.errors import MultienvError, ResetNeededError
@@ -102,33 +99,3 @@ def test_after_an_error_only_a_reset_goes_on(kind: str) -> None:
         assert first.observation[[0, 3]].tolist() == [0, -1]
         assert face.step([3, 3, 3])[0].observation[[0, 3]].tolist() == [1, 3]
         assert face.losses() == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_killed_in_the_reset_begins_one_episode(kind: str, tmp_path: Path) -> None:
-    """At its third reset: that of the third episode must be neither left out nor done twice."""
-    fault = Fault("kill", "reset", at=3, once=tmp_path / "struck")
-    with Face(kind, [partial(FaultyEnv, fault=fault, horizon=4), CounterEnv, CounterEnv], restart=REPLAY) as face:
-        actions = counts(15)
-        records = face.record(actions, 2)
-        assert (tmp_path / "struck").exists()
-        assert face.losses() == 1
-        assert_no_splice(records[0])
-        assert_as_without_losses(face, records, actions, 2)
-
-
-def test_a_manager_hands_out_the_truncation_before_the_next_episode() -> None:
-    with SyncSubprocessEnvManager([UNREPEATABLE] * 2, restart=REPLAY) as manager:
-        for _ in range(3):
-            last = manager.step({0: 1, 1: 1})
-        face = Face.around("manager", manager, 2)
-        face.signal(signal.SIGKILL, worker=0)
-        timesteps = manager.step({0: 2, 1: 2})
-        assert timesteps[1].obs[0] == 4
-        broken = timesteps[0]
-        assert (broken.truncated, broken.reward, broken.obs.tolist()) == (True, 0.0, last[0].obs.tolist())
-        assert "multienv" in broken.info
-        while 0 not in manager.ready_obs:
-            pass
-        assert manager.ready_obs[0][[0, 3]].tolist() == [0, -1]
-        assert manager.step({0: 3})[0].obs[[0, 3]].tolist() == [1, 3]

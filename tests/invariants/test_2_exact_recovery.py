@@ -6,7 +6,6 @@ Observations, rewards, flags, infos, what calls return, and what the env draws f
 from __future__ import annotations
 
 import copy
-import os
 import random
 import signal
 import time
@@ -22,7 +21,7 @@ import numpy as np
 import pytest
 from faces import AND_ASYNC, Face, assert_as_without_losses, counts
 
-from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, first_difference
 from multienv import Deadlines, Recovery, RestartPolicy
 from multienv.testing import Killer
 
@@ -148,38 +147,6 @@ def test_what_has_been_returned_stays_as_it_was(kind: str) -> None:
         kept = copy.deepcopy(returned)
         face.record(counts(12, 2), 1)
         assert first_difference(returned, kept) is None
-
-
-class DiesAgain(CounterEnv):
-    """Dies at its sixth step, and its successor at the second one, which is run again there."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(horizon=None)
-        self.path = path
-
-    def step(self, action: Any) -> Any:
-        struck = Path(f"{self.path}.6").exists()
-        if self.episode_step == (1 if struck else 5) and not Path(f"{self.path}.2").exists():
-            Path(f"{self.path}.2" if struck else f"{self.path}.6").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
-@pytest.mark.parametrize(
-    ("kind", "where"),
-    [("subprocess_env", "while it replays"), ("vector_env", "while it replays"), ("multi_env", "while it is built")],
-)
-def test_a_successor_that_dies_too_has_a_successor(kind: str, where: str, tmp_path: Path) -> None:
-    env_fn: Any = partial(DiesAgain, str(tmp_path / "dead"))
-    if where == "while it is built":
-        env_fn = FailsNthTime(env_fn=CounterEnv, counter=tmp_path / "built", nth=2, manner="kill")
-    with Face(kind, [env_fn], restart=POLICIES["journal"]) as face:
-        actions = counts(12, 1)
-        kill = face.signal if where == "while it is built" else int
-        records = face.record(actions, 5, lambda step: kill() if step == 7 else None)
-        assert len(list(tmp_path.glob("dead.*"))) == 2 or (tmp_path / "built").stat().st_size == 3
-        assert face.statistics()[0].truncated_recoveries == 0
-        assert_as_without_losses(face, records, actions, 5)
 
 
 def pong() -> Any:

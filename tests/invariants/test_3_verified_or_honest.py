@@ -145,37 +145,29 @@ def test_a_step_that_kills_every_process_ends_the_episode_just_before_it(kind: s
 
 
 @pytest.mark.parametrize("kind", AND_ASYNC)
-def test_what_shows_only_after_the_journal_has_forgotten_it_is_found_out(kind: str) -> None:
-    """The env remembers its earlier episodes; the replay begins after them, and must not show another sum of them."""
-    policy = RestartPolicy(snapshots=False, journal_limit=4000)
-    env_fn = partial(StickyStateEnv, horizon=6, visible_after=3, count_episodes=False)
+@pytest.mark.parametrize(
+    ("limit", "env_fn", "steps", "last"),
+    [
+        # Remembers its earlier episodes; the replay begins after them, and must not show another sum of them.
+        (4000, partial(StickyStateEnv, horizon=6, visible_after=3, count_episodes=False), 125, 4),
+        # Shows that later in this episode than it was lost: the episode is too short to prove a replay.
+        (2000, partial(StickyStateEnv, horizon=40, visible_after=30, count_episodes=False), 86, 5),
+        (2000, partial(CounterEnv, horizon=None), 200, 199),  # its episode has outgrown the journal
+    ],
+    ids=["shows later", "too short to prove", "outgrown"],
+)
+def test_what_a_journal_without_its_beginning_cannot_prove_is_truncated(
+    kind: str, limit: int, env_fn: Any, steps: int, last: int
+) -> None:
+    policy = RestartPolicy(snapshots=False, journal_limit=limit)
     with Face(kind, [env_fn], restart=policy) as face:
-        (record,) = face.record(counts(125, 1), 3, lambda step: face.signal() if step == 124 else None)
+        (record,) = face.record(counts(steps, 1), 3, lambda step: face.signal() if step == steps - 1 else None)
         assert face.losses() == 1
-        assert record[-2].observation[0] == 4
-        assert_honest_truncation(record[-1], record[-2], "SIGKILL")
-
-
-@pytest.mark.parametrize("kind", AND_ASYNC)
-def test_an_episode_too_short_to_prove_a_replay_is_truncated_when_the_journal_holds_nothing_else(kind: str) -> None:
-    """The env remembers its earlier episodes, and shows that later in this one than it was lost."""
-    policy = RestartPolicy(snapshots=False, journal_limit=2000)
-    env_fn = partial(StickyStateEnv, horizon=40, visible_after=30, count_episodes=False)
-    with Face(kind, [env_fn], restart=policy) as face:
-        (record,) = face.record(counts(86, 1), 3, lambda step: face.signal() if step == 85 else None)
-        assert face.losses() == 1
-        assert record[-2].observation[0] == 5
-        assert_honest_truncation(record[-1], record[-2], "SIGKILL")
-
-
-@pytest.mark.parametrize("kind", AND_ASYNC)
-def test_an_episode_that_has_outgrown_the_journal_is_truncated_where_there_is_no_snapshot(kind: str) -> None:
-    policy = RestartPolicy(snapshots=False, journal_limit=2000)
-    with Face(kind, [partial(CounterEnv, horizon=None)], restart=policy) as face:
-        (record,) = face.record(counts(200, 1), 3, lambda step: face.signal() if step == 199 else None)
-        assert_honest_truncation(record[-1], record[-2], "SIGKILL", "not all known")
-        lost_early = face.record(counts(9, 1), 4, lambda step: face.signal() if step == 5 else None)
-        assert_as_without_losses(face, lost_early, counts(9, 1), 4)
+        assert record[-2].observation[0] == last
+        assert_honest_truncation(record[-1], record[-2], "SIGKILL", *(["not all known"] if last == 199 else []))
+        if last == 199:
+            lost_early = face.record(counts(9, 1), 4, lambda step: face.signal() if step == 5 else None)
+            assert_as_without_losses(face, lost_early, counts(9, 1), 4)
 
 
 @pytest.mark.parametrize("kind", AND_ASYNC)

@@ -98,19 +98,6 @@ def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind
         assert "deadline of 0.5 s" in row.recovery["reason"]
 
 
-@pytest.mark.parametrize("kind", ["vector_env", "async_env"])
-def test_a_process_that_is_asked_again_has_the_whole_deadline(kind: str) -> None:
-    """The lost one has used it up; half a second is what the step takes."""
-    env_fn = partial(SlowEnv, step_seconds=0.5)
-    with Face(kind, [env_fn], deadlines=Deadlines(step=1.5), restart=REPLAY) as face:
-        face.reset(0)
-        face.signal(signal.SIGSTOP)
-        with within(2 * 1.5, at_least=2.0):
-            (row,) = face.step([1])
-        assert (int(row.observation[0]), row.truncated) == (1, False)
-        assert face.losses() == 1
-
-
 @pytest.mark.parametrize("kind", AND_ASYNC)
 def test_a_recovery_that_hangs_ends_in_a_truncation(kind: str, tmp_path: Path) -> None:
     """The second process is never built: only the deadline of the recovery ends that."""

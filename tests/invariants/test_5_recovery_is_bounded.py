@@ -128,7 +128,7 @@ def test_a_replay_of_a_batch_is_two_episodes_long_whatever_the_length_of_the_run
     assert same(seen, undisturbed(CounterEnv, mode, 1000))
 
 
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+@pytest.mark.parametrize("mode", [pytest.param("NEXT_STEP", marks=pytest.mark.soak), "SAME_STEP"])
 def test_a_leak_in_a_batch_is_bounded_by_max_rss_and_leaves_no_trace(mode: str) -> None:
     events: list[Any] = []
     limit = 400 * MIB

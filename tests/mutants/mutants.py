@@ -105,14 +105,6 @@ MUTANTS = [
         ("tests/faults/test_rollouts_and_kills.py", "tests/contract/test_rollouts.py"),
     ),
     Mutant(
-        "A step whose answer is taken twice, because Ctrl-C came in between, is recorded twice.",
-        2,
-        "recovery/hot_path.py",
-        "journal.entries[number] = bytes(buffers.records[side])",
-        "journal.entries[max(number, journal.last + 1)] = bytes(buffers.records[side])",
-        ("tests/faults/test_interruptions.py",),
-    ),
-    Mutant(
         "The step that was asked again after a loss is not recorded.",
         2,
         "recovery/supervisor.py",

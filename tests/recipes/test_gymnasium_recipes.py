@@ -11,7 +11,7 @@ import gymnasium
 import gymnasium_wrappers
 import numpy as np
 import pytest
-from gymnasium.wrappers import NormalizeObservation, RecordEpisodeStatistics
+from gymnasium.wrappers import NormalizeObservation
 from gymnasium.wrappers import vector as outside
 from striking import Striking, assert_all_exact
 
@@ -72,25 +72,6 @@ def test_statistics_in_the_worker_leave_out_a_lost_episode_and_outside_they_coun
         while "episode" not in infos:
             infos = counted.step(np.zeros(2, int))[4]
         assert infos["_episode"].tolist() == [True, False]  # the first one's: it was not disturbed
-
-
-def test_statistics_and_normalisation_are_exact_inside_and_outside_while_episodes_can_be_brought_back():
-    def inside() -> Any:
-        return NormalizeObservation(RecordEpisodeStatistics(gymnasium.make("CartPole-v1")))
-
-    def both(envs: Any) -> list[Any]:
-        wrapped = outside.NormalizeReward(outside.NormalizeObservation(envs))
-        seen = [wrapped.reset(seed=5)[0]]
-        for step in range(400):
-            seen += wrapped.step(np.full(3, step % 2))[:4]
-        return seen
-
-    calm, struck = gymnasium.vector.SyncVectorEnv([inside] * 3), SubprocessVectorEnv([inside] * 3)
-    with contextlib.closing(calm), contextlib.closing(struck):
-        found, expected = both(Striking(struck)), both(calm)
-        assert_all_exact(struck, deaths=10)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert np.array_equal(ours, theirs)
 
 
 def test_normalisation_in_the_worker_is_forgotten_with_a_lost_episode_and_outside_it_is_not():

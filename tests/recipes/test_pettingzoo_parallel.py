@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import numpy as np
 import pytest
 from pettingzoo_parallel import ParallelAsEnv
 from striking import assert_all_exact
 
 from kit import observations_equal
-from multienv import SubprocessEnv, SubprocessVectorEnv
+from multienv import SubprocessEnv
 from multienv.testing import Killer
 
 if importlib.util.find_spec("pettingzoo") is None or importlib.util.find_spec("pymunk") is None:
@@ -56,15 +55,3 @@ def test_agents_come_and_go_as_in_the_parallel_env_itself_while_the_worker_is_ki
     bare.close()
     assert ends > 0
     assert gone > 0
-
-
-def test_a_batch_of_parallel_envs_has_an_array_for_each_agent():
-    with SubprocessVectorEnv([lambda: ParallelAsEnv(zombies())] * 3) as envs:
-        observations, _ = envs.reset(seed=0)
-        assert sorted(observations) == ["archer_0", "archer_1", "knight_0", "knight_1"]
-        assert len({len(one) for one in observations.values()}) == 1
-        envs.action_space.seed(0)
-        for _ in range(5):
-            observations, rewards, _, _, infos = envs.step(envs.action_space.sample())
-        assert rewards.shape == infos["rewards"]["archer_0"].shape == (3,)
-        assert not np.array_equal(observations["archer_0"][0], observations["archer_0"][1])

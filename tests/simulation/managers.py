@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from kit.interruption import Interruption
 from multienv import AsyncSubprocessEnvManager, StackedSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import EnvsFailedError, WorkerLostError
 from simulation.programs import HORIZONS, POLICIES, STEP_LIMIT, Row, assert_same, is_forced, of_worker
-from simulation.simulation import Fault, SimulatedEnv, Simulation
+from simulation.simulation import Fault, SimulatedEnv, Simulation, is_in_process
 
 MANAGERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "async": (AsyncSubprocessEnvManager, {"wait_num": 1, "step_wait_timeout": 0.0}),
@@ -49,6 +50,7 @@ class ManagerCase:
         ops: ``("step", number)`` all envs that are ready, ``("reset", env)``, ``("call", amount)``.
         faults: What goes wrong; worker ``n`` is that of env ``n``.
         eager: See :class:`Simulation`.
+        interrupted: At which place of the trainer's own code Ctrl-C comes, counted over all calls; -1: at none.
     """
 
     manager: str
@@ -56,6 +58,7 @@ class ManagerCase:
     ops: tuple[tuple[Any, ...], ...] = OPS
     faults: tuple[Fault, ...] = ()
     eager: bool = False
+    interrupted: int = -1
 
 
 class Oracle:
@@ -145,6 +148,7 @@ class ManagerRun:
             **options,
         )
         self._seeds = iter(range(50, 1_000))
+        self.interruption = Interruption(case.interrupted, KeyboardInterrupt, skips=is_in_process)
 
     def play(self) -> Simulation:
         """Run the program and check all that it returns; return the world as it is then."""
@@ -167,11 +171,19 @@ class ManagerRun:
             assert not set(self.simulation.live), "a channel was not released"
         return self.simulation
 
+    def _call(self, call: Any) -> Any:
+        """Call, and be interrupted if it is time."""
+        if self.case.interrupted < 0 or self.interruption.fired:
+            return call()
+        with self.interruption:
+            return call()
+        raise KeyboardInterrupt  # it came in here
+
     def _launch(self) -> None:
         """Launch until it succeeds: a launch that fails leaves nothing."""
-        for _ in range(len(self.case.faults) + 1):
+        for _ in range(len(self.case.faults) + 2):
             try:
-                return self.manager.launch()
+                return self._call(self.manager.launch)
             except KeyboardInterrupt:
                 assert self.manager.closed
             except (EnvsFailedError, WorkerLostError, OSError):
@@ -205,7 +217,7 @@ class ManagerRun:
         try:
             for env, action in actions.items():
                 self.oracles[env].ask(action)
-            told = self.manager.step(list(actions.values()) if is_stacked else actions)
+            told = self._call(partial(self.manager.step, list(actions.values()) if is_stacked else actions))
         except EnvsFailedError as error:
             steps = {env: step for env, step in enumerate(error.results) if step is not None}
             self._deliver(steps, error.failures)
@@ -214,7 +226,7 @@ class ManagerRun:
         except BROKEN_OFF:
             unsent = [env for env in self._again(lambda: self.manager.ready_env) if env in actions]
             assert unsent in ([], list(actions)), "sent in part"
-            assert not unsent or self.case.eager, "the interruption comes while an answer is awaited"
+            assert not unsent or self.case.eager or self.interruption.fired, "it comes while an answer is awaited"
             if unsent:
                 self.oracles = before
             return
@@ -238,7 +250,7 @@ class ManagerRun:
     def _do_call(self, amount: float) -> None:
         """Call a method of all envs, once: an interrupted call was made, or was not."""
         try:
-            told = self.manager.call("poke", amount)
+            told = self._call(partial(self.manager.call, "poke", amount))
         except EnvsFailedError as error:
             self._check_failed(error)
             told = [answer or 0 for answer in error.results]
@@ -256,11 +268,11 @@ class ManagerRun:
         """Call until it returns; reset envs that have failed, which is allowed where it must be."""
         while True:
             try:
-                return call()
+                return self._call(call)
             except EnvsFailedError as error:
                 self._reset_failed(error)
             except BROKEN_OFF:
-                assert self.simulation.struck
+                assert self.simulation.struck or self.interruption.fired
 
     def _reset_failed(self, error: EnvsFailedError) -> None:
         self._check_failed(error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -73,11 +73,12 @@ def test_two_envs_that_end_every_process_in_the_same_step_are_truncated_and_no_o
     assert play.truncated == 2
 
 
+@pytest.mark.parametrize("op", [("step", 1), ("roll", 1, 5)], ids=["steps", "rollouts"])
 @pytest.mark.parametrize("face", list(FACES))
-def test_an_env_that_cannot_be_replayed_is_truncated_and_never_passed_off_as_exact(face: str) -> None:
-    ops = (("reset", 7), ("step", 0), ("step", 1), ("reset", 9), ("step", 2))
-    for point in ("before", "executed", "replied", "late"):
-        play = Run(Case(face, "journal", ops, (Fault(0, "request", 2, point),), chance=True))
+def test_an_env_that_cannot_be_replayed_is_truncated_and_never_passed_off_as_exact(face: str, op: Any) -> None:
+    ops = (("reset", 7), ("step", 0), op, op, ("reset", 9), ("step", 2))
+    for point, nth in product(("before", "executed", "replied", "late"), (2, 3)):
+        play = Run(Case(face, "journal", ops, (Fault(0, "request", nth, point),), chance=True))
         simulation = play.play()
         assert simulation.struck
         assert play.truncated == FACES[face][1].count(0), "one of each env in the worker that was lost"

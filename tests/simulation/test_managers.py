@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from simulation.managers import ENVS, ManagerCase, ManagerRun, manager_bases, manager_name, with_fault
+from simulation.managers import ENVS, MANAGERS, ManagerCase, ManagerRun, manager_bases, manager_name, with_fault
 from simulation.schedules import REPLAYS, faults_of
 
 BASES = list(manager_bases())
@@ -43,3 +43,17 @@ def test_two_faults_leave_what_a_manager_hands_out_whole(base: ManagerCase) -> N
     for first in islice(singles(base), 0, None, 83):
         for second in islice(singles(first), 11, None, 97):
             ManagerRun(second).play()
+
+
+@pytest.mark.parametrize("stride", [1201, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_interrupted_call_of_a_manager_loses_and_doubles_nothing(manager: str, stride: int) -> None:
+    """Ctrl-C at places of the trainer's own code, one after the other."""
+    place = list(MANAGERS).index(manager) * 31
+    while True:
+        run = ManagerRun(ManagerCase(manager, "journal", interrupted=place))
+        run.play()
+        if not run.interruption.fired:
+            break
+        place += stride
+    assert place > 5000, "little was interrupted"
