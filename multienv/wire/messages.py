@@ -334,4 +334,5 @@ def dumps(value: Any) -> bytes:
         data = pickle.dumps(value, protocol=5)
     except Exception:  # pickling runs foreign code
         data = b"__main__"
-    return cloudpickle.dumps(value) if b"__main__" in data else data
+    # Also "__mp_main__": the main script in a multiprocessing child.
+    return cloudpickle.dumps(value) if b"_main__" in data else data

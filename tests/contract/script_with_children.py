@@ -28,7 +28,8 @@ class OfTheScript(CounterEnv):
         return self.__class__
 
 
-def run(context: str, action: int) -> None:
+def run(context: str) -> None:
+    action = Move.LEFT
     with SubprocessEnv(OfTheScript, context=context) as env:
         env.reset(seed=0)
         for _ in range(2):
@@ -42,9 +43,9 @@ def run(context: str, action: int) -> None:
 if __name__ == "__main__":
     _, where, context = sys.argv
     if where == "itself":
-        run(context, Move.LEFT)
+        run(context)
     else:
-        process = multiprocessing.get_context("forkserver").Process(target=run, args=(context, 1))
+        process = multiprocessing.get_context("forkserver").Process(target=run, args=(context,))
         process.start()
         process.join()
         sys.exit(process.exitcode)
