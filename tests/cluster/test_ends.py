@@ -79,7 +79,7 @@ def end(pids: Iterable[int]) -> bool:
 def run_trainer(function: str, *arguments: str, ends: bool = True) -> dict:
     """Return what a trainer tells; ``ends``: it then ends by itself, which Ray may not let it do without its head."""
     with Trainer("cluster_trainers", function, *arguments) as trainer:
-        told = json.loads(trainer.expect("told"))
+        told = json.loads(trainer.expect("told", 110))
         if ends:
             assert trainer.wait(110) == 0, trainer.errors()[-3000:]
         becomes_true(lambda: not end(trainer.family()), GONE_WITHIN)  # agents of Ray's, that wait for their head

@@ -71,9 +71,9 @@ class Trainer:
             self._lines.put(line.rstrip("\n"))
         self._lines.put("")
 
-    def expect(self, word: str) -> str:
+    def expect(self, word: str, timeout: float = STUCK_AFTER) -> str:
         """Wait until it says a line that begins with ``word``; what follows the word."""
-        deadline = time.monotonic() + STUCK_AFTER
+        deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 line = self._lines.get(timeout=0.2)
