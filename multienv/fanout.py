@@ -490,7 +490,7 @@ class FanOut:
         """
         supervisor = self.supervisors[place]
         other: FanOut | None = None if supervisor.asked_by is None else supervisor.asked_by()
-        unfinished = None if other is None else other.unfinished
+        unfinished = None if other is None else other._round  # as it is: another thread may just be sending it
         if other is not None and unfinished is not None and unfinished.order:
             theirs = other.supervisors.index(supervisor)
             if unfinished.requests[theirs] is not other.nothing:

@@ -727,7 +727,7 @@ class Supervisor:
             if channel is not None and instruction is Instruction.ASK:
                 number = self.number + 1
                 if not channel.answered(number):
-                    self._publish()  # a thread that brought it back may have been the last to look at it
+                    self._publish()  # the call that brought it back may have been broken off before that
             elif channel is not None and instruction is Instruction.AWAIT_BUILD:
                 number = self.lifecycle.building
             else:
