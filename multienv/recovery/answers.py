@@ -50,7 +50,7 @@ class ExactAnswers:
         reading: What these two become with the reply that is being read.
         started: Number of the last reply that tells how random generators stood before resets; 0: none did.
         generators: What it tells: slot → state.
-        irregular: Of the last reply, if its observation travelled as payload.
+        irregular: Of the last reply, if its observation travelled as a payload.
         ended: The last step ended an episode.
     """
 
@@ -65,7 +65,7 @@ class ExactAnswers:
         self.ended = False
 
     def read(self, segment: Segment, number: int) -> bytes:
-        """Return the payload after the irregular part; keep the irregular part. Raises nothing: payload is bytes."""
+        """Return the payload after its irregular part, which is kept. Raises nothing: both are bytes."""
         self.reading = self.seen, self.loose
         self.irregular, rest = payload_of(segment, number)
         return rest
@@ -103,7 +103,7 @@ class ExactAnswers:
 
     def plain(self, segment: Segment, number: int, answer: Transition) -> Transition:
         """Return the answer to a plain step with the info in its payload. Raises Illegible."""
-        payload = segment.read_reply_payload(number)  # without irregular part: the rows hold all
+        payload = segment.read_reply_payload(number)  # without an irregular part: the rows hold all
         numbers = numbers_in(payload)
         if numbers is not None:
             ((_, info),) = numbers
@@ -159,7 +159,7 @@ class RowsAnswers:
         self.truncated_errors: dict[int, Exception] = {}
 
     def read(self, segment: Segment, number: int) -> bytes:
-        """Return the payload after the irregular part; keep the irregular part."""
+        """Return the payload after its irregular part, which is kept."""
         self.reading = self.seen, self.loose
         self.irregular, rest = payload_of(segment, number)
         return rest
@@ -210,7 +210,7 @@ class RowsAnswers:
 
     def plain(self, segment: Segment, number: int, answer: RowsReply) -> RowsReply:
         """Return the answer to a plain step with the infos in its payload. Raises Illegible."""
-        payload = segment.read_reply_payload(number)  # without irregular part: the rows hold all
+        payload = segment.read_reply_payload(number)  # without an irregular part: the rows hold all
         numbers = numbers_in(payload)
         if numbers is not None:
             return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, Extras(numbers))

@@ -872,7 +872,8 @@ class Supervisor:
             assert channel is not None
             self.pending.begin(message, b"", limit)
             self.lifecycle.forget_loss()
-            self._happen(Interrupted())  # so that an exception in here finds the worker lost; else it is as before
+            # So that an exception in here leaves the worker lost; else it is as before.
+            self.stand(decide(before, Interrupted(), self.rules)[0])
             try:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:

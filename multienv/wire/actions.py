@@ -47,7 +47,7 @@ _INT_STEP, _INT64_STEP = _step_head(INT), _step_head(INT64)
 
 
 def action_bytes(space: spaces.Space[Any]) -> int:
-    """Return the bytes a bank has for an action of this space, whatever its dtype; 0: it always travels as payload."""
+    """Return the bytes that a bank has for an action of this space of any dtype; 0: it always travels as a payload."""
     if type(space) is spaces.Discrete:
         return 8
     if type(space) in _ARRAYS:

@@ -77,8 +77,8 @@ class BankLayout:
 
     Args:
         slots: Number of envs; 0 for the small banks.
-        action_bytes: Bytes of the actions of all slots; 0 where they travel as payload.
-        leaf_bytes: For each array of a slot's observation its bytes; empty where observations travel as payload.
+        action_bytes: Bytes of the actions of all slots; 0 where they travel as a payload.
+        leaf_bytes: For each array of a slot's observation its bytes; empty where observations travel as a payload.
 
     Attributes:
         end: Length of the record that is journalled.

@@ -57,7 +57,7 @@ class RowsReply:
 
     Attributes:
         leaves: For each leaf of the observation space an array with a row for each slot; empty where observations
-            travel as payload: see ``extras.observations``.
+            travel as a payload: see ``extras.observations``.
         rewards, terminated, truncated: One value for each slot.
         extras: Infos, failures and observations that travelled; ``None``: nothing.
         errors: What the envs have raised, by slot, as errors to raise.

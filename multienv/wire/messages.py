@@ -1,4 +1,4 @@
-"""What is asked of a worker besides steps, and what it answers: frozen values that travel pickled as payload."""
+"""What is asked of a worker besides steps, and what it answers: frozen values that travel pickled, as a payload."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rows of a batch in a bank: how observations of any space are written to their row and read back.
 
 Observations of a nested space have an array for each leaf. A space whose values have no fixed size (Text, Graph,
-Sequence, OneOf, custom) has none: its observations travel as payload.
+Sequence, OneOf, custom) has none: its observations travel as a payload.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class FileEnv(CounterEnv):
 
 
 class WideEnv(NondeterministicEnv):
-    """Observes float64 where its space says float32: of a single env that travels as payload."""
+    """Observes float64 where its space says float32: of a single env that travels as a payload."""
 
     def _observe(self) -> Any:
         return super()._observe().astype(np.float64)
