@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from multienv.wire.banks import STEPPED, BankLayout, Entry, are_digests, slot_digests, split_entries
+from multienv.wire.banks import RAISED, STEPPED, BankLayout, Entry, are_digests, slot_digests, split_entries
 
 
 def differences(
@@ -52,8 +52,9 @@ def _of_entries(
     everyone = [slot for slot in range(layout.slots) if slot not in waiting]
     if one.record[2] != other.record[2]:
         return dict.fromkeys(everyone, "one raised and the other did not")
-    if one.record[2] != STEPPED:
-        return {}
+    if one.record[2] != STEPPED:  # a call: which slots raised is not told
+        raised = one.record[3] & RAISED, other.record[3] & RAISED
+        return {} if raised[0] == raised[1] else dict.fromkeys(everyone, "one call raised and the other did not")
     found: dict[int, str] = {}
     n = layout.slots
     going_on = [slot for slot in everyone if slot not in starting]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from time import perf_counter
 from types import BuiltinMethodType, MethodType, ModuleType
@@ -34,6 +35,8 @@ class EnvGroup:
 
     Attributes:
         starts: Resets at which a replay can begin.
+        waiting: Slots that take no part in a replay yet.
+        raised: In the last call of :meth:`each` a slot raised that is not waiting.
         calls: For each slot what a step calls: the env's ``step``, or what stands in its place once the episode has
             ended. The list stays the same object.
     """
@@ -48,6 +51,8 @@ class EnvGroup:
         self.action_space = envs[0].action_space
         self.words = segment.words
         self.starts = Starts(self.envs, message.starts, segment)
+        self.waiting: AbstractSet[int] = frozenset()
+        self.raised = False
         self._steps: list[Step] = []
         self._ended = [not message.exact] * self.slots
         self.calls: list[Step] = []
@@ -169,6 +174,7 @@ class EnvGroup:
         """
         values: list[bytes | None] = []
         failures: dict[int, Failure] = {}
+        self.raised = False
         for place, slot in enumerate(range(self.slots) if slots is None else slots):
             self.words[SLOT] = slot + 1
             values.append(None)
@@ -176,6 +182,7 @@ class EnvGroup:
                 values[place] = pickled(name, ask(place, self.envs[slot]))
             except Exception as error:
                 failures[slot] = failure_of(error)
+                self.raised |= slot not in self.waiting
         self.words[SLOT] = 0
         return pickle.dumps((values, failures), protocol=5)
 

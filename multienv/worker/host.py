@@ -24,6 +24,7 @@ from multienv.wire.banks import (
     IRREGULAR,
     MESSAGE,
     NOT_RESET,
+    RAISED,
     SKIPPED,
     STEPPED,
     U32,
@@ -159,6 +160,10 @@ class Host:
         """Reply with a value; ``name`` says where it is from if it cannot be pickled."""
         answer(self._segment, number, VALUE, pickled(name, value))
 
+    def _answer_all(self, number: int, answers: bytes) -> None:
+        """Reply with what ``EnvGroup.each`` returned."""
+        answer(self._segment, number, VALUE, answers, flags=RAISED if self._envs().raised else 0)
+
     # --- one method per message -------------------------------------------------------------------
 
     def _build(self, number: int, message: Build) -> None:
@@ -201,20 +206,19 @@ class Host:
         self._rolled = number + max(0, len(rolled.banks) // self._segment.layout.size - 1), seconds
 
     def _call(self, number: int, message: Call) -> None:
-        answer(self._segment, number, VALUE, self._envs().call(message))
+        self._answer_all(number, self._envs().call(message))
 
     def _get(self, number: int, message: GetAttribute) -> None:
-        answer(self._segment, number, VALUE, self._envs().get(message))
+        self._answer_all(number, self._envs().get(message))
 
     def _is_wrapped(self, number: int, message: IsWrapped) -> None:
-        answer(self._segment, number, VALUE, self._envs().is_wrapped(message.kind, message.slots))
+        self._answer_all(number, self._envs().is_wrapped(message.kind, message.slots))
 
     def _set(self, number: int, message: SetAttribute) -> None:
-        answer(self._segment, number, VALUE, self._envs().write(message))
+        self._answer_all(number, self._envs().write(message))
 
     def _render(self, number: int, message: Render) -> None:
-        payload = self._envs().each("render", message.slots, lambda place, env: env.render())
-        answer(self._segment, number, VALUE, payload)
+        self._answer_all(number, self._envs().each("render", message.slots, lambda place, env: env.render()))
 
     def _keep_snapshot(self, number: int, message: KeepSnapshot) -> None:
         self._answer(number, self._on_keep(message.number, message.token))
@@ -234,7 +238,7 @@ class Host:
                 group.call(lasting) if isinstance(lasting, Call) else group.write(lasting)
             came = self._run(number, message)
         finally:
-            group.starts.replaying = None
+            group.starts.replaying, group.waiting = None, frozenset()
             # Its bank was used for other requests meanwhile.
             HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, VALUE, 0, 0, number & U32, 0)
         self._answer(number, came)
@@ -247,11 +251,11 @@ class Host:
             message: The replay.
         """
         segment, words, group, came = self._segment, self._segment.words, self._envs(), []
-        skipped = {start.slot for start in message.starts}
+        skipped = group.waiting = {start.slot for start in message.starts}
         group.starts.begin_replay()
         for index, entry in enumerate(split_entries(message.entries, segment.layout.end)):
             starting = {start.slot: start.generators for start in message.starts if start.entry == index}
-            skipped -= starting.keys()
+            skipped.difference_update(starting)
             group.starts.replaying = starting
             words[REPLAYING] = index + 1
             again = entry.number

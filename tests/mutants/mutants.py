@@ -168,8 +168,8 @@ MUTANTS = [
         "Envs take part in a replay from its first request on, before the reset that they begin with.",
         2,
         "worker/host.py",
-        "skipped = {start.slot for start in message.starts}",
-        "skipped = {start.slot for start in message.starts if start.entry < 0}",
+        "skipped = group.waiting = {start.slot for start in message.starts}",
+        "skipped = group.waiting = {start.slot for start in message.starts if start.entry < 0}",
         SIMULATED_STARTS,
     ),
     Mutant(
@@ -251,6 +251,14 @@ MUTANTS = [
         "    if len(one.irregular) != len(other.irregular):\n",
     ),
     Mutant(
+        "A call that raises in a replay alone is not seen.",
+        3,
+        "recovery/verification.py",
+        "return {} if raised[0] == raised[1] else",
+        "return {} if raised else",
+        ("tests/simulation/test_faults_and_programs.py",),
+    ),
+    Mutant(
         "Envs of a batch whose replay differs are adopted as exact.",
         3,
         "recovery/lifecycle.py",
@@ -261,7 +269,8 @@ MUTANTS = [
         "A woken snapshot whose replay differs is adopted as exact.",
         3,
         "recovery/recoverer.py",
-        "        if mismatches:\n            self._let_go(channel)\n            return None\n",
+        '        if mismatches:\n            sometimes("what follows a woken snapshot differs")\n'
+        "            self._let_go(channel)\n            return None\n",
         "",
     ),
     Mutant(
