@@ -31,6 +31,7 @@ from multienv.processes.channel import Channel, wait_any
 from multienv.recovery import hot_path
 from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_HALF
 from multienv.recovery.supervisor import HealingDue, Supervisor
+from multienv.sometimes import sometimes
 from multienv.threads import Bell, Pool, Task
 
 # (name, request) → answer; called in a thread.
@@ -297,6 +298,7 @@ class FanOut:
         """Complete the round that was broken off."""
         current = self._round
         assert current is not None
+        sometimes("a round that was broken off is completed")
         current.resumed = True
         return self.collect()
 
@@ -538,6 +540,7 @@ class FanOut:
             current.answers[place] = task.result
         del current.tasks[place]
         if error is not None and supervised and not is_of_env:
+            sometimes("a thread cannot bring the envs back now")
             raise error
 
     def _fail(self, current: Round, place: int, error: BaseException) -> None:

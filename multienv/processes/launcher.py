@@ -37,6 +37,7 @@ from multienv.processes.environment import (
 from multienv.processes.leftovers import end_orphans
 from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order, tell_fate
 from multienv.processes.worker_process import ProcessChannel, live, undisturbed
+from multienv.sometimes import sometimes
 
 METHODS = ("forkserver", "spawn")
 PRELOAD = (
@@ -232,6 +233,7 @@ def _launched(order: Order) -> ProcessChannel:
         except OSError as error:
             if error.errno not in _ENDED:
                 raise
+            sometimes("the monitor ends while a worker is launched")
     assert client is not None
     return ProcessChannel(_tell_no_launch, client.resume)
 

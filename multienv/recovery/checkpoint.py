@@ -14,6 +14,7 @@ from multienv.processes.channel import Channel
 from multienv.recovery.journal import Journal
 from multienv.recovery.recoverer import Unrecoverable
 from multienv.recovery.state_machine import Episode, Process, State
+from multienv.sometimes import sometimes
 from multienv.wire.messages import KeepSnapshot
 
 # Version of the dict that state_dict() returns.
@@ -117,6 +118,7 @@ class Checkpoints:
             snapshot = Snapshot(token, self.standing(), worker.recoverer.free)
             self._kept.add(snapshot)
         except BaseException:
+            sometimes("a snapshot is broken off while it is taken")
             if worker.channel is not None:
                 worker.channel.kill()  # else it might take the snapshot later
             worker.recoverer.free(token)
@@ -143,6 +145,7 @@ class Checkpoints:
         try:
             channel = recoverer.wake_kept(snapshot.token, standing.number, effort)
             if channel is None:  # the frozen process is gone: replay what led to it
+                sometimes("a kept snapshot is gone")
                 channel = self._replayed(standing, effort)
         except Unrecoverable as reason:
             raise NotRestoredError(
@@ -232,6 +235,7 @@ class Checkpoints:
         finally:
             recoverer.build = before
         if found.mismatches:
+            sometimes("the replay of a checkpoint differs")
             found.channel.kill()
             found.channel.release()
             raise Unrecoverable(next(iter(found.mismatches.values())))

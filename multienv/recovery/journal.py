@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from multienv.sometimes import sometimes
 from multienv.wire.banks import HEAD
 from multienv.wire.messages import Replay, ReplayStart
 
@@ -231,6 +232,7 @@ class Journal:
             if starts:
                 begun[slot] = starts[-1 if near and history.proven(last) else 0]
             elif not history.is_whole:
+                sometimes("nothing leads back to a slot")
                 missing.append(slot)
         if len(missing) == self.slots:
             return None
@@ -289,6 +291,7 @@ class Journal:
         held = self.stride * len(self.entries) + sum(self._longer.values())
         if held <= limit:
             return self.first
+        sometimes("a journal outgrows its limit")
         front, last = self.first, self.last
         for number in range(self._oldest, front):  # left by an interrupted trim
             if number in self.entries:
@@ -305,6 +308,7 @@ class Journal:
         for number in list(self._lasting):
             if len(self._lasting) <= LASTING and size <= limit // _LASTING_PART:
                 return
+            sometimes("a call or attribute set is too old to be repeated")
             size -= len(self._lasting.pop(number))
 
     # --- copies -----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from multienv.recovery.state_machine import (
 )
 from multienv.reports.crash import Case
 from multienv.reports.texts import what_happened
+from multienv.sometimes import sometimes
 from multienv.wire.messages import Build
 
 
@@ -145,6 +146,7 @@ class Lifecycle:
         self._journal.cut(committed)
         self._fate = gone.fate
         if gone.fate.snapshot is not None and gone.fate.snapshot > committed:  # of a request that was taken back
+            sometimes("a snapshot is newer than the last answer")
             self._fate = replace(gone.fate, snapshot=None)
         codec = self.recoverer.codec
         entry, name = b"", "snapshot" if request is None else request.name
@@ -231,6 +233,7 @@ class Lifecycle:
         try:
             channel = self.recoverer.renew(effort, lasting)
         except Gone:  # one of the calls ends the process, or they take too long: go on without them
+            sometimes("a repeated call ends the process of new envs")
             lasting = ()
             channel = self.recoverer.renew(effort, lasting)
         self._journal.begin(number, lasting)
@@ -245,8 +248,10 @@ class Lifecycle:
         except (Unrecoverable, OSError) as reason:
             if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
                 raise
+            sometimes("a replacement by plan fails")
             return None, effort, str(reason)
         if found.mismatches:
+            sometimes("a replacement by plan differs")
             found.channel.kill()
             found.channel.release()
             return None, effort, next(iter(found.mismatches.values()))
@@ -267,6 +272,7 @@ class Lifecycle:
         if instruction is Instruction.RAISE_BUDGET:
             return record.lost_error(loss, self._budget_text(), RestartBudgetExceeded)
         if instruction is Instruction.RAISE_POISON:
+            sometimes("a reset or a call ends process after process")
             count = self._processes_lost
             advice = f"The same {loss.command}() ended process after process, {count} so far; it is given up. "
             if loss.command == "reset":
@@ -275,8 +281,10 @@ class Lifecycle:
                 advice += "The episode goes on: mend what it calls in the env, or leave it out."
             return record.lost_error(loss, advice)
         if loss.command == "initialize":
+            sometimes("the first process is lost while its envs are built, and given up")
             return record.lost_error(loss, "Run env_fn() in-process to see why; initialize() tries again.")
         if state.pending_truncations:
+            sometimes("a call finds the episode lost")
             reason = state.pending_truncations[0][1].removeprefix(what_happened(loss)).strip()
             return record.lost_error(loss, f"{reason} The next step() ends the episode.".strip())
         return record.lost_error(loss, "Its episode is lost; the next reset() starts a new process.")

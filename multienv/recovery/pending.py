@@ -9,6 +9,7 @@ from math import inf
 from multienv.processes.channel import Channel
 from multienv.recovery.state_machine import Request, State
 from multienv.reports.texts import deadline_of
+from multienv.sometimes import sometimes
 from multienv.wire.actions import PICKLED
 from multienv.wire.banks import BEGIN, HEAD, MESSAGE, NOT_RESET, SKIPPED, STEP, STEPPED, U32, BankLayout, Entry
 from multienv.wire.messages import BEGINNING, Message
@@ -76,6 +77,7 @@ class Pending:
     def put(self, segment: Segment, number: int) -> None:
         """Put a step that was saved into the segment of another process."""
         if self._saved is not None and self._saved[0] == number:
+            sometimes("a step is asked of another process")
             _, part, payload = self._saved
             bank = segment.banks[number & 1]
             bank.view[: len(part)] = part
@@ -103,6 +105,8 @@ class Pending:
                     HEAD.pack_into(bank.view, 0, MESSAGE, flag, 0, 0, 0, number & U32, 0)
             bank.skipped[:] = 0
             for slot, _ in state.skipped:
+                sometimes("a slot is left out of a request")
+                sometimes("a slot is left out and not even reset", slot in state.not_reset)
                 bank.skipped[slot] = NOT_RESET if slot in state.not_reset else 1
         channel.ring(number)
 
@@ -137,6 +141,7 @@ class Pending:
             if nearest != due:
                 return False
             if due == self.until:
+                sometimes("a request hangs")
                 raise channel.kill(cause="hung", stack=True)
             self._silence = number, inf
             self._tell_of_silence(channel, name)

@@ -24,6 +24,7 @@ from multienv.recovery.journal import Plan
 from multienv.recovery.policy import Effort, RestartBudget
 from multienv.recovery.state_machine import LOSSES
 from multienv.recovery.verification import differences
+from multienv.sometimes import sometimes
 from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32
 from multienv.wire.codecs import Codec, codec_of
 from multienv.wire.infos import Illegible
@@ -165,11 +166,13 @@ class Recoverer:
             if channel.wait(number, None if limit == math.inf else limit):
                 break
             if limit == until or words[REPLAYING] == place:
+                sometimes("a request of our own hangs")
                 raise channel.kill(cause="hung", stack=True)
         try:
             payload = channel.segment.read_reply_payload(number)
             value = foreign(partial(pickle.loads, payload), Illegible)
         except (EOFError, Illegible) as illegible:
+            sometimes("the answer to a request of our own is unreadable")
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
         if banks[number & 1].view[2] == FAILED:
             raise RequestFailedError(value)
@@ -256,9 +259,11 @@ class Recoverer:
             now = time.monotonic()
             delay = self._budget.admit(now, progress)
             if delay is None:
+                sometimes("no restart is left")
                 raise BudgetSpentError
             effort.turn = now + delay if effort.until is None else min(now + delay, effort.until)
         while not self._closed and time.monotonic() < effort.turn:
+            sometimes("a restart waits for its turn")
             time.sleep(_LOOK)
         if self._closed:
             raise Unrecoverable("it was closed")
@@ -273,8 +278,10 @@ class Recoverer:
         except OSError as error:  # no descriptor is left, or the monitor is gone
             if error.errno is None:  # a signal handler's
                 raise
+            sometimes("no descriptor is left to wake a snapshot")
             return None
         if channel is None:
+            sometimes("the snapshot of a lost process is gone")
             return None
         self.restarts += not effort.planned
         return self._follow(channel, fate.snapshot, plan, effort)
@@ -299,14 +306,17 @@ class Recoverer:
                 raise channel.kill(cause="hung")
             mismatches = self._replay(channel, plan, effort, until)
         except (Gone, RequestFailedError):
+            sometimes("a snapshot does not wake, or its replay fails")
             self._let_go(channel)
             return None
         except BaseException:
             self._let_go(channel)
             raise
         if mismatches:
+            sometimes("what follows a woken snapshot differs")
             self._let_go(channel)
             return None
+        sometimes("a snapshot brings the envs back")
         effort.method = "snapshot"
         return Found(channel, {})
 
@@ -338,6 +348,7 @@ class Recoverer:
                 try:
                     mismatches = self._replay(channel, plan, effort, until)
                 except Gone as gone:
+                    sometimes("a replay ends its process")
                     self._let_go(channel)
                     reason = self._count_death(effort, gone.replaying, gone)
                     if not reason and until is not None and time.monotonic() >= until:
@@ -353,8 +364,11 @@ class Recoverer:
                     self._let_go(channel)
                     raise
                 if not mismatches or (is_last and len(mismatches) < self.codec.slots):
+                    sometimes("a replay of the journal brings the envs back")
+                    sometimes("a replay brings some envs of a batch back and others not", mismatches)
                     effort.method = "journal"
                     return Found(channel, mismatches, plan)
+                sometimes("a replay differs, and another one is tried", not is_last)
                 self._let_go(channel)
                 reason = next(iter(mismatches.values()))
                 break
@@ -378,6 +392,7 @@ class Recoverer:
             try:
                 self.await_build(channel, number, self.start_deadline(effort))
             except Gone as gone:
+                sometimes("a replacement is lost while its envs are built")
                 self._let_go(channel)
                 reason = self._count_death(effort, _BUILDING, gone)
                 if reason:
@@ -396,6 +411,7 @@ class Recoverer:
         effort.deaths.clear()
         channel = self.restart(effort)
         if lasting:
+            sometimes("calls and attributes set are repeated in new envs")
             until, limit = effort.until, self._deadlines.call
             if until is not None:  # one that hangs must leave time for a process without them
                 until = (time.monotonic() + until) / 2
@@ -441,6 +457,7 @@ class Recoverer:
         if self._closed:
             raise Unrecoverable("it was closed")
         if effort.until is not None and time.monotonic() >= effort.until:
+            sometimes("a recovery passes its deadline")
             raise Unrecoverable(f"recovery took longer than Deadlines.recovery ({self._deadlines.recovery:g} s)")
 
     def _let_go(self, channel: Channel) -> None:

@@ -78,6 +78,7 @@ from multienv.recovery.state_machine import (
     instruction_of,
     refusal,
 )
+from multienv.sometimes import sometimes
 from multienv.wire.banks import FAILED, entry_of
 from multienv.wire.codecs import Codec, ExactCodec, RowsReply
 from multienv.wire.infos import Illegible
@@ -337,6 +338,7 @@ class Supervisor:
             self.buffers.encode(number, action)
             self.pending.begin_step(self._deadlines.step)
         else:  # there is no process to ask it
+            sometimes("a step is asked for while there is no process")
             assert self.codec is not None
             aside = Segment(-1)
             aside.lay_out(self.codec.layout)
@@ -417,6 +419,7 @@ class Supervisor:
             raise NoAsyncCallError("There is no request whose answer could be collected.", "collect")
         while instruction not in (Instruction.DELIVER, Instruction.NOTHING):
             if instruction in _LONG and not heal:
+                sometimes("a thread brings the envs back")
                 raise HealingDue
             if instruction in _RAISED:
                 self._commit_error(instruction)
@@ -520,6 +523,7 @@ class Supervisor:
 
     def _do_truncate(self, until: float | None) -> Instruction:
         """End all episodes without asking a process."""
+        sometimes("a step is truncated without a process")
         answer = self.answers.truncation(self.segment, self.state.skipped)
         self._commit(self.number + 2, Replied(ended=True), answer)
         self.record.ended(range(self.rules.slots), self.recoverer.build.autoreset)
@@ -575,6 +579,7 @@ class Supervisor:
             answer = foreign(partial(self._answer, number, request, message, rest), Illegible)
         except Illegible as illegible:
             if failed or is_call:  # the reply itself is no pickle
+                sometimes("a reply is unreadable")
                 raise channel.kill(cause="broken", detail=str(illegible)) from illegible
             answer = unreadable(request.name, illegible)
         if not is_call or is_recorded(message):
@@ -603,6 +608,7 @@ class Supervisor:
         try:
             rolled = foreign(partial(pickle.loads, segment.read_reply_payload(number)), Illegible)
         except Illegible as illegible:
+            sometimes("the reply to a rollout is unreadable")
             raise channel.kill(cause="broken", detail=str(illegible)) from illegible
         if not isinstance(rolled, RolloutResult):
             raise channel.kill(cause="broken", detail=f"it answered a rollout by {rolled!r:.1000}")
@@ -825,14 +831,17 @@ class Supervisor:
         channel, effort, reason = self.lifecycle.replace()
         self.refuse_if_closed("step", channel)
         if channel is not None:
+            sometimes("a process is replaced by plan")
             self.adopt(channel)
             self.record.recycling(why, "exact", "", effort)
             return
         self.maintenance.recycling_due = ""
         if resetting:  # the next request begins anew in any case
+            sometimes("a process that cannot be replaced ends with the next reset")
             self.give_up()
             self.record.recycling(why, "reset", reason, effort)
         else:
+            sometimes("a replacement by plan is put off")
             self.maintenance.recycling.put_off(self.record.episodes, self.rules.slots)
             self.record.recycling(why, "put off", reason, effort)
 
@@ -877,6 +886,7 @@ class Supervisor:
             try:
                 answer = self.recoverer.ask(channel, message, self.pending.until)
             except Gone as gone:
+                sometimes("a process is lost while it is asked for a snapshot")
                 self._lose(gone)
             else:
                 self.stand(before)
@@ -894,6 +904,7 @@ class Supervisor:
         """Have the pending request not made: an exception struck before all of it was sent. Again does nothing."""
         with self.lock:
             if self.state.request is not None:
+                sometimes("a request is taken back")
                 if self.state.process is Process.READY:  # else it is lost already, and that loss is healed next
                     self.lifecycle.forget_loss()
                 self._happen(Interrupted())

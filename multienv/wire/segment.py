@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from multienv.sometimes import sometimes
 from multienv.wire.banks import SMALL, Bank
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ class Segment:
         if len(data) <= _SHORT:
             self._short[area][: len(data)] = data
             return
+        sometimes("a payload outgrows its place among the control words")
         if self.descriptor < 0:
             self._long[area] = data
             return

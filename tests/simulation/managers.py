@@ -19,6 +19,7 @@ from kit.interruption import Interruption
 from multienv import AsyncSubprocessEnvManager, StackedSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import EnvsFailedError, WorkerLostError
 from simulation.programs import HORIZONS, POLICIES, STEP_LIMIT, Row, assert_same, is_forced, of_worker
+from simulation.rare import constants_of
 from simulation.simulation import Fault, SimulatedEnv, Simulation, is_in_process
 
 MANAGERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -51,6 +52,7 @@ class ManagerCase:
         faults: What goes wrong; worker ``n`` is that of env ``n``.
         eager: See :class:`Simulation`.
         interrupted: At which place of the trainer's own code Ctrl-C comes, counted over all calls; -1: at none.
+        rare: As for ``Case``.
     """
 
     manager: str
@@ -59,6 +61,7 @@ class ManagerCase:
     faults: tuple[Fault, ...] = ()
     eager: bool = False
     interrupted: int = -1
+    rare: int = 0
 
 
 class Oracle:
@@ -135,12 +138,17 @@ class ManagerRun:
 
     def __init__(self, case: ManagerCase) -> None:
         self.case = case
+        # These envs remember earlier episodes; and a reset in the background may begin a new life, of which nothing is
+        # told, but in which calls are repeated.
+        constants = replace(constants_of(case.rare), proof=512, lasting=1000, journal_limit=None)
+        is_forgetful = constants.forgets or case.policy == "short journal"
+        self.constants = replace(constants, recycle_after_steps=None) if is_forgetful else constants
         self.simulation = Simulation(case.faults, case.eager)
         self.oracles = [Oracle(env) for env in range(ENVS)]
         kind, options = MANAGERS[case.manager]
         self.manager = kind(
             [partial(SimulatedEnv, env, horizon=HORIZONS[env]) for env in range(ENVS)],
-            restart=POLICIES[case.policy],
+            restart=self.constants.policy(POLICIES[case.policy]),
             step_timeout=STEP_LIMIT,
             reset_timeout=STEP_LIMIT,
             connect_timeout=20.0,
@@ -152,7 +160,7 @@ class ManagerRun:
 
     def play(self) -> Simulation:
         """Run the program and check all that it returns; return the world as it is then."""
-        with self.simulation.running():
+        with self.simulation.running(), self.constants.in_force():
             try:
                 self.manager.seed(SEED)
                 self._launch()
@@ -281,16 +289,22 @@ class ManagerRun:
 
     def _check_failed(self, error: EnvsFailedError) -> None:
         for env in error.failures:
-            assert of_worker(self.simulation.struck, env, eager=self.case.eager)
+            assert self._struck(env)
             assert self.case.policy == "raise" or self._is_forced(env), f"failed without need: {error}"
 
     def _is_forced(self, env: int) -> bool:
-        return is_forced(of_worker(self.simulation.struck, env, eager=self.case.eager), self.case.policy)
+        return is_forced(self._struck(env), self.case.policy, self.constants)
+
+    def _struck(self, env: int) -> list[Fault]:
+        """Return what has happened to an env; launched again it has another worker."""
+        struck = [replace(fault, worker=fault.worker % ENVS) for fault in self.simulation.struck]
+        return of_worker(struck, env, eager=self.case.eager)
 
 
 def manager_bases() -> Iterator[ManagerCase]:
     """Yield a program for each manager, policy and timing."""
-    for manager, policy, eager in product(MANAGERS, POLICIES, (False, True)):
+    policies = [policy for policy in POLICIES if policy != "budget"]
+    for manager, policy, eager in product(MANAGERS, policies, (False, True)):
         ops = tuple(op for op in OPS if op[0] != "call") if policy in ("truncate", "raise") else OPS
         yield ManagerCase(manager, policy, ops, eager=eager)
 

@@ -14,7 +14,7 @@ import errno
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -23,8 +23,16 @@ import numpy as np
 
 from kit.interruption import Interruption
 from multienv import Deadlines, MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv.errors import CallPendingError, EnvsFailedError, NotRestoredError, WorkerLostError
+from multienv.errors import (
+    CallPendingError,
+    EnvsFailedError,
+    NotRestoredError,
+    RestartBudgetExceeded,
+    UsageError,
+    WorkerLostError,
+)
 from multienv.recovery import journal, supervisor
+from simulation.rare import Constants, constants_of
 from simulation.simulation import CRASHED, Fault, SimulatedEnv, Simulation, is_in_process
 
 NUM_ENVS = 3
@@ -41,7 +49,10 @@ POLICIES = {
     "short journal": RestartPolicy(snapshots=False, journal_limit=600, backoff=0.0),
     "truncate": RestartPolicy(on_crash="truncate", on_timeout="truncate", backoff=0.0),
     "raise": RestartPolicy(on_crash="raise", on_timeout="raise", backoff=0.0),
+    "budget": RestartPolicy(snapshots=False, backoff=0.0, max_restarts=1, window=50.0),
 }
+# Policies whose errors the trainer answers by a reset, and "truncate".
+RAISING = ("truncate", "raise", "budget")
 # Kind of face → its options, and the worker of each env.
 FACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "subprocess_env": ({}, (0,)),
@@ -79,6 +90,7 @@ class Case:
         eager: See :class:`Simulation`.
         chance: The envs draw from what cannot be replayed.
         interrupted: At which place of the trainer's own code Ctrl-C comes, counted over all calls; -1: at none.
+        rare: With what constants are drawn that are rare in life, see :mod:`simulation.rare`; 0: none is.
     """
 
     face: str
@@ -88,6 +100,7 @@ class Case:
     eager: bool = False
     chance: bool = False
     interrupted: int = -1
+    rare: int = 0
 
 
 def actions_of(number: int) -> list[np.int64]:
@@ -108,10 +121,11 @@ class World:
         last: The last observation that was returned.
         has_ended: Its episode is over, and nothing has begun the next one.
         is_known: What it draws is that of the bare env.
+        is_forgetful: The worker may forget what was called and set.
     """
 
-    def __init__(self, who: int, mode: str, chance: bool, forgets: bool) -> None:
-        self.chance = chance
+    def __init__(self, who: int, mode: str, chance: bool, forgets: bool, is_forgetful: bool) -> None:
+        self.chance, self.is_forgetful = chance, is_forgetful
         self.bare = SimulatedEnv(who, horizon=HORIZONS[who], forgets=forgets)
         self.mode = mode
         self.last: Any = None
@@ -122,6 +136,8 @@ class World:
         """Check what a reset returned; ``is_anew``: of a new life, whose generator is another one."""
         observation, info = self.bare.reset(seed=seed)
         self.is_known = not self.chance and (seed is not None or (self.is_known and not is_anew))
+        if is_anew and self.is_forgetful and self.bare.offset:
+            self.is_known = False  # what was called and set need not have been repeated
         if self.is_known:
             assert_same(row, Row(observation, info=info))
         else:
@@ -130,7 +146,7 @@ class World:
 
     def step(self, action: Any, row: Row) -> None:
         """Check what a step returned."""
-        if self.has_ended and self.mode == "NEXT_STEP":
+        if self.has_ended and self.mode != "DISABLED":  # with SAME_STEP: a reset ended every process in the last step
             assert (row.reward, row.terminated, row.truncated) == (0.0, False, False)
             self.reset(None, row)
             return
@@ -153,10 +169,11 @@ class World:
         assert (row.reward, row.terminated, row.truncated) == (0.0, False, True), row
         shown = row.observation if row.final is None else row.final
         assert np.array_equal(shown, self.last), f"not the last known observation: {row}"
-        if row.final is not None:
+        is_begun = row.final is not None and not np.array_equal(row.observation, row.final)  # else its reset kills
+        if is_begun:
             assert row.observation[0] == 0, row
         self.last, self.is_known = row.observation, False
-        self.has_ended = self.mode != "SAME_STEP" or row.final is None
+        self.has_ended = self.mode != "SAME_STEP" or not is_begun
 
 
 def assert_same(row: Row, expected: Row) -> None:
@@ -175,22 +192,27 @@ class Run:
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self.constants = constants_of(case.rare)
         self.simulation = Simulation(case.faults, case.eager)
         self.workers = FACES[case.face][1]
         mode = case.face if case.face.isupper() else "DISABLED"
         self.forgets = case.policy == "starts"
-        self.worlds = [World(env, mode, case.chance, self.forgets) for env in range(len(self.workers))]
+        if not self.forgets:  # what an env remembers of earlier episodes is no part of what proves a start
+            self.constants = replace(self.constants, proof=512)
+        is_forgetful = self.constants.forgets or case.policy == "short journal"
+        self.worlds = [World(env, mode, case.chance, self.forgets, is_forgetful) for env in range(len(self.workers))]
         self.truncated = 0
         self.interruption = Interruption(case.interrupted, skips=is_in_process)
         self.envs: Any = None
         self._kept: dict[str, Any] = {}
         self._interrupted = 0  # how often Ctrl-C came in the last call
         self._failed: list[set[int]] = []  # envs that failed in each try of the last call; the others answered
+        self._waited = 0.0  # seconds in which the trainer itself did nothing
         self._struck = 0  # faults before the last op: the loss of a process may be noticed in the next one
 
     def play(self) -> Simulation:
         """Run the program and check all that it returns; return the world as it is then."""
-        with self.simulation.running(), self._own_starts():
+        with self.simulation.running(), self.constants.in_force(), self._own_starts():
             try:
                 self._make()
                 for op in self.case.ops:
@@ -204,15 +226,19 @@ class Run:
                     self._kept.clear()
             if self.interruption.fired:
                 gc.collect()
-            assert not set(self.simulation.live), "a channel was not released"
+            assert not set(self.simulation.live), f"a channel was not released: {self.case}"
             # That of an interrupted snapshot() ends with the worker, which is not simulated.
-            assert self.interruption.fired or not self.simulation.kept, "a snapshot was not freed"
+            assert self.interruption.fired or not self.simulation.kept, f"a snapshot was not freed: {self.case}"
         return self.simulation
 
     @contextlib.contextmanager
     def _own_starts(self) -> Iterator[None]:
-        """Have each reset told of, and the journal forget the construction at once, where the policy is about that."""
+        """Have each reset told of, and the journal forget the construction at once, where the policy is about that.
+
+        Else never: an env that remembers earlier episodes, on a slow machine, could not be replayed from a reset.
+        """
         before = journal.SHORT, supervisor.SHARE
+        journal.SHORT = inf
         if self.case.policy == "starts":
             journal.SHORT, supervisor.SHARE = 0.0, inf
         try:
@@ -224,7 +250,12 @@ class Run:
         case, (options, _) = self.case, FACES[self.case.face]
         options_of_env = [(env, case.chance, HORIZONS[env], self.forgets) for env in range(len(self.workers))]
         env_fns = [partial(SimulatedEnv, *options) for options in options_of_env]
-        settings = {"restart": POLICIES[case.policy], "deadlines": DEADLINES, "reports": "", **options}
+        settings = {
+            "restart": self.constants.policy(POLICIES[case.policy]),
+            "deadlines": DEADLINES,
+            "reports": "",
+            **options,
+        }
         if case.face == "subprocess_env":
             self.envs = SubprocessEnv(env_fns[0], **settings)
             make: Any = partial(self._initialized, self.envs)
@@ -232,12 +263,16 @@ class Run:
             make = lambda: MultiEnv(create_subprocess_envs(env_fns, **settings), autoreset_mode="DISABLED")  # noqa: E731
         else:
             make = partial(SubprocessVectorEnv, env_fns, autoreset_mode=case.face, **settings)
-        try:
-            self.envs = self._again(make)
-        except (WorkerLostError, EnvsFailedError):
-            assert case.policy in ("truncate", "raise") or len(self.simulation.struck) >= 2
-            assert self.simulation.struck
-            self.envs = make()
+        made = None
+        while made is None:
+            struck = len(self.simulation.struck)
+            try:
+                made = self._again(make)
+            except (WorkerLostError, EnvsFailedError):
+                assert case.policy in RAISING or len(self.simulation.struck) >= min(2, self.constants.poison_after)
+                assert len(self.simulation.struck) > struck
+                self._await_budget()
+        self.envs = made
 
     @staticmethod
     def _initialized(env: Any) -> Any:
@@ -265,23 +300,20 @@ class Run:
                 assert len(self.simulation.struck) > struck
                 self._interrupted += 1  # what was asked is completed later
             except NotRestoredError:  # the env is as it was before
-                assert any(
-                    is_forced(of_worker(self.simulation.struck[struck:], worker, eager=False), self.case.policy)
-                    for worker in self.workers
-                )
+                since = [self._struck_by(worker, struck) for worker in self.workers]
+                assert any(is_forced(one, self.case.policy, self.constants) for one in since)
 
     def _do(self, op: tuple[Any, ...]) -> None:
         ended = [world.has_ended for world in self.worlds]
         if any(ended) and self.worlds[0].mode == "DISABLED" and op[0] in ("step", "halves", "roll", "call", "set"):
             self._do_reset(None, ended)
-        began, struck = self.simulation.now, len(self.simulation.struck)
+        began, struck = self.simulation.now - self._waited, len(self.simulation.struck)
         getattr(self, f"_do_{op[0]}")(*op[1:])
         self._struck = struck
         if len(self.simulation.struck) > struck:
             limit = STEP_LIMIT * (op[2] if op[0] == "roll" else 1)
-            assert self.simulation.now - began < limit + RECOVERY_LIMIT + 1.0, (
-                f"{op} took {self.simulation.now - began:.0f} s, longer than its deadlines allow"
-            )
+            took = self.simulation.now - self._waited - began
+            assert took < limit + RECOVERY_LIMIT + 1.0, f"{op} took {took:.0f} s, longer than its deadlines allow"
 
     def _do_reset(self, seed: int | None, mask: Sequence[bool] | None = None) -> None:
         face = self.case.face
@@ -297,7 +329,7 @@ class Run:
         rows = [Row(observation, info=info) for observation, info in self._split(*told)]
         for env, (world, row) in enumerate(zip(self.worlds, rows, strict=True)):
             if mask is None or mask[env]:
-                is_anew = self._is_forced(self.workers[env])  # lost for good, and begun in a new life
+                is_anew = self._is_begun_anew(self.workers[env])
                 for nth in range(self._interrupted):  # completed before the next call did its own
                     if self._was_begun(
                         nth, lambda bare: row.observation.tobytes() != bare.reset(seed=seed)[0].tobytes(), env
@@ -306,6 +338,15 @@ class Run:
                 world.reset(None if seed is None else seed + env, row, is_anew=is_anew)
             elif face != "multi_env":
                 assert np.array_equal(row.observation, world.last), "an env that is left out shows what it showed"
+
+    def _is_begun_anew(self, worker: int) -> bool:
+        """Tell whether a reset may have begun in a new life of the envs."""
+        struck = self._struck_by(worker)
+        if struck and self.case.policy in ("raise", "budget"):
+            return True  # the error may have been that of a reset that was interrupted, which is dropped
+        if self.constants.recycle_after_steps is not None:  # given up because it could not be replaced
+            return bool(struck) or self.constants.forgets or self.case.policy == "short journal"
+        return self._is_forced(worker)
 
     def _was_begun(self, nth: int, differs: Any, env: int) -> bool:
         """Tell whether an interrupted call, the ``nth`` in a row, counts as begun.
@@ -402,7 +443,12 @@ class Run:
                 world.bare.offset = value
 
     def _do_snapshot(self) -> None:
-        self._kept["snapshot"] = self._told(partial(self.envs.snapshot)), copy.deepcopy(self.worlds)
+        try:
+            token = self._told(partial(self.envs.snapshot))
+        except UsageError:  # the episode is lost, which the next step tells
+            assert any(map(self._is_forced, self.workers))
+            token = None
+        self._kept["snapshot"] = token, copy.deepcopy(self.worlds)
 
     def _do_restore(self) -> None:
         token, worlds = self._kept["snapshot"]
@@ -412,10 +458,17 @@ class Run:
         self.worlds = copy.deepcopy(worlds)
 
     def _do_save(self) -> None:
-        self._kept["state"] = self._again(self.envs.state_dict), copy.deepcopy(self.worlds)
+        try:
+            state = self._again(self.envs.state_dict)
+        except (UsageError, EnvsFailedError):  # what drove the envs is not all known
+            assert self.constants.forgets or any(map(self._is_forced, self.workers))
+            state = None
+        self._kept["state"] = state, copy.deepcopy(self.worlds)
 
     def _do_load(self) -> None:
         state, worlds = self._kept["state"]
+        if state is None:
+            return
         self._again(partial(self.envs.load_state_dict, state))
         self.worlds = copy.deepcopy(worlds)
 
@@ -426,30 +479,51 @@ class Run:
             told = self._again(call)
             return told if done is None else done
         except (WorkerLostError, EnvsFailedError) as error:
-            assert len(self.simulation.struck) > struck
-            if self.case.policy != "raise":
+            assert len(self.simulation.struck) > struck or self.interruption.fired
+            if self._is_spent(error):
+                self._await_budget()
+            elif self.case.policy != "raise":
                 if not any(map(self._is_forced, self.workers)):
                     raise
                 name = call.func.__name__
-                assert name in ("call", "set_attr", "snapshot"), "only what cannot be truncated is raised"
-                self._failed.append(set(getattr(error, "failures", {0: error})))
-                return None
+                assert name in ("reset", "call", "set_attr", "snapshot"), "only what cannot be truncated is raised"
+                if name != "reset":
+                    self._failed.append(set(getattr(error, "failures", {0: error})))
+                    return None
         self.truncated += 1
         for world in self.worlds:
             world.bare.reset(seed=0)
         self._do_reset(50 + self.truncated)
         return None
 
+    def _struck_by(self, worker: int, first: int = 0) -> list[Fault]:
+        """Return what has happened to a worker, from that fault on; envs that are made again have other workers."""
+        workers = len(set(self.workers))
+        struck = [replace(fault, worker=fault.worker % workers) for fault in self.simulation.struck[first:]]
+        if self.interruption.fired:  # in any line: that may be a loss, too
+            struck.append(Fault(worker, "request", 0, "interrupted before"))
+        return of_worker(struck, worker, eager=self.case.eager)
+
+    def _await_budget(self) -> None:
+        """Wait until all restarts are allowed again."""
+        self._waited += POLICIES["budget"].window + 1.0
+        self.simulation.now += POLICIES["budget"].window + 1.0
+
+    def _is_spent(self, error: Exception) -> bool:
+        """Tell whether no restart is left, which only a policy with a small budget allows."""
+        failures = getattr(error, "failures", {0: error})
+        return self.case.policy == "budget" and all(isinstance(one, RestartBudgetExceeded) for one in failures.values())
+
     def _excuse(self, env: int) -> None:
         """Fail unless the schedule of faults forced a truncation of this env."""
         self.truncated += 1
-        struck = of_worker(self.simulation.struck, self.workers[env], eager=self.case.eager)
+        struck = self._struck_by(self.workers[env])
         assert struck, "truncated, and nothing has happened to its worker"
         assert self._is_forced(self.workers[env]), f"truncated without need: {struck}"
 
     def _is_forced(self, worker: int) -> bool:
-        struck = of_worker(self.simulation.struck, worker, eager=self.case.eager)
-        return is_forced(struck, self.case.policy, chance=self.case.chance)
+        struck = self._struck_by(worker)
+        return is_forced(struck, self.case.policy, self.constants, chance=self.case.chance)
 
     def _split(self, observations: Any, infos: Any) -> list[tuple[Any, Any]]:
         if self.case.face == "subprocess_env":
@@ -480,20 +554,22 @@ def of_worker(struck: Sequence[Fault], worker: int, *, eager: bool) -> list[Faul
     return [fault for fault in struck if fault.worker == worker or (eager and fault.point.startswith("interrupted"))]
 
 
-def is_forced(struck: Sequence[Fault], policy: str, *, chance: bool = False) -> bool:
+def is_forced(struck: Sequence[Fault], policy: str, constants: Constants, *, chance: bool = False) -> bool:
     """Tell whether what has happened to a worker makes an exact recovery impossible."""
-    if not struck or policy in ("truncate", "short journal") or chance:
+    if not struck or policy in ("truncate", "short journal") or chance or constants.forgets:
         return bool(struck)
     if any(fault.point == "hang" and fault.event in ("ask", "build") for fault in struck):
         return True  # a replay may take as long as Deadlines.recovery, and no other follows
-    # By SIGKILL from outside, as far as anybody knows; but six times in the same request is no chance.
+    if any(fault.point == "raises" for fault in struck):
+        return True  # it does otherwise than before
+    # By SIGKILL from outside, as far as anybody knows; but so many times in the same request is no chance.
     deaths = Counter((fault.event, fault.nth) for fault in struck)
-    crashes = Counter(
+    blamed = Counter(
         (fault.event, fault.nth if fault.event == "request" else 0)
         for fault in struck
-        if fault.point == "in the env" and fault.code == CRASHED
+        if fault.code == CRASHED or (fault.event == "request" and fault.point in ("hang", "late", "garbage"))
     )
-    return max(deaths.values()) >= 6 or max(crashes.values(), default=0) >= 2
+    return max(deaths.values()) >= constants.losses or max(blamed.values(), default=0) >= constants.poison_after
 
 
 def part_of(infos: dict[str, Any], env: int) -> dict[str, Any]:

@@ -43,4 +43,14 @@ REGRESSIONS: dict[str, Case] = {
             Fault(0, "replay", 2, "in the env", code=CRASHED),
         ),
     ),
+    # A call changed the env, and raised when it was run again in the replay for a replacement by plan. Nothing after it
+    # told the two envs apart, so the new one was taken for the old one.
+    "a_call_that_raises_in_a_replay_alone_makes_the_envs_different": Case(
+        "subprocess_env",
+        "starts",
+        (("reset", 7), *(("step", number) for number in range(4)), ("call", 0.5), ("step", 4), ("step", 5)),
+        (Fault(0, "replay", 14, "raises"),),
+        eager=True,
+        rare=757952,
+    ),
 }

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from simulation.programs import FACES, POLICIES, Case, Run
-from simulation.simulation import CRASHED, KILLED, POINTS, Fault, Simulation
+from simulation.programs import FACES, POLICIES, RAISING, Case, Run
+from simulation.simulation import CRASHED, IN_ENV, KILLED, POINTS, Fault, Simulation
 
 # Policies that bring an env back, and faces with snapshots to come back to.
 REPLAYS = ("snapshot", "journal", "starts")
@@ -79,10 +79,12 @@ def faults_of(simulation: Simulation, workers: Sequence[int]) -> Iterator[Fault]
         for nth, point in product(range(1, number + 1), POINTS[event]):
             if point.startswith("interrupted") and (worker, nth) in simulation.in_threads:
                 continue
-            if point != "in the env":
+            if point not in IN_ENV:
                 yield Fault(worker, event, nth, point)
                 continue
             for slot, code in product(range(workers.count(worker)), (KILLED, CRASHED)):
+                if point == "raises" and code == CRASHED:
+                    continue
                 if (worker, event, nth, slot) in simulation.called:
                     yield Fault(worker, event, nth, point, slot, code)
 
@@ -90,7 +92,7 @@ def faults_of(simulation: Simulation, workers: Sequence[int]) -> Iterator[Fault]
 def bases() -> Iterator[Case]:
     """Yield a program for each face, policy and timing."""
     for face, policy, eager in product(FACES, POLICIES, (False, True)):
-        yield Case(face, policy, WITHOUT_REPLAY if policy in ("truncate", "raise") else EPISODES, eager=eager)
+        yield Case(face, policy, WITHOUT_REPLAY if policy in RAISING else EPISODES, eager=eager)
     for face, policy, eager in product(BRANCHING, REPLAYS, (False, True)):
         yield Case(face, policy, BRANCHES, eager=eager)
     for face, policy, eager in product(ROLLING, POLICIES, (False, True)):

@@ -29,6 +29,7 @@ from kit import CounterEnv
 from multienv import fanout
 from multienv.envs import building
 from multienv.events import LossCause
+from multienv.processes import launcher
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery import hot_path
 from multienv.threads import Bell
@@ -38,15 +39,18 @@ from multienv.wire.segment import BUSY, PID, REPLAYING, REPLY, REPLY_PAYLOAD, RE
 from multienv.worker.host import Host
 
 KILLED, CRASHED = -9, -11
+# What happens where an env is called.
+IN_ENV = ("in the env", "raises")
 # What may happen at each kind of event.
 POINTS: dict[str, tuple[str, ...]] = {
-    "launch": ("no descriptors", "stillborn"),
+    "launch": ("no descriptors", "stillborn", "monitor ends"),
     "build": ("in the env", "hang", "garbage"),
     "request": (
         "before",
         "in the env",
         "executed",
         "torn",
+        "garbage",
         "replied",
         "hang",
         "late",
@@ -54,7 +58,7 @@ POINTS: dict[str, tuple[str, ...]] = {
         "interrupted after",
     ),
     "ask": ("before", "executed", "garbage", "hang"),
-    "replay": ("in the env",),
+    "replay": ("in the env", "raises"),
     "wake": ("skipped", "no descriptors", "dead", "mute"),
 }
 
@@ -69,7 +73,7 @@ class Fault:
             snapshot to keep), a *replay* is one request inside a replay.
         nth: Which of them, from 1. A request that is asked again in another process is the same one.
         point: What happens, one of ``POINTS[event]``.
-        slot: Of the env in which it happens, for ``"in the env"``.
+        slot: Of the env in which it happens, for those of ``IN_ENV``.
         code: Exit code.
         times: How many processes it strikes.
     """
@@ -193,6 +197,9 @@ class Simulation:
         self.now += 1e-6
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def launcher(self, method: str, native_threads: Any, title: str = "") -> SimulatedLauncher:
         """Stand in for ``Launch``, of which there is one for each worker."""
         self.workers += 1
@@ -208,7 +215,7 @@ class Simulation:
         nth = self.events[worker, event]
         for fault in self.faults:
             if (fault.worker, fault.event, fault.nth) == (worker, event, nth) and slot in (None, fault.slot):
-                if (slot is None) == (fault.point == "in the env"):
+                if (slot is None) == (fault.point in IN_ENV):
                     continue
                 if fault.point.startswith("interrupted") and threading.current_thread() is not threading.main_thread():
                     continue
@@ -249,14 +256,19 @@ class Simulation:
     def running(self) -> Iterator[None]:
         """Have faces that are made meanwhile use this simulation, and its clock."""
         kept = building.Launch, fanout.wait_any, time.monotonic, random.getstate(), np.random.get_state()
+        processes = launcher._monitor, launcher._ordered, time.sleep
         building.Launch = self.launcher  # type: ignore[assignment, misc]
         fanout.wait_any = self.wait_any
+        launcher._monitor = lambda ended=None: self  # type: ignore[assignment, misc]
+        launcher._ordered = lambda client, order: order.launch()  # type: ignore[assignment]
+        time.sleep = self.sleep  # type: ignore[assignment]
         for module in (time, fanout, hot_path):
             module.monotonic = self.clock  # type: ignore[attr-defined]
         try:
             yield
         finally:
             building.Launch, fanout.wait_any, clock, generator, legacy = kept  # type: ignore[misc]
+            launcher._monitor, launcher._ordered, time.sleep = processes
             for module in (time, fanout, hot_path):
                 module.monotonic = clock  # type: ignore[attr-defined]
             random.setstate(generator)
@@ -272,9 +284,16 @@ class SimulatedLauncher:
         self.is_answered = True
 
     def start(self) -> Channel:
+        self.simulation.events[self.worker, "launch"] += 1
+        return launcher._launched(self)  # type: ignore[arg-type, return-value]
+
+    def launch(self) -> Channel:
+        """Launch a process, as the present monitor does it."""
         simulation = self.simulation
         with in_process(simulation):
-            fault = simulation.count(self.worker, "launch")
+            fault = simulation.fault_at(self.worker, "launch")
+            if fault is not None and fault.point == "monitor ends":
+                raise OSError(errno.EPIPE, "Broken pipe")
             if fault is not None and fault.point == "no descriptors":
                 raise OSError(errno.EMFILE, "Too many open files")
             process = SimulatedProcess(self)
@@ -394,7 +413,8 @@ class SimulatedProcess:
             return
         if fault is not None and point == "torn" and side.view[2] == STEPPED:
             side.view[side.layout.rewards :] = bytes([0xA5]) * (len(side.view) - side.layout.rewards)
-        if fault is not None and point in ("executed", "torn"):
+        is_row = side.view[2] == STEPPED
+        if fault is not None and (point in ("executed", "torn") or (point == "garbage" and is_row)):
             self.end(fault.code)
             return
         if fault is not None and point == "garbage":
@@ -447,9 +467,11 @@ class SimulatedProcess:
             event = "replay"
             if slot == 0:
                 simulation.events[worker, event] += 1
-        if "in the env" in POINTS[event]:
+        if IN_ENV[0] in POINTS[event]:
             simulation.called.add((worker, event, simulation.events[worker, event], slot))
             fault = simulation.fault_at(worker, event, slot)
+        if fault is not None and fault.point == "raises":
+            raise RuntimeError("this env raises now and then")
         if fault is not None:
             if not words[REPLAYING]:
                 self.launcher.is_answered = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from simulation.programs import FACES, Case, Run
 from simulation.regressions import REGRESSIONS
-from simulation.schedules import BRANCHING, REPLAYS, bases, name_of, possible, singles
+from simulation.schedules import BRANCHING, REPLAYS, bases, name_of, singles
 from simulation.simulation import CRASHED, KILLED, POINTS, Fault, Simulation
 
 
@@ -30,18 +30,6 @@ def run(case: Case) -> Simulation:
 def pairs(base: Case) -> Iterator[Case]:
     for case in singles(base):
         yield from singles(case)
-
-
-@pytest.mark.parametrize("base", [case for case in bases() if case.policy in REPLAYS], ids=name_of)
-def test_two_faults_leave_the_trajectory_whole(base: Case) -> None:
-    """The second fault may strike the recovery from the first: a snapshot, a replay, a process being built."""
-    tried = 0
-    for first in islice(singles(base), 0, None, 59):
-        for second in islice(possible(first), tried % 17, None, 53):
-            if second not in first.faults:
-                Run(replace(first, faults=(*first.faults, second))).play()
-                tried += 1
-    assert tried > 2
 
 
 @pytest.mark.soak

@@ -35,8 +35,8 @@ def check_each_place(base: Case, first: int, stride: int) -> None:
 @pytest.mark.parametrize("base", BASES, ids=name_of)
 def test_interrupted_call_loses_no_transition(base: Case, losses: str) -> None:
     """By default at some places; those with and without losses are not the same."""
-    first = BASES.index(base) * 7 + list(FAULTS).index(losses) * 202
-    check_each_place(replace(base, faults=FAULTS[losses]), first, stride=809)
+    first = BASES.index(base) * 7 + list(FAULTS).index(losses) * 403
+    check_each_place(replace(base, faults=FAULTS[losses]), first, stride=1613)
 
 
 @pytest.mark.soak

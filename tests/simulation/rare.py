@@ -1,0 +1,105 @@
+"""Constants that are rare in life, drawn anew for each simulated program: small limits are met in every run then."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from multienv import RestartPolicy
+from multienv.recovery import hot_path, journal, recoverer, state_machine, supervisor
+from multienv.wire import segment
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Stand in for constants of the package, and for defaults of a policy.
+
+    Attributes:
+        poison_after, backoff, recycle_after_steps: See :class:`~multienv.RestartPolicy`.
+        snapshot_every: The same, for policies with snapshots.
+        journal_limit, replay_limit: The same; ``None``: as the policy has them.
+        losses: ``state_machine.LOSSES``.
+        proof, lasting: ``journal.PROOF``, ``journal.LASTING``.
+        sample: ``hot_path.SAMPLE``.
+        payload: Bytes of a payload that have a place among the control words.
+    """
+
+    poison_after: int = 2
+    backoff: float = 0.0
+    snapshot_every: int = 2
+    recycle_after_steps: int | None = None
+    journal_limit: int | None = None
+    replay_limit: float | None = None
+    losses: int = 6
+    proof: int = 512
+    lasting: int = 1000
+    sample: int = 63
+    payload: int = 512
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a journal may have forgotten what a recovery needs."""
+        return self.journal_limit is not None or self.replay_limit is not None or self.lasting < 1000
+
+    def policy(self, base: RestartPolicy) -> RestartPolicy:
+        """Return a policy with these constants."""
+        changes = {"journal_limit": self.journal_limit, "replay_limit": self.replay_limit}
+        return replace(
+            base,
+            poison_after=self.poison_after,
+            backoff=self.backoff,
+            snapshot_every=self.snapshot_every if base.snapshots else None,
+            recycle_after_steps=self.recycle_after_steps if base.replays else None,
+            **{name: value for name, value in changes.items() if value is not None},
+        )
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Have the package use these constants meanwhile."""
+        changes = [
+            (state_machine, "LOSSES", self.losses),
+            (recoverer, "LOSSES", self.losses),
+            (journal, "PROOF", self.proof),
+            (journal, "LASTING", self.lasting),
+            (hot_path, "SAMPLE", self.sample),
+            (supervisor, "SAMPLE", self.sample),
+            (segment, "_SHORT", self.payload),
+        ]
+        before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+        try:
+            for module, name, value in changes:
+                setattr(module, name, value)
+            yield
+        finally:
+            for module, name, value in before:
+                setattr(module, name, value)
+
+
+def constants_of(seed: int) -> Constants:
+    """Return the constants that are drawn with a seed; with 0 those of life. Most of them are as in life."""
+    if not seed:
+        return Constants()
+    dice = random.Random(seed)
+
+    def rarely(value: object, usual: object) -> object:
+        return value if dice.random() < 0.3 else usual
+
+    drawn = replace(
+        Constants(),
+        poison_after=rarely(dice.choice([1, 3, 4]), 2),
+        backoff=rarely(0.5, 0.0),
+        snapshot_every=dice.choice([1, 2, 3]),
+        recycle_after_steps=rarely(dice.choice([1, 3, 5]), None),
+        journal_limit=rarely(dice.choice([0, 300, 900, 2500]), None),
+        replay_limit=rarely(0.0, None) if dice.random() < 0.3 else None,
+        losses=rarely(dice.choice([3, 4]), 6),
+        proof=rarely(dice.choice([2, 4]), 512),
+        lasting=rarely(dice.choice([0, 1]), 1000),
+        sample=dice.choice([0, 1, 3, 63]),
+        payload=dice.choice([16, 64, 512]),
+    )
+    if drawn.poison_after == 1:  # one process that hangs while it is built ends a replacement by plan, and the reset
+        return replace(drawn, recycle_after_steps=None)
+    return drawn
