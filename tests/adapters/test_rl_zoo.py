@@ -12,6 +12,8 @@ import pytest
 
 import multienv
 
+pytestmark = pytest.mark.ci
+
 CODE = """
 import sys
 from pathlib import Path

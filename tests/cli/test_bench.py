@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
@@ -35,7 +34,7 @@ def test_layouts_and_peers_are_measured() -> None:
     assert 'gymnasium.make("CartPole-v1")] * 3' in told["code"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("stable_baselines3") is None, reason="Stable-Baselines3 is not installed")
+@pytest.mark.ci
 def test_against_stable_baselines3() -> None:
     result = run_process(
         "bench", "CartPole-v1", "--envs", "1", "--seconds", "0.05", "--repeats", "1", "--against", "sb3"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -19,11 +18,6 @@ SOURCE = str(Path(multienv.__file__).parents[1])
 KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
 QUOTING = ("learners.md", "recipes.md")  # they quote code that tests/recipes runs
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in QUOTING)]
-
-
-def needs(*names: str) -> Any:
-    skipped = [name for name in names if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(skipped), reason=f"not installed, .ci/run installs it: {skipped}")
 
 
 def run(directory: Path, *arguments: str, status: int = 0) -> str:
@@ -74,7 +68,7 @@ def test_a_lost_episode_in_a_sandbox_is_masked_and_the_sandbox_released(tmp_path
     assert "Sandboxes left: 0." in told
 
 
-@needs("stable_baselines3")
+@pytest.mark.ci
 def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     told = example(tmp_path, "ppo_sb3.py", "--total-steps", "6000", "--chaos")
     learnt = re.search(r"The return went from .* to .*; (\d+) workers died meanwhile\.", told)
@@ -82,7 +76,7 @@ def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     assert int(learnt[1]) > 0
 
 
-@needs("torch")
+@pytest.mark.ci
 def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
     few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32"]
     calm, struck = (example(tmp_path, "ppo_torch.py", *few, *chaos) for chaos in ((), ("--chaos",)))
@@ -93,7 +87,7 @@ def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
     assert means(calm)[-1] > means(calm)[0]
 
 
-@needs("torch", "ale_py")
+@pytest.mark.ci
 def test_ppo_in_torch_plays_an_atari_game(tmp_path):
     few = ["--env", "ALE/Pong-v5", "--num-envs", "2", "--steps", "16", "--total-steps", "64", "--epochs", "1"]
     told = example(tmp_path, "ppo_torch.py", *few)
@@ -105,7 +99,7 @@ def means(told: str) -> list[float]:
     return [float(mean) for mean in re.findall(r"mean return +([\d.]+);", told)]
 
 
-@needs("pettingzoo")
+@pytest.mark.ci
 def test_self_play_learns_to_beat_a_random_player_while_its_workers_are_killed(tmp_path):
     told = example(tmp_path, "self_play.py", "--games", "2000", "--chaos")
     killed = KILLED.search(told)
@@ -123,18 +117,13 @@ def blocks(page: Path) -> list[str]:
     return [block for opted_out, block in found if not opted_out]
 
 
-def missing(page: Path) -> list[str]:
-    """What the page needs, by a comment ``<!-- needs: module, module -->``, and is not installed."""
-    needed = re.findall(r"^<!-- needs: (.+) -->$", page.read_text(), re.MULTILINE)
-    names = [name.strip() for line in needed for name in line.split(",")]
-    return [name for name in names if importlib.util.find_spec(name) is None]
+def page(path: Path) -> Any:
+    return pytest.param(path, id=path.name, marks=[] if path.name == "README.md" else [pytest.mark.ci])
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page(path) for path in PAGES if blocks(path)])
 def test_the_python_of_a_page(tmp_path, page):
     """One after the other, as somebody would type them."""
-    if missing(page):
-        pytest.skip(f"not installed: {', '.join(missing(page))}")
     script = tmp_path / "typed.py"
     body = "\n".join(blocks(page))
     script.write_text(f'if __name__ == "__main__":\n{re.sub("^(?=.)", "    ", body, flags=re.MULTILINE)}')

@@ -12,9 +12,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-pytest.importorskip("ray")
-
 from cluster_envs import CountingEnv, InStep, Noisy, make
 
 from kit.ray_cluster import wait_until
@@ -28,6 +25,8 @@ from multienv import (
     create_ray_envs,
 )
 from multienv.cluster.courier import Courier
+
+pytestmark = pytest.mark.ci
 
 # Three hosts of two CPUs on nodes of four: what is lost with a node has room on the others.
 OPTIONS = RayOptions(cpus_per_host=2, suspect_after=5.0)
