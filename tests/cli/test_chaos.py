@@ -63,7 +63,7 @@ def test_an_env_that_cannot_be_made() -> None:
 
 
 def test_an_env_that_is_not_deterministic_is_found_out_before_recovery_is_blamed() -> None:
-    result = chaos("Pid-v0", "--kills", "20", "--minutes", "0.5")
+    result = chaos("Pid-v0", "--kills", "20", "--envs", "1")
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("Pid-v0 is not deterministic: without any kill ")
     assert result.stderr.count("\n") == 1

@@ -38,7 +38,10 @@ def example(directory: Path, name: str, *arguments: str) -> str:
     return run(directory, str(ROOT / "examples" / name), *arguments)
 
 
-@pytest.mark.parametrize("face", [(), ("--vector",)], ids=["one env in each worker", "several"])
+@pytest.mark.parametrize(
+    "face",
+    [pytest.param((), id="one env in each worker"), pytest.param(("--vector",), id="several", marks=pytest.mark.ci)],
+)
 def test_the_actor_critic_while_its_workers_are_killed(tmp_path, face):
     told = example(tmp_path, "actor_critic.py", "--total-steps", "6000", "--chaos", "4", "--verify", *face)
     killed = KILLED.search(told)
@@ -48,6 +51,7 @@ def test_the_actor_critic_while_its_workers_are_killed(tmp_path, face):
     assert (tmp_path / "actor_critic.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
@@ -60,6 +64,7 @@ def test_an_example(tmp_path, name, arguments, expected):
     assert expected in example(tmp_path, name, *arguments).lower()
 
 
+@pytest.mark.ci
 def test_a_lost_episode_in_a_sandbox_is_masked_and_the_sandbox_released(tmp_path):
     told = example(tmp_path, "sandbox_agents.py", "--episodes", "2", "--slowest", "0.05")
     assert "16 agents took" in told

@@ -34,7 +34,7 @@ def top(*arguments: object) -> Result:
 
 
 def table(pid: int) -> Any:
-    result = top(pid, "--json", "--every", "0.2")
+    result = top(pid, "--json", "--every", "0.1")
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
 
@@ -74,7 +74,7 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env_and_shows_its_sta
     assert (second["state"], second["request"], second["env"]) == ("busy", "step", "env 3")
     assert (second["step_seconds"], second["busy"]) == (None, 1.0)
     assert (first["state"], first["busy"], first["awaited"]) == ("idle", 0.0, 0.0)
-    text = top(trainer.pid, "--once", "--every", "0.2").output
+    text = top(trainer.pid, "--once", "--every", "0.1").output
     assert "It waits for envs 2-3 (100% of the time)" in text
     assert "busy: step of env 3" in text
 
