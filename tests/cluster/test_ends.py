@@ -18,12 +18,10 @@ pytestmark = pytest.mark.ci
 GONE_WITHIN = 10.0
 
 
-@pytest.mark.parametrize("way", ["kill_while_an_env_hangs", "close"])
-def test_nothing_is_left_of_a_local_ray_however_the_trainer_ends(way):
-    with Trainer("cluster_trainers", "local_ray", way) as trainer:
+def test_nothing_is_left_of_a_local_ray_when_the_trainer_is_killed_while_an_env_hangs():
+    with Trainer("cluster_trainers", "hang_on_a_local_ray") as trainer:
         trainer.expect("ready")
-        if way.startswith("kill"):
-            trainer.signal(signal.SIGKILL)
+        trainer.signal(signal.SIGKILL)
         trainer.wait()
         # Two agents of Ray's wait for their head, some seconds as a rule, a minute if they were just starting.
         becomes_true(lambda: all("Agent" in command for command in trainer.family().values()), GONE_WITHIN)
