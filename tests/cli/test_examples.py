@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -122,11 +121,14 @@ def blocks(page: Path) -> list[str]:
     return [block for opted_out, block in found if not opted_out]
 
 
-def page(path: Path) -> Any:
-    return pytest.param(path, id=path.name, marks=[] if path.name == "README.md" else [pytest.mark.ci])
-
-
-@pytest.mark.parametrize("page", [page(path) for path in PAGES if blocks(path)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[] if page.name == "README.md" else [pytest.mark.ci])
+        for page in PAGES
+        if blocks(page)
+    ],
+)
 def test_the_python_of_a_page(tmp_path, page):
     """One after the other, as somebody would type them."""
     script = tmp_path / "typed.py"
