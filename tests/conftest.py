@@ -21,6 +21,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("P
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which all tests are marked ``ci``, unless those are run: what it imports may not be installed."""
+    if config.option.markexpr == "ci" or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.ci\n" in collection_path.read_text() or None
+
+
 @pytest.fixture(autouse=True)
 def reports(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the crash reports of this test lie, and those of the trainers it starts: not in the user's own directory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import urllib.request
@@ -26,10 +25,6 @@ from multienv import (
 ENDLESS = partial(CounterEnv, horizon=None)
 
 
-def needs(library: str) -> Any:
-    return pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
-
-
 def envs_with_two_losses(*hooks: Any) -> SubprocessVectorEnv:
     """Envs in two workers, one of which has been lost twice: brought back, and truncated."""
     envs = SubprocessVectorEnv(
@@ -42,7 +37,7 @@ def envs_with_two_losses(*hooks: Any) -> SubprocessVectorEnv:
     return envs
 
 
-@needs("tensorboard")
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["directory", "SummaryWriter"])
 def test_tensorboard_has_the_statistics_and_each_recovery(kind: str, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -74,7 +69,7 @@ def test_tensorboard_has_the_statistics_and_each_recovery(kind: str, tmp_path: P
     assert curves["multienv/rss_bytes"][0][1] > 2**20
 
 
-@needs("prometheus_client")
+@pytest.mark.ci
 def test_prometheus_has_the_statistics_when_they_are_asked_for_and_each_loss() -> None:
     import prometheus_client
     from prometheus_client.openmetrics.exposition import generate_latest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import multienv
+
+pytestmark = pytest.mark.ci
 
 CODE = """
 import sys
@@ -51,7 +52,6 @@ assert made == [2, 1], made
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("rl_zoo3") is None, reason="RL Zoo is not installed")
 def test_rl_zoo_learns_the_same_and_plays(tmp_path):
     source = str(Path(multienv.__file__).parents[1])
     done = subprocess.run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import itertools
 from functools import partial
 from typing import Any
@@ -12,20 +11,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv
-
-from kit import CounterEnv, Fault, FaultyEnv, observations_equal
-from kit.ctrl_c import GateEnv, ctrl_c
-from multienv import Loss, RestartPolicy
-from multienv.errors import CallPendingError
-from multienv.testing import Killer
-
-if importlib.util.find_spec("stable_baselines3") is None:
-    pytest.skip("Stable-Baselines3 is not installed: .ci/run installs it", allow_module_level=True)
-
-import torch
 from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -38,7 +27,14 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
 )
 
+from kit import CounterEnv, Fault, FaultyEnv, observations_equal
+from kit.ctrl_c import GateEnv, ctrl_c
+from multienv import Loss, RestartPolicy
 from multienv.adapters.stable_baselines3 import SubprocessVecEnv
+from multienv.errors import CallPendingError
+from multienv.testing import Killer
+
+pytestmark = pytest.mark.ci
 
 with contextlib.suppress(ImportError):  # moviepy's bars of progress: a lock for all processes, never released
     from tqdm import tqdm

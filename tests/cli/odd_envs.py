@@ -73,6 +73,7 @@ class ForkedLate(Forked):
 unpicklable = functools.partial(FromLock, threading.Lock())
 hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
 segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
-crashes_late = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=300))
+# After the longest walk of a check, and before the end of the 13 episodes of 20 steps that even a slow machine takes.
+crashes_late = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=250), horizon=30)
 raising = functools.partial(FaultyEnv, fault=Fault("raise", "reset"))
 no_env = functools.partial(dict, a=1)

@@ -9,15 +9,22 @@ import pytest
 from cli_command import ODD_ENVS, run, run_process
 
 import multienv as package
+from multienv.cli import checks
 
-CHECKS = [
-    "builds", "steps", "repeats", "forks", "replays", "a hung worker", "leaks",
-]  # fmt: skip
+CHECKS = ["builds", "steps", "repeats", "forks", "replays", "a hung worker", "leaks"]
 
 
-def test_a_sound_env_is_recoverable_and_the_line_of_code_works(tmp_path: Path) -> None:
-    done = run_process("doctor", "CartPole-v1", "--env-kwargs", '{"sutton_barto_reward": true}', cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def without_a_hung_worker(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Leave that check out, which takes a second; return the names of the others."""
+    left = [check for check in checks.CHECKS if check is not checks.a_hung_worker]
+    monkeypatch.setattr(checks, "CHECKS", left)
+    return [name for name in CHECKS if name != "a hung worker"]
+
+
+def test_a_sound_env_is_recoverable_and_the_line_of_code_works() -> None:
+    done, _ = run("doctor", "CartPole-v1", "--env-kwargs", '{"sutton_barto_reward": true}')
+    assert done.exit_code == 0, done.output
     assert [line[2:15].strip() for line in done.stdout.splitlines() if line[:1] == "✓"] == CHECKS
     assert re.search(r"✓ forks +a killed worker comes back from its snapshot, exact, in \d", done.stdout)
     assert re.search(r"✓ replays +a new process repeats 1\d\d requests, exact", done.stdout)
@@ -30,12 +37,12 @@ def test_a_sound_env_is_recoverable_and_the_line_of_code_works(tmp_path: Path) -
     names["envs"].close()
 
 
-def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay() -> None:
+def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay(without_a_hung_worker: list[str]) -> None:
     result, told = run("doctor", f"{ODD_ENVS}:LeakyWithThread", "--json", "--env-kwargs", '{"horizon": 7}')
     assert result.exit_code == 0, result.output
     assert told["verdict"] == "recoverable"
     rows = {row["name"]: row for row in told["checks"]}
-    assert list(rows) == CHECKS
+    assert list(rows) == without_a_hung_worker
     assert {name for name, row in rows.items() if row["verdict"] != "ok"} == {"forks", "leaks"}
     assert rows["forks"]["meaning"] == "no snapshot can be taken: threads"
     assert rows["leaks"]["meaning"] == "grow with each episode: descriptors by 1"
@@ -56,11 +63,12 @@ def test_an_env_that_draws_from_elsewhere_truncates() -> None:
     ]
 
 
+@pytest.mark.usefixtures("without_a_hung_worker")
 def test_an_env_that_is_another_one_after_a_fork_is_run_without_snapshots() -> None:
     result, told = run("doctor", f"{ODD_ENVS}:ForkedLate", "--json")
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in told["checks"]}
-    assert {name for name, row in rows.items() if row["verdict"] != "ok"} <= {"forks", "a hung worker"}
+    assert {name for name, row in rows.items() if row["verdict"] != "ok"} == {"forks"}
     assert rows["forks"]["meaning"] == "after a snapshot was woken step 181 differs silently"
     assert "restart=RestartPolicy(snapshots=False)" in told["code"]
 
@@ -92,12 +100,12 @@ def test_a_broken_env_is_named_broken_by_the_check_that_it_fails(
         assert f"multienv replay {report} --env {ODD_ENVS}:{env}" in row["advice"]
 
 
-def test_an_env_that_crashes_now_and_then_is_examined_to_the_end() -> None:
+def test_an_env_that_crashes_now_and_then_is_examined_to_the_end(without_a_hung_worker: list[str]) -> None:
     result, told = run("doctor", f"{ODD_ENVS}:crashes_late", "--json")
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in told["checks"]}
-    assert list(rows) == CHECKS
-    assert rows["a hung worker"]["verdict"] == "ok"
+    assert list(rows) == without_a_hung_worker
+    assert rows["replays"]["verdict"] == "ok"
     assert rows["leaks"]["meaning"].startswith("not known: The env's process was killed by SIGSEGV")
     assert "multienv replay " in rows["leaks"]["advice"]
 
@@ -108,7 +116,8 @@ def test_what_an_env_prints_does_not_flood_the_terminal_but_for_its_last_words()
     assert (quiet.returncode, quiet.stderr) == (2, "")
     printed = [line.strip() for line in quiet.stdout.splitlines() if re.fullmatch(r" +(out|err) \d+", line)]
     assert printed == [f"err {step}" for step in range(10, 20)]
-    assert {"out 0", "err 0", "err 19"} <= set(loud.stderr.splitlines())
+    # Two processes write there: a line of one may lie within a line of the other.
+    assert all(printed in loud.stderr for printed in ("out 0", "err 0", "err 19"))
     assert "out 0" not in loud.stdout
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,11 +17,6 @@ SOURCE = str(Path(multienv.__file__).parents[1])
 KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
 QUOTING = ("learners.md", "recipes.md")  # they quote code that tests/recipes runs
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in QUOTING)]
-
-
-def needs(*names: str) -> Any:
-    skipped = [name for name in names if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(skipped), reason=f"not installed, .ci/run installs it: {skipped}")
 
 
 def run(directory: Path, *arguments: str, status: int = 0) -> str:
@@ -44,7 +37,10 @@ def example(directory: Path, name: str, *arguments: str) -> str:
     return run(directory, str(ROOT / "examples" / name), *arguments)
 
 
-@pytest.mark.parametrize("face", [(), ("--vector",)], ids=["one env in each worker", "several"])
+@pytest.mark.parametrize(
+    "face",
+    [pytest.param((), id="one env in each worker"), pytest.param(("--vector",), id="several", marks=pytest.mark.ci)],
+)
 def test_the_actor_critic_while_its_workers_are_killed(tmp_path, face):
     told = example(tmp_path, "actor_critic.py", "--total-steps", "6000", "--chaos", "4", "--verify", *face)
     killed = KILLED.search(told)
@@ -54,6 +50,7 @@ def test_the_actor_critic_while_its_workers_are_killed(tmp_path, face):
     assert (tmp_path / "actor_critic.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
@@ -66,6 +63,7 @@ def test_an_example(tmp_path, name, arguments, expected):
     assert expected in example(tmp_path, name, *arguments).lower()
 
 
+@pytest.mark.ci
 def test_a_lost_episode_in_a_sandbox_is_masked_and_the_sandbox_released(tmp_path):
     told = example(tmp_path, "sandbox_agents.py", "--episodes", "2", "--slowest", "0.05")
     assert "16 agents took" in told
@@ -74,7 +72,7 @@ def test_a_lost_episode_in_a_sandbox_is_masked_and_the_sandbox_released(tmp_path
     assert "Sandboxes left: 0." in told
 
 
-@needs("stable_baselines3")
+@pytest.mark.ci
 def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     told = example(tmp_path, "ppo_sb3.py", "--total-steps", "6000", "--chaos")
     learnt = re.search(r"The return went from .* to .*; (\d+) workers died meanwhile\.", told)
@@ -82,7 +80,7 @@ def test_ppo_of_stable_baselines3_while_its_workers_are_killed(tmp_path):
     assert int(learnt[1]) > 0
 
 
-@needs("torch")
+@pytest.mark.ci
 def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
     few = ["--total-steps", "8192", "--num-envs", "16", "--steps", "32"]
     calm, struck = (example(tmp_path, "ppo_torch.py", *few, *chaos) for chaos in ((), ("--chaos",)))
@@ -93,7 +91,7 @@ def test_ppo_in_torch_learns_the_same_while_its_workers_are_killed(tmp_path):
     assert means(calm)[-1] > means(calm)[0]
 
 
-@needs("torch", "ale_py")
+@pytest.mark.ci
 def test_ppo_in_torch_plays_an_atari_game(tmp_path):
     few = ["--env", "ALE/Pong-v5", "--num-envs", "2", "--steps", "16", "--total-steps", "64", "--epochs", "1"]
     told = example(tmp_path, "ppo_torch.py", *few)
@@ -105,7 +103,7 @@ def means(told: str) -> list[float]:
     return [float(mean) for mean in re.findall(r"mean return +([\d.]+);", told)]
 
 
-@needs("pettingzoo")
+@pytest.mark.ci
 def test_self_play_learns_to_beat_a_random_player_while_its_workers_are_killed(tmp_path):
     told = example(tmp_path, "self_play.py", "--games", "2000", "--chaos")
     killed = KILLED.search(told)
@@ -123,18 +121,16 @@ def blocks(page: Path) -> list[str]:
     return [block for opted_out, block in found if not opted_out]
 
 
-def missing(page: Path) -> list[str]:
-    """What the page needs, by a comment ``<!-- needs: module, module -->``, and is not installed."""
-    needed = re.findall(r"^<!-- needs: (.+) -->$", page.read_text(), re.MULTILINE)
-    names = [name.strip() for line in needed for name in line.split(",")]
-    return [name for name in names if importlib.util.find_spec(name) is None]
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[] if page.name == "README.md" else [pytest.mark.ci])
+        for page in PAGES
+        if blocks(page)
+    ],
+)
 def test_the_python_of_a_page(tmp_path, page):
     """One after the other, as somebody would type them."""
-    if missing(page):
-        pytest.skip(f"not installed: {', '.join(missing(page))}")
     script = tmp_path / "typed.py"
     body = "\n".join(blocks(page))
     script.write_text(f'if __name__ == "__main__":\n{re.sub("^(?=.)", "    ", body, flags=re.MULTILINE)}')

@@ -30,7 +30,6 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture
 def a_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No other test joins what is started here; and workers of a busy machine get their share."""
-    pytest.importorskip("ray")
     directory = tempfile.mkdtemp(prefix="ray-")  # short, because sockets lie in it
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for name, value in {"RAY_TMPDIR": directory, "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}.items():
@@ -39,6 +38,7 @@ def a_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("a_ray_of_its_own")
 def test_bench_measures_an_env_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "my_envs.py"

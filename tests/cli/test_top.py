@@ -34,7 +34,7 @@ def top(*arguments: object) -> Result:
 
 
 def table(pid: int) -> Any:
-    result = top(pid, "--json", "--every", "0.2")
+    result = top(pid, "--json", "--every", "0.1")
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
 
@@ -74,7 +74,7 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env_and_shows_its_sta
     assert (second["state"], second["request"], second["env"]) == ("busy", "step", "env 3")
     assert (second["step_seconds"], second["busy"]) == (None, 1.0)
     assert (first["state"], first["busy"], first["awaited"]) == ("idle", 0.0, 0.0)
-    text = top(trainer.pid, "--once", "--every", "0.2").output
+    text = top(trainer.pid, "--once", "--every", "0.1").output
     assert "It waits for envs 2-3 (100% of the time)" in text
     assert "busy: step of env 3" in text
 
@@ -113,22 +113,23 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table_and_no_stack_of_o
     assert again["workers"][0]["pid"] == row["pid"]
 
 
-def test_envs_that_are_being_built(trainer: Trainer, tmp_path: Path) -> None:
-    (tmp_path / "build").touch()  # the trainer imports for longer than this takes
-    deadline = time.monotonic() + STUCK_AFTER
-    while len(json.loads(top(trainer.pid, "--json", "--every", "0.1").stdout or "{}").get("workers", ())) < 2:
-        assert time.monotonic() < deadline
-    expected = [("building", "env 0"), ("building", "env 2")]  # not at once: they import before
-    table_where(trainer.pid, lambda seen: [(row["state"], row["env"]) for row in seen["workers"]] == expected)
-    (tmp_path / "build").unlink()
-    trainer.expect("ready")
+def test_envs_that_are_being_built(tmp_path: Path) -> None:
+    (tmp_path / "build").touch()
+    with Trainer("top_trainers", "step_for_ever", tmp_path) as trainer:
+        deadline = time.monotonic() + STUCK_AFTER
+        while len(json.loads(top(trainer.pid, "--json", "--every", "0.1").stdout or "{}").get("workers", ())) < 2:
+            assert time.monotonic() < deadline
+        expected = [("building", "env 0"), ("building", "env 2")]  # not at once: they import before
+        table_where(trainer.pid, lambda seen: [(row["state"], row["env"]) for row in seen["workers"]] == expected)
+        (tmp_path / "build").unlink()
+        trainer.expect("ready")
 
 
 def test_in_a_terminal_the_table_is_live_until_ctrl_c(trainer: Trainer, tmp_path: Path) -> None:
     trainer.expect("ready")
     (tmp_path / "step-2").touch()
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "multienv", "top", str(trainer.pid), "--every", "0.2"]
+    command = [sys.executable, "-m", "multienv", "top", str(trainer.pid), "--every", "0.1"]
     environment = {**os.environ, "PYTHONPATH": PATH, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         for text in ("busy: step of env 2", "idle"):
@@ -152,7 +153,7 @@ def refusal(*arguments: object) -> str:
 
 
 def test_what_is_no_trainer_is_said_to_be_none_in_one_line() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         text = refusal(process.pid)
         assert text.startswith(f"Process {process.pid} has no workers of multienv: ")
         assert len(text.splitlines()) == 1

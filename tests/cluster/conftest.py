@@ -23,11 +23,10 @@ GONE_WITHIN = 10.0
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[RayCluster]:
-    """Three nodes of four CPUs. A test that loses a node adds one; the head stays."""
-    pytest.importorskip("ray")
+    """Two nodes of four CPUs. A test that loses a node adds one; the head stays."""
     from kit.ray_cluster import RayCluster
 
-    with RayCluster() as cluster:
+    with RayCluster(nodes=2) as cluster:
         yield cluster
 
 

@@ -1,4 +1,4 @@
-"""What is lost on a real cluster of three nodes, and how it comes back, also in the midst of fragments."""
+"""What is lost on a real cluster of two nodes, and how it comes back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-pytest.importorskip("ray")
-
 from cluster_envs import CountingEnv, InStep, Noisy, make
 
 from kit.ray_cluster import wait_until
@@ -29,7 +26,9 @@ from multienv import (
 )
 from multienv.cluster.courier import Courier
 
-# Three hosts of two CPUs on nodes of four: what is lost with a node has room on the others.
+pytestmark = pytest.mark.ci
+
+# Two hosts of two CPUs on nodes of four: what is lost with a node has room on the other.
 OPTIONS = RayOptions(cpus_per_host=2, suspect_after=5.0)
 
 
@@ -41,20 +40,31 @@ def pids(envs):
     return [statistics.pid for statistics in envs.statistics()]
 
 
-@pytest.mark.parametrize("name", ["LunarLander-v3"])
-def test_a_node_killed_in_the_middle_of_a_rollout_leaves_the_trajectory_whole_to_the_bit(ray_cluster, name):
-    env_fns = [partial(make, name)] * 6
-    with batch(env_fns) as envs:
-        run = InStep(envs, env_fns)
-        run.step(40)
-        assert {ray_cluster.node_of(pid).node_id for pid in pids(envs)} == {one.node_id for one in ray_cluster.nodes}
-        lost = ray_cluster.node_of(pids(envs)[0])
-        ray_cluster.kill_node(lost)
-        run.step(80)
-        assert {(one.outcome, one.method) for one in run.recoveries} == {("exact", "journal")}
-        assert all("is lost" in one.loss.detail for one in run.recoveries)
-    ray_cluster.nodes.remove(lost)
-    ray_cluster.add_node()
+def test_without_room_for_a_new_host_the_episodes_are_truncated_in_bounded_time_and_go_on_with_a_new_node(ray_cluster):
+    # Enough here, in the first test: no CPU is still reserved by the one before.
+    options = RayOptions(cpus_per_host=4, suspect_after=5.0, placement_timeout=2.0)
+    with batch([CountingEnv] * 2, ray=options, envs_per_worker=1, autoreset_mode="Disabled") as envs:
+        envs.reset(seed=3)
+        envs.step([0, 0])
+        node = ray_cluster.node_of(pids(envs)[0])
+        ray_cluster.kill_node(node)
+        began = time.monotonic()
+        observations, rewards, _, truncations, infos = envs.step([0, 0])
+        assert time.monotonic() - began < 60
+        assert truncations.tolist() == [True, False]
+        assert observations[:, 0].tolist() == [1, 2]
+        assert rewards.tolist() == [0, 2]
+        assert "CPUs free" in infos["multienv"]["reason"][0]
+        ray_cluster.nodes.remove(node)
+        ray_cluster.add_node()
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                envs.reset(options={"reset_mask": truncations})
+                break
+            except Exception:
+                assert time.monotonic() < deadline
+        assert envs.step([0, 0])[1].tolist() == [1, 3]
 
 
 def test_a_stopped_host_is_given_up_and_what_it_answers_late_is_dropped(ray_cluster):
@@ -94,32 +104,6 @@ def test_a_drained_node_loses_no_step(ray_cluster):
     ray_cluster.add_node()
 
 
-def test_without_room_for_a_new_host_the_episodes_are_truncated_in_bounded_time_and_go_on_with_a_new_node(ray_cluster):
-    options = RayOptions(cpus_per_host=4, suspect_after=5.0, placement_timeout=5.0)
-    with batch([CountingEnv] * 3, ray=options, envs_per_worker=1, autoreset_mode="Disabled") as envs:
-        envs.reset(seed=3)
-        envs.step([0, 0, 0])
-        node = ray_cluster.node_of(pids(envs)[0])
-        ray_cluster.kill_node(node)
-        began = time.monotonic()
-        observations, rewards, _, truncations, infos = envs.step([0, 0, 0])
-        assert time.monotonic() - began < 60
-        assert truncations.tolist() == [True, False, False]
-        assert observations[:, 0].tolist() == [1, 2, 2]
-        assert rewards.tolist() == [0, 2, 2]
-        assert "CPUs free" in infos["multienv"]["reason"][0]
-        ray_cluster.nodes.remove(node)
-        ray_cluster.add_node()
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                envs.reset(options={"reset_mask": truncations})
-                break
-            except Exception:
-                assert time.monotonic() < deadline
-        assert envs.step([0, 0, 0])[1].tolist() == [1, 3, 3]
-
-
 def test_a_runtime_env_that_ray_refuses_is_told_of_as_such(ray_cluster):
     with pytest.raises(ClusterError, match=r"runtime_env=.*not a valid path"):
         batch([CountingEnv], ray=RayOptions(cpus_per_host=1, runtime_env={"working_dir": "/nowhere"}))
@@ -144,7 +128,7 @@ def test_lists_snapshots_and_managers_work_on_the_cluster(ray_cluster):
 ARRAYS = ("observations", "actions", "rewards", "terminations", "truncations", "final_observations")
 
 
-def test_fragments_go_on_to_the_bit_when_their_node_is_killed(ray_cluster):
+def test_a_node_killed_in_the_middle_of_a_rollout_leaves_the_trajectory_whole_to_the_bit(ray_cluster):
     name = "HalfCheetah-v5"
     env_fns = [partial(make, name)] * 6
     # One worker a host and one env a worker here: a policy that draws sees the same batches in both.
@@ -164,17 +148,18 @@ def test_fragments_go_on_to_the_bit_when_their_node_is_killed(ray_cluster):
             assert fragment.final_observations.tobytes() == expected.tobytes()
 
         both(50)
-        pid = envs.statistics()[0].pid
-        node = ray_cluster.node_of(pid)
+        assert {ray_cluster.node_of(pid).node_id for pid in pids(envs)} == {one.node_id for one in ray_cluster.nodes}
+        node = ray_cluster.node_of(pids(envs)[0])
         # In the middle of a fragment, as a rule; before or after it is as good.
         timer = threading.Timer(0.05, ray_cluster.kill_node, (node,))
         timer.start()
-        for _ in range(4):
-            both(300)
+        for _ in range(2):
+            both(200)
         timer.join()
         both(50)
-        outcomes = {one.last_recovery.outcome for one in envs.statistics() if one.last_recovery is not None}
-        assert outcomes == {"exact"}
+        recoveries = [one.last_recovery for one in envs.statistics() if one.last_recovery is not None]
+        assert {(one.outcome, one.method) for one in recoveries} == {("exact", "journal")}
+        assert all("is lost" in one.loss.detail for one in recoveries)
         actions = np.stack([envs.single_action_space.sample() for _ in env_fns])
         shown, expected = envs.step(actions), [one.step(actions[index : index + 1]) for index, one in enumerate(twin)]
         assert shown[0].tobytes() == np.concatenate([one[0] for one in expected]).tobytes()
@@ -196,11 +181,11 @@ def test_calls_and_lost_hosts_leave_nothing_to_the_garbage_collector(ray_cluster
         gc.collect()
         gc.disable()
         try:
-            for node in ray_cluster.nodes[:3]:
+            for node in ray_cluster.nodes:
                 for pid in ray_cluster.actors_of(node):
                     os.kill(pid, signal.SIGKILL)
-                for _ in range(20):
-                    envs.step(envs.action_space.sample())
+            for _ in range(20):
+                envs.step(envs.action_space.sample())
             assert sum(one.exact_recoveries for one in envs.statistics()) >= 2
             assert alive(Courier) == 2
             assert alive(Future) <= 4  # those under way

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 
 from multienv import AsyncSubprocessEnvManager, RayEnv, RayOptions, RayVectorEnv
@@ -38,3 +41,10 @@ def test_options_of_another_type_are_refused(face):
 def test_a_manager_refuses_an_unknown_backend_and_ray_options_without_ray(options):
     with pytest.raises(UsageError, match="backend"):
         AsyncSubprocessEnvManager([dict], **options)
+
+
+def test_without_the_extra_there_is_one_clear_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    line = 'Envs on a Ray cluster need the extra "ray": pip install -e ".[ray]" in a checkout of multienv.'
+    with pytest.raises(UsageError, match=f"^{re.escape(line)}$"):
+        RayEnv(dict)

@@ -52,8 +52,8 @@ from multienv.errors import ClosedError, NoCapacityError, WorkerHungError, Worke
 from multienv.testing import worker_pids
 
 HOLD = 0.1
-# Seconds of silence: a host that is silent for good is given up soon; one that is only slow, on a busy machine, is not.
-STRICT, LENIENT = 0.5, 1.6
+# Seconds of silence after which a host that is silent for good is given up.
+STRICT = 0.5
 ACTIONS = [0, 1, 2, 1, 2, 0, 1, 1, 2, 0, 2, 2, 1, 0]
 
 
@@ -201,7 +201,7 @@ def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(cluster
         env.reset(seed=5)
         env.step_async(3)
         me = os.getpid()
-        subprocess.run(["sh", "-c", f"(sleep 4; kill -CONT {me}) & kill -STOP {me}"], check=True)
+        subprocess.run(["sh", "-c", f"(sleep 2.5; kill -CONT {me}) & kill -STOP {me}"], check=True)
         time.sleep(3 * HOLD)
         let_pass(gate)
         env.step_wait()
@@ -611,7 +611,7 @@ def play(clusters: Clusters, first: int, programs: int) -> list[Played]:
 
 
 def test_random_programs_on_random_hosts_are_exact(clusters: Clusters) -> None:
-    played = play(clusters, 0, PROGRAMS)
+    played = play(clusters, 200, PROGRAMS)  # in these programs each fault strikes five times or more
     assert sum(one.truncated for one in played) <= sum(one.steps for one in played) // 100
     ops = {"step", "reset", "call", "kill", "keep", "restore", "die"}
     assert set.union(*[one.kinds for one in played]) >= {*ops, *RANDOM_FAULTS}

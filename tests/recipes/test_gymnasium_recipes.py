@@ -38,7 +38,6 @@ def test_a_cleanrl_script_counts_the_same_episodes_while_its_workers_are_killed(
 
 
 def test_videos_are_recorded_in_the_worker_and_a_replay_records_them_again(tmp_path):
-    pytest.importorskip("moviepy", reason="of the extra video")
     videos = []
     for name in ("calm", "struck"):
         env_fn = partial(gymnasium_wrappers.make_env, "CartPole-v1", tmp_path / name)

@@ -9,11 +9,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 from multienv import RestartPolicy, SubprocessVectorEnv
 from multienv.testing import Killer
 
-torch = pytest.importorskip("torch", reason="torch is not installed: .ci/run installs it")
+pytestmark = pytest.mark.ci
 
 PPO = Path(__file__).parents[2] / "examples" / "ppo_torch.py"
 DISCOUNT, TRACE = 0.9, 0.8

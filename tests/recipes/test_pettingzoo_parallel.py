@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from kit import observations_equal
 from multienv import SubprocessEnv
 from multienv.testing import Killer
 
-if importlib.util.find_spec("pettingzoo") is None or importlib.util.find_spec("pymunk") is None:
-    pytest.skip("PettingZoo is not installed: it is of the extra recipes", allow_module_level=True)
+pytestmark = pytest.mark.ci
 
 
 def zombies() -> Any:

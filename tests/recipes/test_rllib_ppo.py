@@ -13,6 +13,8 @@ import pytest
 
 import multienv
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 FOUND = [str(Path(multienv.__file__).parents[1]), str(ROOT / "examples" / "recipes")]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from functools import partial
 from typing import Any
@@ -16,15 +15,14 @@ from kit import CounterEnv, SlowEnv
 from multienv import RestartPolicy
 from multienv.testing import Killer
 
-if importlib.util.find_spec("tianshou") is None:
-    pytest.skip("Tianshou is not installed: it is of the extra recipes", allow_module_level=True)
-
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")  # to compile takes longer than all of these tests
 
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.data import Batch, Collector, VectorReplayBuffer
 from tianshou.env import BaseVectorEnv, DummyVectorEnv
 from tianshou_worker import MultienvWorker
+
+pytestmark = pytest.mark.ci
 
 CARTPOLE = partial(gymnasium.make, "CartPole-v1")
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from typing import Any
 
 import gymnasium
 import pytest
+import torch
+import torchrl_envs
 from striking import assert_all_exact
+from torchrl.envs import GymWrapper
 
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
 
-if importlib.util.find_spec("torchrl") is None:
-    pytest.skip("TorchRL is not installed: it is of the extra recipes", allow_module_level=True)
-
-import torch
-import torchrl_envs
-from torchrl.envs import GymWrapper
+pytestmark = pytest.mark.ci
 
 CARTPOLE = partial(gymnasium.make, "CartPole-v1")
 
