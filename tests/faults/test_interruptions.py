@@ -12,7 +12,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from invariants.faces import Face
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
 from kit.interruption import EVENTS_AND_LOCKS, Ledger, disarm, every_place
 from kit.trainer_process import STUCK_AFTER, becomes_true
@@ -245,25 +243,6 @@ def test_step_of_envs_in_this_process_interrupted_at_every_place_is_made_once(ho
             steps += 1
             assert [one[0] for one in seen[0]] == [steps] * (1 + hosted), interruption.where
     assert fired > 5
-
-
-# --- time -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "stride"), [("subprocess_env", 9), ("vector_env", 19)])
-def test_interrupted_step_has_no_deadline_while_nobody_waits(kind: str, stride: int) -> None:
-    """Wherever it was interrupted, before it was sent or after it was answered; nor has it one when it is resumed."""
-    fired = 0
-    with Face(kind, [ENDLESS] * 2, deadlines=Deadlines(step=0.2), restart=RestartPolicy(on_timeout="raise")) as face:
-        face.reset(0)
-        for interruption in every_place(stride=stride):
-            with interruption:
-                face.step([1, 1])
-            fired += interruption.fired
-            time.sleep(0.3)
-            assert not face.step([1, 1])[0].truncated, interruption.where
-        assert face.losses() < fired, "only where it was being sent"
-    assert fired > 2
 
 
 # --- real signals -------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class TakesAMillisecond(CounterEnv):
         return super().step(action)
 
 
-@pytest.mark.parametrize("kind", AND_ASYNC)
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly(kind: str) -> None:
     policy = RestartPolicy(snapshots=False, max_rss=2**40)  # with a limit of memory more resets are told of
     with Face(kind, [partial(TakesAMillisecond, horizon=None)] * 2, restart=policy) as face:

@@ -233,19 +233,15 @@ def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monke
     assert recovery.replayed <= 2 * 6
 
 
-@pytest.mark.parametrize("kind", ["one env", "batch"])
-def test_calls_that_cannot_be_repeated_end_the_episode_and_the_next_one_begins_without_them(
-    kind: str, tmp_path: Path
-) -> None:
+def test_calls_that_cannot_be_repeated_end_the_episode_and_the_next_one_begins_without_them(tmp_path: Path) -> None:
     env_fn = partial(HangsWhenToldAgain, tmp_path / "marker")
     options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False), "deadlines": Deadlines(recovery=2.5)}
-    with SubprocessEnv(env_fn, **options) if kind == "one env" else SubprocessVectorEnv([env_fn], **options) as env:
-        action = np.int64(1) if kind == "one env" else np.ones(1, np.int64)
+    with SubprocessVectorEnv([env_fn], **options) as env:
+        action = np.ones(1, np.int64)
         env.reset(seed=1)
         env.call("tell")
         env.step(action)
-        (one,) = [env.statistics()] if kind == "one env" else env.statistics()
-        os.kill(one.pid or 0, signal.SIGKILL)
+        os.kill(env.statistics()[0].pid or 0, signal.SIGKILL)
         assert env.step(action)[3]
         assert env.reset(seed=2)[0].ravel()[0] == 0
         assert not env.step(action)[3]

@@ -99,9 +99,8 @@ def recoveries_of(events: list[Any]) -> list[Recovery]:
 @pytest.mark.timeout(0 if STRIKES > 50 else 120)
 @pytest.mark.parametrize(
     ("kind", "rung"),
-    [("subprocess_env", "journal"), ("multi_env", "snapshot"), ("vector_env", "journal"), ("vector_env", "snapshot"),
-     ("async_env", "snapshot")],
-)  # fmt: skip
+    [("multi_env", "snapshot"), ("vector_env", "journal"), ("async_env", "snapshot")],
+)
 def test_whatever_happens_to_processes_the_trajectory_is_the_quiet_one(kind: str, rung: str) -> None:
     env_fns = [partial(DrawingEnv, horizon=9, count_episodes=False)] * 3
     # A worker that is crashed several times in the same request by chance is not to count as poisoned.

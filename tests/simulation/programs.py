@@ -292,6 +292,8 @@ class Run:
                 self._interrupted += 1  # it came in here
             except KeyboardInterrupt:
                 self._interrupted += 1
+                self.simulation.now += 2 * STEP_LIMIT  # no deadline passes while nobody waits
+                self._waited += 2 * STEP_LIMIT
             except WorkerLostError:
                 raise
             except OSError as error:  # no descriptor is left
