@@ -26,6 +26,8 @@ from kit.trainer_process import Trainer, becomes_true
 from multienv import Deadlines, SubprocessEnv
 from multienv.events import Recovery
 
+pytestmark = pytest.mark.ci
+
 SOAK = [pytest.mark.soak, pytest.mark.timeout(6 * 3600)]
 METHODS = ("forkserver", "spawn")
 KILLS = "before, after"
