@@ -87,6 +87,8 @@ def send_with_descriptors(over: socket.socket, data: bytes, descriptors: Sequenc
     """
     handed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     sent = over.sendmsg([data], handed, NO_SIGNAL | socket.MSG_DONTWAIT)
+    if sent == len(data):  # from here on another thread may close the socket
+        return
     poller = select.poll()
     poller.register(over, select.POLLOUT)
     while sent < len(data):

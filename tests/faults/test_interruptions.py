@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
+from kit.ctrl_c import is_waiting
 from kit.interruption import EVENTS_AND_LOCKS, Ledger, disarm, every_place
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import (
@@ -249,18 +250,29 @@ def test_step_of_envs_in_this_process_interrupted_at_every_place_is_made_once(ho
 
 
 class Tick(Exception):
-    """What the handler raises: an ordinary exception, which must not be taken for the env's."""
+    """What the handler raises: an ordinary exception, which must not be taken for the env's.
+
+    Attributes:
+        awaits_sleep: It raises as soon as the trainer sleeps until a worker answers. The worker that sends the signal may
+            have begun while the trainer was still sending: then the request would not have been made.
+    """
+
+    awaits_sleep = False
 
 
 @pytest.fixture
 def interruption() -> Iterator[type[BaseException]]:
     def strike(*_: Any) -> None:
+        if Tick.awaits_sleep and not is_waiting():
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            return
         raise Tick
 
     before = signal.signal(signal.SIGALRM, strike)
     gc.collect()
     gc.disable()  # what a handler raises inside a finalizer is swallowed by the interpreter
     yield Tick
+    Tick.awaits_sleep = False
     gc.enable()
     disarm()
     signal.signal(signal.SIGALRM, before)
@@ -297,10 +309,11 @@ def gate(tmp_path: Path) -> str:
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
 @pytest.mark.parametrize("is_hosted", [True, False], ids=["process", "plain"])
 def test_step_of_the_autoreset_wrapper_interrupted_in_the_reset_is_completed_by_the_next(
-    interruption: type[BaseException], mode: str, is_hosted: bool
+    interruption: type[Tick], mode: str, is_hosted: bool, gate: str
 ) -> None:
+    interruption.awaits_sleep = is_hosted
     quiet = AutoResetWrapper(CounterEnv(horizon=3, count_episodes=False), mode)
-    env_fn = partial(StrikingEnv, trainer=os.getpid(), reset=2, horizon=3, count_episodes=False)
+    env_fn = partial(StrikingEnv, trainer=os.getpid(), reset=2, gate=gate * is_hosted, horizon=3, count_episodes=False)
     env: Any = SubprocessEnv(env_fn).initialize() if is_hosted else env_fn()
     with contextlib.closing(env):
         wrapped = AutoResetWrapper(env, mode)
@@ -311,6 +324,8 @@ def test_step_of_the_autoreset_wrapper_interrupted_in_the_reset_is_completed_by_
                 transition = wrapped.step(action)
             except interruption:
                 hits += 1
+                if is_hosted:
+                    Path(gate).write_bytes(b"")
                 transition = wrapped.step(0)
                 if is_hosted:
                     assert transition[4].pop("multienv") == {"resumed": True}
@@ -320,8 +335,9 @@ def test_step_of_the_autoreset_wrapper_interrupted_in_the_reset_is_completed_by_
 
 @pytest.mark.parametrize("is_hosted", [True, False], ids=["process", "plain"])
 def test_reset_of_several_envs_that_was_interrupted_is_never_made_by_two_threads_at_once(
-    interruption: Any, is_hosted: bool, gate: str
+    interruption: type[Tick], is_hosted: bool, gate: str
 ) -> None:
+    interruption.awaits_sleep = is_hosted
     quiet = [CounterEnv(horizon=None) for _ in range(2)]
     env_fn = partial(StrikingEnv, trainer=os.getpid(), reset=1, gate=gate, horizon=None)
     with MultiEnv([SubprocessEnv(env_fn) if is_hosted else env_fn(), SubprocessEnv(ENDLESS)]) as envs:

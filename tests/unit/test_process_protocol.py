@@ -49,3 +49,19 @@ def test_nothing_follows_a_message_of_which_the_peer_has_not_read_the_rest(
             send_with_descriptors(one, message)
     received = b"".join(iter(lambda: other.recv(4096), b""))
     assert received == LONG[: len(received)]
+
+
+class ClosedByAnotherThread(socket.socket):
+    """Is closed right after the message was taken, as ``close()`` in another thread does it."""
+
+    def sendmsg(self, *arguments):
+        sent = super().sendmsg(*arguments)
+        self.close()
+        return sent
+
+
+def test_message_was_sent_though_the_socket_is_closed_right_after():
+    mine, theirs = socket.socketpair()
+    with theirs, ClosedByAnotherThread(fileno=mine.detach()) as sender:
+        send_with_descriptors(sender, b"kill")
+        assert theirs.recv(10) == b"kill"
