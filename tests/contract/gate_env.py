@@ -1,4 +1,4 @@
-"""An env whose steps take as long as a test wants. The module imports little: fifty workers import it at once."""
+"""An env whose steps take as long as a test wants. The module imports little: twenty workers import it at once."""
 
 from __future__ import annotations
 

@@ -45,10 +45,16 @@ def without_prob(info: dict[str, Any]) -> dict[str, Any]:
     return {key: without_prob(one) if isinstance(one, dict) else one for key, one in info.items() if key != "prob"}
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize(
-    ("name", "host"),
-    [*((name, "process") for name in ENV_FNS), ("FrozenLake-v1", "serial"), ("FrozenLake-v1", "plain")],
+    ("name", "host", "mode"),
+    [
+        *(("FrozenLake-v1", "process", mode) for mode in MODES),
+        ("CartPole-v1", "process", AutoresetMode.NEXT_STEP),
+        ("Counter", "process", AutoresetMode.SAME_STEP),
+        ("FrozenLake-v1", "serial", AutoresetMode.SAME_STEP),
+        ("FrozenLake-v1", "plain", AutoresetMode.NEXT_STEP),
+        ("FrozenLake-v1", "plain", AutoresetMode.DISABLED),
+    ],
 )
 def test_multi_env_is_what_gymnasiums_sync_vector_env_is_also_while_workers_are_killed(name, mode, host):
     env_fn = ENV_FNS[name]

@@ -29,7 +29,7 @@ def errors(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("action", ["ready_obs", "step"])
 def test_waiting_costs_no_time_of_the_processor(manager_of: Any, action: str) -> None:
-    slow = partial(SlowEnv, horizon=1, **{"reset_seconds" if action == "ready_obs" else "step_seconds": 0.5})
+    slow = partial(SlowEnv, horizon=1, **{"reset_seconds" if action == "ready_obs" else "step_seconds": 0.25})
     with manager_of([slow] * 2) as manager:
         if action == "ready_obs":
             manager.step({0: 1, 1: 1})

@@ -82,7 +82,7 @@ def test_wrappers_around_it_see_what_they_would_see_around_the_env(wrap):
     assert_same_trajectory(seen, rollout(wrap(env_fn()), num_steps=40, seed=3), compare_info=True)
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "FrozenLake-v1", "Pendulum-v1", "Blackjack-v1"])
+@pytest.mark.parametrize("env_id", ["FrozenLake-v1", "Pendulum-v1"])
 def test_a_run_equals_that_of_the_env_itself_infos_included(env_id):
     env_fn = partial(gymnasium.make, env_id, max_episode_steps=25)
     twin = env_fn()

@@ -73,8 +73,10 @@ class NeverReadyEnv(CounterEnv):
         signal.pause()
 
 
-@pytest.mark.parametrize("how", ["thread", "signal handler"])
-@pytest.mark.parametrize("what", ["launch", "step", "retry"])
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [("launch", "thread"), ("launch", "signal handler"), ("step", "signal handler"), ("retry", "thread")],
+)
 def test_close_ends_what_a_manager_waits_for(manager_of: Any, what: str, how: str, tmp_path: Path) -> None:
     """The building of an env, its step, or the pause between two tries of a reset: none would ever end."""
     begun, errors = tmp_path / "begun", tmp_path / "errors"

@@ -47,7 +47,7 @@ def test_think_time_does_not_shorten_the_journal() -> None:
         for t in range(1100):
             env.step_async(1)
             if t % 64 > 60 or t % 64 < 3:
-                time.sleep(0.02)  # the learner
+                time.sleep(0.005)  # the learner
             env.step_wait()
         kill(env)
         assert env.step(1)[0][0] == 1101

@@ -153,15 +153,15 @@ def test_a_first_reset_of_some(face):
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_with_copy_false_no_step_allocates_observations(copy: bool) -> None:
-    env_fn = partial(SpaceEnv, observation_space=spaces.Box(0, 255, (210, 160, 3), np.uint8))
+    env_fn = partial(SpaceEnv, observation_space=spaces.Box(0, 255, (160, 160, 3), np.uint8))
     envs = SubprocessVectorEnv([env_fn] * 4, copy=copy)
     envs.reset(seed=0)
     for _ in range(4):
         envs.step(np.zeros(4, np.int64))
-    size = 4 * 210 * 160 * 3
+    size = 4 * 160 * 160 * 3
     tracemalloc.start()
     try:
-        for _ in range(5):
+        for _ in range(6):
             envs.step(np.zeros(4, np.int64))
         peak = tracemalloc.get_traced_memory()[1]
     finally:

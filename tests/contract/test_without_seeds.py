@@ -104,8 +104,7 @@ def test_a_batch_that_was_never_seeded_is_brought_back_exactly(rung: str, mode: 
         assert sum(one.losses for one in killed.statistics()) >= 8
 
 
-@pytest.mark.parametrize("rung", ["journal", "snapshots"])
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(("seed", "rung"), [(None, "journal"), (5, "snapshots")])
 def test_a_generator_that_the_constructor_makes_without_a_seed_is_brought_back(rung: str, seed: int | None) -> None:
     with SubprocessEnv(partial(OwnGeneratorEnv, horizon=10), restart=KEPT[rung]) as env:
         env.reset(seed=seed)

@@ -34,7 +34,7 @@ from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEn
 from multienv.errors import ClosedError, WorkerLostError
 
 # close() asks for this long, then kills: stack (none), SIGTERM and SIGKILL within a second; doubled for a slow machine.
-ASKS = 0.3
+ASKS = 0.1
 BOUND = 2 * (ASKS + 2.0)
 QUICK = Deadlines(close=ASKS)
 NO_LIMIT = Deadlines(recovery=None)
@@ -199,8 +199,8 @@ def open_things() -> list[int]:
 
 def test_close_waits_for_a_slow_env_close(tmp_path: Path) -> None:
     """An env that needs time to save its work gets it, within Deadlines.close."""
-    env = SubprocessEnv(partial(SlowEnv, close_seconds=0.5), deadlines=Deadlines(close=10)).initialize()
+    env = SubprocessEnv(partial(SlowEnv, close_seconds=0.2), deadlines=Deadlines(close=10)).initialize()
     env.reset(seed=0)
     began = time.monotonic()
     env.close()
-    assert time.monotonic() - began >= 0.5
+    assert time.monotonic() - began >= 0.2

@@ -21,12 +21,11 @@ def cpu_seconds(pid: int) -> float:
 
 @pytest.mark.parametrize("who", ["idle workers", "a waiting trainer"])
 def test_who_waits_burns_no_core(who: str) -> None:
-    env_fn: Any = CounterEnv if who == "idle workers" else partial(SlowEnv, step_seconds=1.0)
+    env_fn: Any = CounterEnv if who == "idle workers" else partial(SlowEnv, step_seconds=0.6)
     with MultiEnv(create_subprocess_envs([env_fn] * 3, deadlines=Deadlines(step=60))) as multi:
         multi.reset(seed=0)
-        multi.step([1, 1, 1])
         everyone = [monitor_pid(), *(env.statistics().pid for env in multi.envs)] if env_fn is CounterEnv else []
         before = [cpu_seconds(pid) for pid in (everyone or [os.getpid()])]
-        time.sleep(1.0) if everyone else multi.step([1, 1, 1])
+        time.sleep(0.6) if everyone else multi.step([1, 1, 1])
         after = [cpu_seconds(pid) for pid in (everyone or [os.getpid()])]
         assert after == pytest.approx(before, abs=0.2)

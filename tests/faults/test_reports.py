@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 from kit import CounterEnv, SpaceEnv
+from kit.trainer_process import STUCK_AFTER
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.cli.env_functions import env_functions
 from multienv.errors import UsageError, WorkerLostError
@@ -239,7 +241,13 @@ def test_at_the_end_of_the_interpreter_all_are_written(reports: Path) -> None:
 
 
 def test_a_forked_child_writes_none_of_the_trainers(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "DELAY", 2.0)
+    trainer, may_write, write = os.getpid(), threading.Event(), store.write
+
+    def wait_and_write(*report: Any) -> None:
+        assert os.getpid() != trainer or may_write.wait(STUCK_AFTER)
+        write(*report)
+
+    monkeypatch.setattr(store, "write", wait_and_write)
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
         os.kill(env.statistics().pid, signal.SIGKILL)
@@ -249,4 +257,5 @@ def test_a_forked_child_writes_none_of_the_trainers(reports: Path, monkeypatch: 
         child.join()
         child.close()
         assert not list(reports.iterdir())
+    may_write.set()
     only(reports)

@@ -35,7 +35,7 @@ def recovered(envs: SubprocessVectorEnv) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy", "mode"), [("SlowEnv", "snapshot", "NEXT_STEP"), ("HalfCheetah", "journal", "SAME_STEP")]
+    ("name", "policy", "mode"), [("HalfCheetah", "snapshot", "NEXT_STEP"), ("SlowEnv", "journal", "SAME_STEP")]
 )
 def test_a_batch_that_is_killed_at_random_moments_shows_the_undisturbed_fragments(
     name: str, policy: str, mode: str
@@ -48,7 +48,7 @@ def test_a_batch_that_is_killed_at_random_moments_shows_the_undisturbed_fragment
         chosen = Linear(envs.single_action_space)
         observations = envs.reset(seed=21)[0]
         assert observations.tobytes() == twin.reset(seed=21)[0].tobytes()
-        with Killer(envs, interval=(0.25, 0.5), kills=4, seed=5) as killer:
+        with Killer(envs, interval=(0.1, 0.2), kills=4, seed=5) as killer:
             turn = 0
             while killer.delivered < 4 or not recovered(envs):
                 fragment = envs.rollout(chosen, 50)
@@ -91,7 +91,7 @@ def test_a_replay_begins_at_a_reset_inside_a_fragment(is_batch: bool) -> None:
     """The only reset that the trainer has asked for has left the journal."""
     slow: Any = partial(SlowEnv, step_seconds=0.001, count_episodes=False)
     quick: Any = partial(CounterEnv, count_episodes=False)
-    restart = RestartPolicy(snapshots=False, backoff=0.0, journal_limit=30_000)
+    restart = RestartPolicy(snapshots=False, backoff=0.0, journal_limit=15_000)
     with (
         SubprocessVectorEnv([slow] * 2, envs_per_worker=2, restart=restart)
         if is_batch
@@ -100,13 +100,13 @@ def test_a_replay_begins_at_a_reset_inside_a_fragment(is_batch: bool) -> None:
     ):
         for one in (env, twin):
             one.reset(seed=4)
-        for _ in range(12):
+        for _ in range(6):
             expect_same(env.rollout(constant, 50), twin.rollout(constant, 50))
         assert Killer(env).strike()
         expect_same(env.rollout(constant, 50), twin.rollout(constant, 50))
         told = env.statistics()[0] if is_batch else env.statistics()
         assert (told.exact_recoveries, told.truncated_recoveries) == (1, 0)
-        assert 0 < told.replayed_steps < 400
+        assert 0 < told.replayed_steps < 200
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])

@@ -6,13 +6,13 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from typing import Any
 
 import pytest
 
-from kit import Fault, FaultyEnv, SlowEnv
+from kit import Fault, FaultyEnv, SlowEnv, is_alive
+from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import WorkerHungError
 
@@ -54,11 +54,12 @@ def talk_and_hang(method: str) -> None:
 
 def let_go(method: str) -> None:
     """Of an env that has yet to answer, and answers then."""
-    env = SubprocessEnv(partial(SlowEnv, step_seconds=0.2), context=method).initialize()
+    env = SubprocessEnv(partial(SlowEnv, step_seconds=0.1), context=method).initialize()
     env.reset(seed=0)
     env.step_async(1)
+    pid = env.statistics().pid or 0
     del env
-    time.sleep(0.5)
+    assert becomes_true(lambda: not is_alive(pid))
 
 
 def test_nothing_of_what_an_env_says_is_cut() -> None:

@@ -286,7 +286,12 @@ class Model(RuleBasedStateMachine):
 
 TestJournal = Model.TestCase
 TestJournal.settings = settings(
-    max_examples=300, stateful_step_count=25, print_blob=False, deadline=None, report_multiple_bugs=False
+    max_examples=120,
+    stateful_step_count=25,
+    print_blob=False,
+    deadline=None,
+    report_multiple_bugs=False,
+    derandomize=True,
 )
 
 

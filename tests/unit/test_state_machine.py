@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from multienv.recovery import state_machine
 from multienv.recovery.state_machine import (
-    LOSSES,
     TABLE,
     Asked,
     BudgetSpent,
@@ -44,6 +44,12 @@ RULES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def few_losses(monkeypatch):
+    """More than poison_after, which is enough for all that is decided by it."""
+    monkeypatch.setattr(state_machine, "LOSSES", 4)
+
+
 def events(slots):
     yield from (
         Launched(),
@@ -69,18 +75,17 @@ def events(slots):
 
 
 def transitions(rules):
-    """Yield state, event, state after it, instruction, for all that can happen to a worker, up to the counts of deaths."""
+    """Yield (state, event, state after, instruction) for all that can happen to a worker, up to the counts of deaths."""
     found, todo = {State()}, [State()]
     while todo:
         state = todo.pop()
         for event in events(rules.slots):
-            if not can_happen(state, event, rules):
-                continue
-            after, instruction = decide(state, event, rules)
-            yield state, event, after, instruction
-            if after.losses <= LOSSES and after not in found:
-                found.add(after)
-                todo.append(after)
+            if can_happen(state, event, rules):
+                after, instruction = decide(state, event, rules)
+                yield state, event, after, instruction
+                if after.losses <= state_machine.LOSSES and after not in found:
+                    found.add(after)
+                    todo.append(after)
 
 
 def can_happen(state, event, rules):
@@ -92,7 +97,7 @@ def can_happen(state, event, rules):
         waits = instruction_of(state, rules) in (Instruction.ASK, Instruction.TRUNCATE)
         return state.request is not None and waits
     if isinstance(event, Lost) and state.process is Process.READY:
-        return state.request is not None and state.losses < LOSSES
+        return state.request is not None and state.losses < state_machine.LOSSES
     if isinstance(event, Lost) and state.process is Process.LOST:
         return state.losses == 0  # how a process ended that an interruption has made lost
     return True
@@ -121,12 +126,15 @@ def test_every_event_in_every_reachable_state_leads_where_the_table_says(rules):
             elif state.request.kind is Kind.CALL:
                 assert instruction is Instruction.RAISE_LOST
                 assert {slot for slot, _ in after.pending_truncations} == everyone
+            seen.add((NotRecovered, state.request.kind))
         seen.add((state.process, type(event)))
         if instruction in RAISED:
             assert (after.request, bool(after.skipped), bool(after.deaths)) == (None, False, False)
         elif instruction not in FINAL and (type(event), state.process) != (Lost, Process.BUILDING):
             assert instruction is instruction_of(after, rules), (state, event)
     assert {process for process, _ in seen} >= {Process.NONE, Process.BUILDING, Process.READY}
+    if "replay" in (rules.on_crash, rules.on_timeout):
+        assert seen >= {(NotRecovered, Kind.STEP), (NotRecovered, Kind.CALL)}
 
 
 def test_an_event_that_cannot_happen_is_refused():

@@ -9,19 +9,13 @@ from functools import partial
 import gymnasium
 import pytest
 
-from kit import CounterEnv, no_leaks
+from kit import CounterEnv
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.testing import RecoveryCheck, check_env_recovers
 
 Quiet = partial(SubprocessEnv, reports="")
 Truncating = partial(Quiet, restart=RestartPolicy(on_crash="truncate"))
 check_endless = partial(check_env_recovers, partial(CounterEnv, horizon=None), steps=30, seed=1)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left():
-    with no_leaks(timeout=5.0):
-        yield
 
 
 class Dishonest(gymnasium.Wrapper):
