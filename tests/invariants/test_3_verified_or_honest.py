@@ -81,7 +81,8 @@ RUNGS = {"journal": REPLAY, "snapshot": RestartPolicy(snapshot_every=4)}
 @pytest.mark.parametrize(
     ("what", "kind", "rung"),
     [
-        *(("file", kind, rung) for kind in AND_ASYNC for rung in RUNGS),
+        *(("file", kind, rung) for kind in KINDS for rung in RUNGS),
+        ("file", "async_env", "journal"),
         *(
             (f"chance in {what}", kind, "journal")
             for what in ("the observation", "the reward", "payload")
@@ -131,7 +132,7 @@ def test_a_snapshot_brings_back_what_no_replay_could(kind: str) -> None:
         assert not any(one.recovery for one in record)
 
 
-@pytest.mark.parametrize("kind", AND_ASYNC)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_kills_every_process_ends_the_episode_just_before_it(kind: str) -> None:
     culprit = partial(FaultyEnv, fault=Fault("segv", "step", action=3), horizon=None)
     with Face(kind, [culprit, CounterEnv], restart=REPLAY) as face:
@@ -144,7 +145,7 @@ def test_a_step_that_kills_every_process_ends_the_episode_just_before_it(kind: s
             assert_as_without_losses(face, records, actions, 6, envs=[1])
 
 
-@pytest.mark.parametrize("kind", AND_ASYNC)
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 @pytest.mark.parametrize(
     ("limit", "env_fn", "steps", "last"),
     [
@@ -170,7 +171,7 @@ def test_what_a_journal_without_its_beginning_cannot_prove_is_truncated(
             assert_as_without_losses(face, lost_early, counts(9, 1), 4)
 
 
-@pytest.mark.parametrize("kind", AND_ASYNC)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_reset_of_an_env_that_is_lost_for_good_begins_a_clean_episode(kind: str, tmp_path: Path) -> None:
     events: list[Any] = []
     env_fn = partial(FileEnv, str(tmp_path / "file"))
@@ -184,7 +185,7 @@ def test_a_reset_of_an_env_that_is_lost_for_good_begins_a_clean_episode(kind: st
         assert (after.observation[0], after.truncated) == (1, False)
 
 
-@pytest.mark.parametrize("kind", AND_ASYNC)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_call_that_finds_the_episode_lost_raises_and_the_next_step_is_truncated(kind: str, tmp_path: Path) -> None:
     with Face(kind, [partial(FileEnv, str(tmp_path / "file"))], restart=REPLAY) as face:
         (record,) = face.record(counts(4, 1), 3)
