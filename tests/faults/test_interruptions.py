@@ -66,7 +66,7 @@ def descriptors() -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "stride"), [("multi_env", 127), ("vector_env", 83)])
+@pytest.mark.parametrize(("kind", "stride"), [("multi_env", 211), ("vector_env", 127)])
 def test_building_several_envs_interrupted_at_every_place_leaves_no_descriptor(kind: str, stride: int) -> None:
     fired = 0
     with SubprocessEnv(CounterEnv):  # or the monitor would come and go
@@ -104,7 +104,7 @@ def test_step_of_an_async_env_interrupted_at_every_place_is_completed_by_the_nex
 def test_reset_interrupted_at_every_place_writes_nothing_to_descriptors_that_are_somebody_elses(tmp_path: Path) -> None:
     """A reset in a new process is interrupted: a file opened then may have the number that the lost one's pipe had."""
     fired = 0
-    for interruption in every_place(stride=251):
+    for interruption in every_place(stride=331):
         with SubprocessEnv(UNREPEATABLE, restart=NO_SNAPSHOTS) as env:
             env.reset(seed=0)
             env.step(STEP)
@@ -129,7 +129,7 @@ def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
         return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
 
     fired = 0
-    for interruption in every_place(stride=13):
+    for interruption in every_place(stride=17):
         with SubprocessEnv(ENDLESS, restart=NO_SNAPSHOTS) as env:
             env.reset(seed=1)
             env.step(STEP)
@@ -172,7 +172,7 @@ def test_step_taken_once_more_after_an_interruption_is_replayed_once() -> None:
     """It ends the episode: the interruption may come when it is recorded already, and not yet handed over."""
     fired = 0
     with SubprocessEnv(partial(CounterEnv, horizon=2), restart=NO_SNAPSHOTS) as env:
-        for interruption in every_place(stride=2):
+        for interruption in every_place(stride=5):
             env.reset(seed=0)
             env.step(STEP)
             with interruption:
@@ -203,7 +203,7 @@ def test_step_of_which_one_env_has_made_an_error_is_told_after_an_interruption_a
     culprit, fired = 1, 0
     envs = SubprocessVectorEnv([partial(RaisingEnv, horizon=None)] * 4, envs_per_worker=2)
     with contextlib.closing(envs):
-        for interruption in every_place(stride=7):
+        for interruption in every_place(stride=11):
             envs.reset(seed=0)
             told: Any = None
             with interruption, pytest.raises(EnvsFailedError) as caught:
@@ -392,7 +392,7 @@ def test_close_of_several_envs_interrupted_at_every_place_is_completed_by_the_ne
     assert fired > 5
 
 
-@pytest.mark.parametrize(("is_built", "stride"), [(False, 1), (True, 17)])
+@pytest.mark.parametrize(("is_built", "stride"), [(False, 1), (True, 23)])
 def test_close_of_one_env_interrupted_at_every_place_is_completed_by_the_next(is_built: bool, stride: int) -> None:
     """Those in Python's own locks and events included."""
     fired = 0

@@ -48,8 +48,13 @@ def no_child_is_left(*pids: int) -> bool:
     return not any(is_alive(child) for pid in pids for child in descendants(pid))
 
 
-@pytest.mark.parametrize("way", ["return", "raise", "exit", "fork again"])
-@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(("vector_env", way) for way in ("return", "raise", "exit", "fork again")),
+        *(("subprocess_env", way) for way in ("return", "raise")),
+    ],
+)
 def test_a_child_that_comes_back_answers_nothing_and_writes_over_no_other_env(kind: str, way: str) -> None:
     counter = partial(CounterEnv, horizon=7)
     env_fns = (

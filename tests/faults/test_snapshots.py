@@ -222,7 +222,7 @@ def test_each_branch_is_the_trajectory_that_leads_there(env_id: str, options: An
     with SubprocessEnv(env_fn, restart=RestartPolicy(snapshot_every=10)) as env:
         env.reset(seed=3)
         tree = [(env.snapshot(), list[Any]())]
-        for _ in range(5):
+        for _ in range(4):
             token, path = dice.choice(tree)
             env.restore(token)
             branch = [space.sample() for _ in range(dice.randint(1, 6))]

@@ -44,7 +44,7 @@ def talk(method: str) -> None:
 def talk_and_hang(method: str) -> None:
     """Nobody reads it: the deadline is enforced all the same."""
     logging.disable()  # the trainer itself would wait for its reader
-    options: dict[str, Any] = {"deadlines": Deadlines(step=0.5), "restart": RestartPolicy(on_timeout="raise")}
+    options: dict[str, Any] = {"deadlines": Deadlines(step=0.2), "restart": RestartPolicy(on_timeout="raise")}
     hangs = partial(TalkativeEnv, fault=Fault("hang_c", "step", ignore_sigterm=True))
     with SubprocessEnv(hangs, context=method, **options) as env:
         env.reset(seed=0)
