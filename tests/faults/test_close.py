@@ -47,9 +47,11 @@ def no_leaks_of_ours() -> Any:
     return no_leaks(timeout=5.0, ignore=monitor_itself, threads=True)
 
 
-def warm() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def companion() -> Iterator[None]:
     """Have the monitor up, and every import done, before anything is counted."""
-    SubprocessEnv(CounterEnv).initialize().close()
+    with SubprocessEnv(CounterEnv):
+        yield
 
 
 def close_twice(env: Any) -> None:
@@ -76,7 +78,6 @@ STATES = [
 
 @pytest.mark.parametrize("state", STATES)
 def test_close_ends_an_env_in_any_state(state: str) -> None:
-    warm()
     with no_leaks_of_ours():
         env = env_in_state(state)
         close_twice(env)

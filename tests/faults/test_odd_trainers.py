@@ -212,7 +212,7 @@ def train(context: str) -> None:
     played.env.close()
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_losses_leave_no_trace_in_an_odd_trainer(context: str) -> None:
     run(HERE, "train", context)
 
