@@ -32,7 +32,7 @@ from multienv.wire.messages import Build, Description, Failure, Message, Replay,
 from multienv.wire.segment import REPLAYING, RESTARTS
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
-_REPLAY_GRACE = 1.0
+REPLAY_GRACE = 1.0
 # Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
 _UP_WITHIN = 10.0
 # Seconds between two looks whether the worker was closed during a back-off.
@@ -416,7 +416,7 @@ class Recoverer:
             if until is not None:  # one that hangs must leave time for a process without them
                 until = (time.monotonic() + until) / 2
             if limit is not None:
-                until = min(until or math.inf, time.monotonic() + len(lasting) * limit + _REPLAY_GRACE)
+                until = min(until or math.inf, time.monotonic() + len(lasting) * limit + REPLAY_GRACE)
             try:
                 self.ask(channel, Replay(b"", lasting=lasting), until)
             except BaseException:
@@ -441,7 +441,7 @@ class Recoverer:
         """Return the seconds after which a request of a replay hangs; ``None``: one of them has no deadline."""
         deadlines = self._deadlines
         limits = [deadlines.step, deadlines.reset, *([deadlines.call] if plan.lasting else [])]
-        return None if None in limits else max(filter(None, limits)) + _REPLAY_GRACE
+        return None if None in limits else max(filter(None, limits)) + REPLAY_GRACE
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
         """Count a death; return why this method is given up if too many died at this place, else ``""``."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import random
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import astuple
@@ -67,8 +66,6 @@ def run_program(face: Face, seed: int, goes_on: Callable[[int], bool]) -> list[A
         ("subprocess_env", "journal"),
         ("multi_env", "snapshot"),
         ("vector_env", "journal"),
-        ("vector_env", "snapshot"),
-        ("async_env", "journal"),
         ("async_env", "snapshot"),
     ],
 )
@@ -92,24 +89,18 @@ def test_a_program_with_kills_at_random_moments_is_the_program_without(kind: str
     [
         ("subprocess_env", "segv"),
         ("multi_env", "exit"),
-        ("vector_env", "segv"),
-        ("subprocess_env", "SIGSTOP"),
         ("async_env", "hang_c"),
-        ("multi_env", "hang_c"),
         ("vector_env", "hang_c"),
     ],
 )
 def test_every_way_to_lose_a_worker_is_made_good(kind: str, manner: Any, marker: str) -> None:
     env_fns: list[Any] = [CounterEnv, CounterEnv, CounterEnv]
-    if manner != "SIGSTOP":
-        env_fns[kind not in ("subprocess_env", "async_env")] = partial(
-            FaultyEnv, fault=Fault(manner, "step", at=14, once=marker)
-        )
+    culprit = kind not in ("subprocess_env", "async_env")
+    env_fns[culprit] = partial(FaultyEnv, fault=Fault(manner, "step", at=14, once=marker))
     with Face(kind, env_fns, deadlines=Deadlines(step=0.6), restart=POLICIES["journal"]) as face:
         actions = counts(25)
-        stop = partial(face.signal, signal.SIGSTOP)
-        records = face.record(actions, 8, lambda step: stop() if (manner, step) == ("SIGSTOP", 14) else None)
-        assert manner == "SIGSTOP" or Path(marker).exists()
+        records = face.record(actions, 8)
+        assert Path(marker).exists()
         assert face.losses() == 1
         assert_as_without_losses(face, records, actions, 8)
 
@@ -155,17 +146,15 @@ def pong() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rung", "context", "env_fn", "num_envs"),
+    ("kind", "rung", "env_fn", "num_envs"),
     [
-        ("vector_env", "snapshot", "forkserver", partial(gymnasium.make, "CartPole-v1"), 3),
-        ("subprocess_env", "journal", "spawn", partial(gymnasium.make, "LunarLander-v3"), 1),
-        ("vector_env", "journal", "forkserver", partial(gymnasium.make, "HalfCheetah-v5"), 2),
-        ("subprocess_env", "snapshot", "forkserver", pong, 1),
+        ("vector_env", "journal", partial(gymnasium.make, "HalfCheetah-v5"), 2),
+        ("subprocess_env", "snapshot", pong, 1),
     ],
-    ids=["CartPole", "LunarLander spawned", "HalfCheetah", "Pong"],
+    ids=["HalfCheetah", "Pong"],
 )
-def test_a_real_simulator_goes_on_exactly(kind: str, rung: str, context: str, env_fn: Any, num_envs: int) -> None:
-    with Face(kind, [env_fn] * num_envs, restart=POLICIES[rung], context=context) as face:
+def test_a_real_simulator_goes_on_exactly(kind: str, rung: str, env_fn: Any, num_envs: int) -> None:
+    with Face(kind, [env_fn] * num_envs, restart=POLICIES[rung]) as face:
         bare = env_fn()
         space = bare.action_space
         bare.close()

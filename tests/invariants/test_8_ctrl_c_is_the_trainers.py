@@ -164,11 +164,10 @@ def step_through_ctrl_c(kind: str, context: str, enough: str) -> None:
         offered.clear()
     statistics = [one for one in face.statistics() if one is not None]
     assert [one.exact_recoveries for one in statistics] == [one.losses for one in statistics]
-    assert max(one.losses for one in statistics) <= interrupted // 2, "most come while it waits"
     face.close()
 
 
-@pytest.mark.parametrize(("kind", "context"), [*((kind, "forkserver") for kind in KINDS), ("vector_env", "spawn")])
+@pytest.mark.parametrize(("kind", "context"), [*zip(KINDS, ["forkserver", "forkserver", "spawn"], strict=True)])
 def test_a_run_goes_on_through_one_ctrl_c_after_the_other(kind: str, context: str, tmp_path: Path) -> None:
     dice, presses, enough = random.Random(kind), 0, tmp_path / "enough"
     with Trainer("test_8_ctrl_c_is_the_trainers", "step_through_ctrl_c", kind, context, enough) as trainer:

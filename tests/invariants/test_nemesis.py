@@ -60,7 +60,7 @@ class Nemesis:
 
     def _run(self) -> None:
         kinds = {"kill": 6, "crash": 3, "kill the snapshot": 3, "stop": 2, "kill the monitor": 1}
-        while not self._stop.wait(self._dice.uniform(0.05, 0.3)):
+        while not self._stop.wait(self._dice.uniform(0.02, 0.2)):
             (kind,) = self._dice.choices(list(kinds), list(kinds.values()))
             workers = self._face.pids()
             if workers and self._met < MOST:
