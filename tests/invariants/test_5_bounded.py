@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -39,6 +40,14 @@ def within(seconds: float, *, at_least: float = 0.0) -> Iterator[None]:
 
 def hanging(moment: Any, **fault: Any) -> Any:
     return partial(FaultyEnv, fault=Fault("hang_c", moment, ignore_sigterm=True, **fault))
+
+
+def test_a_worker_that_fell_asleep_is_woken_by_a_step() -> None:
+    with Face("subprocess_env", [CounterEnv], deadlines=Deadlines(step=5.0), restart=RAISE) as face:
+        face.reset(0)
+        for _ in range(3):
+            time.sleep(0.1)  # after a few milliseconds it sleeps until it is woken
+            face.step([1])
 
 
 @pytest.mark.parametrize("kind", ["multi_env", "vector_env"])
@@ -91,6 +100,28 @@ def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind
         assert face.losses() == 2
         assert row.truncated
         assert "deadline of 0.5 s" in row.recovery["reason"]
+
+
+class HangsOnce(SlowEnv):
+    """Hangs in the first step that a process takes; all others take a tenth of a second."""
+
+    def __init__(self, marker: str) -> None:
+        super().__init__(step_seconds=0.1)
+        self.marker = Path(marker)
+
+    def step(self, action: Any) -> Any:
+        if not self.marker.exists():
+            self.marker.touch()
+            threading.Event().wait()
+        return super().step(action)
+
+
+def test_the_process_that_is_asked_again_after_a_hang_has_the_whole_deadline(marker: str) -> None:
+    with Face("subprocess_env", [partial(HangsOnce, marker)], deadlines=Deadlines(step=0.6), restart=REPLAY) as face:
+        face.reset(0)
+        (row,) = face.step([1])
+        assert (int(row.observation[0]), row.truncated) == (1, False)
+        assert face.losses() == 1
 
 
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
