@@ -53,8 +53,8 @@ def _of_entries(
     if one.record[2] != other.record[2]:
         return dict.fromkeys(everyone, "one raised and the other did not")
     if one.record[2] != STEPPED:  # a call: which slots raised is not told
-        raised = one.record[3] & RAISED, other.record[3] & RAISED
-        return {} if raised[0] == raised[1] else dict.fromkeys(everyone, "one call raised and the other did not")
+        differs = (one.record[3] ^ other.record[3]) & RAISED
+        return dict.fromkeys(everyone, "one call raised and the other did not") if differs else {}
     found: dict[int, str] = {}
     n = layout.slots
     going_on = [slot for slot in everyone if slot not in starting]

@@ -21,7 +21,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multienv.sometimes import sometimes
 from multienv.wire.banks import SMALL, Bank
 
 if TYPE_CHECKING:
@@ -173,7 +172,6 @@ class Segment:
         if len(data) <= _SHORT:
             self._short[area][: len(data)] = data
             return
-        sometimes("a payload outgrows its place among the control words")
         if self.descriptor < 0:
             self._long[area] = data
             return

@@ -254,8 +254,8 @@ MUTANTS = [
         "A call that raises in a replay alone is not seen.",
         3,
         "recovery/verification.py",
-        "return {} if raised[0] == raised[1] else",
-        "return {} if raised else",
+        "differs = (one.record[3] ^ other.record[3]) & RAISED",
+        "differs = 0",
         ("tests/simulation/test_faults_and_programs.py",),
     ),
     Mutant(

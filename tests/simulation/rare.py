@@ -93,6 +93,7 @@ def constants_of(seed: int) -> Constants:
         snapshot_every=dice.choice([1, 2, 3]),
         recycle_after_steps=rarely(dice.choice([1, 3, 5]), None),
         journal_limit=rarely(dice.choice([0, 300, 900, 2500]), None),
+        # Rarer still: nothing is replayed then, and little is left to be checked.
         replay_limit=rarely(0.0, None) if dice.random() < 0.3 else None,
         losses=rarely(dice.choice([3, 4]), 6),
         proof=rarely(dice.choice([2, 4]), 512),

@@ -104,12 +104,8 @@ def counting(taken: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sometimes, "listener", lambda what: taken.update([what]))
 
 
-def run_of(case: Case | ManagerCase) -> Run | ManagerRun:
-    return Run(case) if isinstance(case, Case) else ManagerRun(case)
-
-
 def play(case: Case | ManagerCase) -> Simulation:
-    return run_of(case).play()
+    return (Run(case) if isinstance(case, Case) else ManagerRun(case)).play()
 
 
 def drawn_case(dice: random.Random) -> Any:
