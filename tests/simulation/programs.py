@@ -241,8 +241,8 @@ class Run:
         later reset. Nothing in here depends on how long something takes.
         """
         before = journal.SHORT, supervisor.SHARE, supervisor.LARGE_SHARE
-        shorts, share = (0.0, inf) if self.case.policy == "starts" else (inf, _HARDLY)
-        journal.SHORT, supervisor.SHARE, supervisor.LARGE_SHARE = shorts, share, share
+        short, share = (0.0, inf) if self.case.policy == "starts" else (inf, _HARDLY)
+        journal.SHORT, supervisor.SHARE, supervisor.LARGE_SHARE = short, share, share
         try:
             yield
         finally:
