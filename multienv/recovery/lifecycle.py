@@ -74,6 +74,7 @@ class Lifecycle:
         self.building = 0
         self.found: Found | None = None
         self.loss: Loss | None = None
+        self._lost: Channel | None = None  # whose loss that is
         self.replayed = 0
         self._policy, self._deadlines = policy, deadlines
         self._record, self._journal, self._pending, self._path = record, journal, pending, path
@@ -153,7 +154,9 @@ class Lifecycle:
         if request is not None and codec is not None and self._record.reports.wanted:
             entry = self._pending.entry(channel.segment, number, request, codec.layout)
         idle = gone.number == 0 and gone.cause != "broken" and gone.fate.code is not None
-        self.loss = self._record.loss(gone, name, slot, self._pending.limit, self._case(entry), idle=idle)
+        if self.loss is None or self._lost is not channel:  # else Ctrl-C came before the state was committed
+            loss = self._record.loss(gone, name, slot, self._pending.limit, self._case(entry), idle=idle)
+            self.loss, self._lost = loss, channel
         self._effort = self.recoverer.begin()
         slot = slots if is_policy else slot
         return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))
@@ -201,7 +204,7 @@ class Lifecycle:
         return BudgetSpent()
 
     def tell(self, event: Event, instruction: Instruction, before: State, after: State) -> None:
-        """Record the outcome of a recovery, once, when the state is committed."""
+        """Record the outcome of a recovery. The state is committed next, by a line that calls nothing."""
         loss, effort = self.loss, self._effort
         assert loss is not None
         assert effort is not None
@@ -295,7 +298,7 @@ class Lifecycle:
 
     def forget_loss(self) -> None:
         """Note that nothing is being healed any more: the next loss is another one."""
-        self.loss = self._effort = None
+        self.loss = self._lost = self._effort = None
 
     def drop(self) -> None:
         """End the process; its segment stays, with what the caller saw last."""

@@ -41,6 +41,8 @@ class Record:
             done. Several fan-outs may look at it, so that it is never replaced.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "steps")  # those of the hot path have a place of their own
+
     def __init__(self, index: int | None, hooks: tuple[Hook, ...], reports: Path | None, *, slots: int = 1) -> None:
         self.index = index
         self.reports = CrashReports(reports, index)
@@ -157,11 +159,13 @@ class Record:
             envs=self.envs,
             seeds=tuple(self.seed_of(slot, command) for slot in range(len(self.seeds))),
         )
-        self._losses += 1
-        self.last_loss = loss
         self.reports.open(loss, case)
         logger.info("%s", what_happened(loss))
-        self._tell(loss)
+        news = self._news(loss)
+        # Nothing is called from here until the caller has the loss: it is counted once, whenever Ctrl-C comes.
+        self._losses += 1
+        self.last_loss = loss
+        self.told += news
         return loss
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
@@ -177,13 +181,15 @@ class Record:
             self.reports.path,
         )
         self.reports.close(recovery)
+        self._times.append(recovery.seconds)
+        logger.warning("%s", outcome_text(recovery))
+        news = self._news(recovery)
+        # Nothing is called from here until the caller has committed the state, as in loss().
         self.last_recovery = recovery
         self._exact += outcome == "exact"
         self._truncated += outcome == "truncated"
         self._replayed += effort.replayed
-        self._times.append(recovery.seconds)
-        logger.warning("%s", outcome_text(recovery))
-        self._tell(recovery)
+        self.told += news
         return recovery
 
     def truncated_error(self, slot: int, error: Exception, pid: int | None) -> None:
@@ -202,18 +208,17 @@ class Record:
         self._truncated += 1
         self.last_loss = loss
         self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
-        self._tell(loss)
-        self._tell(self.last_recovery)
+        self.told += [*self._news(loss), *self._news(self.last_recovery)]
 
     def recycling(self, why: str, outcome: Literal["exact", "reset", "put off"], reason: str, effort: Effort) -> None:
         """Note that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - effort.began
         self._recycled += outcome != "put off"
         logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
-        self._tell(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
+        self.told += self._news(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
 
-    def _tell(self, event: Event) -> None:
-        self.told.extend((hook, event) for hook in self._hooks)
+    def _news(self, event: Event) -> list[tuple[Hook, Event]]:
+        return [(hook, event) for hook in self._hooks]
 
     def call_hooks(self) -> None:
         """Call the hooks with the events since the last call; log the exceptions that hooks raise."""

@@ -511,14 +511,16 @@ class Supervisor:
         if self.lifecycle.loss is None:
             assert self.channel is not None
             return self._lose(self.channel.kill(detail=_INTERRUPTED))
-        before = self.state
         event = self.lifecycle.recover()
         found, self.lifecycle.found = self.lifecycle.found, None
         self.refuse_if_closed("collect", None if found is None else found.channel)
         if found is not None:
             self.adopt(found.channel)
-        instruction = self._happen(event)
-        self.lifecycle.tell(event, instruction, before, self.state)
+        after, instruction = decide(self.state, event, self.rules)
+        after = interned(after)
+        self.path.append((event, after))
+        self.lifecycle.tell(event, instruction, self.state, after)
+        self.state = after
         return instruction
 
     def _do_truncate(self, until: float | None) -> Instruction:
