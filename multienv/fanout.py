@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 from multienv.config import check_seconds
 from multienv.cores import Turns
 from multienv.errors import CallPendingError, ClusterError, MultienvError, WaitTimeout
+from multienv.native import native
 from multienv.processes.channel import Channel, wait_any
 from multienv.recovery import hot_path
 from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_HALF
@@ -129,7 +130,11 @@ class Round:
         self.resumed = False
         self.sending: Collection[int] = ()
         self.before: dict[int, Any] = {}
-        self.answers: list[Any] = [None if request is nothing else MISSING for request in requests]
+        self.answers: list[Any]
+        if native is not None and type(requests) is native.Parts:  # a batch, of which nobody is left alone
+            self.answers = [MISSING] * len(requests)
+        else:
+            self.answers = [None if request is nothing else MISSING for request in requests]
         self.failures: dict[int, BaseException] = {}
         self.tasks: dict[int, Task] = {}
         self.ended: dict[int, Any] = {}  # transitions that ended an episode and are followed by a reset
@@ -175,6 +180,7 @@ class FanOut:
         self._round: Round | None = None
         self._blocking = {place: member for place, member in enumerate(members) if callable(member)}
         self._followup = followup
+        self._leaves_ends = followup is not None and followup.next() is not None
         self._threads = min(threads or len(members), len(members))
         self._name = name
         self._executor: Pool | None = None
@@ -231,10 +237,9 @@ class FanOut:
             requests: One for each member; ``None`` leaves it alone.
         """
         current = self.send(name, requests)
-        follows = self._followup is not None
         if (
             name != "step"
-            or hot_path.take(self.supervisors, current.order, current.answers, STEPPING, leaves_ends=follows)
+            or hot_path.take(self.supervisors, current.order, current.answers, STEPPING, self._leaves_ends)
             or self._blocking
             or current.tasks
         ):
@@ -290,8 +295,8 @@ class FanOut:
         current = self._round
         assert current is not None
         if timeout is None and current.name == "step" and not current.tasks:
-            state, follows = STEPPING if current.whole else STEPPING_HALF, self._followup is not None
-            hot_path.take(self.supervisors, current.order, current.answers, state, leaves_ends=follows)
+            state = STEPPING if current.whole else STEPPING_HALF
+            hot_path.take(self.supervisors, current.order, current.answers, state, self._leaves_ends)
         return self._collect(current, inf if timeout is None else monotonic() + timeout)
 
     def resume(self) -> Round:

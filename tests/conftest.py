@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kit import assert_nothing_left, monitor_itself, snapshot_resources
+from multienv.native import native
 
 # Trainers that tests launch as programs of their own find the kit too.
 HERE = str(Path(__file__).parent)
@@ -19,6 +20,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("P
 # A shell has SIGINT ignored in what it runs in the background, and so have many CI systems. Then Python sets no handler,
 # neither here nor in the trainers that tests launch. Those get it as it is by default, because this is a handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str:
+    """Say which of the two runs: everything is tested with the native extension and without it."""
+    return "native extension: " + ("not used" if native is None else native.__file__)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

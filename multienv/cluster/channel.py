@@ -167,12 +167,9 @@ class RelayChannel(Channel):
 
     def hear_progress(self, words: bytes) -> None:
         """Note what the worker is at."""
-        place, mine = 0, self.segment.words
-        told = memoryview(words).cast("q")
-        for part in TOLD:
-            length = part.stop - part.start
-            mine[part] = told[place : place + length]
-            place += length
+        mine = self.segment.words
+        for place, word in zip(TOLD, memoryview(words).cast("q"), strict=True):
+            mine[place] = word
 
     def hear_stack(self, text: str) -> None:
         """Note the stacks that were asked for."""

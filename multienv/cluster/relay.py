@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,7 @@ LINGER = 0.002
 # Seconds between two looks at the memory of a worker.
 _LOOK = 0.1
 # The control words that the trainer reads: what the worker is at, and what it tells of itself.
-TOLD = (slice(BUSY, BUSY + 3), slice(PID, PID + 7))
+TOLD = (*range(BUSY, BUSY + 3), *range(PID, PID + 7))
 
 
 class Relayed:
@@ -89,7 +90,7 @@ class Relayed:
         if now - self.looked > _LOOK:
             self.looked = now
             words[RESIDENT] = resident_bytes(words[PID]) or 0
-        return b"".join(words[part].tobytes() for part in TOLD)
+        return array("q", [words[place] for place in TOLD]).tobytes()
 
 
 class Relay:

@@ -166,6 +166,8 @@ class MultiEnv:
         return lists  # type: ignore[no-any-return]
 
     def _check_actions(self, actions: Any) -> None:
+        if type(actions) is list and len(actions) == self.num_envs:
+            return
         is_unordered = isinstance(actions, Mapping | str | set | frozenset)
         is_list = hasattr(actions, "__len__") and getattr(actions, "shape", None) != () and not is_unordered
         if not is_list or len(actions) != self.num_envs:

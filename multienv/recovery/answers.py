@@ -17,7 +17,7 @@ from typing import Any
 from multienv.errors import ResultNotPicklableError
 from multienv.wire.banks import ENDED, FAILED, IRREGULAR, NOT_RESET
 from multienv.wire.codecs import ExactCodec, RowsCodec, RowsReply, Transition, payload_of
-from multienv.wire.infos import NONE, Extras, Illegible, numbers_in, unpack_extras
+from multienv.wire.infos import NONE, Extras, Illegible, unpack_extras
 from multienv.wire.messages import Failure, Reset, foreign
 from multienv.wire.segment import Segment
 
@@ -53,6 +53,8 @@ class ExactAnswers:
         irregular: Of the last reply, if its observation travelled as a payload.
         ended: The last step ended an episode.
     """
+
+    __slots__ = ("__dict__", "__weakref__", "seen", "started")  # those of the hot path have a place of their own
 
     def __init__(self, codec: ExactCodec, error_of: ErrorOf, told: Told) -> None:
         self._codec = codec
@@ -101,16 +103,11 @@ class ExactAnswers:
         self.ended = True
         return observation, 0.0, False, True, {"multienv": self._told(0, dict(skipped)[0])}
 
-    def plain(self, segment: Segment, number: int, answer: Transition) -> Transition:
-        """Return the answer to a plain step with the info in its payload. Raises Illegible."""
+    def plain(self, segment: Segment, number: int) -> Transition:
+        """Return the answer to a plain step whose info is pickled. Raises Illegible."""
         payload = segment.read_reply_payload(number)  # without an irregular part: the rows hold all
-        numbers = numbers_in(payload)
-        if numbers is not None:
-            ((_, info),) = numbers
-        else:
-            info = foreign(partial(self._info, number, payload), Illegible)
-        observation, reward, terminated, truncated, _ = answer
-        return observation, reward, terminated, truncated, info
+        info = foreign(partial(self._info, number, payload), Illegible)
+        return (*self._codec.transition(segment, number, b""), info)
 
     def shown(self, segment: Segment) -> Any:
         """Return the observation that the caller saw last."""
@@ -145,6 +142,8 @@ class ExactAnswers:
 
 class RowsAnswers:
     """Makes the answers of a worker with several envs; attributes as those of :class:`ExactAnswers`."""
+
+    __slots__ = ("__dict__", "__weakref__", "seen", "started")  # those of the hot path have a place of their own
 
     def __init__(self, codec: RowsCodec, error_of: ErrorOf, told: Told, *, same_step: bool, truncates: bool) -> None:
         self._codec = codec
@@ -208,16 +207,14 @@ class RowsAnswers:
             reply.leaves, reply.rewards, reply.terminated, reply.truncated, Extras(infos, {}, observations)
         )
 
-    def plain(self, segment: Segment, number: int, answer: RowsReply) -> RowsReply:
-        """Return the answer to a plain step with the infos in its payload. Raises Illegible."""
+    def plain(self, segment: Segment, number: int) -> RowsReply:
+        """Return the answer to a plain step of which some infos are pickled. Raises Illegible."""
         payload = segment.read_reply_payload(number)  # without an irregular part: the rows hold all
-        numbers = numbers_in(payload)
-        if numbers is not None:
-            return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, Extras(numbers))
         extras, illegible = foreign(partial(unpack_extras, payload), Illegible)
         _note_starts(self, number, extras.generators)
-        errors: dict[int, Exception] = {slot: unreadable("step", error) for slot, error in illegible.items()}
-        return RowsReply(answer.leaves, answer.rewards, answer.terminated, answer.truncated, extras, errors)
+        reply = self._codec.rows(segment, number).with_extras(extras)
+        reply.errors = {slot: unreadable("step", error) for slot, error in illegible.items()}
+        return reply
 
     def shown(self, segment: Segment) -> Any:
         """Return what the caller saw last: the arrays of the rows, or each slot's observation as it travelled."""

@@ -18,13 +18,13 @@ from time import monotonic
 from typing import Any
 
 from multienv.errors import MultienvError
+from multienv.native import native
 from multienv.processes.channel import LOOKING, Channel, give_way
 from multienv.recovery.state_machine import Episode, Kind, Process, Request, State
 from multienv.wire.actions import ARRAY, DTYPES, INT, INT64
 from multienv.wire.banks import BEGIN, ENDED, STEP, STEPPED
 from multienv.wire.codecs import REWARD_TYPES, Codec
-from multienv.wire.messages import BEGINNING
-from multienv.wire.segment import REPLY, REPLY_PAYLOAD, REQUEST, WORKER_SLEEPS
+from multienv.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
 
 # One step in so many is followed by a look at the limits.
 SAMPLE = 63
@@ -73,7 +73,19 @@ class StepBuffers:
         limit: Seconds that a step may take; ``None``: no limit.
     """
 
-    __slots__ = ("after", "encode", "heads", "limit", "looks", "meanings", "read", "records", "ring", "words")
+    __slots__ = (
+        "after",
+        "elements",
+        "encode",
+        "heads",
+        "limit",
+        "looks",
+        "meanings",
+        "read",
+        "records",
+        "ring",
+        "words",
+    )
 
     def __init__(self, channel: Channel, codec: Codec, limit: float | None) -> None:
         segment = channel.segment
@@ -81,7 +93,8 @@ class StepBuffers:
         self.heads = [bank.head for bank in segment.banks]
         self.records = [bank.record for bank in segment.banks]
         self.encode: Callable[[int, Any], None] = codec.encoder(segment)
-        self.read: Callable[[int], Any] = codec.reader(segment)
+        self.elements = codec.elements
+        self.read: Callable[[int], Any] = codec.reader(segment)  # the answer; None if it has infos that are pickled
         self.meanings = plain_heads(exact=codec.exact)
         # The state after each meaning. In a batch the episodes of the others go on.
         self.after = (RUNNING, OVER if codec.exact else RUNNING, RUNNING)
@@ -149,7 +162,6 @@ def take(  # noqa: C901 - one loop, because each call counts here
     places: Sequence[int],
     answers: list[Any],
     state: State,
-    *,
     leaves_ends: bool = False,
 ) -> bool:
     """Wait for plain answers, the worker that was asked last first, and put them in place.
@@ -194,8 +206,8 @@ def take(  # noqa: C901 - one loop, because each call counts here
                 is_left = True
                 continue
             answer = buffers.read(number)
-            if words[REPLY_PAYLOAD + side]:
-                answer = supervisor.with_infos(number, answer)
+            if answer is None:
+                answer = supervisor.with_infos(number)
                 if answer is None:
                     is_left = True
                     continue
@@ -209,8 +221,7 @@ def take(  # noqa: C901 - one loop, because each call counts here
             # Adjacent stores: no signal handler comes in between.
             replies.seen, supervisor.number, supervisor.state = number, number, buffers.after[meaning]
             if meaning == _BEGINS:
-                supervisor.record.reset((None,), BEGINNING.touches)
-                journal.note_ends((0,), number)
+                supervisor.note_beginning(number)
             else:
                 if meaning:
                     supervisor.note_ends(answer, number)
@@ -224,3 +235,8 @@ def take(  # noqa: C901 - one loop, because each call counts here
             else:
                 answers[place] = answer
     return is_left
+
+
+if native is not None:  # the same in native code
+    native.follow(globals())
+    ask, take = native.ask, native.take

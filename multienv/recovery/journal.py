@@ -111,6 +111,8 @@ class Journal:
         histories: Of each slot.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "entries", "recording")  # those of the hot path have a place of their own
+
     def __init__(self, *, recording: bool, replaying: bool = True) -> None:
         self.recording = recording
         self.replaying = replaying and recording

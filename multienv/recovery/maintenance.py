@@ -25,6 +25,8 @@ class Maintenance:
         recycling_due: Why the process is to be replaced, or ``""``.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "is_due", "recycling")  # those of the hot path have a place of their own
+
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self.recycling = Recycling(policy, time.monotonic)

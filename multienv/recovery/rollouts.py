@@ -15,7 +15,7 @@ from multienv.recovery.answers import Skipped, Told, unreadable
 from multienv.recovery.hot_path import GOES_ON, plain_heads
 from multienv.reports.texts import original_of
 from multienv.wire.banks import BEGIN, ENDED, FAILED, SKIPPED, STEP, entry_of
-from multienv.wire.codecs import Codec, RowsCodec
+from multienv.wire.codecs import Codec, ExactCodec, RowsCodec
 from multienv.wire.infos import Extras, Illegible, NumberInfos, numbers_in
 from multienv.wire.messages import BEGINNING, Failure, Rollout, RolloutResult, foreign
 from multienv.wire.rows import batch_of, leaf_spaces, nested, stacked
@@ -77,7 +77,6 @@ class RolloutReader:
         self._same_step, self._truncates = same_step, truncates
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
         self._aside.lay_out(codec.layout)
-        self._look: Any = codec.reader(self._aside)
         # Of replies that hold all there is to tell. That to a step which ended the episode of a single env does not.
         self._plain = {
             head for head, meaning in plain_heads(exact=codec.exact).items() if meaning == GOES_ON or not codec.exact
@@ -108,8 +107,8 @@ class RolloutReader:
             if bank.head[0] in self._plain and (infos is not None or not payload):
                 if infos is not None:
                     reply.infos[reply.steps] = infos
-                if self._codec.exact:
-                    shown.append(self._look(number)[0])
+                if isinstance(self._codec, ExactCodec):
+                    shown.append(self._codec.observation(aside, number, b""))
                 reply.entries.append(bytes(bank.record))
                 reply.steps += 1
                 answers.seen = number

@@ -153,6 +153,22 @@ class Supervisor:
         journal, record: What drove the envs, and what happened to them.
     """
 
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "answers",
+        "asked_by",
+        "buffers",
+        "journal",
+        "last_answer",
+        "lock",
+        "maintenance",
+        "number",
+        "pending",
+        "record",
+        "state",
+    )  # those of the hot path have a place of their own
+
     def __init__(
         self,
         launcher: Launcher,
@@ -307,10 +323,10 @@ class Supervisor:
         except Gone:
             return False
 
-    def with_infos(self, number: int, answer: Any) -> Any:
-        """Return the plain answer with its infos; ``None`` if they cannot be read, which the slow path tells of."""
+    def with_infos(self, number: int) -> Any:
+        """Return the plain answer with pickled infos; ``None`` if they cannot be read, which the slow path tells of."""
         try:
-            return self.answers.plain(self.segment, number, answer)
+            return self.answers.plain(self.segment, number)
         except Illegible:
             return None
 
@@ -695,6 +711,11 @@ class Supervisor:
                 self.note_starts(number)
         # Whatever the numbers of steps: between other requests each may be an odd one, and none the 64th.
         self.look_at_limits()
+
+    def note_beginning(self, number: int) -> None:
+        """Note that a single env was reset by a request that carries nothing."""
+        self.record.reset((None,), BEGINNING.touches)
+        self.journal.note_ends((0,), number)
 
     def note_ends(self, reply: Any, number: int) -> None:
         """Note whose episodes the answer to the step ``number`` ends; again does no harm."""

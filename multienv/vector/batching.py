@@ -19,14 +19,15 @@ from gymnasium.vector.utils import (
 
 from multienv.config import integer
 from multienv.errors import ActionError, UsageError
-from multienv.wire.actions import misfit, shown
+from multienv.native import native
+from multienv.wire.actions import misfit, shown, step_head_of
 from multienv.wire.codecs import RowsReply
 from multienv.wire.messages import dumps
 from multienv.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_of
 
 Array = np.ndarray[Any, Any]
 Space = spaces.Space[Any]
-Split = Callable[[Any], list[Any]]
+Split = Callable[[Any], Sequence[Any]]
 
 _NESTED = (spaces.Dict, spaces.Tuple)
 _SOLID = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
@@ -156,8 +157,8 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
         space: Action space of one env.
         slices: Which envs each worker has.
     """
-    count = slices[-1].stop
-    ndarray, cuts, shape = np.ndarray, list(slices), (count, *(space.shape or ()))
+    slices, count = tuple(slices), slices[-1].stop
+    ndarray, shape = np.ndarray, (count, *(space.shape or ()))
     kinds = "iub" if type(space) is spaces.Discrete else "iubfc"
     batched = cache(partial(batch_space, space, count))  # when it is first needed: it takes longer than many a step
 
@@ -170,13 +171,17 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
             raise ActionError(f"step(): {shown(actions)} is no batch for {count} envs with {space}: {error}") from error
         if type(space) not in _SOLID or whole.dtype.kind not in kinds:
             _check_each(space, batched(), whole)
-        return [_by_leaf(space, whole, partial(_part, cut)) for cut in cuts]
+        return [_by_leaf(space, whole, partial(_part, cut)) for cut in slices]
 
     if type(space) in _SOLID:
 
-        def split_array(actions: Any) -> list[Any]:
+        def split_array(actions: Any) -> Sequence[Any]:
             if type(actions) is ndarray and actions.shape == shape and actions.dtype.kind in kinds:
-                return [actions[cut] for cut in cuts]
+                if native is not None and actions.flags.c_contiguous:
+                    head = step_head_of(actions.dtype)
+                    if head:
+                        return native.Parts(actions, slices, head)  # type: ignore[no-any-return]
+                return [actions[cut] for cut in slices]
             return split_any(actions)
 
         return split_array

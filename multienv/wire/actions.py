@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from multienv.errors import ActionError
+from multienv.native import native
 from multienv.wire.banks import HEAD, STEP, STEPPED, U32
 from multienv.wire.messages import dumps, foreign
 
@@ -44,6 +45,17 @@ def _step_head(tag: int) -> int:
 
 
 _INT_STEP, _INT64_STEP = _step_head(INT), _step_head(INT64)
+
+
+def number_of(space: Any) -> int:
+    """Return how many numbers the array has that an action of this space is; 0: it is no array."""
+    return math.prod(space.shape) if type(space) in _ARRAYS else 0
+
+
+def step_head_of(dtype: np.dtype[Any]) -> int:
+    """Return the first 8 bytes, as an integer, of a bank with an array of this dtype; 0: such an array is pickled."""
+    tag = _TAG_OF.get(dtype)
+    return 0 if tag is None else _step_head(tag)
 
 
 def action_bytes(space: spaces.Space[Any]) -> int:
@@ -80,6 +92,9 @@ def _integer_encoder(space: spaces.Discrete, segment: Segment) -> Encode:
         else:
             _encode_any(space, segment, number, action)
 
+    if native is not None:
+        records = [bank.view for bank in segment.banks]
+        return native.Integers(encode, records, int64, _INT_STEP, _INT64_STEP)  # type: ignore[no-any-return]
     return encode
 
 

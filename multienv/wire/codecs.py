@@ -17,9 +17,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from multienv.wire.actions import Encode, action_bytes, action_encoder
+from multienv.native import native
+from multienv.wire.actions import Encode, action_bytes, action_encoder, number_of
 from multienv.wire.banks import IRREGULAR, IRREGULAR_AT, BankLayout
-from multienv.wire.infos import Extras
+from multienv.wire.infos import NO_COLUMNS, Extras, NumberInfos, described, numbers_in
 from multienv.wire.layout import layout_of
 from multienv.wire.messages import Description
 from multienv.wire.rows import Array, has_rows, leaf_arrays, nested, row_bytes, row_of
@@ -70,6 +71,10 @@ class RowsReply:
     extras: Extras | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
 
+    def with_extras(self, extras: Extras) -> RowsReply:
+        """Return the same rows with what else was answered."""
+        return RowsReply(self.leaves, self.rewards, self.terminated, self.truncated, extras)
+
 
 def _reward_of(tag: int, number: float) -> Any:
     return number if tag == 0 else REWARD_TYPES[tag](number)
@@ -95,6 +100,7 @@ class ExactCodec:
 
     exact = True
     slots = 1
+    elements = 0
 
     def __init__(self, description: Description) -> None:
         ((self.space, self.action_space),) = description.spaces
@@ -105,25 +111,38 @@ class ExactCodec:
         """Return the function that writes a step request into its bank."""
         return action_encoder(self.action_space, segment)
 
-    def reader(self, segment: Segment) -> Callable[[int], Transition]:
-        """Return the function that reads the reply to a plain step or reset, without its info."""
-        space = self.space
+    def reader(self, segment: Segment) -> Callable[[int], Transition | None]:
+        """Return the function that reads the reply to a plain step or reset; ``None`` if its info is pickled."""
+        space, words = self.space, segment.words
         sides: list[tuple[Any, ...]] = []
         for side, bank in enumerate(segment.banks):
             if type(space) is spaces.Box and self._observations is not None:
                 look: Callable[[], Any] = np.ndarray(space.shape, space.dtype, bank.view, bank.layout.leaves[0]).copy
             else:
                 look = partial(self.observation, segment, side, b"")
-            sides.append((look, bank.view, bank.rewards.data, bank.terminated.data, bank.truncated.data))
+            flags = bank.terminated.data, bank.truncated.data
+            sides.append((look, bank.view, bank.rewards.data, *flags, REPLY_PAYLOAD + side))
 
-        def read(number: int) -> Transition:
-            look, view, rewards, terminated, truncated = sides[number & 1]
+        def read(number: int) -> Transition | None:
+            look, view, rewards, terminated, truncated, payload = sides[number & 1]
+            info: dict[str, Any] = {}
+            if words[payload]:
+                numbers = numbers_in(segment.read_reply_payload(number))
+                if numbers is None:
+                    return None
+                ((_, info),) = numbers
             tag = view[4]
             reward = REWARD_TYPES[tag](rewards[0]) if tag else rewards[0]
             if view[3]:
-                return look(), reward, terminated[0], truncated[0], {}
-            return look(), reward, False, False, {}
+                return look(), reward, terminated[0], truncated[0], info
+            return look(), reward, False, False, info
 
+        if native is not None:
+            looks, views = [one[0] for one in sides], [bank.view for bank in segment.banks]
+            places = segment.reply_places
+            return native.Reader(  # type: ignore[no-any-return]
+                read, looks, views, self.layout.rewards, words, places, described
+            )
         return read
 
     def observation(self, segment: Segment, number: int, irregular: bytes) -> Any:
@@ -157,6 +176,7 @@ class RowsCodec:
         space, action_space: Of one env.
         has_rows: Observations lie in the banks.
         layout: Of the banks.
+        elements: Numbers in the array that the actions of all slots are; 0 where they are no array.
     """
 
     exact = False
@@ -167,18 +187,33 @@ class RowsCodec:
         self.space = first_observation_space if space is None else space
         self.has_rows = has_rows(self.space)
         self.layout = layout_of_envs(False, self.space, self.action_space, self.slots)
+        self._batch_space: Any = batch_space(self.action_space, self.slots)
+        self.elements = number_of(self._batch_space)
 
     def encoder(self, segment: Segment) -> Encode:
         """Return the function that writes a step request, with a batch of actions, into its bank."""
-        return action_encoder(batch_space(self.action_space, self.slots), segment)
+        return action_encoder(self._batch_space, segment)
 
-    def reader(self, segment: Segment) -> Callable[[int], RowsReply]:
-        """Return the function that reads the reply to a plain step."""
-        replies = [self.rows(segment, side) for side in (0, 1)]
+    def reader(self, segment: Segment) -> Callable[[int], RowsReply | None]:
+        """Return the function that reads the reply to a plain step; ``None`` if some of its infos are pickled.
 
-        def read(number: int) -> RowsReply:
-            return replies[number & 1]
+        What it returns is whole as long as the bank is.
+        """
+        replies, words = [self.rows(segment, side) for side in (0, 1)], segment.words
 
+        def read(number: int) -> RowsReply | None:
+            reply = replies[number & 1]
+            if not words[REPLY_PAYLOAD + (number & 1)]:
+                return reply
+            numbers = numbers_in(segment.read_reply_payload(number))
+            return None if numbers is None else reply.with_extras(Extras(numbers))
+
+        if native is not None:
+            infos = [NumberInfos(NO_COLUMNS, b"") for _ in replies]
+            full = [reply.with_extras(Extras(one)) for reply, one in zip(replies, infos, strict=True)]
+            return native.RowsReader(  # type: ignore[no-any-return]
+                read, replies, full, infos, words, segment.reply_places, numbers_in
+            )
         return read
 
     def rows(self, segment: Segment, number: int) -> RowsReply:

@@ -66,6 +66,9 @@ class Columns:
         }
 
 
+NO_COLUMNS = Columns((), ())
+
+
 class NumberInfos:
     """Slot and info of all slots, unpacked only when gone through.
 
@@ -116,11 +119,15 @@ class InfoPacker:
 
     Args:
         slots: Number of envs.
+
+    Attributes:
+        columns: Of the last ones names, types, a format of struct for each, and what stands before the numbers;
+            ``None``: there were none.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._head = b""
+        self.columns: tuple[tuple[str, ...], tuple[type, ...], bytes, bytes] | None = None
         self._keys: list[str] = []  # those of the last infos and their types, slot after slot
         self._types: list[type] = []
         self._pack = struct.Struct("").pack
@@ -138,7 +145,8 @@ class InfoPacker:
                 return b""
             if (keys != self._keys or types != self._types) and not self._learn(dicts[0], keys, types):
                 return b""
-            return self._head + self._pack(*values)
+            assert self.columns is not None
+            return self.columns[3] + self._pack(*values)
         except Exception:  # also a number of more than 64 bits
             return b""
 
@@ -152,10 +160,15 @@ class InfoPacker:
         named = pickle.dumps((names, bytes([_CODES[kind] for kind in own])), protocol=5)
         if len(named) > 0xFFFF:
             return False
-        self._head = _HEAD.pack(_NUMBERS, len(named), self._slots) + named
-        self._pack = struct.Struct("=" + Columns(names, tuple(own)).formats * self._slots).pack
-        self._keys, self._types = keys, types
+        head = _HEAD.pack(_NUMBERS, len(named), self._slots) + named
+        columns = names, tuple(own), _format_of_each(own), head
+        pack = struct.Struct("=" + Columns(names, tuple(own)).formats * self._slots).pack
+        self.columns, self._pack, self._keys, self._types = columns, pack, keys, types
         return True
+
+
+def _format_of_each(types: Sequence[type]) -> bytes:
+    return "".join([_FORMATS[kind][0] for kind in types]).encode()
 
 
 def pack_extras(
@@ -201,6 +214,15 @@ def unpack_extras(payload: bytes, start: int = 0) -> tuple[Extras, dict[int, Exc
     return Extras(infos, failures, None, generators), illegible
 
 
+def described(payload: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes, bytes] | None:
+    """Return of infos that are numbers what `InfoPacker.columns` says of them; of others ``None``."""
+    if payload[0] != _NUMBERS:
+        return None
+    infos = NumberInfos.of(payload)
+    head = payload[: len(payload) - len(infos.rows)]
+    return infos.columns.keys, infos.columns.types, _format_of_each(infos.columns.types), head
+
+
 def numbers_in(payload: bytes) -> NumberInfos | None:
     """Return the infos, if the payload holds nothing else and they hold only numbers; else ``None``."""
     return NumberInfos.of(payload) if payload[0] == _NUMBERS else None
@@ -217,12 +239,14 @@ class InfoMerger:
 
     def __init__(self, count: int) -> None:
         self._every = np.ones(count, np.bool_)
+        self._every.flags.writeable = False  # all batches have this one
         self._columns: Columns | None = None
         self._rows = memoryview(b"")
-        self._columns_of_batch: list[tuple[str, str, np.ndarray[Any, Any]]] = []  # key, that of its mask, values
+        self._empty: dict[str, Any] = {}  # all keys in their order, with the masks
+        self._of_batch: list[tuple[str, np.ndarray[Any, Any]]] = []  # key, values
 
     def merged(self, parts: Sequence[Any]) -> dict[str, Any] | None:
-        """Return an array for each key, and a mask which is true; ``None``: the infos must be merged one by one."""
+        """Return an array for each key, and a read-only mask, all true; ``None``: they must be merged one by one."""
         columns = None
         for infos in parts:
             if type(infos) is not NumberInfos or (columns is not None and columns is not infos.columns):
@@ -233,18 +257,19 @@ class InfoMerger:
         if columns is not self._columns:
             self._lay_out(columns)
         self._rows[:] = b"".join([infos.rows for infos in parts])
-        every, merged = self._every, {}
-        for key, mask, column in self._columns_of_batch:
-            merged[key], merged[mask] = column.copy(), every.copy()
+        merged = self._empty.copy()
+        for key, column in self._of_batch:
+            merged[key] = column.copy()
         return merged
 
     def _lay_out(self, columns: Columns) -> None:
         self._columns = None  # an interruption in here is not to leave it half done
         count, size = len(self._every), columns.row.size
         rows = bytearray(count * size)
-        self._columns_of_batch = [
-            (key, f"_{key}", np.ndarray((count,), kind, rows, place * _CELL, (size,)))
+        self._of_batch = [
+            (key, np.ndarray((count,), kind, rows, place * _CELL, (size,)))
             for place, (key, kind) in enumerate(zip(columns.keys, columns.types, strict=True))
         ]
+        self._empty = {name: value for key in columns.keys for name, value in ((key, None), (f"_{key}", self._every))}
         self._rows = memoryview(rows)
         self._columns = columns

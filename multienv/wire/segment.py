@@ -2,7 +2,7 @@
 
 One file without a name (``memfd_create``) that the trainer and one process map::
 
-    0         control words: a cache line for each word that one side writes while the other looks
+    0         control words: a cache line of those that one side writes while the other looks
     1024      two small banks, for requests that are sent before the layout is known
     2048      short payload: what has no fixed size, up to 512 bytes
     4096      two banks with the layout of the envs, used in turn
@@ -21,15 +21,17 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from multienv.native import native
 from multienv.wire.banks import SMALL, Bank
 
 if TYPE_CHECKING:
     from multienv.wire.banks import BankLayout
 
-# On these processors a process that sees a store of another one also sees all stores before it. On any other the number
-# in a word may show before the rows that it announces. There both sides send the number over the line as well, and
-# believe the word once the number has come: the kernel's socket orders the stores before it.
-ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
+# On these processors, and with native control words on any, a process that sees a store of another one also sees all
+# stores before it. Else the number in a word may show before the rows that it announces. There both sides send the
+# number over the line as well, and believe the word once the number has come: the kernel's socket orders the stores
+# before it.
+ORDERED_STORES = native is not None or platform.machine() in ("x86_64", "AMD64")
 
 # What the kernel's list of mappings calls the segment.
 SHARED_NAME = "multienv"
@@ -39,13 +41,13 @@ _SMALL_BANKS = 1024
 # Words of 8 bytes; a cache line has 8 of them. Each is written by the side that is named.
 REQUEST = 0  # number of the newest request (trainer)
 REPLY = 8  # number of the newest request that has been answered (worker)
-WORKER_SLEEPS = 16  # 1: the worker is about to block on the line (worker)
-TRAINER_SLEEPS = 24  # 1: the trainer is about to block on the line (trainer)
+WORKER_SLEEPS = 9  # 1: the worker is about to block on the line (worker)
+TRAINER_SLEEPS = 1  # 1: the trainer is about to block on the line (trainer)
 BUSY = 32  # number of the request being executed; 0: none (worker)
 SLOT = 33  # 1 + the slot of the env that is being called; 0: none (worker)
 REPLAYING = 34  # 1 + the index of the request inside a replay (worker)
-REPLY_PAYLOAD = 40  # and 41: bytes of payload with the reply of an even and of an odd request (worker)
-REQUEST_PAYLOAD = 48  # and 49: bytes of payload with an even and with an odd request (trainer)
+REPLY_PAYLOAD = 10  # and 11: bytes of payload with the reply of an even and of an odd request (worker)
+REQUEST_PAYLOAD = 2  # and 3: bytes of payload with an even and with an odd request (trainer)
 CORE = 50  # 1 + the core to run on while steps are short; 0: any (trainer)
 LOOKS = 51  # look for the next request before going to sleep: so many workers share a core; 0: do not (trainer)
 RESTARTS = 52  # processes that were started in place of lost ones, up to this one (trainer)
@@ -105,7 +107,7 @@ class Segment:
         self._memory: mmap.mmap | None = None
         self._long: dict[int, bytes] = {}  # payload, where there is no file
         view = memoryview(self._control)
-        self.words, self.times = view.cast("q"), view.cast("d")
+        self.words, self.times = _words(view), view.cast("d")
         places = range(_SHORT_PAYLOAD, CONTROL_SIZE, _SHORT)
         self._short = [view[place : place + _SHORT] for place in places]  # one for each area of payload
         self.layout = SMALL
@@ -159,6 +161,11 @@ class Segment:
         """Return what request ``number`` carries beside its bank."""
         return self._read(number & 1, self.words[REQUEST_PAYLOAD + (number & 1)])
 
+    @property
+    def reply_places(self) -> list[memoryview]:
+        """Return where a payload of a reply lies that is not longer than this: of replies to even and odd requests."""
+        return self._short[2:4]
+
     def write_reply_payload(self, number: int, data: bytes) -> None:
         """Put what the reply to request ``number`` carries beside its bank where the trainer finds it."""
         self._write(2 + (number & 1), data)
@@ -209,9 +216,15 @@ class Segment:
         self.close()
         if self._control is not None:
             view = memoryview(bytearray(self.words))
-            self.words, self.times, self.banks = view.cast("q"), view.cast("d"), ()
+            self.words, self.times, self.banks = _words(view), view.cast("d"), ()
             self._short = [memoryview(bytearray(_SHORT)) for _ in self._short]
             self._control = self._memory = None  # last: an interruption leaves all to do again
+
+
+def _words(memory: memoryview) -> memoryview[int]:
+    """Return the control words in a memory as integers."""
+    words: memoryview[int] = memory.cast("q") if native is None else native.Words(memory)  # which stands in for one
+    return words
 
 
 def wake_bytes(number: int) -> bytes:

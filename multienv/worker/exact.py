@@ -7,11 +7,13 @@ irregular, and what was pickled is its irregular part.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
+from multienv.native import native
 from multienv.wire.actions import INT, action_decoder
 from multienv.wire.banks import ENDED, HEAD, IRREGULAR, SKIPPED, STEP, digester
 from multienv.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_TAGS
@@ -49,6 +51,7 @@ class ExactStepper:
             None if bank.digests is None else digester(bank.digests, [bank.leaf(0, bank.layout.leaf_bytes, np.uint8)])
             for bank in segment.banks
         ]
+        self._whole, self._cells = self._lay_out_cells()
 
     def compile(self, otherwise: Handle) -> Handle:  # noqa: C901 - see below
         """Return the function that executes any request.
@@ -58,7 +61,7 @@ class ExactStepper:
         Args:
             otherwise: Executes a request that is not a step.
         """
-        segment, calls, decode, write, skip = self._segment, self._group.calls, self._decode, self._write, self._skip
+        segment, calls, decode, rest, skip = self._segment, self._group.calls, self._decode, self._rest, self._skip
         words, ndarray, whole, pack = segment.words, np.ndarray, slice(None), self._packer.numbers
         float64, tag_of_float64 = np.float64, REWARD_TAGS[np.float64]
         is_integer = type(self._group.action_space) is spaces.Discrete
@@ -73,7 +76,7 @@ class ExactStepper:
                 digest,
                 REPLY_PAYLOAD + side,
             )
-            for side, (bank, cell, digest) in enumerate(zip(segment.banks, self._cells(), self._digests, strict=True))
+            for side, (bank, cell, digest) in enumerate(zip(segment.banks, self._cells, self._digests, strict=True))
         ]
 
         def handle(number: int) -> Any:
@@ -102,12 +105,12 @@ class ExactStepper:
                         or set_flags[0]
                         or (info and not (packed := pack([(0, info)])))
                     ):
-                        write(number, observation, reward, terminated, truncated, info)
+                        rest(number, result)
                     else:
                         try:
                             cell[whole] = observation
                         except (TypeError, ValueError):  # it may fit all the same
-                            write(number, observation, reward, terminated, truncated, info)
+                            rest(number, result)
                         else:
                             rewards[0] = reward
                             if kind is float64:
@@ -124,7 +127,24 @@ class ExactStepper:
             words[BUSY] = 0
             return None
 
-        return handle
+        if native is None or self._whole[0] is None:
+            return handle
+        return native.ExactStep(  # type: ignore[no-any-return]
+            reference=handle,
+            rest=rest,
+            fail=partial(answer_failure, segment),
+            write_payload=segment.write_reply_payload,
+            words=words,
+            calls=calls,
+            decode=decode,
+            packer=self._packer,
+            sides=tuple(
+                (bank, place, whole, [cell], slice(None), digest, None)
+                for bank, place, whole, cell, digest in zip(
+                    segment.banks, segment.reply_places, self._whole, self._cells, self._digests, strict=True
+                )
+            ),
+        )
 
     def reset(self, number: int, message: Reset) -> None:
         """Execute a reset. Raises what the env raises."""
@@ -144,16 +164,27 @@ class ExactStepper:
         bank.rewards[0], bank.terminated[0], bank.truncated[0] = 0.0, False, False
         answer_rows(self._segment, number, self._packer, [])
 
-    def _cells(self) -> list[Any]:
-        """Return for each bank what an array is assigned to; it raises ValueError if the array does not fit."""
+    def _lay_out_cells(self) -> tuple[list[Any], list[Any]]:
+        """Return for each bank the array of the observation, and what it is assigned to, which raises ValueError.
+
+        ``None`` where observations are no arrays.
+        """
         space: Any = self._group.observation_space
         if self._layout is None or type(space) not in _ARRAYS:
-            return [None, None]
+            return [None, None], [None, None]
         arrays = [bank.leaf(0, space.shape, space.dtype) for bank in self._segment.banks]
         if len(space.shape) == 1 and space.dtype.isnative:
             # A memoryview takes what has its very format and shape, in half the time that it takes to ask for both.
-            return [array[0].data for array in arrays]
-        return [_Cell(self._layout, array[0, ...]) for array in arrays]
+            return arrays, [array[0].data for array in arrays]
+        return arrays, [_Cell(self._layout, array[0, ...]) for array in arrays]
+
+    def _rest(self, number: int, result: Any) -> None:
+        """Write the reply to a step, whatever the env has returned."""
+        try:
+            observation, reward, terminated, truncated, info = result
+        except (TypeError, ValueError):
+            raise wrong_result("step", STEP_RESULT, result) from None
+        self._write(number, observation, reward, terminated, truncated, info)
 
     def _write(self, number: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
         """Write the reply to a step or a reset, whatever the env has returned."""

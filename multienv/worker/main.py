@@ -18,9 +18,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from multienv.native import native
 from multienv.wire.banks import STEP
 from multienv.wire.messages import Build
 from multienv.wire.segment import (
@@ -138,42 +140,36 @@ def _serve(wake_socket: socket.socket, host: Any, segment: Segment, snapshots: S
     is_numbered = words[NUMBERED]
     sleeps = NUMBERED if is_numbered else TRAINER_SLEEPS
     affinity, unseen = Affinity.of_this_process(words), 0
+    wake = partial(_wake_trainer, segment, wake_socket)
     try:
         while True:
+            looks = not (is_numbered or affinity.is_crowded or not words[LOOKS])
+            if native is not None and not is_numbered:
+                last = native.serve(words, host.handle, last, unseen, LOOKING if looks else 0.0, forks, wake)
+                if forks.is_astray:
+                    os._exit(0)
             if (words[REQUEST] == last or is_numbered) and (
-                host.closing
-                or not _await_request(wake_socket, words, last, looks=not (is_numbered or affinity.is_crowded))
+                host.closing or not _await_request(wake_socket, words, last, looks=looks)
             ):
                 return
             number = words[REQUEST]
-            if number & unseen:
-                rolled = host.handle(number)
-                if forks.is_astray:
-                    os._exit(0)
-                words[REPLY] = last = number
-                if words[sleeps]:
-                    _wake_trainer(segment, wake_socket, number)
-                if rolled is None:
-                    continue
-                is_step = False
-            else:
-                is_step = segment.banks[number & 1].view[0] == STEP
-                began, others = clock(), times[OTHER_SECONDS]
-                rolled = host.handle(number)
-                seconds = clock() - began - (times[OTHER_SECONDS] - others)
-                if forks.is_astray:
-                    os._exit(0)
-                words[REPLY] = last = number
-                if words[sleeps]:
-                    _wake_trainer(segment, wake_socket, number)
+            is_timed = not number & unseen and segment.banks[number & 1].view[0] == STEP
+            began, others = clock(), times[OTHER_SECONDS]
+            rolled = host.handle(number)
+            seconds = clock() - began - (times[OTHER_SECONDS] - others)
+            if forks.is_astray:
+                os._exit(0)
+            words[REPLY] = last = number
+            if words[sleeps]:
+                wake(number)
             if rolled is not None:  # many steps: the number of the last one
                 number, seconds = rolled
-            elif not is_step:
+            elif not is_timed:
                 continue
             before = times[STEP_SECONDS] or seconds
             smoothed = times[STEP_SECONDS] = before + _SMOOTHING * (seconds - before)
             unseen = 0 if smoothed > SLOW or snapshots.watches_all else SAMPLE
-            if is_step:
+            if is_timed:
                 affinity.consider(seconds, unseen + 1)
             snapshots.consider(number, smoothed)
     finally:
@@ -182,15 +178,8 @@ def _serve(wake_socket: socket.socket, host: Any, segment: Segment, snapshots: S
 
 def _await_request(wake_socket: socket.socket, words: Any, last: int, *, looks: bool) -> bool:
     """Look for another request than ``last``, then sleep until there is one; false when the wake socket has ended."""
-    if looks and words[LOOKS]:
-        clock, give_way = time.perf_counter, _give_way
-        until = clock() + LOOKING
-        while words[REQUEST] == last:
-            if clock() > until:
-                break
-            give_way()
-        else:
-            return True
+    if looks and _differs(words, last):
+        return True
     if words[NUMBERED]:
         return _await_number(wake_socket, words, last)
     poller = select.poll()
@@ -208,6 +197,19 @@ def _await_request(wake_socket: socket.socket, words: Any, last: int, *, looks: 
             patience = None
     finally:
         words[WORKER_SLEEPS] = 0
+
+
+def _differs(words: Any, last: int) -> bool:
+    """Look for another request than ``last`` for a while, giving the core away at each look."""
+    if native is not None:  # serve() has looked
+        return False
+    clock, give_way = time.perf_counter, _give_way
+    until = clock() + LOOKING
+    while words[REQUEST] == last:
+        if clock() > until:
+            return False
+        give_way()
+    return True
 
 
 def _await_number(wake_socket: socket.socket, words: Any, last: int) -> bool:
@@ -272,7 +274,8 @@ class Forks:
         self.is_astray = True
         faulthandler.disable()  # it would write where the worker's stack is looked for
         if _libc is not None:
-            for view in (self.segment.words, *(bank.view for bank in self.segment.banks)):
+            views = [memoryview(self.segment.words), *(bank.view for bank in self.segment.banks)]
+            for view in views:
                 first = ctypes.addressof(ctypes.c_char.from_buffer(view))
                 start = first - first % mmap.PAGESIZE
                 _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(first + view.nbytes - start), mmap.PROT_READ)

@@ -17,6 +17,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import utils
 
+from multienv.native import native
 from multienv.wire.actions import action_decoder
 from multienv.wire.banks import ENDED, IRREGULAR, NOT_RESET, RAISED, SKIPPED, STEP, Bank, digester
 from multienv.wire.infos import NUMBERS, InfoPacker
@@ -57,11 +58,11 @@ class RowsStepper:
 
         One loop for every kind of env, because each call, and each object that it touches, counts here.
         """
-        segment, group, decode, finish = self._segment, self._group, self._decode, self._finish
+        segment, group, decode, rest, finish = self._segment, self._group, self._decode, self._rest, self._finish
         words, calls, is_array, batch_space = segment.words, group.calls, self._is_array, self._batch_space
         slots, marks = range(group.slots), range(1, group.slots + 1)
         targets: list[tuple[Any, ...]] = [
-            (side, side.bank.view, side.cells, side.bank.rewards.data, side.digest) for side in self._sides
+            (side, side.bank.view, side.cells, side.rewards, side.digest) for side in self._sides
         ]
         key, is_loose = self._sides[0].key, self._sides[0].loose is not None
         told = group.starts.told
@@ -85,19 +86,14 @@ class RowsStepper:
                         result = call(action)
                         try:
                             observation, reward, terminated, truncated, info = result
+                            goes_on = not (terminated or truncated)
+                            if goes_on:
+                                rewards[slot] = reward
+                                cell[key] = observation
                         except (TypeError, ValueError):
-                            raise wrong_result("step", STEP_RESULT, result) from None
-                        try:
-                            rewards[slot] = reward
-                        except (TypeError, ValueError):
-                            raise wrong_reward(reward) from None
-                        if terminated or truncated:
-                            side.note_end(slot, terminated, truncated)
-                            observation, info = self._end(slot, result)
-                        try:
-                            cell[key] = observation
-                        except (TypeError, ValueError):
-                            side.write(slot, observation)  # it may fit all the same
+                            goes_on = False
+                        if not goes_on:
+                            info = rest(side, slot, result)
                         if info:
                             infos.append((slot, _taken(info)))
                     except Exception as error:
@@ -117,7 +113,26 @@ class RowsStepper:
             words[BUSY] = 0
             return None
 
-        return handle
+        if native is None or not is_array or is_loose:
+            return handle
+        return native.RowsStep(  # type: ignore[no-any-return]
+            reference=handle,
+            rest=rest,
+            note_error=self._note_error,
+            finish=finish,
+            fail=partial(answer_failure, segment),
+            write_payload=segment.write_reply_payload,
+            take_info=_taken,
+            told=told,
+            words=words,
+            calls=calls,
+            decode=decode,
+            packer=self._packer,
+            sides=tuple(
+                (bank, place, side.whole, side.cells, side.key, side.digest, side)
+                for bank, place, side in zip(segment.banks, segment.reply_places, self._sides, strict=True)
+            ),
+        )
 
     def reset(self, number: int, message: Reset) -> None:
         """Execute a reset of the slots that are named and not skipped."""
@@ -143,6 +158,25 @@ class RowsStepper:
         self._finish(number, side, infos, failures)
 
     # --- ends and errors --------------------------------------------------------------------------
+
+    def _rest(self, side: _Side, slot: int, result: Any) -> Any:
+        """Write what an env returned that ends its episode, or is of other types than most; return the info."""
+        try:
+            observation, reward, terminated, truncated, info = result
+        except (TypeError, ValueError):
+            raise wrong_result("step", STEP_RESULT, result) from None
+        try:
+            side.rewards[slot] = reward
+        except (TypeError, ValueError):
+            raise wrong_reward(reward) from None
+        if terminated or truncated:
+            side.note_end(slot, terminated, truncated)
+            observation, info = self._end(slot, result)
+        try:
+            side.cells[slot][side.key] = observation
+        except (TypeError, ValueError):
+            side.write(slot, observation)  # it may fit all the same
+        return info
 
     def _end(self, slot: int, result: tuple[Any, ...]) -> tuple[Any, Any]:
         """Note that an episode has ended with what ``step`` returned; return observation and info for the caller."""
@@ -222,15 +256,32 @@ class _Side:
     Attributes:
         cells, key: ``cells[slot][key] = observation`` writes an observation, or raises TypeError or ValueError though
             it may fit all the same: :meth:`write` decides.
+        whole: All observations, where they are arrays of one or more dimensions; else ``None``.
+        rewards: What rewards are assigned to.
         flags: Those of the reply, as far as they are known.
         loose: Where observations have no rows: each of them pickled, ``None`` for a blank one. Else ``None``.
         digest: Computes the digests, where observations are digested.
     """
 
-    __slots__ = ("_flags", "_leaves", "_unset", "bank", "cells", "digest", "flags", "key", "loose", "write")
+    __slots__ = (
+        "_flags",
+        "_leaves",
+        "_unset",
+        "bank",
+        "cells",
+        "digest",
+        "flags",
+        "key",
+        "loose",
+        "rewards",
+        "whole",
+        "write",
+    )
 
     def __init__(self, group: EnvGroup, bank: Bank) -> None:
         self.bank = bank
+        self.rewards = bank.rewards.data
+        self.whole: Any = None
         self.flags = 0
         self.loose: list[bytes | None] | None = None
         self.digest: Callable[[], None] | None = None
@@ -253,6 +304,7 @@ class _Side:
             self.cells, self.key = [tree[slot : slot + 1].data for slot in range(group.slots)], 0
         else:
             self.cells = cells(tree, group.slots)
+            self.whole = tree if isinstance(tree, np.ndarray) and tree.ndim > 1 else None
         if bank.digests is not None:
             self.digest = digester(bank.digests, self._leaves)
 

@@ -172,7 +172,7 @@ def test_step_taken_once_more_after_an_interruption_is_replayed_once() -> None:
     """It ends the episode: the interruption may come when it is recorded already, and not yet handed over."""
     fired = 0
     with SubprocessEnv(partial(CounterEnv, horizon=2), restart=NO_SNAPSHOTS) as env:
-        for interruption in every_place(stride=5):
+        for interruption in every_place(stride=3):
             env.reset(seed=0)
             env.step(STEP)
             with interruption:

@@ -25,6 +25,7 @@ from kit.kill_points import KillPoint, why_not
 from kit.trainer_process import Trainer, becomes_true
 from multienv import Deadlines, SubprocessEnv
 from multienv.events import Recovery
+from multienv.native import native
 
 pytestmark = pytest.mark.ci
 
@@ -177,6 +178,32 @@ def test_worker_killed_or_stopped_at_any_system_call_is_brought_back_exactly(
         return point
 
     sweep(strike, hows, stride)
+
+
+@pytest.mark.skipif(native is None, reason="there is no native extension, or it is not wanted")
+@pytest.mark.parametrize(
+    ("face", "stride"),
+    [("vector", 467), *(pytest.param(face, 1, marks=SOAK) for face in ("env", "vector"))],
+)
+def test_worker_killed_between_any_two_instructions_of_the_extension_is_brought_back_exactly(
+    face: str, stride: int
+) -> None:
+    """So also between any two of its stores into shared memory, in a plain step."""
+
+    def strike(nth: int, how: str) -> KillPoint:
+        env = open_face(face, "counter", "forkserver")
+        with contextlib.closing(env):
+            play = Play(env).go(4)  # so that the next one is a plain step, without a snapshot
+            with KillPoint(statistics_of(env).pid, nth, how) as point:
+                is_noticed = go_until_noticed(play, point)
+                statistics = statistics_of(env)
+                env.close()
+                point.await_end()
+        expect_same(play, face, "counter")
+        assert statistics.losses == statistics.exact_recoveries == is_noticed
+        return point
+
+    sweep(strike, "inside", stride)
 
 
 # --- a snapshot -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Kill or stop a process at its n-th system call, by ptrace (Linux).
+"""Kill or stop a process at its n-th system call, or inside the native extension, by ptrace (Linux).
 
 The tracer is a program of its own, this file run as a script: a tracing thread of the test's own process would compete
 with the test for the stops of the monitor, which the library waits for. It counts the system calls of all threads of
@@ -7,6 +7,9 @@ the process, and at the n-th
 * ``"before"``: sends SIGKILL at the entry, so that the call is never made,
 * ``"after"``: sends SIGKILL at the exit: the call is made, its result never seen,
 * ``"stop"``: sends SIGSTOP at the entry and lets go: the process stops in the call, or when the call has been made.
+
+Or, with ``"inside"``, it goes instruction by instruction, counts those of multienv's native extension alone, and sends
+SIGKILL before the n-th: so also between any two of its stores into shared memory.
 
 Calls of ``sched_yield`` in a row count as one: that is a process that looks at shared memory again and again.
 
@@ -26,18 +29,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-HOWS = ("before", "after", "stop")
+HOWS = ("before", "after", "stop", "inside")
 # Seconds until a tracer that says nothing counts as stuck.
 STUCK_AFTER = 20.0
 
 # ptrace(2), <linux/ptrace.h>
 _CONT, _DETACH, _SYSCALL, _SET_OPTIONS, _GET_EVENT_MESSAGE = 7, 17, 24, 0x4200, 0x4201
+_SINGLE_STEP, _GET_REGISTERS = 9, 0x4204
 _SEIZE, _INTERRUPT, _LISTEN, _GET_SYSCALL_INFO = 0x4206, 0x4207, 0x4208, 0x420E
 _MARK_CALLS, _FOLLOW_FORK, _FOLLOW_CLONE = 1, 2, 8  # PTRACE_O_TRACESYSGOOD, _TRACEFORK, _TRACECLONE
 _FORKED, _STOPPED = 1, 128  # PTRACE_EVENT_FORK, PTRACE_EVENT_STOP
 _ANY_THREAD = 0x40000000  # __WALL
 _ENTRY = 1  # PTRACE_SYSCALL_INFO_ENTRY
+# Among the general registers, NT_PRSTATUS: which of them points to the next instruction.
+_GENERAL, _PROGRAM_COUNTER = 1, {"x86_64": 16}.get(platform.machine(), 32)
 _YIELD = {"x86_64": 24}.get(platform.machine(), 124)
 
 
@@ -161,6 +168,7 @@ class Tracer:
         self.how = how
         self.pid = 0
         self.count = 0
+        self._native = range(0)  # the addresses of the extension's instructions
         self._last: dict[int, int] = {}  # by thread: the number of its last call
         self._in_nth = 0  # the thread that is inside the n-th call, to be killed at its exit
         self._parent = 0  # whose child is awaited; 0 once it has forked and is let go
@@ -171,6 +179,8 @@ class Tracer:
     def seize(self, pid: int) -> None:
         """Trace all threads of this process."""
         self.pid = pid
+        if self.how == "inside":
+            self._native = instructions_of(pid, "/_native.")
         waiting: set[int] = set()
         while new := set(map(int, os.listdir(f"/proc/{pid}/task"))) - waiting:
             for tid in new:
@@ -197,7 +207,7 @@ class Tracer:
         if not os.WIFSTOPPED(status):
             return
         number, event = os.WSTOPSIG(status), status >> 16
-        request, injected = _SYSCALL, 0
+        request, injected = _SINGLE_STEP if self.how == "inside" else _SYSCALL, 0
         if tid == self._parent:
             request = _CONT
             if event == _FORKED:
@@ -208,7 +218,9 @@ class Tracer:
                 self._attend(*os.waitpid(self._parent, _ANY_THREAD))
             self._ptrace(_SET_OPTIONS, tid, 0, _MARK_CALLS | _FOLLOW_CLONE)
             say(f"newborn {tid}")
-        if number == signal.SIGTRAP | 0x80:
+        if self.how == "inside" and number == signal.SIGTRAP:
+            self._consider_instruction(tid)
+        elif number == signal.SIGTRAP | 0x80:
             self._consider(tid)
         elif event == 0:
             injected = number
@@ -237,9 +249,22 @@ class Tracer:
             if self.how != "after":
                 self._strike(tid)
 
+    def _consider_instruction(self, tid: int) -> None:
+        """Count an instruction of the extension before it is carried out, and strike if it is the one."""
+        registers = (ctypes.c_uint64 * 64)()
+        vector = (ctypes.c_void_p * 2)(ctypes.addressof(registers), ctypes.sizeof(registers))
+        try:
+            self._ptrace(_GET_REGISTERS, tid, _GENERAL, ctypes.addressof(vector))
+        except ProcessLookupError:  # killed meanwhile
+            return
+        if registers[_PROGRAM_COUNTER] in self._native:
+            self.count += 1
+            if self.count == self.nth:
+                self._strike(tid)
+
     def _strike(self, tid: int) -> None:
         """Send the signal and end this program; a killed process is waited for."""
-        say(f"striking {self._last[tid]}")
+        say(f"striking {self._last.get(tid, 0)}")
         os.kill(self.pid, signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while self.how != "stop":
@@ -251,6 +276,15 @@ class Tracer:
         if self._libc.ptrace(request, tid, address, data) < 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+
+
+def instructions_of(pid: int, name: str) -> range:
+    """Return the addresses at which a process has mapped the instructions of the file with this in its path."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if name in line and "x" in line.split()[1]:
+            first, last = line.split()[0].split("-")
+            return range(int(first, 16), int(last, 16))
+    return range(0)
 
 
 def say(line: str) -> None:

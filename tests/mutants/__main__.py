@@ -1,6 +1,6 @@
 """Applies each mutant to a copy of the package, and says which test catches it.
 
-For each mutant the tree is copied, the text replaced, and pytest run in the copy with ``-x``: first the files that the
+For each mutant the tree is copied without the native extension, which is built if the mutant is in it; the text is replaced, and pytest run in the copy with ``-x``: first the files that the
 mutant hints at, then STAGES, until a test fails. Then that test is run without the mutant: one that fails there too has
 caught nothing. A test that hangs is broken off; that counts, and the table says so.
 
@@ -31,7 +31,7 @@ from mutants.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
-COPIED = ("multienv", "tests", "docs", "examples", "benchmarks", *DOCUMENTS, "setup.cfg", "pyproject.toml")
+COPIED = ("multienv", "tests", "docs", "examples", "benchmarks", *DOCUMENTS, "setup.cfg", "setup.py", "pyproject.toml")
 # What is run one after the other until a test fails: the quickest first.
 STAGES: tuple[tuple[str, ...], ...] = (
     ("tests/simulation",),
@@ -79,7 +79,7 @@ def copy_tree(target: Path) -> None:
     """Copy what tests need."""
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", ".*", "*.so"))
         else:
             shutil.copy2(ROOT / name, target / name)
 
@@ -93,6 +93,9 @@ def tree_with(mutant: Mutant | None) -> Iterator[Path]:
         if mutant is not None:
             file = tree / "multienv" / mutant.file
             file.write_text(applied(mutant, file.read_text()))
+            if file.suffix == ".c":
+                build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+                subprocess.run(build, cwd=tree, env=os.environ | {"MULTIENV_REQUIRE_EXTENSION": "1"}, check=True)
         yield tree
 
 

@@ -15,10 +15,12 @@ PACKAGE = Path(multienv.__file__).parent
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_replaces_one_place_of_the_package_and_leaves_python(mutant: Mutant) -> None:
+def test_a_mutant_replaces_one_place_of_the_package_and_leaves_a_program(mutant: Mutant) -> None:
     text = (PACKAGE / mutant.file).read_text()
     broken = applied(mutant, text)
-    assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(text))
+    if mutant.file.endswith(".py"):  # C is compiled when the mutant is run
+        assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(text))
+    assert broken != text
 
 
 def test_a_mutant_whose_text_is_not_there_or_there_twice_is_refused() -> None:

@@ -1,0 +1,69 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+class Words:
+    def __init__(self, memory: Any) -> None: ...
+    def __getitem__(self, index: int) -> int: ...
+    def __setitem__(self, index: int, value: int) -> None: ...
+    def __len__(self) -> int: ...
+
+class Parts:
+    def __init__(self, array: Any, cuts: tuple[slice, ...], head: int) -> None: ...
+    def __getitem__(self, place: int) -> Any: ...
+    def __len__(self) -> int: ...
+
+class Integers:
+    def __init__(
+        self, otherwise: Any, records: Sequence[memoryview], int64: type, head: int, head_of_int64: int
+    ) -> None: ...
+    def __call__(self, number: int, action: Any) -> None: ...
+
+class Reader:
+    def __init__(
+        self,
+        otherwise: Any,
+        looks: Sequence[Any],
+        records: Sequence[memoryview],
+        reward: int,
+        words: Words,
+        places: Sequence[memoryview],
+        described: Callable[[bytes], Any],
+    ) -> None: ...
+    def __call__(self, number: int) -> Any: ...
+
+class RowsReader:
+    def __init__(
+        self,
+        otherwise: Any,
+        replies: Sequence[Any],
+        full: Sequence[Any],
+        infos: Sequence[Any],
+        words: Words,
+        places: Sequence[memoryview],
+        numbers_in: Callable[[bytes], Any],
+    ) -> None: ...
+    def __call__(self, number: int) -> Any: ...
+
+class RowsStep:
+    def __init__(self, **plan: Any) -> None: ...
+    def __call__(self, number: int) -> Any: ...
+
+class ExactStep:
+    def __init__(self, **plan: Any) -> None: ...
+    def __call__(self, number: int) -> Any: ...
+
+def serve(
+    words: Words, handle: Any, last: int, untimed: int, seconds: float, forks: Any, wake: Callable[[int], object]
+) -> int: ...
+def ask(
+    supervisors: Sequence[Any],
+    places: Sequence[int],
+    actions: Sequence[Any] | Parts,
+    state: Any,
+    asker: Any,
+    nothing: Any = ...,
+) -> int: ...
+def take(
+    supervisors: Sequence[Any], places: Sequence[int], answers: list[Any], state: Any, leaves_ends: bool = False
+) -> bool: ...
+def follow(reference: dict[str, Any]) -> None: ...
