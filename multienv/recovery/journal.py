@@ -282,10 +282,13 @@ class Journal:
         # Adjacent stores: no signal handler comes in between. The entries that no plan uses any more are dropped below,
         # or next time.
         self.histories, self.first = histories, front
-        while self._oldest < front:
-            for held in (self._longer, self.entries):
-                held.pop(self._oldest, None)
-            self._oldest += 1
+        if self._oldest < front:
+            drop, dropped = self.entries.pop, range(self._oldest, front)
+            for number in dropped:
+                drop(number, None)
+            for number in dropped if self._longer else ():
+                self._longer.pop(number, None)
+            self._oldest = front
         self._forget_lasting(limit)
 
     def _front_within(self, limit: int) -> int:

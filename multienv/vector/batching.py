@@ -174,11 +174,16 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
         return [_by_leaf(space, whole, partial(_part, cut)) for cut in slices]
 
     if type(space) in _SOLID:
+        last: Any = None
+        head = 0
 
         def split_array(actions: Any) -> Sequence[Any]:
+            nonlocal last, head
             if type(actions) is ndarray and actions.shape == shape and actions.dtype.kind in kinds:
                 if native is not None and actions.flags.c_contiguous:
-                    head = step_head_of(actions.dtype)
+                    # Looked up when it changes: to hash a dtype takes as long as to copy a few actions.
+                    if actions.dtype is not last:
+                        last, head = actions.dtype, step_head_of(actions.dtype)
                     if head:
                         return native.Parts(actions, slices, head)  # type: ignore[no-any-return]
                 return [actions[cut] for cut in slices]

@@ -207,8 +207,8 @@ def make_multi_env(workers: int) -> tuple[Any, list[Any], Callable[[], object]]:
 def test_cost_of_a_plain_step(face: str, worker: str, workers: int) -> None:
     told, cost = cost_of(face, worker, workers), COSTS[face, worker, workers]
     if native is not None:
-        # For each worker two functions are native code, and two for all; the batch has two in place of those.
-        fewer = 2 * workers if face == "vector_env" else 2 + 2 * workers
+        # For each worker two functions are native code, and two for all.
+        fewer = 2 + 2 * workers
         cost = cost._replace(looks=0, calls=cost.calls - fewer)
     assert told._replace(memory=0) == cost._replace(memory=0), "if it is dearer, why? if it is cheaper, note it here"
     assert told.memory <= 1.02 * cost.memory
