@@ -36,7 +36,8 @@ now(void)
 /* What has become of something for one worker; an exception is set for FAILED. */
 typedef enum { FAILED = -1, LEFT, DONE } Outcome;
 
-#define HEAD 16 /* bytes of the head of a bank, see wire/banks.py */
+#define HEAD 16   /* bytes of the head of a bank, see wire/banks.py */
+#define NUMBERS 1 /* first byte of payload with infos of numbers, see wire/infos.py */
 
 /* --- control words ---------------------------------------------------------------------------------------------------
 
@@ -337,7 +338,10 @@ learn_names(void)
         {"multienv.wire.segment", "WORKER_SLEEPS", &WORKER_SLEEPS},
         {"multienv.wire.segment", "TRAINER_SLEEPS", &TRAINER_SLEEPS},
     };
-    struct { const char *name; PyTypeObject **place; } types[] = {{"ndarray", &ndarray}, {"float64", &float64}};
+    struct { const char *name; PyTypeObject **place; } types[] = {{"float64", &float64}, {"ndarray", &ndarray}};
+    if (ndarray != NULL) {
+        return 0;
+    }
     for (size_t each = 0; each < sizeof numbers / sizeof *numbers; each++) {
         PyObject *module = PyImport_ImportModule(numbers[each].module);
         PyObject *found = module == NULL ? NULL : PyObject_GetAttrString(module, numbers[each].name);
@@ -355,7 +359,7 @@ learn_names(void)
         if (found == NULL) {
             return -1;
         }
-        Py_XSETREF(*types[each].place, (PyTypeObject *)found);
+        *types[each].place = (PyTypeObject *)found;
     }
     return 0;
 }
@@ -752,7 +756,7 @@ typedef struct {
 
 static PyTypeObject ReaderType;
 
-/* The info in the payload; NULL without an exception: it is for `otherwise` to read. */
+/* The info in the payload; None: it is pickled; NULL without an exception: it is for `otherwise` to read. */
 static PyObject *
 read_info(Reader *self, int64_t request)
 {
@@ -764,6 +768,9 @@ read_info(Reader *self, int64_t request)
     Infos *infos = &self->infos;
     if (length > place->len) {
         return NULL;
+    }
+    if (*(char *)place->buf != NUMBERS) {
+        return Py_NewRef(Py_None);
     }
     if (infos->count < 0 || !begins_with(place, length, PyTuple_GET_ITEM(infos->columns, 3))) {
         PyObject *columns = PyObject_CallFunction(self->described, "y#", place->buf, length);
@@ -792,10 +799,13 @@ read_reply(Reader *self, PyObject *number, int64_t request)
     if (info == NULL) {
         return PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->otherwise, number);
     }
+    if (info == Py_None) {
+        return info;
+    }
     PyObject *look = PySequence_GetItem(self->looks, request & 1);
     PyObject *observation = look == NULL ? NULL : PyObject_CallNoArgs(look);
     PyObject *number_of_reward = PyFloat_FromDouble(reward), *transition = NULL;
-    if (bank[4] == 1 && number_of_reward != NULL) {
+    if (bank[4] == 1 && observation != NULL && number_of_reward != NULL) {
         Py_SETREF(number_of_reward, PyObject_CallOneArg((PyObject *)float64, number_of_reward));
     }
     if (observation != NULL && number_of_reward != NULL) {
@@ -900,6 +910,9 @@ read_rows(RowsReader *self, PyObject *number, int64_t request)
     Py_buffer *place = &self->places[side];
     if (length > place->len) {
         return PyObject_CallOneArg(self->otherwise, number);
+    }
+    if (*(char *)place->buf != NUMBERS) { /* they are pickled */
+        Py_RETURN_NONE;
     }
     if (self->head == NULL || !begins_with(place, length, self->head)) {
         PyObject *infos = PyObject_CallFunction(self->numbers_in, "y#", place->buf, length), *rows = NULL;
@@ -1451,20 +1464,23 @@ take(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(follow_doc, "follow(reference)\n--\n\n\
-Take constants from the names of recovery.hot_path.");
+Take constants from the names of recovery.hot_path; false if those of another copy of it are taken already.");
 
 static PyObject *
 follow(PyObject *module, PyObject *names)
 {
-    if (!PyDict_Check(names) || (reference != NULL && reference != names)) {
-        PyErr_SetString(PyExc_TypeError, "the names of one module are followed: a dict");
+    if (!PyDict_Check(names)) {
+        PyErr_SetString(PyExc_TypeError, "names of a module are a dict");
         return NULL;
+    }
+    if (reference != NULL && reference != names) { /* multienv was imported once more: the first one has this */
+        Py_RETURN_FALSE;
     }
     if (learn_names() < 0) {
         return NULL;
     }
     Py_XSETREF(reference, Py_NewRef(names));
-    Py_RETURN_NONE;
+    Py_RETURN_TRUE;
 }
 
 /* --- the worker's half -----------------------------------------------------------------------------------------------
@@ -1540,6 +1556,18 @@ write_no_payload(Stepper *self, int64_t request)
     }
 }
 
+/* What becomes of a value that is refused: LEFT, if the reference may know what to do with it. */
+static Outcome
+refused(void)
+{
+    int is_misfit = PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
+                    PyErr_ExceptionMatches(PyExc_OverflowError);
+    if (is_misfit) {
+        PyErr_Clear();
+    }
+    return is_misfit ? LEFT : FAILED;
+}
+
 /* Copies an observation to its row; LEFT: it does not fit, or may fit all the same. */
 static Outcome
 write_observation(Side *side, Py_ssize_t slot, PyObject *observation)
@@ -1567,36 +1595,26 @@ write_observation(Side *side, Py_ssize_t slot, PyObject *observation)
     PyObject *cell = PySequence_GetItem(side->cells, slot);
     int failed = cell == NULL || PyObject_SetItem(cell, side->key, observation) < 0;
     Py_XDECREF(cell);
-    if (failed && (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError))) {
-        PyErr_Clear();
-        return LEFT;
-    }
-    return failed ? FAILED : DONE;
-}
-
-/* Whether it is true; an error is for the reference to meet once more. */
-static int
-is_true(PyObject *value)
-{
-    int truth = value == Py_False ? 0 : PyObject_IsTrue(value);
-    if (truth < 0) {
-        PyErr_Clear();
-    }
-    return truth != 0;
+    return failed ? refused() : DONE;
 }
 
 /* Writes what one of several envs returned; LEFT: the reference is to. */
 static Outcome
 write_row(Side *side, Py_ssize_t slot, PyObject *result)
 {
-    if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != 5 || is_true(PyTuple_GET_ITEM(result, 2)) ||
-        is_true(PyTuple_GET_ITEM(result, 3))) {
+    if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != 5) {
         return LEFT;
+    }
+    for (int flag = 2; flag < 4; flag++) {
+        PyObject *value = PyTuple_GET_ITEM(result, flag);
+        int is_true = value == Py_False ? 0 : PyObject_IsTrue(value);
+        if (is_true) {
+            return is_true < 0 ? refused() : LEFT;
+        }
     }
     double reward = PyFloat_AsDouble(PyTuple_GET_ITEM(result, 1));
     if (reward == -1.0 && PyErr_Occurred()) {
-        PyErr_Clear();
-        return LEFT;
+        return refused();
     }
     memcpy((char *)side->bank.buf + side->rewards + 8 * slot, &reward, sizeof reward);
     return write_observation(side, slot, PyTuple_GET_ITEM(result, 0));
@@ -1651,10 +1669,10 @@ begin_beside(Stepper *self, Beside *beside)
 {
     if (beside->infos == NULL) {
         beside->infos = PyList_New(0);
-        beside->failures = PyDict_New();
+        Py_XSETREF(beside->failures, PyDict_New());
         for (Py_ssize_t slot = 0; beside->infos != NULL && slot < beside->taken; slot++) {
             if (append_info(beside->infos, slot, given_back(&self->infos, slot)) < 0) {
-                return -1;
+                Py_CLEAR(beside->infos);
             }
         }
     }
@@ -1967,7 +1985,7 @@ stepper_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->infos.count = -1;
 #define TAKE_MEMBER(word) self->word = Py_XNewRef(PyDict_GetItemString(kwargs, #word));
     STEPPER(TAKE_MEMBER)
-    if (self->words == NULL || !Py_IS_TYPE(self->words, &WordsType) || ((Words *)self->words)->count <= BUSY ||
+    if (self->words == NULL || !Py_IS_TYPE(self->words, &WordsType) || ((Words *)self->words)->count <= SLOT ||
         self->calls == NULL || !PyList_CheckExact(self->calls) ||
         (self->told != NULL && !PyDict_CheckExact(self->told))) {
         Py_DECREF(self);
@@ -2039,6 +2057,9 @@ serve(PyObject *module, PyObject *args)
     long long last, untimed;
     double seconds;
     if (!PyArg_ParseTuple(args, "O!OLLdOO", &WordsType, &words, &handle, &last, &untimed, &seconds, &forks, &wake)) {
+        return NULL;
+    }
+    if (learn_names() < 0) {
         return NULL;
     }
     int serves = Py_IS_TYPE(handle, &RowsStepType) || Py_IS_TYPE(handle, &ExactStepType);

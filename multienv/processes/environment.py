@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 from multienv.errors import UsageError
+from multienv.native import native
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -28,6 +29,8 @@ def worker_environment(native_threads: int | None = 1) -> dict[str, str]:
         native_threads: Threads of native libraries (BLAS, OpenMP); ``None``: as the user has set them.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(MPI_PREFIXES)}
+    if native is not None:  # whatever was set since: both sides are to order their stores in the same way
+        environment.pop("MULTIENV_PUREPYTHON", None)
     if native_threads is not None:
         for name in THREAD_VARIABLES:
             environment.setdefault(name, str(native_threads))

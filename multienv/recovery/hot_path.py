@@ -237,6 +237,5 @@ def take(  # noqa: C901 - one loop, because each call counts here
     return is_left
 
 
-if native is not None:  # the same in native code
-    native.follow(globals())
+if native is not None and native.follow(globals()):  # the same in native code
     ask, take = native.ask, native.take

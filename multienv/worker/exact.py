@@ -103,7 +103,7 @@ class ExactStepper:
                         or (kind is not float and kind is not float64)
                         or type(observation) is not ndarray
                         or set_flags[0]
-                        or (info and not (packed := pack([(0, info)])))
+                        or (info and (type(info) is not dict or not (packed := pack([(0, info)]))))
                     ):
                         rest(number, result)
                     else:

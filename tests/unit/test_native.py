@@ -155,6 +155,30 @@ def test_a_worker_writes_what_the_reference_writes(face: str, mode: str, script:
     assert without_tracebacks(ours) == without_tracebacks(reference)
 
 
+class Interrupting:
+    """Raises KeyboardInterrupt where it is looked at, once."""
+
+    looks = 0
+
+    def __bool__(self) -> bool:
+        self.looks += 1
+        if self.looks == 1:
+            raise KeyboardInterrupt
+        return False
+
+    __float__ = __bool__
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_ctrl_c_while_a_result_is_looked_at_is_not_lost(place: int) -> None:
+    result: list[Any] = [WHOLE, 1.0, False, False, {}]
+    result[place] = Interrupting()
+    with SerialVectorEnv([partial(ScriptedEnv, [tuple(result)] * 3)] * 2) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(np.zeros(2, np.int64))
+
+
 def without_tracebacks(seen: list[Any]) -> list[Any]:
     """Leave payloads out that hold a pickled failure, whose traceback has other lines."""
     return [(*one[:2], b"" if b"raceback" in one[2] else one[2]) if isinstance(one, tuple) else one for one in seen]
@@ -191,3 +215,20 @@ def test_workers_do_as_their_trainer_does() -> None:
             print(env.call("has_extension") is (native is not None))
     """
     assert told(code, MULTIENV_PUREPYTHON="1") == told(code) == "True"
+
+
+def test_multienv_can_be_imported_once_more() -> None:
+    code = """if True:
+        import sys
+        import gymnasium
+        import multienv
+        for name in [name for name in sys.modules if name.partition(".")[0] == "multienv"]:
+            del sys.modules[name]
+        from multienv import SerialVectorEnv
+        with SerialVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2) as envs:
+            envs.reset(seed=0)
+            for _ in range(30):
+                envs.step(envs.action_space.sample())
+        print("stepped")
+    """
+    assert told(code) == "stepped"
