@@ -120,14 +120,6 @@ MUTANTS = [
         ("tests/contract/test_vector_env.py",),
     ),
     Mutant(
-        "Native code: a child that the env has forked answers in its place.",
-        2,
-        "_native.c",
-        "is_astray == NULL || is_astray != Py_False",
-        "is_astray == NULL",
-        ("tests/faults/test_odd_envs.py",),
-    ),
-    Mutant(
         "A replay cannot begin at a reset inside a rollout.",
         5,
         "recovery/rollouts.py",
