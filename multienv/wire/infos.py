@@ -215,7 +215,7 @@ def unpack_extras(payload: bytes, start: int = 0) -> tuple[Extras, dict[int, Exc
 
 
 def described(payload: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes, bytes] | None:
-    """Return of infos that are numbers what `InfoPacker.columns` says of them; of others ``None``."""
+    """Return what `InfoPacker.columns` says of the infos in a payload; ``None`` unless they are numbers."""
     if payload[0] != _NUMBERS:
         return None
     infos = NumberInfos.of(payload)

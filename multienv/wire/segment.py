@@ -2,7 +2,7 @@
 
 One file without a name (``memfd_create``) that the trainer and one process map::
 
-    0         control words: a cache line of those that one side writes while the other looks
+    0         control words: those that one side writes while the other looks share a cache line
     1024      two small banks, for requests that are sent before the layout is known
     2048      short payload: what has no fixed size, up to 512 bytes
     4096      two banks with the layout of the envs, used in turn
@@ -163,7 +163,7 @@ class Segment:
 
     @property
     def reply_places(self) -> list[memoryview]:
-        """Return where a payload of a reply lies that is not longer than this: of replies to even and odd requests."""
+        """Return the places of short reply payloads, for even and for odd requests."""
         return self._short[2:4]
 
     def write_reply_payload(self, number: int, data: bytes) -> None:
