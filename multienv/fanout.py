@@ -5,8 +5,8 @@ each of several members: a step of all envs, say. All requests are sent before t
 whose process must be killed or brought back, and a member that blocks, gets a thread of the executor meanwhile. While
 one worker is waited for all others are watched, so that such a thread begins when a process ends or is overdue.
 
-The env managers have one *endless* round: each member is asked again whenever it has answered, and answers are taken as
-they come.
+An *endless* round lets each member go at its own pace: it is asked again whenever it has answered, and answers are
+taken as they come. ``stream.py`` has what is made of it.
 
 **Ctrl-C.** A round that was broken off while it was sent was never made: the next call takes it back from those that
 were asked, whose processes count as lost. One that was sent stays ``FanOut.unfinished`` until its owner has handed the
@@ -82,12 +82,27 @@ class Noted(NamedTuple):
     content: Any
 
 
+class Ready(NamedTuple):
+    """What has come of a request in an endless round to an env.
+
+    Attributes:
+        name: What the caller called.
+        answer: Of the supervisor; in a batch a reply with this env alone.
+        error: What was raised, or ``None``.
+    """
+
+    name: str
+    answer: Any
+    error: BaseException | None
+
+
 class Round:
     """Holds one request to several members, and what has come of it so far.
 
     Args:
-        name: What the caller called: ``"step"``, ``"reset"``, …
-        requests: One for each member: an action, a message, or :class:`Noted`; ``None`` leaves the member alone.
+        name: What the caller called: ``"step"``, ``"reset"``, …; ``""``: an endless round.
+        requests: One for each member: an action or a message, in an endless round :class:`Noted`; ``None`` leaves the
+            member alone.
         order: Of the supervisors, in which they are asked.
         whole: Asked and answered in one call of the caller's; else in two halves.
         nothing: The request that leaves a member alone.
@@ -97,12 +112,10 @@ class Round:
         failures: Member → what it raised.
         resumed: It was broken off, and a later call completes it.
         sending: Members that are being asked; ``()``: all are asked.
-        before: Of those in an endless round, their answers before.
     """
 
     __slots__ = (
         "answers",
-        "before",
         "ended",
         "failures",
         "name",
@@ -129,7 +142,6 @@ class Round:
         self.whole = whole
         self.resumed = False
         self.sending: Collection[int] = ()
-        self.before: dict[int, Any] = {}
         self.answers: list[Any]
         if native is not None and type(requests) is native.Parts:  # a batch, of which nobody is left alone
             self.answers = [MISSING] * len(requests)
@@ -138,6 +150,11 @@ class Round:
         self.failures: dict[int, BaseException] = {}
         self.tasks: dict[int, Task] = {}
         self.ended: dict[int, Any] = {}  # transitions that ended an episode and are followed by a reset
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Tell whether any later call completes this unfinished round: its call, or a wait for it, was interrupted."""
+        return self.whole or self.resumed
 
     def misses_some(self) -> bool:
         """Tell whether an answer lacks. No generator: one swallows an interruption that comes while it is closed."""
@@ -154,7 +171,7 @@ class FanOut:
     last line before it returns or raises them. If it finds ``unfinished`` set when it is called, an earlier call was
     interrupted: ``resume()`` completes that round, ``drop()`` completes it for nobody. The two halves of a call are
     ``send()`` and ``collect(timeout)``. What only blocks goes through ``call_each()``. One whose envs do not move in
-    step calls ``begin_endless()`` once, then ``send_some()`` for requests, and ``take()`` for the answers.
+    step calls ``begin_endless()``, then ``send_some()`` for requests and ``take()`` for the answers, and ``finish()``.
 
     Args:
         members: Supervisors; or functions ``(name, request) -> answer`` that block.
@@ -205,15 +222,16 @@ class FanOut:
         """Have the requests not made that an exception has struck while they were sent. May be broken off, too."""
         for place in current.sending:
             supervisor = self.supervisors[place]
-            if supervisor.asked_by is self._me:
+            if supervisor is not None and supervisor.asked_by is self._me:
                 supervisor.take_back()
-        if self._bell is None:
+        if current.name:
             self._round = None
             return
-        for place, answer in current.before.items():
-            current.answers[place] = answer
+        for place in current.sending:
+            current.answers[place] = None
             current.failures.pop(place, None)
             current.tasks.pop(place, None)
+        current.requests = [None if place in current.sending else one for place, one in enumerate(current.requests)]
         current.sending = ()
 
     @property
@@ -313,6 +331,40 @@ class FanOut:
             self.resume()
             self.finish()
 
+    def settle(self, name: str, note: Callable[[Round], None] | None = None) -> None:
+        """Finish what an earlier call has left unfinished, before ``name`` is called.
+
+        A call that was interrupted is completed, and its outcome dropped; a step only before a reset: else the caller
+        would miss a transition. Of a call in two halves the second must be called first, unless it was interrupted.
+
+        Args:
+            name: Of the call that is made now.
+            note: Called with the round that is dropped, while it is unfinished.
+
+        Raises:
+            CallPendingError: The answer to the earlier call must be taken first.
+        """
+        current = self.unfinished
+        if current is None:
+            return
+        asked = current.name
+        if not current.is_interrupted:
+            raise CallPendingError(
+                f"Calling `{name}` while waiting for a pending call to `{asked}` to complete. Call {asked}_wait() "
+                "first.",
+                asked,
+            )
+        if asked in ("step", "rollout") and not name.startswith("reset"):
+            raise CallPendingError(
+                f"Calling `{name}` after a {asked} that was interrupted. Call {asked}() to complete it, or reset() to "
+                "drop it.",
+                asked,
+            )
+        self.resume()
+        if note is not None:
+            note(current)
+        self.finish()
+
     def finish(self) -> None:
         """Call the hooks with what happened meanwhile; note in the last line that the outcome is handed over.
 
@@ -325,7 +377,7 @@ class FanOut:
                 self.call_hooks()
             finally:
                 self._round = current
-        self._round = None
+        self._round = self._bell = None
 
     def forget(self) -> Round | None:
         """Return the unfinished round, and be done with it whatever has become of it: the envs are closed."""
@@ -340,46 +392,52 @@ class FanOut:
     # --- an endless round ---------------------------------------------------------------------------
 
     def begin_endless(self) -> Round:
-        """Begin an endless round, in which nobody is asked yet; all members are supervisors."""
-        places = range(len(self.supervisors))
-        current = Round("", [None for _ in places], places, whole=False)
-        self._round, self._bell, self._heals_here = current, Bell(), False
+        """Begin an endless round, or go on with the one that is begun.
+
+        The answers to a call in two halves that is pending are taken in it one by one.
+        """
+        pending, bell = self.unfinished, Bell()
+        if pending is not None and not pending.name:
+            return pending
+        name, given = ("", [None] * len(self.supervisors)) if pending is None else (pending.name, pending.requests)
+        requests = [None if one is self.nothing else Noted(name, one) for one in given]
+        order = [place for place, one in enumerate(self.supervisors) if one is not None]
+        current = Round("", requests, order, whole=False)
+        if pending is not None:
+            current.answers, current.failures = pending.answers, pending.failures
+            current.tasks, current.ended = pending.tasks, pending.ended
+            for task in current.tasks.values():
+                task.notify(bell.ring)
+        self._round, self._bell = current, bell
         return current
 
-    def send_some(self, name: str, requests: Mapping[int, Any]) -> None:
-        """Send requests in the endless round, to members that have answered all before.
-
-        They count as sent once the caller has emptied the round's ``sending``, in one assignment with whatever it notes
-        of them; ``start()`` follows. Broken off before that, they were never made, and the answers are those of before.
-
-        Args:
-            name: What the caller called.
-            requests: Member → an action, a message, or :class:`InThread`.
-        """
+    def send_some(self, requests: Mapping[int, Noted]) -> None:
+        """Send requests in the endless round, to members that are not asked. Broken off, none of them was made."""
         current = self.unfinished
         assert current is not None
-        current.before = {place: current.answers[place] for place in requests}
         current.sending = tuple(requests)
+        current.requests = [requests.get(place, one) for place, one in enumerate(current.requests)]
+        for place in requests:
+            current.failures.pop(place, None)
+            current.ended.pop(place, None)
+            current.answers[place] = MISSING
         for place in self._turns.now():
             if place in requests:
-                current.failures.pop(place, None)
-                current.answers[place] = MISSING
-                self._send_one(current, place, Noted(name, requests[place]))
+                self._send_one(current, place)
+        for place in self._blocking.keys() & requests:
+            self._note(current, place, partial(self._blocking[place], *requests[place]))
+        current.sending = ()
+        self._start(current)
 
-    def start(self) -> None:
-        """Have threads begin what they are to do in the endless round."""
-        if self._round is not None:
-            self._start(self._round)
-
-    def take(self, patience: float | None) -> None:
+    def take(self, until: float) -> None:
         """Take what has come in the endless round; if nothing has, wait for something.
 
         Args:
-            patience: Seconds to wait at the most; ``None``: for ever. It may return earlier, with nothing taken.
+            until: When to give up, by ``time.monotonic()``. It may return earlier, with nothing taken.
         """
         current = self.unfinished
         assert current is not None
-        self._collect_once(current, self._heard(current, inf if patience is None else monotonic() + patience))
+        self._collect_once(current, self._heard(current, until))
 
     # --- how ----------------------------------------------------------------------------------------
 
@@ -437,7 +495,6 @@ class FanOut:
             heals: Bring back a lost process here; else a thread does.
         """
         answers, supervisors = current.answers, self.supervisors
-        follows = self._followup is not None and current.name == "step"
         for place in places:
             if answers[place] is not MISSING or place in current.tasks:
                 continue
@@ -446,7 +503,11 @@ class FanOut:
                 # If nothing is pending, a thread has collected it, or a call that was broken off then.
                 is_asked = _is_asked(current, supervisor)
                 answer = supervisor.collect(None, heals) if is_asked else supervisor.resume()
-                if follows and (len(answer) == 2 or answer[2] or answer[3]):
+                if (
+                    self._followup is not None
+                    and _name(current, place) == "step"
+                    and (len(answer) == 2 or answer[2] or answer[3])
+                ):
                     answer = self._follow(current, place, answer)
                 answers[place] = answer
             except HealingDue:
@@ -467,10 +528,10 @@ class FanOut:
         self.supervisors[place].send("reset", message, current.whole)
         return MISSING
 
-    def _send_one(self, current: Round, place: int, noted: Noted | None = None) -> None:
-        """Send a member's request, or the reset that takes its place."""
-        supervisor = self.supervisors[place]
-        name, request = (current.name, current.requests[place]) if noted is None else noted
+    def _send_one(self, current: Round, place: int) -> None:
+        """Send a supervisor's request, or the reset that takes its place."""
+        supervisor, request = self.supervisors[place], current.requests[place]
+        name, request = (current.name, request) if current.name else request
         if supervisor.asked_by is not self._me and not self._takes_over(current, place):
             return
         if isinstance(request, InThread):
@@ -481,11 +542,12 @@ class FanOut:
             if name == "step" and self._followup is not None:
                 message = self._followup.first(place, supervisor)
             if message is not None:
-                supervisor.send("reset", message, current.whole)
-            elif name == "step":
-                supervisor.send_step(request, current.whole)
+                name, request = "reset", message
+            maintenance = supervisor.maintenance
+            if not current.name and (maintenance.is_due or (name == "reset" and maintenance.recycling_due)):
+                self._note(current, place, partial(ask_patiently, supervisor, name, request))
             else:
-                supervisor.send(name, request, current.whole)
+                _send(supervisor, name, request, current.whole)
         except MultienvError as error:
             self._fail(current, place, error)
 
@@ -501,8 +563,9 @@ class FanOut:
         if other is not None and unfinished is not None and unfinished.order:
             theirs = other.supervisors.index(supervisor)
             if unfinished.requests[theirs] is not other.nothing:
-                if current.name != "reset" or not unfinished.whole or len(other.supervisors) > 1:
-                    self._fail(current, place, _unfinished_elsewhere(current.name, unfinished))
+                name = _name(current, place)
+                if name != "reset" or not unfinished.whole or len(other.supervisors) > 1:
+                    self._fail(current, place, _unfinished_elsewhere(name, unfinished, theirs))
                     return False
                 other.drop()
         supervisor.asked_by = self._me
@@ -549,11 +612,29 @@ class FanOut:
             raise error
 
     def _fail(self, current: Round, place: int, error: BaseException) -> None:
-        if self._followup is not None and current.name == "step" and isinstance(error, MultienvError):
+        if self._followup is not None and _name(current, place) == "step" and isinstance(error, MultienvError):
             self._followup.failed(place, current.ended.get(place), error)
         # Without its frames: they would keep arrays over the banks mapped as long as the caller keeps the error.
         current.failures[place] = error.with_traceback(None)
         current.answers[place] = None
+
+
+def _send(supervisor: Supervisor, name: str, request: Any, whole: bool) -> None:
+    if name == "step":
+        supervisor.send_step(request, whole)
+    else:
+        supervisor.send(name, request, whole)
+
+
+def ask_patiently(supervisor: Supervisor, name: str, request: Any) -> None:
+    """Send a request of an endless round and wait for its answer, which the supervisor keeps."""
+    _send(supervisor, name, request, False)
+    supervisor.resume()
+
+
+def _name(current: Round, place: int) -> str:
+    """Return what a member is asked."""
+    return current.name or current.requests[place].name
 
 
 def _is_asked(current: Round, supervisor: Any) -> bool:
@@ -562,10 +643,12 @@ def _is_asked(current: Round, supervisor: Any) -> bool:
     return request is not None and request.whole is current.whole
 
 
-def _unfinished_elsewhere(name: str, unfinished: Round) -> CallPendingError:
+def _unfinished_elsewhere(name: str, unfinished: Round, place: int) -> CallPendingError:
     """Build the error for a call of an env that another fan-out has asked, and whose answer nobody has got."""
-    asked = unfinished.name
-    if unfinished.whole:
+    asked = _name(unfinished, place)
+    if not unfinished.name:
+        text = f"its {asked}() is under way; recv() of the envs that it belongs to gives the result."
+    elif unfinished.whole:
         text = f"{asked}() was interrupted elsewhere. Call it again there for its outcome, or reset() there."
     else:
         text = f"{asked} is pending. Call {asked}_wait() first."

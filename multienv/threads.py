@@ -122,6 +122,10 @@ class Task:
                 self._then()
                 self._then = None  # an error refers to this task, through its traceback: no circle is to hold a Bell
 
+    def notify(self, then: Callable[[], object]) -> None:
+        """Have this called at the end of the call; if that has come already, it may not be."""
+        self._then = then
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds until the call has ended; return whether it has. Never raises its error."""
         # An interruption may leave the lock held; by then the call has ended, and the lock is not asked for any more.

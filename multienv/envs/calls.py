@@ -7,8 +7,8 @@ from typing import Any, NoReturn, SupportsIndex
 
 from gymnasium.vector import AutoresetMode
 
-from multienv.config import checked_seed
-from multienv.errors import CallPendingError, UsageError
+from multienv.config import checked_seed, integer
+from multienv.errors import UsageError
 from multienv.fanout import FanOut, Followup, Round, resumed
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
@@ -61,46 +61,6 @@ def advice_after(name: str, mode: AutoresetMode) -> tuple[str, str]:
     return advice, "The episodes of the others go on."
 
 
-def is_interrupted(current: Round) -> bool:
-    """Tell whether any later call completes this unfinished round: its call, or a wait for it, was interrupted."""
-    return current.whole or current.resumed
-
-
-def settle(fan: FanOut, name: str, note: Callable[[Round], None] | None = None) -> None:
-    """Finish what an earlier call has left unfinished, before ``name`` is called.
-
-    A call that was interrupted is completed, and its outcome dropped; a step only before a reset: else the caller would
-    miss a transition. Of a call in two halves the second must be called first, unless that was interrupted.
-
-    Args:
-        fan: What the earlier call went through.
-        name: Name of the call that is made now.
-        note: Called with the round that is dropped, while it is unfinished.
-
-    Raises:
-        CallPendingError: The answer to the earlier call must be taken first.
-    """
-    current = fan.unfinished
-    if current is None:
-        return
-    asked = current.name
-    if not is_interrupted(current):
-        raise CallPendingError(
-            f"Calling `{name}` while waiting for a pending call to `{asked}` to complete. Call {asked}_wait() first.",
-            asked,
-        )
-    if asked in ("step", "rollout") and not name.startswith("reset"):
-        raise CallPendingError(
-            f"Calling `{name}` after a {asked} that was interrupted. Call {asked}() to complete it, or reset() to drop "
-            "it.",
-            asked,
-        )
-    fan.resume()
-    if note is not None:
-        note(current)
-    fan.finish()
-
-
 def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:
     """Return a seed for each env, given ``None``, the first env's seed, or a seed for each; raise UsageError."""
     if seed is None or not hasattr(seed, "__len__") or getattr(seed, "shape", None) == ():
@@ -112,6 +72,14 @@ def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:
             f"length={len(seed)}."
         )
     return [checked_seed(one) for one in seed]
+
+
+def checked_indices(indices: Any, num_envs: int) -> list[int]:
+    """Return indices of envs as a list; UsageError if one is no index, or there twice."""
+    found = [integer(index) for index in indices]
+    if len(set(found)) != len(found) or not all(index is not None and 0 <= index < num_envs for index in found):
+        raise UsageError(f"indices is {indices!r:.100}; give different integers from 0 to {num_envs - 1}.")
+    return [index for index in found if index is not None]
 
 
 class Calls:
@@ -135,7 +103,7 @@ class Calls:
         """Take a step, or complete an interrupted step, whose info then says so."""
         fan = self._fan
         unfinished = fan.unfinished
-        if unfinished is not None and unfinished.name == "step" and is_interrupted(unfinished):
+        if unfinished is not None and unfinished.name == "step" and unfinished.is_interrupted:
             return self._outcome(fan.resume())
         return self.ask("step", action)
 
@@ -185,11 +153,11 @@ class Calls:
         return "" if unfinished is None else unfinished.name
 
     def settle(self, name: str) -> None:
-        """Finish what an earlier call has left unfinished, as :func:`settle` does; refuse if the worker is closed."""
+        """Finish what an earlier call has left, as :meth:`FanOut.settle` does; refuse if the worker is closed."""
         if self._supervisor.state.process is Process.CLOSED:
             self._fan.finish()
             self._supervisor.check(name)
-        settle(self._fan, name)
+        self._fan.settle(name)
 
     def _outcome(self, current: Round, make: Callable[[Any, bool], Any] | None = None) -> Any:
         """Return the answer of a call, or what is made of it, or raise its error; the call is finished then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -11,9 +12,9 @@ from gymnasium.vector import AutoresetMode
 
 from multienv.config import integer
 from multienv.cores import spread
-from multienv.envs.autoreset import AutoresetFollowup, AutoResetWrapper
+from multienv.envs.autoreset import AutoresetFollowup, AutoResetWrapper, joined
 from multienv.envs.building import mode_of
-from multienv.envs.calls import advice_after, checked_seeds, refuse_copy, settle
+from multienv.envs.calls import advice_after, checked_indices, checked_seeds, refuse_copy
 from multienv.envs.subprocess_env import (
     SupervisedEnv,
     close_all,
@@ -24,7 +25,8 @@ from multienv.errors import ActionError, ClosedError, EnvsFailedError, UsageErro
 from multienv.events import Statistics
 from multienv.fanout import Blocking, FanOut, Round, resumed
 from multienv.recovery.supervisor import Supervisor
-from multienv.wire.messages import reset_of_one
+from multienv.stream import OwnPace
+from multienv.wire.messages import Reset, reset_of_one
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -81,6 +83,7 @@ class MultiEnv:
         disabled = self.autoreset_mode is AutoresetMode.DISABLED
         followup = None if disabled else AutoresetFollowup(self.autoreset_mode)
         self._fan = FanOut([self._member(env) for env in self.envs], followup=followup, threads=max_workers)
+        self._pace = OwnPace(self._fan)
 
     def _hosted(self) -> dict[int, SupervisedEnv]:
         """Return the envs of our own, also those that are wrapped, by their places."""
@@ -148,13 +151,15 @@ class MultiEnv:
         fan = self._fan
         if self._closed or fan.unfinished is not None:
             self._refuse_if_closed("step()")
+            if fan.unfinished is not None and not fan.unfinished.name:
+                self._pace.settle("step")
             if fan.unfinished is not None and fan.unfinished.name != "step":
                 fan.drop()
         if fan.unfinished is not None:
             current = fan.resume()
             results = [result and resumed(result) for result in current.answers]
         else:
-            self._check_actions(actions)
+            self._check_actions(actions, self.num_envs, "step()")
             current = fan.ask("step", actions)
             results = current.answers
         if current.failures:
@@ -165,16 +170,16 @@ class MultiEnv:
         fan.finish()
         return lists  # type: ignore[no-any-return]
 
-    def _check_actions(self, actions: Any) -> None:
-        if type(actions) is list and len(actions) == self.num_envs:
+    def _check_actions(self, actions: Any, count: int, what: str) -> None:
+        if type(actions) is list and len(actions) == count:
             return
         is_unordered = isinstance(actions, Mapping | str | set | frozenset)
         is_list = hasattr(actions, "__len__") and getattr(actions, "shape", None) != () and not is_unordered
-        if not is_list or len(actions) != self.num_envs:
+        if not is_list or len(actions) != count:
             given = f"{len(actions)} actions" if is_list else repr(actions)[:100]
+            untouched = ", None for an env to leave untouched" if what == "step()" else ""
             raise ActionError(
-                f"step(): {given} for {self.num_envs} envs; give a list with one for each, None for an env to leave "
-                "untouched. Nothing was sent."
+                f"{what}: {given} for {count} envs; give a list with one for each{untouched}. Nothing was sent."
             )
 
     # --- reset ------------------------------------------------------------------------------------
@@ -203,21 +208,10 @@ class MultiEnv:
             EnvsFailedError: Some envs raised; the others are reset: see its ``results``.
         """
         self._refuse_if_closed("reset()")
-        if isinstance(options, dict) and "reset_mask" in options:
-            options = dict(options)
-            mask = options.pop("reset_mask")
-            options = options or None
-        requests = [
-            reset_of_one(one_seed, one) if chosen else None
-            for one_seed, one, chosen in zip(
-                checked_seeds(seed, self.num_envs), self._options(options), self._chosen(mask), strict=True
-            )
-        ]
+        requests = self._resets(seed, options, mask)
         fan = self._fan
-        fan.drop()
-        for env, request in zip(self.envs, requests, strict=True):
-            if request is not None and isinstance(env, SupervisedEnv):
-                gymnasium.Env.reset(env, seed=request.seeds[0])  # gymnasium's own: seeds np_random on this side
+        self._pace.settle("reset")
+        self._seed_here(requests)
         current = fan.ask("reset", requests)
         if current.failures:
             self._raise("reset()", current, current.answers)
@@ -225,6 +219,25 @@ class MultiEnv:
         lists = [observation for observation, _ in pairs], [info for _, info in pairs]
         fan.finish()
         return lists
+
+    def _resets(self, seed: Any, options: Any, mask: Any) -> list[Reset | None]:
+        """Return the request for each env, ``None`` for those that are not reset."""
+        if isinstance(options, dict) and "reset_mask" in options:
+            options = dict(options)
+            mask = options.pop("reset_mask")
+            options = options or None
+        return [
+            reset_of_one(one_seed, one) if chosen else None
+            for one_seed, one, chosen in zip(
+                checked_seeds(seed, self.num_envs), self._options(options), self._chosen(mask), strict=True
+            )
+        ]
+
+    def _seed_here(self, requests: Sequence[Reset | None]) -> None:
+        """Seed ``np_random`` of the envs on this side, as gymnasium's own reset does."""
+        for env, request in zip(self.envs, requests, strict=True):
+            if request is not None and isinstance(env, SupervisedEnv):
+                gymnasium.Env.reset(env, seed=request.seeds[0])
 
     def _options(self, options: Any) -> Sequence[dict[str, Any] | None]:
         if options is None or isinstance(options, dict):
@@ -244,6 +257,83 @@ class MultiEnv:
         if len(each) != self.num_envs:
             raise UsageError(f"{len(each)} values of {name} for {self.num_envs} envs; give one for each.")
         return each
+
+    # --- each env at its own pace -----------------------------------------------------------------
+
+    def reset_async(self, *, seed: Any = None, options: Any = None, mask: Sequence[bool] | None = None) -> None:
+        """Send resets, to envs that are not under way; :meth:`recv` gives what comes of them.
+
+        Args:
+            seed: As for :meth:`reset`.
+            options: As for :meth:`reset`.
+            mask: As for :meth:`reset`.
+
+        Raises:
+            CallPendingError: Some of the envs are under way; nothing was sent.
+        """
+        self._refuse_if_closed("reset_async()")
+        stream, requests = self._pace.begin("reset_async"), self._resets(seed, options, mask)
+        chosen = {index: one for index, one in enumerate(requests) if one is not None}
+        stream.refuse_busy("reset_async", chosen)
+        self._seed_here(requests)
+        stream.give("reset", chosen)
+
+    def send(self, actions: Sequence[Any], indices: Sequence[int] | None = None) -> None:
+        """Send actions to some envs; :meth:`recv` gives the results. Does not wait for any env.
+
+        An env that is slow, hangs or is being brought back holds up no other, and each env's own trajectory is that of
+        :meth:`step`, whatever the order: see :meth:`SubprocessVectorEnv.send`.
+
+        Args:
+            actions: One for each of ``indices``.
+            indices: Different envs that are not under way; ``None``: all, in order.
+
+        Raises:
+            ActionError: A wrong number of actions; nothing was sent.
+            CallPendingError: Some of the envs are under way; nothing was sent.
+        """
+        self._refuse_if_closed("send()")
+        stream = self._pace.begin("send")
+        chosen = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
+        self._check_actions(actions, len(chosen), "send()")
+        stream.refuse_busy("send", chosen)
+        stream.give("step", dict(zip(chosen, copy.deepcopy(list(actions)), strict=True)))
+
+    def recv(self, k: int | None = None, timeout: float | None = None) -> tuple[Any, ...]:
+        """Wait for the first ``k`` envs that are ready, of those that were sent an action or a reset.
+
+        Args:
+            k: How many envs; ``None``: all that are under way.
+            timeout: Seconds to wait; ``None``: for ever.
+
+        Returns:
+            Six lists of ``k``: observations, rewards, terminations, truncations, infos, and the indices of the envs. An
+            env that was reset has reward 0.0 and both flags False.
+
+        Raises:
+            WaitTimeout: Fewer are ready after ``timeout`` seconds; nothing is lost, call it again.
+            EnvsFailedError: Some of these envs raised; ``results`` has the outcomes of the others of them.
+            UsageError: The results of so many envs cannot come.
+        """
+        self._refuse_if_closed("recv()")
+        stream = self._pace.begin("recv")
+        chosen = stream.first(k, timeout)
+        self._refuse_if_closed("recv()")
+        ready = {index: stream.ready[index] for index in chosen}
+        outcomes = {
+            index: joined(None, one.answer) if one.name == "reset" and one.error is None else one.answer
+            for index, one in ready.items()
+        }
+        failures = {index: one.error for index, one in ready.items() if one.error is not None}
+        self._fan.call_hooks()
+        if failures:
+            results = [outcomes.get(index) for index in range(self.num_envs)]
+            error = EnvsFailedError.collect("recv()", failures, results, *advice_after("step", self.autoreset_mode))
+            stream.hand_over(chosen)
+            raise error
+        lists = (*map(list, zip(*outcomes.values(), strict=True)), chosen)
+        stream.hand_over(chosen)
+        return lists
 
     # --- anything else ----------------------------------------------------------------------------
 
@@ -321,7 +411,7 @@ class MultiEnv:
 
     def _settle(self, what: str) -> None:
         self._refuse_if_closed(what)
-        settle(self._fan, what)
+        self._pace.settle(what.partition("(")[0])
 
     def close(self) -> None:
         """Close all envs, side by side; again does nothing, unless it was interrupted."""

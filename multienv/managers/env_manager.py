@@ -281,7 +281,7 @@ class EnvManager:
         for env_id, action in actions.items():
             index = _checked_id("step()", env_id, self.env_num)
             record = scheduler.records[index]
-            if record.asked == "step" or record.timestep is not None:
+            if scheduler.asked(index) == "step" or record.timestep is not None:
                 raise CallPendingError(
                     f"step(): env {index} is stepping; {self._way_to_collect} collects it. Nothing was sent."
                 )

@@ -1,14 +1,16 @@
 """The envs of a launched manager: the state of each, the answers taken up, and the requests that follow from them.
 
-Requests and answers are kept by the endless round of a fan-out, which sends, waits and recovers. Everything else about
-an env is in its record. A record is replaced, never changed, together with the request that it names; what a call hands
-over is removed by one assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C)
-finds an answer either taken up or not, and a timestep either still there or handed over.
+A :class:`~multienv.stream.Stream` keeps requests and answers. Everything else about an env is in its record. Records
+are replaced, never changed, together with the answers that they take up; what a call hands over is removed by one
+assignment that nothing follows but the return. So an exception of a signal handler (Ctrl-C) finds an answer either
+taken up or not, and a timestep either still there or handed over. A reset that a record says is due is asked then, or
+by the next call.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,11 +20,11 @@ import numpy as np
 
 from multienv.cores import spread
 from multienv.errors import ClosedError, EnvError, EnvsFailedError, RestartBudgetExceeded, UsageError, WorkerLostError
-from multienv.fanout import FanOut, InThread
+from multienv.fanout import FanOut, InThread, Noted, Ready, ask_patiently
 from multienv.managers.config import EnvManagerConfig, EnvState, Timestep
-from multienv.recovery.hot_path import MISSING
 from multienv.recovery.state_machine import Episode
 from multienv.recovery.supervisor import Supervisor
+from multienv.stream import OneEach, Stream
 from multienv.threads import Task, close_at_once
 from multienv.wire.codecs import Transition
 from multienv.wire.messages import Message, reset_of_one
@@ -38,8 +40,7 @@ class Record(NamedTuple):
         state: The state that the caller sees.
         episodes: Whole episodes so far, without the abnormal ones.
         resets: Resets since the env's seed was given: the number of the next episode's seed.
-        asked: The request under way: ``"step"``, with the reset in place after it; ``"reset"``; or another call's name.
-        timestep: The one that is not handed over yet; while ``asked`` is ``"step"``, it is not complete yet.
+        timestep: The one that is not handed over yet. With ``reset_inplace`` it is complete after the reset.
         failure: The error that is not raised yet.
         observation: The one to act on next.
         info: The info that came with that observation.
@@ -48,21 +49,10 @@ class Record(NamedTuple):
     state: EnvState = EnvState.INIT
     episodes: int = 0
     resets: int = 0
-    asked: str = ""
     timestep: Timestep | None = None
     failure: BaseException | None = None
     observation: Any = None
     info: Any = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Tell whether an episode runs and no request is under way."""
-        return self.state is EnvState.RUN and not self.asked
-
-    @property
-    def is_ready(self) -> bool:
-        """Tell whether the env can be stepped: it is idle, and its last timestep is handed over."""
-        return self.state is EnvState.RUN and not self.asked and self.timestep is None
 
 
 class Scheduler:
@@ -90,24 +80,36 @@ class Scheduler:
         self._closing = Task(bool)  # its end also ends the waiting between two tries of a reset
         spread(supervisors)
         self._fan = FanOut(supervisors, name="multienv-manager")
-        self._round = self._fan.begin_endless()
+        self._stream = Stream(self._fan, _Retries(supervisors, config, self._closing))
 
     # --- the state of the envs --------------------------------------------------------------------
 
     def ready(self) -> list[int]:
         """Return the ids of the envs that can be stepped."""
-        return [index for index, record in enumerate(self.records) if record.is_ready]
+        return [index for index, record in enumerate(self.records) if self.is_idle(index) and record.timestep is None]
+
+    def is_idle(self, index: int) -> bool:
+        """Tell whether an episode of the env runs and no request is under way."""
+        return self.records[index].state is EnvState.RUN and not self.asked(index)
+
+    def asked(self, index: int) -> str:
+        """Return the name of the env's request that is under way, ``""`` for none; for a reset in place ``"step"``."""
+        asked = self._stream.given.get(index) or self._stream.ready.get(index)
+        record = self.records[index]
+        if record.state is EnvState.RESET:
+            return "step" if self._config.reset_inplace and record.timestep is not None else "reset"
+        return "" if asked is None else asked.name
 
     def stepping(self) -> int:
         """Return how many steps are under way."""
-        return sum(record.asked == "step" for record in self.records)
+        return sum(self.asked(index) == "step" for index in range(len(self.records)))
 
     def news(self) -> dict[int, Timestep]:
         """Return the timesteps that are complete and not handed over, by id."""
         return {
             index: record.timestep
             for index, record in enumerate(self.records)
-            if record.timestep is not None and record.asked != "step"
+            if record.timestep is not None and self.asked(index) != "step"
         }
 
     def failures(self) -> dict[int, BaseException]:
@@ -116,7 +118,9 @@ class Scheduler:
 
     def is_busy(self) -> bool:
         """Tell whether a request is under way, a timestep not handed over or an error not raised."""
-        return any(record.asked or record.timestep or record.failure is not None for record in self.records)
+        return not self._stream.is_idle or any(
+            record.state is EnvState.RESET or record.timestep or record.failure is not None for record in self.records
+        )
 
     def done(self) -> bool:
         """Tell whether all envs have run their episodes and all timesteps are handed over."""
@@ -130,7 +134,7 @@ class Scheduler:
 
     def step(self, actions: Mapping[int, Any]) -> None:
         """Send these steps: all of them, or none if an interruption comes meanwhile."""
-        self._ask("step", actions, {index: self.records[index]._replace(asked="step") for index in actions})
+        self._stream.give("step", copy.deepcopy(dict(actions)))
 
     def reset(self, chosen: Sequence[int]) -> None:
         """Reset these envs and wait until they are reset; steps under way are given up.
@@ -140,20 +144,19 @@ class Scheduler:
         """
         self.finish_calls()
         self.records = [
-            record._replace(state=EnvState.NEED_RESET) if index in chosen and record.asked else record
+            record._replace(state=EnvState.NEED_RESET) if index in chosen and self.asked(index) else record
             for index, record in enumerate(self.records)
         ]
         self._until_idle(chosen)
-        begun: dict[int, Record] = {}
+        records = list(self.records)
         for index in chosen:
-            record = self.records[index]
-            episodes = 0 if record.state is EnvState.DONE else record.episodes
-            begun[index] = record._replace(asked="reset", episodes=episodes, timestep=None, failure=None)
-        self._begin_episodes(begun)
+            episodes = 0 if records[index].state is EnvState.DONE else records[index].episodes
+            records[index] = _resetting(records[index])._replace(episodes=episodes, timestep=None, failure=None)
+        self.records = records
         self._until_idle(chosen)
         self._fan.call_hooks()
-        ready = {index: self.observation(index) for index in self.ready() if index in begun}
-        self.tell_failures("reset()", ready, of=begun)
+        ready = {index: self.observation(index) for index in self.ready() if index in chosen}
+        self.tell_failures("reset()", ready, of=chosen)
 
     def call(self, what: str, name: str, messages: Mapping[int, Message]) -> dict[int, Any]:
         """Send each env a request other than step and reset, once the env is idle; wait for the answers, return them.
@@ -163,19 +166,22 @@ class Scheduler:
         """
         self.finish_calls()
         self._until_idle(messages)
-        self._ask(name, messages, {index: self.records[index]._replace(asked=name) for index in messages})
-        self._until_idle(messages)
+        self._stream.give(name, messages)
+        self.until(lambda: messages.keys() <= self._stream.ready.keys())
         self._fan.call_hooks()
-        failures = {index: error for index, error in self._round.failures.items() if index in messages}
+        answers = {index: self._stream.ready[index] for index in messages}
+        failures = {index: one.error for index, one in answers.items() if one.error is not None}
+        self._stream.hand_over(messages)
         if failures:
-            every = [answer if index in messages else None for index, answer in enumerate(self._round.answers)]
+            every = [answers[index].answer if index in answers else None for index in range(len(self.records))]
             raise EnvsFailedError.collect(what, failures, every, "All episodes go on.", "The others answered.")
-        return {index: self._round.answers[index] for index in messages}
+        return {index: one.answer for index, one in answers.items()}
 
     def finish_calls(self) -> None:
         """Wait for the requests of an interrupted :meth:`call`, and drop their answers."""
-        while any(record.asked not in ("", "step", "reset") for record in self.records):
-            self.turn(None)
+        stream = self._stream
+        self.until(lambda: not any(_is_call(one) for one in stream.given.values()))
+        stream.hand_over([index for index, one in stream.ready.items() if _is_call(one)])
 
     def count_resets_anew(self, chosen: Iterable[int]) -> None:
         """Count resets of these envs from 0 again: the seed of an episode depends on that number."""
@@ -197,61 +203,44 @@ class Scheduler:
         close_at_once([one.close for one in self.supervisors])
         self._fan.close()
 
-    def _begin_episodes(self, records: Mapping[int, Record]) -> None:
-        """Send resets to envs; put ``records`` in place of theirs, in the state RESET and with one reset more."""
+    def _begin_episodes(self) -> None:
+        """Send the resets that are due."""
+        due = {
+            index: record
+            for index, record in enumerate(self.records)
+            if record.state is EnvState.RESET and index not in self._stream.given and index not in self._stream.ready
+        }
         messages = {}
-        for index, record in records.items():
+        for index, record in due.items():
             param = self.params.get(index, {})
             seed = param.get("seed")
-            messages[index] = reset_of_one(
-                self._seed_of(index, record.resets) if seed is None else seed, param.get("options")
-            )
-        begun = {
-            index: record._replace(state=EnvState.RESET, resets=record.resets + 1) for index, record in records.items()
-        }
-        self._ask("reset", messages, begun)
-
-    def _ask(self, name: str, requests: Mapping[int, Any], asked: Mapping[int, Record]) -> None:
-        """Send requests, and put the records ``asked`` that name them in place; both, or neither."""
-        contents = {index: self._content(index, name, request) for index, request in requests.items()}
-        records = [asked.get(index, record) for index, record in enumerate(self.records)]
-        self._fan.send_some(name, contents)
-        self.records, self._round.sending = records, ()  # adjacent stores: no signal handler comes in between
-        self._fan.start()
-
-    def _content(self, index: int, name: str, request: Any) -> Any:
-        """Return the request, or an ``InThread`` that sends it from a thread if that may take long."""
-        supervisor, config = self.supervisors[index], self._config
-        maintenance, is_reset = supervisor.maintenance, name == "reset"
-        # The env's process is to be replaced by plan first, or the reset is to be tried again if it fails.
-        if maintenance.is_due or (is_reset and (maintenance.recycling_due or config.max_retry > 1)):
-            return InThread(partial(_ask_patiently, supervisor, name, request, config, self._closing))
-        return request
+            seed = self._seed_of(index, record.resets - 1) if seed is None else seed
+            messages[index] = reset_of_one(seed, param.get("options"))
+        if messages:
+            self._stream.give("reset", messages)
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def turn(self, patience: float | None) -> None:
-        """Take up the answers that are there; if there are none, wait for one, at most ``patience`` seconds."""
+    def turn(self, until: float) -> None:
+        """Take up the answers that are there; if there are none, wait for one, by ``time.monotonic()`` until then."""
         self._refuse_if_closed()
-        answered = self._answered()
-        if not answered:  # else a request was refused when sent, or an interruption came before its answer was taken up
-            self._fan.take(patience)
-            answered = self._answered()
-        for index in answered:
-            self._refuse_if_closed()
-            self._take_up(index, self.records[index])
+        self._begin_episodes()
+        self._stream.take(-math.inf if any(not _is_call(one) for one in self._stream.ready.values()) else until)
         self._refuse_if_closed()
-
-    def _answered(self) -> list[int]:
-        """Return the ids of the envs that have answered or failed, and whose answer is not taken up."""
-        answers = self._round.answers
-        return [index for index, record in enumerate(self.records) if record.asked and answers[index] is not MISSING]
+        ready, records = self._stream.ready, list(self.records)
+        left = {index: one for index, one in ready.items() if _is_call(one)}
+        for index, one in ready.items():
+            if index not in left:
+                records[index] = self._taken_up(index, records[index], one)
+        self.records, self._stream.ready = records, left  # adjacent stores: no signal handler comes in between
+        self._begin_episodes()
+        self._refuse_if_closed()
 
     def until(self, satisfied: Callable[[], Any]) -> None:
         """Take up the answers that are there, then wait for more until ``satisfied()`` is true."""
         self.turn(0.0)
         while not satisfied():
-            self.turn(None)
+            self.turn(math.inf)
 
     def until_some_are_ready(self) -> None:
         """Wait until an env can be stepped, has failed or has a timestep, or no reset is under way."""
@@ -260,7 +249,7 @@ class Scheduler:
                 self.ready()
                 or self.news()
                 or self.failures()
-                or not any(record.asked not in ("", "step") for record in self.records)
+                or not any(self.asked(index) not in ("", "step") for index in range(len(self.records)))
             )
         )
         self._fan.call_hooks()
@@ -270,15 +259,17 @@ class Scheduler:
         begin = time.monotonic()
         wanted = min(wanted, self.stepping() + len(self.news()))
         while self.stepping():
-            left = None
+            until = math.inf
             if patience is not None:
                 failed = len(self.failures())
                 if len(self.news()) + failed >= wanted:
-                    left = max(0.0, begin + patience - time.monotonic())
+                    until = begin + patience
+                    is_over = time.monotonic() >= until
                     # Not before an env can be stepped, or the caller would have nothing to do but to call again.
-                    if not left and (failed or any(record.is_idle for record in self.records)):
+                    if is_over and (failed or any(map(self.is_idle, range(len(self.records))))):
                         return
-            self.turn(left or None)
+                    until = math.inf if is_over else until
+            self.turn(until)
 
     # --- handing over -----------------------------------------------------------------------------
 
@@ -325,26 +316,21 @@ class Scheduler:
 
     # --- effects of an answer ---------------------------------------------------------------------
 
-    def _take_up(self, index: int, record: Record) -> None:
-        """Replace the record of an env that has answered, or failed."""
-        error, answer = self._round.failures.get(index), self._round.answers[index]
-        if record.asked not in ("step", "reset") or record.state is EnvState.NEED_RESET:
-            # A call, which finds the answer in the round; or a request that was given up for a reset.
-            self.records[index] = record._replace(asked="")
-        elif error is not None:
-            self.records[index] = self._failed(index, record, error)
-        elif record.state is EnvState.RESET:
-            observation, info = answer
-            timestep = record.timestep
-            if timestep is not None and record.asked == "step":
-                timestep = timestep._replace(observation=observation)
-            self.records[index] = record._replace(
-                state=EnvState.RUN, asked="", observation=self._kept(observation), info=info, timestep=timestep
-            )
-        else:
-            self._stepped(index, record, answer)
+    def _taken_up(self, index: int, record: Record, ready: Ready) -> Record:
+        """Return the record of an env that has answered a step or a reset, or failed."""
+        if record.state is EnvState.NEED_RESET:  # that request was given up for a reset
+            return record
+        if ready.error is not None:
+            return self._failed(index, record, ready.error)
+        if record.state is not EnvState.RESET:
+            return self._stepped(index, record, ready.answer)
+        observation, info = ready.answer
+        timestep = record.timestep
+        if timestep is not None and self._config.reset_inplace:
+            timestep = timestep._replace(observation=observation)
+        return record._replace(state=EnvState.RUN, observation=self._kept(observation), info=info, timestep=timestep)
 
-    def _stepped(self, index: int, record: Record, transition: Transition) -> None:
+    def _stepped(self, index: int, record: Record, transition: Transition) -> Record:
         config = self._config
         observation, reward, terminated, truncated, info = transition
         told = info if isinstance(info, dict) else {}  # the env may have returned anything
@@ -353,19 +339,14 @@ class Scheduler:
             info = told = {**told, "abnormal": True}
         timestep = Timestep(index, observation, reward, terminated, truncated, info)
         if not timestep.done:
-            kept = self._kept(observation)
-            self.records[index] = record._replace(asked="", timestep=timestep, observation=kept, info=info)
-            return
+            return record._replace(timestep=timestep, observation=self._kept(observation), info=info)
         episodes = record.episodes + (not _is_abnormal(told))
         if config.reset_inplace:
             timestep = timestep._replace(info={**told, "final_obs": observation})
         record = record._replace(episodes=episodes, timestep=timestep)
         if episodes >= config.episode_num:
-            self.records[index] = record._replace(state=EnvState.DONE, asked="")
-        elif not config.auto_reset:
-            self.records[index] = record._replace(state=EnvState.NEED_RESET, asked="")
-        else:
-            self._begin_episodes({index: record._replace(asked="step" if config.reset_inplace else "reset")})
+            return record._replace(state=EnvState.DONE)
+        return _resetting(record) if config.auto_reset else record._replace(state=EnvState.NEED_RESET)
 
     def _failed(self, index: int, record: Record, error: BaseException) -> Record:
         """Return the record after a failure; it keeps the timestep, which the caller gets even if the reset failed."""
@@ -373,12 +354,12 @@ class Scheduler:
         if record.state is EnvState.RUN and isinstance(error, UsageError):
             episode = self.supervisors[index].state.episode
             state = EnvState.RUN if episode in (Episode.RUNNING, Episode.TRUNCATED) else state  # nothing was sent
-        return record._replace(state=state, asked="", failure=error)
+        return record._replace(state=state, failure=error)
 
     # --- helpers ----------------------------------------------------------------------------------
 
     def _until_idle(self, chosen: Iterable[int]) -> None:
-        self.until(lambda: not any(self.records[index].asked for index in chosen))
+        self.until(lambda: not any(map(self.asked, chosen)))
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
@@ -394,16 +375,37 @@ class Scheduler:
         )
 
 
-def _ask_patiently(supervisor: Supervisor, name: str, content: Any, config: EnvManagerConfig, closing: Task) -> None:
-    """Send a request and wait for the answer, which the supervisor keeps; try a reset that fails again."""
-    tries_left = config.max_retry if name == "reset" else 1
+class _Retries(OneEach):
+    """Has a thread make the resets that are to be tried again if they fail."""
+
+    def __init__(self, supervisors: Sequence[Supervisor], config: EnvManagerConfig, closing: Task) -> None:
+        self._supervisors, self._config, self._closing = supervisors, config, closing
+
+    def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
+        """Return what was given, or what a thread is to call."""
+        noted, config = given.get(member), self._config
+        if noted is None or noted.name != "reset" or config.max_retry == 1:
+            return noted
+        call = partial(_reset_patiently, self._supervisors[member], noted.content, config, self._closing)
+        return Noted("reset", InThread(call))
+
+
+def _resetting(record: Record) -> Record:
+    """Return the record with a reset that is due."""
+    return record._replace(state=EnvState.RESET, resets=record.resets + 1)
+
+
+def _is_call(one: Noted | Ready) -> bool:
+    """Tell whether something is neither a step nor a reset."""
+    return one.name not in ("step", "reset")
+
+
+def _reset_patiently(supervisor: Supervisor, message: Message, config: EnvManagerConfig, closing: Task) -> None:
+    """Reset an env, and again if that fails; the supervisor keeps the answer."""
+    tries_left = config.max_retry
     while True:
         try:
-            if name == "step":
-                supervisor.send_step(content, False)
-            else:
-                supervisor.send(name, content, False)
-            supervisor.resume()
+            ask_patiently(supervisor, "reset", message)
             return
         except (EnvError, WorkerLostError) as error:  # not the caller's failure
             tries_left -= 1

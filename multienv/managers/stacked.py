@@ -122,7 +122,7 @@ class StackedSubprocessEnvManager(EnvManager):
     def _listed(self, scheduler: Scheduler, steps: dict[int, Timestep], order: list[int]) -> list[Timestep]:
         # Which envs a reset in the background makes ready is chance: these are in no batch until ready_obs is read.
         goes_on = self.config.reset_inplace or not any(timestep.done for timestep in steps.values())
-        if order and goes_on and all(scheduler.records[index].is_idle for index in order):
+        if order and goes_on and all(map(scheduler.is_idle, order)):
             self._implied = order
         first = [steps[index] for index in order if index in steps]
         return first + [step for index, step in steps.items() if index not in order]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import gymnasium
@@ -147,15 +148,19 @@ def check_shareable(space: Space) -> None:
 # --- actions ------------------------------------------------------------------------------------
 
 
-def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
-    """Return the function that checks a batch of actions and cuts it into one part for each worker.
+def action_splitter(
+    space: Space, slices: Sequence[slice], name: str = "step()", envs: Sequence[int] | None = None
+) -> Split:
+    """Return the function that checks a batch of actions and cuts it into parts: one for each worker, say.
 
     It raises ActionError before anything is sent: for another length or shape, and for a Discrete space for what is no
     integer of 64 bits, naming env and value. Bounds are the env's to judge.
 
     Args:
         space: Action space of one env.
-        slices: Which envs each worker has.
+        slices: Which actions go into each part.
+        name: Of the call, for messages.
+        envs: Whose actions they are, for messages; ``None``: 0, 1, …
     """
     slices, count = tuple(slices), slices[-1].stop
     ndarray, shape = np.ndarray, (count, *(space.shape or ()))
@@ -164,13 +169,13 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
 
     def split_any(actions: Any) -> list[Any]:
         try:
-            whole = _by_leaf(space, actions, partial(_normal_leaf, count))
+            whole = _by_leaf(space, actions, partial(_normal_leaf, count, name))
         except ActionError:
             raise
         except Exception as error:  # looking at the actions runs foreign code
-            raise ActionError(f"step(): {shown(actions)} is no batch for {count} envs with {space}: {error}") from error
+            raise ActionError(f"{name}: {shown(actions)} is no batch for {count} envs with {space}: {error}") from error
         if type(space) not in _SOLID or whole.dtype.kind not in kinds:
-            _check_each(space, batched(), whole)
+            _check_each(space, batched(), whole, name, envs)
         return [_by_leaf(space, whole, partial(_part, cut)) for cut in slices]
 
     if type(space) in _SOLID:
@@ -193,14 +198,26 @@ def action_splitter(space: Space, slices: Sequence[slice]) -> Split:
     return split_any
 
 
-def _check_each(space: Space, batched: Space, whole: Any) -> None:
+def _check_each(space: Space, batched: Space, whole: Any, name: str, envs: Sequence[int] | None) -> None:
     """Raise ActionError if the action of some env is none of its space."""
     for index, action in enumerate(iterate(batched, whole)):
         problem = misfit(space, action)
         if problem:
+            env = index if envs is None else envs[index]
             raise ActionError(
-                f"step(): env {index}: {problem} Nothing was sent; the episodes go on with the next step()."
+                f"{name}: env {env}: {problem} Nothing was sent; the episodes go on with the next {name}."
             )
+
+
+def joined(space: Any, parts: Sequence[Any]) -> Any:
+    """Return the batch of the actions in these batches, one after the other."""
+    if isinstance(space, spaces.Dict):
+        return {key: joined(member, [part[key] for part in parts]) for key, member in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(joined(member, leaf) for member, leaf in zip(space.spaces, zip(*parts, strict=True), strict=True))
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else tuple(chain(*parts))
 
 
 def _by_leaf(space: Any, whole: Any, function: Callable[[Any, Any], Any]) -> Any:
@@ -216,7 +233,7 @@ def _part(cut: slice, space: Any, whole: Any) -> Any:
     return whole[cut]
 
 
-def _normal_leaf(count: int, space: Any, actions: Any) -> Any:
+def _normal_leaf(count: int, name: str, space: Any, actions: Any) -> Any:
     """Return the actions in the form in which they can be cut; raise unless there are as many as envs."""
     is_array = type(space) in _SOLID
     whole: Any = np.asarray(actions) if is_array else tuple(actions)
@@ -224,11 +241,11 @@ def _normal_leaf(count: int, space: Any, actions: Any) -> Any:
     found = whole.shape if isinstance(whole, np.ndarray) else (len(whole),)
     if found != shape:
         raise ActionError(
-            f"step(): the actions {shown(actions)} have shape {found}; {count} envs with {space} want {shape}. "
+            f"{name}: the actions {shown(actions)} have shape {found}; {count} envs with {space} want {shape}. "
             "Nothing was sent."
         )
     if not is_array or whole.dtype.hasobject:
-        check_sendable(whole, "step(): the actions", ActionError)
+        check_sendable(whole, f"{name}: the actions", ActionError)
     return whole
 
 
@@ -241,14 +258,6 @@ def check_sendable(values: Any, what: str, refusal: type[UsageError] = UsageErro
 
 
 # --- arguments ----------------------------------------------------------------------------------
-
-
-def checked_indices(indices: Any, num_envs: int) -> list[int]:
-    """Return indices of envs as a list; UsageError if one is no index, or there twice."""
-    found = [integer(index) for index in indices]
-    if len(set(found)) != len(found) or not all(index is not None and 0 <= index < num_envs for index in found):
-        raise UsageError(f"indices is {indices!r:.100}; give different integers from 0 to {num_envs - 1}.")
-    return [index for index in found if index is not None]
 
 
 def reset_options(options: Any, num_envs: int) -> tuple[list[Any], Array | None]:
@@ -343,6 +352,14 @@ class Rows:
         if ended == self._unset:
             return observations, joined, self._no_ends.copy(), self._no_ends.copy()
         return observations, joined, np.ndarray(count, np.bool_, ended), np.ndarray(count, np.bool_, ended, count)
+
+    def some(self, replies: Sequence[RowsReply]) -> Any:
+        """Return the batch of the observations in some replies, in new arrays."""
+        if not self._has_rows:
+            seen = [one for reply in replies for one in loose_of(reply)]
+            return batch_of(self._space, [_blank(self._space) if one is None else one for one in seen])
+        leaves = [np.concatenate([reply.leaves[place] for reply in replies]) for place in self._places]
+        return nested(self._space, leaves)
 
     def _turn_of(self, key: Any) -> int:
         if self._made_for is not key:

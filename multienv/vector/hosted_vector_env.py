@@ -16,7 +16,13 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from multienv.envs.building import EnvFn, SerialWorkers, WorkerOptions, Workers, build_all, mode_of
-from multienv.envs.calls import advice_after, call_message, checked_seeds, is_interrupted, refuse_copy, settle
+from multienv.envs.calls import (
+    advice_after,
+    call_message,
+    checked_indices,
+    checked_seeds,
+    refuse_copy,
+)
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
 from multienv.errors import (
     ClosedError,
@@ -29,9 +35,10 @@ from multienv.errors import (
     UsageError,
 )
 from multienv.events import Statistics
-from multienv.fanout import FanOut, Round
+from multienv.fanout import FanOut, Ready, Round
 from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.supervisor import Supervisor
+from multienv.stream import OwnPace
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
     Rows,
@@ -40,11 +47,11 @@ from multienv.vector.batching import (
     check_sendable,
     check_shareable,
     check_spaces,
-    checked_indices,
     observation_spaces,
     reset_options,
 )
 from multienv.vector.rendering import Frame, tile_images
+from multienv.vector.some_envs import InfosOfSome, SharedWorkers, infos_of, rows_of
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
 from multienv.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
@@ -55,6 +62,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Infos = dict[str, Any] | list[dict[str, Any]]  # merged as gymnasium does, or one for each env
 Batch = tuple[Any, Array, Array, Array, Any]
+Some = tuple[Any, Array, Array, Array, Any, Array]
 _NOTHING: Array = np.empty(0)
 
 
@@ -169,6 +177,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self.render_mode = descriptions[0].render_mode
         self._rows = Rows(single, self.num_envs, copy=self.copy)
         self._split = action_splitter(action_space, self._slices)
+        self._pace = OwnPace(self._fanout, SharedWorkers(self._slices, action_space))
+        self._infos_of_some = InfosOfSome(self.num_envs)
 
     def __enter__(self) -> Self:
         """Return this object, whose envs are built."""
@@ -204,7 +214,10 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._collect_reset(None)
 
     def reset_async(self, seed: Any = None, options: Any = None) -> None:
-        """Send the resets; collect them with :meth:`reset_wait`."""
+        """Send the resets; collect them with :meth:`reset_wait`, or with :meth:`recv`, the first that are ready first.
+
+        While envs are under way at their own pace, ``options["reset_mask"]`` says which of the others to reset.
+        """
         self._begin_reset("reset_async", seed, options)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Any]:
@@ -213,9 +226,17 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._collect_reset(timeout)
 
     def _begin_reset(self, name: str, seed: Any, options: Any) -> None:
-        self._settle(name)
         seeds = checked_seeds(seed, self.num_envs)
         each, mask = reset_options(options, self.num_envs)
+        if name == "reset_async" and self._pace.is_busy() and not self.closed:
+            stream, envs = (
+                self._pace.begin(name),
+                range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist(),
+            )
+            stream.refuse_busy(name, envs)
+            stream.give("reset", {env: (seeds[env], each[env]) for env in envs})
+            return
+        self._settle(name)
         self._mask = mask
         requests = []
         for rows in self._slices:
@@ -262,7 +283,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """
         unfinished = self._fanout.unfinished
         if unfinished is not None or self.closed:
-            if unfinished is not None and unfinished.name == "step" and is_interrupted(unfinished):
+            if unfinished is not None and unfinished.name == "step" and unfinished.is_interrupted:
                 return self._outcome(self._fanout.resume())
             self._settle("step")
         parts = self._split(actions)
@@ -331,6 +352,109 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             "it leave out the others. Nothing was sent."
         )
 
+    # --- each env at its own pace -----------------------------------------------------------------
+
+    def send(self, actions: Any, indices: Sequence[int] | None = None) -> None:
+        """Send actions to some envs; :meth:`recv` gives the results. Does not wait for any env.
+
+        ::
+
+            envs.reset_async(seed=0)
+            while True:
+                observations, rewards, terminations, truncations, infos, indices = envs.recv(16)
+                envs.send(policy(observations), indices)
+
+        This is EnvPool's asynchronous mode. Each env's own trajectory is that of ``step()``, whatever the order.
+        An env that is slow, hangs or is being brought back holds up those of its own process only, which are stepped
+        together once each has its action: so give ``envs_per_worker=1`` where step times differ.
+
+        Args:
+            actions: A batch, one for each of ``indices``.
+            indices: Different envs that are not under way; ``None``: all, in order.
+
+        Raises:
+            ActionError: The actions do not fit; nothing was sent.
+            CallPendingError: Some of the envs are under way; nothing was sent.
+            ResetNeededError: Some of the envs have no episode; nothing was sent.
+        """
+        if self.closed:
+            self._refuse_closed("send")
+        stream = self._pace.begin("send", self._note)
+        envs = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
+        stream.refuse_busy("send", envs)
+        if not self._begun[envs].all():
+            missing = [env for env in envs if not self._begun[env]]
+            raise ResetNeededError(
+                f"send(): there is no episode in envs {missing}. Call reset_async(options={{'reset_mask': mask}}) for "
+                "them first. Nothing was sent."
+            )
+        if envs:
+            each = [slice(place, place + 1) for place in range(len(envs))]
+            parts = action_splitter(self.single_action_space, each, "send()", envs)(copying.deepcopy(actions))
+            stream.give("step", {env: parts[place] for place, env in enumerate(envs)})
+
+    def recv(self, k: int | None = None, timeout: float | None = None) -> Some:
+        """Wait for the first ``k`` envs that are ready, of those that :meth:`send` or ``reset_async`` has sent to.
+
+        Args:
+            k: How many envs; ``None``: all that are under way.
+            timeout: Seconds to wait; ``None``: for ever.
+
+        Returns:
+            As :meth:`step` does, but with ``k`` rows: observations, rewards, terminations, truncations and infos; and
+            the indices of the envs, an int array of ``k``. An env that was reset has reward 0.0, both flags False.
+
+        Raises:
+            WaitTimeout: Fewer are ready after ``timeout`` seconds; nothing is lost, call it again.
+            EnvsFailedError: Some of these envs failed; ``results`` has what the others of them returned.
+            UsageError: The results of so many envs cannot come.
+        """
+        if self.closed:
+            self._refuse_closed("recv")
+        stream = self._pace.begin("recv", self._note)
+        envs = stream.first(k, timeout)
+        results = [stream.ready[env] for env in envs]
+        error = self._error_of_some(envs, results)
+        outcome: Any = None
+        if error is None:
+            infos = self._merged(results) if self._merges else infos_of(results)
+            outcome = (*rows_of(results, self._rows), infos, np.array(envs))
+        begun = [self._has_episode(env, one) for env, one in zip(envs, results, strict=True)]
+        self._fanout.call_hooks()
+        self._begun[envs] = begun
+        self._all_begun = bool(self._begun.all())
+        stream.hand_over(envs)
+        if error is not None:
+            raise error
+        return outcome  # type: ignore[no-any-return]
+
+    def _merged(self, results: Sequence[Ready]) -> dict[str, Any]:
+        if self._infos_of_some.num_envs != len(results):
+            self._infos_of_some = InfosOfSome(len(results))
+        return self._infos_of_some.merged(results)
+
+    def _error_of_some(self, envs: Sequence[int], results: Sequence[Ready]) -> EnvsFailedError | None:
+        """Return the error for what has failed, with what the others of these envs returned."""
+        failures = {env: one.error for env, one in zip(envs, results, strict=True) if one.error is not None}
+        if any(type(error) is ClosedError for error in failures.values()):
+            self._refuse_closed("recv")
+        if not failures:
+            return None
+        returned: list[Any] = [None] * self.num_envs
+        for env, one in zip(envs, results, strict=True):
+            if env not in failures:
+                reply = one.answer
+                ended = bool(reply.terminated[0]), bool(reply.truncated[0])
+                returned[env] = (self._rows.row(reply, 0), reply.rewards[0], *ended)
+        return _collect("recv", failures, returned, *advice_after("step", self.autoreset_mode))
+
+    def _has_episode(self, env: int, ready: Ready) -> bool:
+        """Tell whether an env has an episode after what has come of its request."""
+        if ready.error is not None:
+            return bool(self._begun[env]) and (not self._is_disabled or _is_unreadable(ready.error))
+        is_over = self._is_disabled and (ready.answer.terminated[0] or ready.answer.truncated[0])
+        return ready.name == "reset" or not is_over
+
     # --- many steps -------------------------------------------------------------------------------
 
     def rollout(self, policy: Policy, steps: int) -> Fragment:
@@ -360,7 +484,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             UsageError: With ``autoreset_mode="DISABLED"``, or the policy cannot be pickled.
         """
         unfinished = self._fanout.unfinished
-        if unfinished is not None and unfinished.name == "rollout" and is_interrupted(unfinished) and not self.closed:
+        if unfinished is not None and unfinished.name == "rollout" and unfinished.is_interrupted and not self.closed:
             return self._fragment(self._fanout.resume())
         self._settle("rollout")
         if self._is_disabled:
@@ -727,14 +851,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """See to what an earlier call has left unfinished before ``name`` is called."""
         if self.closed:
             self._refuse_closed(name)
-        settle(self._fanout, name, self._note)
+        self._pace.settle(name, self._note)
 
     def _refuse_wait(self, command: str) -> None:
         if self.closed:
             self._refuse_closed(f"{command}_wait")
         current = self._fanout.unfinished
         if current is None or current.name != command:
-            pending = "" if current is None else f" What is pending is {current.name}."
+            pending = "" if current is None else f" What is pending is {current.name or 'for recv()'}."
             raise NoAsyncCallError(
                 f"Calling `{command}_wait` without any prior call to `{command}_async`.{pending}", command
             )
@@ -769,15 +893,16 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             **kwargs: Ignored, as gymnasium does.
 
         Warns:
-            UserWarning: An answer is pending that was not collected. All is closed nevertheless.
+            UserWarning: The answer to a call in two halves was not collected. All is closed nevertheless.
         """
         patience = 0.0 if terminate else timeout
         close_at_once([partial(worker.close, patience) for worker in self._workers])
         self._fanout.close()
         if hasattr(self, "_rows"):  # the envs have been built
             self._rows.forget()
+            self._pace.stream = None
         current = self._fanout.forget()  # it holds arrays over the banks
-        if current is not None and not is_interrupted(current):
+        if current is not None and current.name and not current.is_interrupted:
             self.closed = True  # the warning may be made an error
             logger.warn(f"Calling `close` while waiting for a pending call to `{current.name}` to complete.")
 

@@ -56,6 +56,7 @@ def test_the_actor_critic_while_its_workers_are_killed(tmp_path, face):
     [
         ("collect_episodes.py", ("--episodes", "20", "--slowest", "0.002", "--kills", "0.002"), "episodes"),
         ("pipelined.py", ("--rounds", "3", "--repeats", "1", "--num-envs", "8"), "steps"),
+        ("first_ready.py", ("--seconds", "2", "--chaos"), "times as many steps"),
         ("go_explore.py", ("--iterations", "3", "--steps", "20"), "score"),
     ],
 )

@@ -86,7 +86,8 @@ class Case:
         policy: A key of :data:`POLICIES`.
         ops: What the trainer calls: ``("reset", seed)``, ``("step", number)``, ``("halves", number)`` (a step in two
             halves; a MultiEnv has none, and takes a whole one), ``("roll", number, steps)`` (a rollout, or so many steps
-            where a face has none), ``("call", amount)``,
+            where a face has none), ``("pace", number)`` (a step of each env, at its own pace), ``("begin", seed)`` (a
+            reset of each, likewise), ``("call", amount)``,
             ``("ask",)``, ``("set", value)``, ``("snapshot",)``, ``("restore",)``, ``("save",)``, ``("load",)``.
         faults: What goes wrong.
         eager: See :class:`Simulation`.
@@ -309,7 +310,11 @@ class Run:
 
     def _do(self, op: tuple[Any, ...]) -> None:
         ended = [world.has_ended for world in self.worlds]
-        if any(ended) and self.worlds[0].mode == "DISABLED" and op[0] in ("step", "halves", "roll", "call", "set"):
+        if (
+            any(ended)
+            and self.worlds[0].mode == "DISABLED"
+            and op[0] in ("step", "pace", "halves", "roll", "call", "set")
+        ):
             self._do_reset(None, ended)
         began, struck = self.simulation.now - self._waited, len(self.simulation.struck)
         getattr(self, f"_do_{op[0]}")(*op[1:])
@@ -368,6 +373,45 @@ class Run:
         with contextlib.suppress(CallPendingError):  # an interruption came when it had been sent
             self.envs.step_async(action)
         return self.envs.step_wait()
+
+    def _do_pace(self, number: int) -> None:
+        """Step each env by itself, in an order that depends on the number."""
+        actions, order = actions_of(number)[: len(self.worlds)], list(range(len(self.worlds)))
+        order = order[number % len(order) :] + order[: number % len(order)]
+
+        def give(envs: list[int]) -> None:
+            for env in envs:
+                given = [actions[env]]
+                with contextlib.suppress(CallPendingError):  # an interruption came when it had been given
+                    self.envs.send(given if self.case.face == "multi_env" else np.array(given), [env])
+
+        for env, row in self._at_own_pace(give, order, 1 if number % 2 else None).items():
+            self._check_step(env, actions[env], row)
+
+    def _do_begin(self, seed: int) -> None:
+        def give(envs: list[int]) -> None:
+            with contextlib.suppress(CallPendingError):
+                self.envs.reset_async(seed=seed)
+
+        before = self.truncated
+        for env, row in self._at_own_pace(give, range(len(self.worlds)), 2).items():
+            if self.truncated == before:
+                self.worlds[env].reset(seed + env, row, is_anew=self._is_begun_anew(self.workers[env]))
+
+    def _at_own_pace(self, give: Any, order: Sequence[int], most: int | None) -> dict[int, Row]:
+        """Return what each env returned; nothing if some raised what the policy has them raise."""
+        rows: dict[int, Row] = {}
+
+        def pace() -> bool:
+            give([env for env in order if env not in rows])
+            while len(rows) < len(order):
+                *values, infos, envs = self.envs.recv(most and min(most, len(order) - len(rows)))
+                for place, env in enumerate(envs):
+                    info = infos[place] if self.case.face == "multi_env" else part_of(infos, place)
+                    rows[int(env)] = self._row([copy.copy(value[place]) for value in values], info)
+            return True
+
+        return rows if self._told(pace) else {}
 
     def _do_step(self, number: int, step: Any = None) -> None:
         actions = actions_of(number)[: len(self.worlds)]
@@ -489,7 +533,7 @@ class Run:
             elif self.case.policy != "raise":
                 if not any(map(self._is_forced, self.workers)):
                     raise
-                name = call.func.__name__
+                name = getattr(call, "func", call).__name__
                 assert name in ("reset", "call", "set_attr", "snapshot"), "only what cannot be truncated is raised"
                 if name != "reset":
                     self._failed.append(set(getattr(error, "failures", {0: error})))
@@ -542,15 +586,18 @@ class Run:
         *values, infos = told
         if self.case.face == "multi_env":
             return [Row(*row) for row in zip(*values, infos, strict=True)]
-        rows = []
-        for env in range(len(self.worlds)):
-            info = part_of(infos, env)
-            final, last = info.pop("final_obs", None), info.pop("final_info", {})
-            if "multienv" in last:
-                info["multienv"] = last["multienv"]
-            observation, reward, terminated, truncated = (value[env] for value in values)
-            rows.append(Row(observation.copy(), float(reward), terminated, truncated, info, final))
-        return rows
+        return [
+            self._row([value[env].copy() for value in values], part_of(infos, env)) for env in range(len(self.worlds))
+        ]
+
+    def _row(self, values: Sequence[Any], info: dict[str, Any]) -> Row:
+        observation, reward, terminated, truncated = values
+        if self.case.face == "multi_env":
+            return Row(observation, reward, terminated, truncated, info)
+        final, last = info.pop("final_obs", None), info.pop("final_info", {})
+        if "multienv" in last:
+            info["multienv"] = last["multienv"]
+        return Row(observation, float(reward), terminated, truncated, info, final)
 
 
 def of_worker(struck: Sequence[Fault], worker: int, *, eager: bool) -> list[Fault]:

@@ -59,6 +59,23 @@ ROLLOUTS = (
     ("roll", 4, 6),
     ("step", 5),
 )
+# One whose envs go at their own pace in between.
+PACES = (
+    ("reset", 7),
+    ("pace", 0),
+    ("pace", 1),
+    ("step", 2),
+    ("pace", 3),
+    ("begin", 9),
+    ("pace", 4),
+    ("call", 0.5),
+    ("pace", 5),
+    ("pace", 6),
+    ("reset", None),
+    ("pace", 7),
+    ("step", 8),
+)
+PACING = [face for face in FACES if face != "subprocess_env"]
 ROLLING = ("subprocess_env", "NEXT_STEP", "SAME_STEP")
 
 
@@ -98,6 +115,9 @@ def bases() -> Iterator[Case]:
     for face, policy, eager in product(ROLLING, POLICIES, (False, True)):
         ops = tuple(op for op in ROLLOUTS if op[0] != "call" or policy in REPLAYS)
         yield Case(face, policy, ops, eager=eager)
+    for face, policy, eager in product(PACING, POLICIES, (False, True)):
+        ops = tuple(op for op in PACES if op[0] != "call" or policy in REPLAYS)
+        yield Case(face, policy, ops, eager=eager)
     for face in FACES:
         yield Case(face, "starts", LASTING)
 
@@ -106,6 +126,7 @@ def name_of(case: Case) -> str:
     """Return the name of such a program in a list of tests."""
     named = {BRANCHES: "branches", LASTING: "lasting"}
     program = "rollouts" if ("roll", 0, 3) in case.ops else named.get(case.ops, "episodes")
+    program = "own pace" if ("pace", 0) in case.ops else program
     return f"{case.face}-{case.policy}-{program}-{'eager' if case.eager else 'lazy'}"
 
 

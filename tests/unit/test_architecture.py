@@ -27,6 +27,7 @@ FLOORS = [
     ["reports"],
     ["recovery"],
     ["fanout"],
+    ["stream"],
     ["envs"],
     ["vector"],
     ["cluster"],

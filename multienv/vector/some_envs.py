@@ -1,0 +1,120 @@
+"""Some envs of a batch: what their workers are asked for them, and a batch of what came of it.
+
+``send`` and ``recv`` are in the manner of EnvPool's asynchronous mode (Weng et al., "EnvPool: A Highly Parallel
+Reinforcement Learning Environment Execution Engine", 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from multienv.fanout import Noted, Ready
+from multienv.vector.batching import Array, Rows, joined, loose_of
+from multienv.wire.codecs import RowsReply
+from multienv.wire.infos import Extras, InfoMerger
+from multienv.wire.messages import Reset
+
+
+class SharedWorkers:
+    """Has each worker be asked for all its envs at once: to reset some, or to step all once each has its action.
+
+    What is given for an env is the batch of its action alone, or seed and options of its reset.
+
+    Args:
+        slices: Which envs each worker has.
+        space: Action space of one env.
+    """
+
+    def __init__(self, slices: Sequence[slice], space: Any) -> None:
+        self._envs = [range(rows.start, rows.stop) for rows in slices]
+        self._space = space
+
+    def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
+        """Return the request to a worker that is free; ``None`` if there is none, or an env lacks its action."""
+        envs = self._envs[member]
+        found = [given.get(env) for env in envs]
+        if not any(found):
+            return None
+        resets = [one.content if one is not None and one.name == "reset" else None for one in found]
+        if any(resets):
+            seeds, options = zip(*[one or (None, None) for one in resets], strict=True)
+            touched = tuple(one is not None for one in resets)
+            return Noted("reset", Reset(seeds, options, None if all(touched) else touched))
+        actions = [one.content for one in found if one is not None]
+        return Noted("step", joined(self._space, actions)) if len(actions) == len(envs) else None
+
+    def envs(self, member: int, noted: Noted) -> Iterable[int]:
+        """Return the envs of a worker that a request concerns."""
+        envs, message = self._envs[member], noted.content
+        return envs if noted.name == "step" else [env for slot, env in enumerate(envs) if message.touches(slot)]
+
+    def results(
+        self, member: int, noted: Noted, answer: Any, failure: BaseException | None
+    ) -> Iterable[tuple[int, Ready]]:
+        """Return what came of a request for each of its envs."""
+        envs = self._envs[member]
+        touched = self.envs(member, noted)
+        if failure is not None:
+            return [(env, Ready(noted.name, None, failure)) for env in touched]
+        # Of one env alone nothing is asked before the caller has had this.
+        replies = [answer] if len(envs) == 1 else _one_each(answer)
+        return [
+            (env, Ready(noted.name, replies[env - envs.start], answer.errors.get(env - envs.start))) for env in touched
+        ]
+
+
+def _one_each(reply: RowsReply) -> list[RowsReply]:
+    """Return a reply for each slot, in memory of its own."""
+    infos = {} if reply.extras is None else dict(reply.extras.infos)
+    found = []
+    for slot in range(len(reply.rewards)):
+        row = slice(slot, slot + 1)
+        rewards, terminated, truncated = (one[row].copy() for one in (reply.rewards, reply.terminated, reply.truncated))
+        loose = loose_of(reply)
+        extras = Extras([(0, infos[slot])] if slot in infos else [], {}, [loose[slot]] if loose else None)
+        leaves = [leaf[row].copy() for leaf in reply.leaves]
+        found.append(RowsReply(leaves, rewards, terminated, truncated, extras))
+    return found
+
+
+def rows_of(results: Sequence[Ready], rows: Rows) -> tuple[Any, Array, Array, Array]:
+    """Return observations, rewards, terminations and truncations of some envs, in new arrays."""
+    replies = [one.answer for one in results]
+    steps = np.array([one.name == "step" for one in results], np.bool_)
+    rewards, terminated, truncated = (
+        np.concatenate([getattr(reply, name) for reply in replies]) * steps
+        for name in ("rewards", "terminated", "truncated")
+    )
+    return rows.some(replies), rewards, terminated, truncated
+
+
+def infos_of(results: Sequence[Ready]) -> list[dict[str, Any]]:
+    """Return the info of each of some envs."""
+    every = [one.answer.extras for one in results]
+    return [{} if extras is None else next(iter(extras.infos), (0, {}))[1] for extras in every]
+
+
+class InfosOfSome(VectorEnv[Any, Any, Any]):
+    """Merges the infos of some envs in gymnasium's way, which goes by the number of envs.
+
+    Args:
+        count: How many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.num_envs, self.closed = count, True
+        self._merger = InfoMerger(count)
+
+    def merged(self, results: Sequence[Ready]) -> dict[str, Any]:
+        """Return the infos of some envs in one dict."""
+        parts = [one.answer.extras for one in results]
+        infos = None if None in parts else self._merger.merged([extras.infos for extras in parts])
+        if infos is None:
+            infos = {}
+            for place, info in enumerate(infos_of(results)):
+                infos = self._add_info(infos, info, place)
+        return infos

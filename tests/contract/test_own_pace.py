@@ -1,0 +1,421 @@
+"""``send`` and ``recv``: each env goes at its own pace, and its own trajectory is that of ``step()``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from contract_envs import DictEnv
+from gate_env import GO, WAIT, GateEnv
+from gymnasium.error import NoAsyncCallError
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector.utils import iterate
+
+from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, first_difference
+from multienv import (
+    Deadlines,
+    MultiEnv,
+    RestartPolicy,
+    SerialVectorEnv,
+    SubprocessVectorEnv,
+    create_subprocess_envs,
+)
+from multienv.errors import (
+    ActionError,
+    CallPendingError,
+    ClosedError,
+    EnvsFailedError,
+    ResetNeededError,
+    UsageError,
+    WaitTimeout,
+)
+from multienv.testing import Killer, worker_pids
+
+NUM_ENVS = 4
+ENV_FNS = [partial(CounterEnv, horizon=3 + index) for index in range(NUM_ENVS)]
+NO_SNAPSHOTS = RestartPolicy(snapshots=False)
+
+
+def multi_env(env_fns: Any, *, autoreset_mode: Any = "NextStep", **options: Any) -> MultiEnv:
+    return MultiEnv(create_subprocess_envs(env_fns, **options), autoreset_mode=autoreset_mode)
+
+
+def one_each(env_fns: Any, **options: Any) -> SubprocessVectorEnv:
+    return SubprocessVectorEnv(env_fns, envs_per_worker=1, **options)
+
+
+def shared(env_fns: Any, **options: Any) -> SubprocessVectorEnv:
+    return SubprocessVectorEnv(env_fns, envs_per_worker=2, **options)
+
+
+# And how many of four envs may be asked for.
+FACES: dict[Any, list[int | None]] = {
+    one_each: [1, 3, None],
+    shared: [1, 3, None],
+    SerialVectorEnv: [1, 2, None],
+    multi_env: [1, 3, None],
+}
+EACH_BY_ITSELF = [one_each, multi_env]
+
+
+def batch(envs: Any, actions: Any) -> Any:
+    return list(actions) if isinstance(envs, MultiEnv) else np.array(actions)
+
+
+def info_of(envs: Any, infos: Any, place: int) -> Any:
+    if isinstance(envs, MultiEnv):
+        return infos[place]
+    return {
+        key: info_of(envs, value, place) if isinstance(value, dict) else value[place]
+        for key, value in infos.items()
+        if key[0] != "_" and infos[f"_{key}"][place]
+    }
+
+
+def row_of(values: Any, place: int) -> tuple[Any, ...]:
+    observation, reward, *flags = (value[place] for value in values)
+    return observation.copy(), float(reward), *map(bool, flags)
+
+
+def action_of(env: int, step: int) -> int:
+    return (step + env) % 4
+
+
+def at_own_pace(envs: Any, steps: int, k: int | None, between: Callable[[], object] = bool) -> list[list[Any]]:
+    """Take steps at each env's own pace; return what each has returned, from its reset on."""
+    found: list[list[Any]] = [[] for _ in range(envs.num_envs)]
+    envs.reset_async(seed=3)
+    while min(map(len, found)) <= steps:
+        *values, infos, indices = envs.recv(k)
+        assert len(indices) == (envs.num_envs if k is None else k)
+        for place, env in enumerate(indices):
+            found[env].append((*row_of(values, place), info_of(envs, infos, place)))
+        envs.send(batch(envs, [action_of(env, len(found[env])) for env in indices]), indices)
+        between()
+    return [one[: steps + 1] for one in found]
+
+
+def in_step(mode: str, steps: int, env_fns: Any = ENV_FNS) -> list[list[Any]]:
+    """The same in gymnasium's own vector env."""
+    envs = SyncVectorEnv(env_fns, autoreset_mode=mode)
+    observations, infos = envs.reset(seed=3)
+    found = [[(observations[env].copy(), 0.0, False, False, info_of(envs, infos, env))] for env in range(NUM_ENVS)]
+    for step in range(1, steps + 1):
+        *values, infos = envs.step(np.array([action_of(env, step) for env in range(NUM_ENVS)]))
+        for env in range(NUM_ENVS):
+            found[env].append((*row_of(values, env), info_of(envs, infos, env)))
+    envs.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize("face", list(FACES))
+def test_each_env_returns_what_it_returns_in_step(face: Any, mode: str) -> None:
+    for k in FACES[face]:
+        with face(ENV_FNS, autoreset_mode=mode) as envs:
+            assert first_difference(at_own_pace(envs, 20, k), in_step(mode, 20)) is None, k
+            if k is None:
+                envs.recv()
+                envs.step(batch(envs, [0] * NUM_ENVS))  # and in step again
+
+
+@pytest.mark.parametrize("face", [one_each, shared, multi_env])
+def test_each_env_returns_what_it_returns_in_step_while_workers_are_killed(face: Any) -> None:
+    with face(ENV_FNS, restart=RestartPolicy(snapshot_every=5)) as envs:
+        killer, calls = Killer(envs, seed=1), iter(range(10_000))
+        found = at_own_pace(envs, 60, 1, between=lambda: next(calls) % 20 == 7 and killer.strike())
+        assert first_difference(found, in_step("NextStep", 60)) is None
+        assert sum(one.losses for one in envs.statistics()) >= 5
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_a_slow_env_holds_up_no_other(face: Any, tmp_path: Path) -> None:
+    with face([partial(GateEnv, tmp_path)] * 3) as envs:
+        envs.reset_async(seed=3)
+        envs.recv()
+        envs.send(batch(envs, [WAIT, GO, GO]))
+        for step in range(1, 50):
+            observations, *_, indices = envs.recv(2)
+            assert sorted(indices) == [1, 2]
+            assert [one[0] for one in observations] == [step, step]
+            envs.send(batch(envs, [GO, GO]), indices)
+        with pytest.raises(WaitTimeout, match="2 of 3 are ready"):
+            envs.recv(3, timeout=0.5)
+        (tmp_path / "gate").touch()
+        observations, *_, indices = envs.recv(3)
+        assert indices[2] == 0, "those that were ready first come first"
+        assert list(observations[2])[::2] == [1, WAIT]
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_a_hung_env_is_brought_back_while_the_others_go_on(face: Any, tmp_path: Path) -> None:
+    hangs = partial(FaultyEnv, fault=Fault("hang", "step", at=3, once=tmp_path / "hung"), horizon=None)
+    options = {"restart": NO_SNAPSHOTS, "deadlines": Deadlines(step=1.5)}
+    with face([hangs, partial(CounterEnv, horizon=None)], **options) as envs:
+        found: list[list[Any]] = [[], []]
+        envs.reset_async(seed=3)
+        while len(found[0]) < 6:
+            observations, *_, indices = envs.recv(1)
+            found[indices[0]].append(observations[0].copy())
+            envs.send(batch(envs, [1]), indices)
+        assert [one[0] for one in found[0]] == list(range(6))
+        assert envs.statistics()[0].losses == 1
+        assert len(found[1]) > 100, "it did not wait for the other"
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_an_env_that_is_replaced_by_plan_holds_up_no_other(face: Any, tmp_path: Path) -> None:
+    """The process that replaces it waits for the gate while it is replayed."""
+    with face([partial(GateEnv, tmp_path)] * 2, restart=RestartPolicy(snapshots=False)) as envs:
+        envs.reset(seed=3)
+        (tmp_path / "gate").touch()
+        envs.step(batch(envs, [WAIT, GO]))
+        (tmp_path / "gate").unlink()
+        os.kill(worker_pids(envs)[0], signal.SIGKILL)
+        envs.send(batch(envs, [GO, GO]))
+        for step in range(2, 30):
+            observations, *_, indices = envs.recv(1)
+            assert (indices[0], observations[0][0]) == (1, step)
+            envs.send(batch(envs, [GO]), indices)
+        (tmp_path / "gate").touch()
+        observations, *_, indices = envs.recv()
+        assert sorted(indices) == [0, 1]
+        assert observations[list(indices).index(0)][0] == 2
+
+
+@pytest.mark.parametrize("face", [one_each, shared, multi_env])
+def test_an_env_that_raises_fails_alone(face: Any) -> None:
+    raises = partial(FaultyEnv, fault=Fault("raise", "step", action=3), horizon=None)
+    with face([raises, CounterEnv, CounterEnv, CounterEnv]) as envs:
+        envs.reset_async(seed=3)
+        envs.recv()
+        envs.send(batch(envs, [3, 1, 1, 1]))
+        failed, seen = None, []
+        while failed is None or len(seen) < 3:
+            try:
+                seen += list(envs.recv(1)[-1])
+            except EnvsFailedError as error:
+                failed = error
+        assert list(failed.failures) == [0]
+        assert sorted(seen) == [1, 2, 3]
+        envs.send(batch(envs, [1] * 4))
+        (observations, *_, indices), place = envs.recv(), 0
+        place = list(indices).index(0)
+        assert observations[place][0] == 0, "the next step begins an episode"
+
+
+def test_what_the_others_returned_is_in_the_error() -> None:
+    with one_each([partial(FaultyEnv, fault=Fault("raise", "step")), CounterEnv, CounterEnv]) as envs:
+        envs.reset_async(seed=3)
+        envs.recv()
+        envs.send(np.array([1, 2]), [0, 2])
+        with pytest.raises(EnvsFailedError) as caught:
+            envs.recv(2)
+        assert caught.value.results[:2] == [None, None]
+        observation, reward, terminated, truncated = caught.value.results[2]
+        assert (observation[0], observation[3], terminated, truncated) == (1, 2, False, False)
+        assert reward == pytest.approx(3 * observation[2])
+
+
+@pytest.mark.parametrize("envs_per_worker", [1, 2, 4])
+def test_without_autoreset_the_caller_resets_those_that_have_ended(envs_per_worker: int) -> None:
+    options = {"autoreset_mode": "Disabled", "envs_per_worker": envs_per_worker}
+    with SubprocessVectorEnv(ENV_FNS, **options) as envs:
+        counts, episodes, has_ended = np.zeros(NUM_ENVS, int), np.zeros(NUM_ENVS, int), np.ones(NUM_ENVS, bool)
+        envs.reset_async(seed=3)
+        while episodes.min() < 4:
+            observations, rewards, terminations, truncations, _, indices = envs.recv(1)
+            env = indices[0]
+            counts[env] = 0 if has_ended[env] else counts[env] + 1
+            assert (observations[0][0], terminations[0], truncations[0]) == (counts[env], counts[env] == 3 + env, False)
+            assert (rewards[0] == 0) == has_ended[env]
+            has_ended[env] = terminations[0]
+            if has_ended[env]:
+                episodes[env] += 1
+                with pytest.raises(ResetNeededError, match=rf"envs \[{env}\]"):
+                    envs.send(np.array([0]), [env])
+                envs.reset_async(options={"reset_mask": np.arange(NUM_ENVS) == env})
+            else:
+                envs.send(np.array([1]), [env])
+
+
+@pytest.mark.parametrize(
+    "env_fn", [DictEnv, partial(SpaceEnv, observation_space=TokenSpace())], ids=["dict", "without rows"]
+)
+def test_observations_of_all_kinds(env_fn: Any) -> None:
+    with one_each([env_fn] * 2) as envs, closing(SyncVectorEnv([env_fn] * 2)) as theirs:
+        expected = theirs.reset(seed=3)[0]
+        theirs.action_space.seed(1)
+        envs.reset_async(seed=3)
+        for _ in range(6):
+            observations, *_, indices = envs.recv()
+            pairs = [list(iterate(envs.observation_space, one)) for one in (observations, expected)]
+            for place, env in enumerate(indices):
+                assert first_difference(pairs[0][place], pairs[1][env]) is None
+            actions = theirs.action_space.sample()
+            envs.send(actions)
+            expected = theirs.step(actions)[0]
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_infos_have_a_place_for_each_env_that_is_received(merges: bool) -> None:
+    with one_each(ENV_FNS, merge_infos=merges) as envs:
+        envs.reset_async(seed=3)
+        for k in (1, 2, 1):
+            infos, _ = envs.recv(k)[-2:]
+            assert len(infos) == k if not merges else all(len(value) == k for value in infos.values())
+
+
+@pytest.mark.parametrize("face", list(FACES))
+def test_wrong_calls_are_refused_and_lose_nothing(face: Any) -> None:
+    with face(ENV_FNS) as envs:
+        with pytest.raises(UsageError, match="no env is under way"):
+            envs.recv()
+        if face is not multi_env:
+            with pytest.raises(ResetNeededError, match=r"envs \[0, 1, 2, 3\]"):
+                envs.send(np.array([1] * NUM_ENVS))
+        envs.reset_async(seed=3)
+        for k, refused in ((5, "1 to 4"), (0, "at least 1"), (1.5, "at least 1"), (True, "at least 1")):
+            with pytest.raises(UsageError, match=refused):
+                envs.recv(k)
+        with pytest.raises(UsageError, match="timeout"):
+            envs.recv(1, timeout=-1)
+        had = sorted(envs.recv(2)[-1])
+        others = sorted({0, 1, 2, 3} - set(had))
+        for refused in (
+            lambda: envs.step(batch(envs, [1] * NUM_ENVS)),
+            lambda: envs.call("poke", 0.5),
+            lambda: envs.reset_async(seed=1),
+        ):
+            with pytest.raises(CallPendingError, match=rf"envs \[{others[0]}, {others[1]}\] are under way; recv"):
+                refused()
+        if face is not multi_env:
+            with pytest.raises(CallPendingError, match="under way"):
+                envs.snapshot()
+            with pytest.raises(NoAsyncCallError, match="recv"):
+                envs.step_wait()
+        with pytest.raises(CallPendingError, match=rf"envs \[{others[0]}\] are under way"):
+            envs.send(batch(envs, [1, 1]), [had[0], others[0]])
+        with pytest.raises(ActionError, match="Nothing was sent"):
+            envs.send(batch(envs, [1, 1, 1]), had)
+        for indices in ([0, 0], [0, 4], [-1, 0]):
+            with pytest.raises(UsageError, match="indices"):
+                envs.send(batch(envs, [1, 1]), indices)
+        assert sorted(envs.recv()[-1]) == others
+        envs.send(batch(envs, [1] * NUM_ENVS), [3, 1, 0, 2])
+        assert [one[0] for one in envs.recv()[0]] == [1] * NUM_ENVS
+        envs.call("poke", 0.5)
+
+
+def test_a_checkpoint_is_taken_while_no_env_is_under_way() -> None:
+    with one_each(ENV_FNS) as envs:
+        envs.reset_async(seed=3)
+        envs.recv(2)
+        with pytest.raises(CallPendingError, match="under way"):
+            envs.state_dict()
+        envs.recv()
+        kept, state = envs.snapshot(), envs.state_dict()
+        for bring_back in (lambda: envs.restore(kept), lambda: envs.load_state_dict(state)):
+            envs.send(np.array([1] * NUM_ENVS))
+            assert [one[0] for one in envs.recv()[0]] == [1] * NUM_ENVS
+            bring_back()
+
+
+@pytest.mark.parametrize("face", list(FACES))
+def test_reset_drops_what_is_under_way(face: Any) -> None:
+    with face(ENV_FNS) as envs:
+        envs.reset_async(seed=3)
+        envs.recv()
+        envs.send(batch(envs, [1] * NUM_ENVS))
+        observations, _ = envs.reset(seed=3)
+        assert [one[0] for one in observations] == [0] * NUM_ENVS
+        observations, *_ = envs.step(batch(envs, [1] * NUM_ENVS))
+        assert [one[0] for one in observations] == [1] * NUM_ENVS
+
+
+def test_an_env_waits_for_those_that_share_its_process() -> None:
+    with shared(ENV_FNS) as envs:
+        envs.reset_async(seed=3)
+        envs.recv()
+        envs.send(np.array([1]), [0])
+        with pytest.raises(UsageError, match=r"Envs \[0\] wait for actions for the envs that share their process"):
+            envs.recv(1)
+        actions = np.array([2])
+        envs.send(actions, [1])
+        actions[:] = 3
+        observations, *_, indices = envs.recv()
+        assert [(env, one[3]) for env, one in zip(indices, observations, strict=True)] == [(0, 1), (1, 2)]
+
+
+def test_a_call_in_two_halves_that_is_pending_is_not_passed_over() -> None:
+    with one_each(ENV_FNS) as envs:
+        envs.reset(seed=3)
+        envs.step_async(np.array([1] * NUM_ENVS))
+        for refused in (envs.recv, lambda: envs.send(np.array([1] * NUM_ENVS))):
+            with pytest.raises(CallPendingError, match="step_wait"):
+                refused()
+        envs.step_wait()
+        envs.reset_async(options={"reset_mask": np.array([True, False, True, False])})
+        assert sorted(envs.recv()[-1]) == [0, 2], "those that were reset"
+        envs.send(np.array([1] * NUM_ENVS))
+        observations, *_, indices = envs.recv()
+        assert [one[0] for one in observations[np.argsort(indices)]] == [1, 2, 1, 2]
+
+
+def test_an_env_of_a_multi_env_that_is_under_way_is_not_stepped_by_itself(tmp_path: Path) -> None:
+    with multi_env([partial(GateEnv, tmp_path)] * 2) as envs:
+        envs.reset(seed=3)
+        envs.send([WAIT], [0])
+        with pytest.raises(CallPendingError, match="recv"):
+            envs.envs[0].step(GO)
+        assert envs.envs[1].step(GO)[0][0] == 1
+        (tmp_path / "gate").touch()
+        assert envs.recv()[-1] == [0]
+        assert envs.envs[0].step(GO)[0][0] == 2
+
+
+def test_envs_in_this_process_go_at_their_own_pace_in_threads(tmp_path: Path) -> None:
+    with MultiEnv([GateEnv(tmp_path), GateEnv(tmp_path, "other"), GateEnv(tmp_path, "third")]) as envs:
+        envs.reset_async(seed=3)
+        envs.recv()
+        envs.send([WAIT, GO, GO])
+        for step in range(1, 20):
+            observations, *_, indices = envs.recv(2)
+            assert (sorted(indices), observations[0][0]) == ([1, 2], step)
+            envs.send([GO, GO], indices)
+        (tmp_path / "gate").touch()
+        assert sorted(envs.recv()[-1]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_close_ends_a_recv_that_waits(face: Any, tmp_path: Path) -> None:
+    envs = face([partial(GateEnv, tmp_path)] * 2)
+    envs.reset(seed=3)
+    envs.send(batch(envs, [WAIT, WAIT]))
+    while not (tmp_path / "waits").exists():
+        time.sleep(0.01)
+    closer = threading.Timer(0.2, envs.close)
+    closer.start()
+    with pytest.raises(ClosedError):
+        envs.recv(1)
+    closer.join()
+
+
+def test_envs_are_closed_while_they_are_under_way() -> None:
+    envs = one_each(ENV_FNS)
+    envs.reset(seed=3)
+    envs.send(np.array([1] * NUM_ENVS))
+    envs.recv(1)
+    envs.close()
+    for call in (envs.recv, lambda: envs.send(np.array([1] * NUM_ENVS))):
+        with pytest.raises(ClosedError):
+            call()
