@@ -130,12 +130,15 @@ def renew(env: Env) -> None:
 
 
 def layers_of(env: Any) -> Iterator[Any]:
-    """Yield the outermost wrapper, then what it wraps, down to the env itself."""
-    while True:
-        yield env
-        if not isinstance(env, gymnasium.Wrapper):
-            return
+    """Yield the outermost wrapper, then what it wraps, down to the env itself; then what an adapter holds in it."""
+    yield env
+    while isinstance(env, gymnasium.Wrapper):
         env = env.env
+        yield env
+    if hasattr(
+        type(env), "inner_layers"
+    ):  # an env of another library; asked of the class: some envs have any attribute
+        yield from env.inner_layers()
 
 
 def _generators(env: Any) -> Iterator[tuple[Any, Any, str]]:
