@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import gymnasium
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 # What an env may have, and has from its construction on.
 _ATTRIBUTES = ("metadata", "possible_agents", "observation_spaces", "action_spaces", "state_space", "render_mode")
 _OWN_METHODS = frozenset(("reset", "step", "render", "close"))
-_DIGEST_BYTES = 8
 
 # Observations, rewards, terminations, truncations and infos, each by agent.
 Transition = tuple[dict[Any, Any], dict[Any, float], dict[Any, bool], dict[Any, bool], dict[Any, dict[str, Any]]]
@@ -275,13 +274,13 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             self._spaces_of_others[agent] = found
         return found
 
-    def _begun(self, digest: Any, info: dict[str, Any]) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
+    def _begun(self, checksum: Any, info: dict[str, Any]) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         self._spaces_of_others = {}
         self._last = info["returned"]
         self.agents, observations = pickle.loads(self._last)
         return observations, info["infos"]
 
-    def _stepped(self, digest: Any, reward: float, terminated: bool, truncated: bool, info: Any) -> Transition:
+    def _stepped(self, checksum: Any, reward: float, terminated: bool, truncated: bool, info: Any) -> Transition:
         told = info.get("multienv", {})
         if "returned" not in info:
             return self._truncated(told)
@@ -362,14 +361,14 @@ class _Agents(spaces.Space[Any]):
 class _AgentsEnv(gymnasium.Env[Any, Any]):
     """Presents a parallel env to multienv, which knows envs of one agent only.
 
-    What the env returned is pickled in the info, but for its infos. The observation is a digest of that pickle: a
+    What the env returned is pickled in the info, but for its infos. The observation is a checksum of it: a
     replay is held against it, however large the observations of the agents are.
 
     Args:
         env: The parallel env.
     """
 
-    observation_space = spaces.Box(0, 255, (_DIGEST_BYTES,), np.uint8)
+    observation_space = spaces.Box(0, 2**32 - 1, (1,), np.uint32)
 
     def __init__(self, env: ParallelEnv[Any, Any, Any]) -> None:
         if isinstance(env, AECEnv) or not hasattr(env, "step"):
@@ -388,13 +387,12 @@ class _AgentsEnv(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         *returned, infos = self.env.step(action)
-        digest, told = self._told(*returned, infos=infos)
-        return digest, 0.0, not self.env.agents, False, told
+        checksum, told = self._told(*returned, infos=infos)
+        return checksum, 0.0, not self.env.agents, False, told
 
     def _told(self, *returned: Any, infos: Any) -> tuple[Any, dict[str, Any]]:
         data = pickled("step", (list(self.env.agents), *returned))
-        digest = np.frombuffer(blake2b(data, digest_size=_DIGEST_BYTES).digest(), np.uint8)
-        return digest, {"returned": data, "infos": infos}
+        return np.array([zlib.crc32(data)], np.uint32), {"returned": data, "infos": infos}
 
     def render(self) -> Any:
         return self.env.render()

@@ -19,6 +19,7 @@ for skipped, used in {!r}:
 CASES = [
     ("sb3", "stable_baselines3", "import multienv.adapters.stable_baselines3"),
     ("sb3", "torch", "import multienv.adapters.stable_baselines3"),
+    ("pettingzoo", "pettingzoo", "import multienv.adapters.pettingzoo"),
     ("prometheus", "prometheus_client", "import multienv.adapters.prometheus"),
     ("tensorboard", "tensorboard", "from multienv.adapters.tensorboard import *; TensorBoardExporter('runs')"),
 ]
