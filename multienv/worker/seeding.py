@@ -135,9 +135,8 @@ def layers_of(env: Any) -> Iterator[Any]:
     while isinstance(env, gymnasium.Wrapper):
         env = env.env
         yield env
-    if hasattr(
-        type(env), "inner_layers"
-    ):  # an env of another library; asked of the class: some envs have any attribute
+    # An env of another library. The class is asked: some envs say that they have any attribute.
+    if hasattr(type(env), "inner_layers"):
         yield from env.inner_layers()
 
 
