@@ -1,62 +1,35 @@
-"""A PettingZoo parallel env as one gymnasium env: dicts by agent in, dicts by agent out."""
+"""Parallel envs of PettingZoo in processes, several of them stepped at the same time."""
 
+from collections.abc import Callable
 from typing import Any
 
-import gymnasium
-import numpy as np
-from gymnasium import spaces
+from multienv.adapters.pettingzoo import SubprocessParallelEnv
 
 
-class ParallelAsEnv(gymnasium.Env[dict[str, Any], dict[str, Any]]):
-    """Presents a parallel env to multienv, which knows envs of one agent only.
-
-    Observations and actions are dicts of all agents there may be. Of an agent that has left the observation is the last
-    one that it saw, and its action is ignored. The reward is the sum of all; ``info["agents"]`` has who is there, and
-    ``info["rewards"]``, ``info["terminations"]``, ``info["truncations"]`` and ``info["infos"]`` what the parallel env
-    returned. The episode ends when nobody is left.
-
-    Args:
-        env: A parallel env of PettingZoo's.
-    """
-
-    def __init__(self, env: Any) -> None:
-        self.env = env
-        self.metadata, self.render_mode = env.metadata, env.render_mode
-        self.observation_space = spaces.Dict({agent: env.observation_space(agent) for agent in env.possible_agents})
-        self.action_space = spaces.Dict({agent: env.action_space(agent) for agent in env.possible_agents})
-        self._seen: dict[str, Any] = {}
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        if seed is None:  # PettingZoo's envs do not all go on with the generator that they have
-            seed = int(self.np_random.integers(2**31))
-        self._seen, infos = self.env.reset(seed=seed, options=options)
-        for agent in set(self.env.possible_agents) - set(self._seen):  # not there from the beginning
-            self._seen[agent] = _nothing(self.observation_space[agent])
-        return dict(self._seen), {"agents": list(self.env.agents), "infos": infos}
-
-    def step(self, action: dict[str, Any]) -> Any:
-        observations, rewards, terminations, truncations, infos = self.env.step(
-            {agent: action[agent] for agent in self.env.agents}
-        )
-        self._seen.update(observations)
-        info = {
-            "agents": list(self.env.agents),
-            "rewards": rewards,
-            "terminations": terminations,
-            "truncations": truncations,
-            "infos": infos,
-        }
-        is_over = not self.env.agents
-        is_truncated = is_over and all(truncations.values())
-        return dict(self._seen), float(sum(rewards.values())), is_over and not is_truncated, is_truncated, info
-
-    def render(self) -> Any:
-        return self.env.render()
-
-    def close(self) -> None:
-        self.env.close()
+def make_envs(env_fn: Callable[[], Any], num_envs: int, **options: Any) -> list[SubprocessParallelEnv]:
+    # Without processes: return [env_fn() for _ in range(num_envs)], stepped one after the other.
+    envs = [SubprocessParallelEnv(env_fn, env_index=index, **options).start() for index in range(num_envs)]
+    return [env.initialize() for env in envs]  # all are built at the same time
 
 
-def _nothing(space: spaces.Space[Any]) -> Any:
-    return np.zeros(space.shape, space.dtype)
+def run(envs: list[SubprocessParallelEnv], steps: int, seed: int) -> list[tuple[int, str, float]]:
+    """Have random agents act; return of each agent's stay in which env, who it was, and its return."""
+    stays, returns = [], [dict[str, float]() for _ in envs]
+    for index, env in enumerate(envs):
+        env.reset(seed=seed + index)
+        for place, agent in enumerate(env.possible_agents):
+            env.action_space(agent).seed(seed + place)
+    for _ in range(steps):
+        for env in envs:
+            env.step_async({agent: env.action_space(agent).sample() for agent in env.agents})
+        for index, env in enumerate(envs):
+            _, rewards, terminations, truncations, infos = env.step_wait()
+            for agent, reward in rewards.items():
+                returns[index][agent] = returns[index].get(agent, 0.0) + reward
+                is_lost = "reason" in infos[agent].get("multienv", {})  # nobody knows what it would have got
+                if (terminations[agent] or truncations[agent]) and not is_lost:
+                    stays.append((index, agent, returns[index].pop(agent)))
+            if not env.agents:
+                env.reset()
+                returns[index] = {}
+    return stays

@@ -114,6 +114,16 @@ def test_self_play_learns_to_beat_a_random_player_while_its_workers_are_killed(t
     assert after < before / 1.5
 
 
+@pytest.mark.ci
+def test_two_players_learn_to_be_unpredictable_while_their_envs_are_killed(tmp_path):
+    told = example(tmp_path, "rock_paper_scissors.py", "--rounds", "400", "--num-envs", "4", "--chaos")
+    killed = KILLED.search(told)
+    assert killed is not None, told
+    assert int(killed[1]) == int(killed[2]) > 0
+    before, after = re.search(r"wins went from ([\d.]+) to ([\d.]+) a round", told).groups()
+    assert float(after) < float(before) / 1.5
+
+
 def blocks(page: Path) -> list[str]:
     """The Python of a page, less what stands behind a comment ``<!-- not run: why -->``."""
     found = re.findall(

@@ -1,0 +1,111 @@
+"""One policy plays both sides of a game of PettingZoo's, in several parallel envs whose processes may be killed.
+
+    python examples/rock_paper_scissors.py            # rock, paper, scissors, Spock, lizard
+    python examples/rock_paper_scissors.py --chaos    # ... while processes are killed at random
+
+Both players move at the same time. The policy begins with a liking for rock and learns from what pays against itself
+(Exp3). It goes round in circles; its average comes to what no opponent can exploit, each move as often as any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from typing import Any
+
+import numpy as np
+
+from multienv import Deadlines
+from multienv.adapters.pettingzoo import SubprocessParallelEnv
+from multienv.testing import Killer, worker_pids
+
+MOVES = 5
+Array = np.ndarray[Any, Any]
+
+
+def make_env() -> Any:
+    """Build one env, in its process."""
+    from pettingzoo.classic.rps import rps
+
+    return rps.parallel_env(num_actions=MOVES, max_cycles=100)
+
+
+def play(envs: list[SubprocessParallelEnv], options: Any) -> list[float]:
+    """Let the policy play against itself; return how much could be won from its average after each tenth."""
+    rng = np.random.default_rng(options.seed)
+    gains, pays, average = np.zeros(MOVES), np.zeros((MOVES, MOVES)), np.zeros(MOVES)
+    gains[0] = 3.0
+    exploited = []
+    for index, env in enumerate(envs):
+        env.reset(seed=options.seed + index)
+    for played in range(1, options.rounds + 1):
+        chances = np.exp(gains - gains.max())
+        chances = 0.9 * chances / chances.sum() + 0.1 / MOVES
+        average += chances
+        moves = [{agent: int(rng.choice(MOVES, p=chances)) for agent in env.agents} for env in envs]
+        for env, actions in zip(envs, moves, strict=True):
+            env.step_async(actions)  # all envs play this round at the same time
+        for env, actions in zip(envs, moves, strict=True):
+            _, rewards, _, _, infos = env.step_wait()
+            for (agent, own), other in zip(actions.items(), reversed(actions.values()), strict=True):
+                if "multienv" not in infos[agent]:  # else nobody knows who won: see docs/learners.md
+                    pays[own, other] = rewards[agent]
+                    gains[own] += options.rate * rewards[agent] / chances[own]
+            if not env.agents:
+                env.reset()
+        if played % (options.rounds // 10) == 0:
+            exploited.append(float((pays @ average).max() / played))
+            deaths = sum(env.statistics().losses for env in envs)
+            print(
+                f"{played:6} rounds: the best answer wins {exploited[-1]:.2f} a round; {deaths} workers died",
+                flush=True,
+            )
+    return exploited
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument("--num-envs", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=0.005, help="of learning")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--chaos", action="store_true", help="kill workers, about three a second")
+    options = parser.parse_args()
+    if options.chaos:
+        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss is a warning; here they are counted
+
+    envs = [
+        SubprocessParallelEnv(
+            make_env,
+            env_index=index,
+            deadlines=Deadlines(step=60.0, reset=60.0),  # a hung worker is replaced, too
+            reports="" if options.chaos else None,  # none of deaths that are wanted
+        ).start()  # all are built at the same time
+        for index in range(options.num_envs)
+    ]
+    with contextlib.ExitStack() as stack:
+        for env in envs:
+            stack.enter_context(env)
+        if options.chaos:
+            stack.enter_context(
+                Killer(
+                    lambda: [pid for env in envs for pid in worker_pids(env)], interval=(0.1, 0.5), seed=options.seed
+                )
+            )
+        exploited = play(envs, options)
+        workers = [env.statistics() for env in envs]
+    print(f"What the best answer wins went from {exploited[0]:.2f} to {exploited[-1]:.2f} a round.")
+    died, exact, cut = (
+        sum(getattr(one, name) for one in workers) for name in ("losses", "exact_recoveries", "truncated_recoveries")
+    )
+    told = f"{cut} games were cut short" if cut else "nothing was lost"
+    print(f"{died} workers died; {exact} recoveries were exact, {cut} truncated; {told}.")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
