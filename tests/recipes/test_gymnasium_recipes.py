@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cleanrl_script
@@ -11,11 +12,11 @@ import gymnasium
 import gymnasium_wrappers
 import numpy as np
 import pytest
-from gymnasium.wrappers import NormalizeObservation
+from gymnasium.wrappers import NormalizeObservation, RecordEpisodeStatistics, RecordVideo
 from gymnasium.wrappers import vector as outside
 from striking import Striking, assert_all_exact
 
-from multienv import RestartPolicy, SubprocessVectorEnv
+from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.testing import Killer
 
 with contextlib.suppress(ImportError):  # moviepy's bars of progress: a lock for all processes, never released
@@ -53,6 +54,94 @@ def test_videos_are_recorded_in_the_worker_and_a_replay_records_them_again(tmp_p
     calm, struck = videos
     assert len(calm) >= 1
     assert calm == struck
+
+
+# Of no function of this file: it would be imported in the worker, and tqdm's lock keeps that from being forked.
+DRAWING = partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")
+
+
+def run_of_one(where: str, videos: Path, restart: RestartPolicy, kills: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+    """Step one env, and return what it returned but for times, and names and contents of the videos."""
+    returned: list[Any] = []
+    inside = partial(gymnasium_wrappers.make_env, "CartPole-v1", videos)
+    with SubprocessEnv(inside if where == "inside" else DRAWING, restart=restart, reports="") as struck:
+        env: Any = struck
+        if where == "around":
+            env = RecordVideo(env, str(videos), episode_trigger=lambda episode: episode % 2 == 0)
+        env = RecordEpisodeStatistics(env, stats_key="around")
+        rng = np.random.default_rng(1)
+        env.reset(seed=2)
+        for step in range(120):
+            if step in kills:
+                assert Killer(struck).strike()
+            observation, reward, terminated, truncated, info = env.step(int(rng.integers(2)))
+            told = [[info[name][key] for key in "rl"] for name in ("episode", "around") if name in info]
+            returned.append((observation.tolist(), reward, terminated, truncated, told))
+            if terminated or truncated:
+                assert told[0] == told[-1]
+                env.reset()
+        assert (restart.snapshot_every is None) == (struck.statistics().snapshots == 0)
+        assert_all_exact(struck, deaths=len(kills))
+        env.close()
+    return returned, sorted((path.name, path.read_bytes()) for path in videos.glob("*"))
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:.*Overwriting existing videos")
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_recorders_of_one_env_return_and_write_the_same_but_for_videos_in_the_worker_after_a_replay(where, tmp_path):
+    forked, replayed = RestartPolicy(snapshot_every=5), RestartPolicy(snapshots=False)
+    expected, calm = run_of_one(where, tmp_path / "calm", replayed, ())
+    assert len(calm) > 2
+    if where == "inside":
+        assert run_of_one(where, tmp_path / "forked", forked, (30, 110)) == (expected, calm)
+    found, videos = run_of_one(where, tmp_path / "replayed", replayed, (30, 110))
+    assert found == expected
+    if where == "around":
+        assert videos == calm
+    else:  # it has counted from 0 again, and written over its earlier files
+        assert {name for name, _ in videos} < {name for name, _ in calm}
+        assert videos[0] != calm[0]
+
+
+@pytest.mark.ci
+def test_recorders_around_a_batch_return_and_write_the_same(tmp_path):
+    runs = []
+    for name, kills in (("calm", ()), ("struck", (30, 60))):
+        restart = RestartPolicy(snapshots=False)
+        with SubprocessVectorEnv([DRAWING] * 2, envs_per_worker=1, restart=restart, reports="") as envs:
+            videos = outside.RecordVideo(envs, str(tmp_path / name), episode_trigger=lambda number: number % 2 == 0)
+            recorded = outside.RecordEpisodeStatistics(videos)
+            rng, ended = np.random.default_rng(1), []
+            recorded.reset(seed=2)
+            for step in range(80):
+                if step in kills:
+                    assert Killer(envs).strike()
+                observations, _, _, _, infos = recorded.step(rng.integers(0, 2, 2))
+                told = [infos.get(name, {}) for name in ("episode", "outside")]
+                ended.append(
+                    (observations.tolist(), [[one[key].tolist() for key in "rl" if key in one] for one in told])
+                )
+            assert_all_exact(envs, deaths=len(kills))
+            recorded.close()
+        runs.append((ended, sorted((path.name, path.read_bytes()) for path in (tmp_path / name).glob("*"))))
+    assert runs[0] == runs[1]
+    assert len(runs[0][1]) == 2
+    assert any(stats for _, stats in runs[0][0])
+
+
+def test_after_a_lost_episode_nothing_can_be_drawn_until_the_reset(tmp_path):
+    with SubprocessEnv(DRAWING, restart=TRUNCATE, reports="") as struck:
+        env = RecordVideo(struck, str(tmp_path / "videos"), episode_trigger=lambda number: True)
+        env.reset(seed=2)
+        env.step(0)
+        assert Killer(struck).strike()
+        with pytest.raises(gymnasium.error.ResetNeeded, match="render"):
+            env.step(0)  # this one is truncated, and its frame is wanted
+        env.reset(seed=2)
+        env.step(0)
+        env.close()
+        assert [path.stat().st_size > 0 for path in (tmp_path / "videos").glob("*.mp4")] == [True, True]
 
 
 def test_statistics_in_the_worker_leave_out_a_lost_episode_and_outside_they_count_it():
