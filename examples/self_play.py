@@ -5,7 +5,7 @@
 
 A game in which the players take turns becomes one env: whoever is to move acts, and sees the board from that side. So
 one policy plays both. It is a table, and learns as actor and critic: what a position is worth to the player who moves
-is minus what the next one is worth to the opponent.
+is minus what the next one is worth to the opponent. Where all move at once see rock_paper_scissors.py.
 """
 
 from __future__ import annotations

@@ -81,8 +81,6 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
     def __init__(
         self, env_fn: Callable[[], Any], *, env_index: int | None = None, **options: Unpack[WorkerOptions]
     ) -> None:
-        if isinstance(env_fn, ParallelEnv):
-            env_fn = None  # type: ignore[assignment]
         check_env_fn(env_fn)
         self.agents: list[Any] = []
         self._env = SubprocessEnv(_Build(env_fn), env_index=env_index, **options)
