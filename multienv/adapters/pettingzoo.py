@@ -44,7 +44,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     ::
 
-        env = SubprocessParallelEnv(lambda: pistonball_v6.parallel_env())
+        env = SubprocessParallelEnv(make_env)  # which returns a ParallelEnv
         observations, infos = env.reset(seed=0)
         while env.agents:
             actions = {agent: env.action_space(agent).sample() for agent in env.agents}
@@ -219,7 +219,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called; see :meth:`SubprocessEnv.load_state_dict`."""
-        self._built().load_state_dict(state["env"])
+        self._built().load_state_dict(state.get("env", state))
         self._stand(state["last"], state["agents"])
 
     # --- anything else ----------------------------------------------------------------------------

@@ -166,6 +166,13 @@ def test_kills_at_random_moments_change_nothing():
     assert_same(found, expected)
 
 
+def test_processes_are_replaced_after_so_many_episodes_without_a_trace():
+    expected = played(envs.camp(), 200)
+    with SubprocessParallelEnv(envs.camp, restart=RestartPolicy(recycle_after_episodes=3)) as env:
+        assert_same(played(env, 200), expected)
+        assert env.statistics().recycled > 2
+
+
 def test_an_env_that_nobody_seeds_is_brought_back_long_after_its_construction():
     """Its generator, which is behind wrappers, is put back: the replay begins at a later reset, which has no seed."""
     with SubprocessParallelEnv(envs.deep_camp, restart=REPLAY) as env:
@@ -346,6 +353,8 @@ def test_an_earlier_state_comes_back_in_this_trainer_and_in_another():
         env.restore(snapshot)
         assert Killer(env).strike()
         assert_same([(env.step(rest[0]), [])], [(copy.deepcopy(expected), [])])
+        with pytest.raises(UsageError):
+            env.load_state_dict({"something": "else"})
 
 
 # --- spaces and attributes ------------------------------------------------------------------------

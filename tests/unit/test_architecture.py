@@ -44,7 +44,7 @@ MOST_FLOORS = 12
 # What extras install; imported where it is used, with an error that names the extra. And what only AsyncEnv needs.
 HEAVY = [
     "typer", "rich", "torch", "stable_baselines3", "ray", "matplotlib", "moviepy", "cv2", "mujoco", "ale_py",
-    "tensorboard", "prometheus_client", "asyncio",
+    "tensorboard", "prometheus_client", "pettingzoo", "asyncio",
 ]  # fmt: skip
 CORE = {"gymnasium", "numpy", "cloudpickle", "typing_extensions", "multienv"}
 
