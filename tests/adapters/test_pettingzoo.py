@@ -145,7 +145,7 @@ def test_pettingzoos_test_of_rendering_passes(make):
     ],
 )
 def test_what_it_returns_is_what_the_env_returns_while_workers_are_killed(make, restart):
-    steps, every = (250, 31) if make is not envs.pistons else (40, 15)
+    steps, every = (40, 15) if make is envs.pistons else (130, 31)
     expected = played(make(), steps)
     assert sum(not agents for _, agents in expected) >= 1
     with SubprocessParallelEnv(make, restart=restart) as env:
