@@ -98,7 +98,7 @@ def _module(where: str, name: str) -> ModuleType:
 
 
 def env_functions(report: Report, env: str | None, arguments: dict[str, Any] | None = None) -> tuple[EnvFn, ...]:
-    """Return the function that builds the env, for each slot.
+    """Return the function that builds the env, for each slot; set the variables that ``worker_env`` gave the worker.
 
     Args:
         report: Its own ``env_fn`` are taken, unless another is named.
@@ -108,6 +108,8 @@ def env_functions(report: Report, env: str | None, arguments: dict[str, Any] | N
     Raises:
         UsageError: There is no way to the env; the message says what to give.
     """
+    if report.build.setting is not None:
+        os.environ.update(report.build.setting.variables)  # before anything is imported that may read them
     if env is not None:
         return (named(env, **arguments or {}).env_fn,) * len(report.build.draws)
     if arguments is not None:

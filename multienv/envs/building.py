@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any, Protocol, TypedDict
 
 import cloudpickle
@@ -32,6 +33,7 @@ from multienv.worker.host import Host
 from multienv.worker.registrations import registrations
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+WorkerEnv = Mapping[str, str] | Callable[[int], Mapping[str, str]] | None
 
 
 class Backend(Protocol):
@@ -79,6 +81,35 @@ def checked_threads(native_threads: int | None) -> int | None:
     return native_threads
 
 
+def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
+    """Return the variables of a worker.
+
+    Args:
+        worker_env: See :class:`WorkerOptions`.
+        worker: The worker's index.
+
+    Raises:
+        UsageError: They are no mapping of strings, or the operating system knows no such name or value.
+    """
+    given = worker_env(worker) if callable(worker_env) else {} if worker_env is None else worker_env
+    what = f"worker_env({worker}) returned" if callable(worker_env) else "worker_env is"
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"{what} {given!r:.100}; give names and values, such as {{'MUJOCO_GL': 'egl'}}, or a function that takes "
+            "the worker's index and returns them."
+        )
+    for name, value in given.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise UsageError(
+                f"{what} {name!r:.50}: {value!r:.50}; give both as strings, such as {{'MUJOCO_GL': 'egl'}}."
+            )
+        if not name or "=" in name or "\0" in name + value:
+            raise UsageError(
+                f"{what} {name!r:.50}: {value!r:.50}; no variable has a name without letters, '=' in it or NUL."
+            )
+    return dict(given)
+
+
 def arguments() -> tuple[str, ...]:
     """Return ``sys.argv``; an embedded interpreter has none."""
     return tuple(getattr(sys, "argv", None) or ())
@@ -95,6 +126,11 @@ class WorkerOptions(TypedDict, total=False):
         context: ``"forkserver"`` (the default on Linux) or ``"spawn"`` (elsewhere).
         native_threads: Threads that BLAS, OpenMP and the like may use in a process, unless the environment says
             otherwise; ``None`` leaves them alone.
+        worker_env: Environment variables of the processes, over those of the trainer, or of the node: a dict, or a
+            function that takes a worker's index and returns one. It is called here, once for each worker. The index
+            counts the processes of a vector env; of a single env it is ``env_index``, or 0. All processes that a worker
+            has had, one after the other, have the same. They are set before ``env_fn`` and what it imports; gymnasium
+            and numpy are there already.
         hooks: Called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery` and
             :class:`~multienv.events.Recycled`.
         reports: The directory that each loss writes a crash report to, for ``multienv replay``; the newest 100 are
@@ -106,6 +142,7 @@ class WorkerOptions(TypedDict, total=False):
     deadlines: Deadlines
     context: Any
     native_threads: int | None
+    worker_env: WorkerEnv
     hooks: Sequence[Hook]
     reports: str | os.PathLike[str] | None
 
@@ -115,7 +152,7 @@ class Workers:
 
     Args:
         backend: Makes what says where they live, given ``context`` and ``native_threads``.
-        restart, deadlines, context, native_threads, hooks, reports: See :class:`WorkerOptions`.
+        restart, deadlines, context, native_threads, worker_env, hooks, reports: See :class:`WorkerOptions`.
 
     Raises:
         UsageError: An option makes no sense.
@@ -129,6 +166,7 @@ class Workers:
         deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
         context: Any = None,
         native_threads: int | None = 1,
+        worker_env: WorkerEnv = None,
         hooks: Sequence[Hook] = (),
         reports: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -145,6 +183,7 @@ class Workers:
             reports=directory_for(reports),
         )
         self._setting = self._backend.setting()
+        self._worker_env, self._numbers = worker_env, count()
 
     def make(
         self,
@@ -165,7 +204,8 @@ class Workers:
             space: Observation space whose rows the batch has; ``None``: that of the first env.
 
         Raises:
-            UsageError: A function cannot be pickled; or several envs are to be recycled by episodes.
+            UsageError: A function cannot be pickled; or several envs are to be recycled by episodes; or ``worker_env``
+                makes no sense.
         """
         restart = self._restart
         if restart.recycle_after_episodes is not None and len(env_fns) > 1:
@@ -176,13 +216,14 @@ class Workers:
         title = "multienv env" if index is None else f"multienv env {index}"
         if index is not None and len(env_fns) > 1:
             title = f"multienv envs {index}-{index + len(env_fns) - 1}"
+        variables = checked_variables(self._worker_env, (index or 0) if exact else next(self._numbers))
         build = Build(
             env_fns=_pickled(tuple(env_fns)),
             exact=exact,
             autoreset=autoreset,
             seeds=drawn_seeds(),
             draws=_draws(len(env_fns)),
-            setting=self._setting,
+            setting=replace(self._setting, variables=variables),
             space=space,
             truncates_errors=restart.on_error == "truncate",
             snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 
 from multienv.config import RestartPolicy, checked_seed
-from multienv.envs.building import EnvFn, WorkerOptions, listed_env_fns
+from multienv.envs.building import EnvFn, WorkerEnv, WorkerOptions, listed_env_fns
 from multienv.envs.calls import call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, SupervisedEnv, close_all, initialize_all, supervisor_of
 from multienv.errors import (
@@ -52,7 +52,7 @@ class EnvManager:
     Args:
         env_fn: A list of functions that build the envs; the place in it is the env's id.
         cfg: An :class:`~multienv.managers.config.EnvManagerConfig`, or a dict of its options.
-        restart, hooks, native_threads, reports: See :class:`~multienv.WorkerOptions`.
+        restart, hooks, native_threads, worker_env, reports: See :class:`~multienv.WorkerOptions`.
         backend: Where the processes are: ``"subprocess"``, beside the trainer, or ``"ray"``, on the nodes of a cluster.
         ray: With ``backend="ray"``: :class:`~multienv.RayOptions`; ``None``: a local Ray.
         **options: Options of the config, by name.
@@ -76,6 +76,7 @@ class EnvManager:
         restart: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
         hooks: Sequence[Hook] = (),
         native_threads: int | None = 1,
+        worker_env: WorkerEnv = None,
         reports: str | os.PathLike[str] | None = None,
         backend: Literal["subprocess", "ray"] = "subprocess",
         ray: RayOptions | None = None,
@@ -91,6 +92,7 @@ class EnvManager:
             "restart": restart,
             "hooks": hooks,
             "native_threads": native_threads,
+            "worker_env": worker_env,
             "reports": reports,
             "deadlines": self.config.deadlines,
             "context": self.config.context,

@@ -31,7 +31,7 @@ from multienv.wire.messages import Build, Description, Replay, message_of
 from multienv.wire.segment import Segment
 
 FORMAT = "multienv-report"
-VERSION = 5
+VERSION = 6
 # Bytes for the document, about.
 _OVERHEAD = 2**19
 _NO_JOURNAL = (
@@ -184,6 +184,7 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
             "path": setting and setting.path,
             "arguments": setting and setting.arguments,
             "directory": setting and setting.directory,
+            "variables": setting and dict(setting.variables),
         },
         "states": case.path,
         "journal": {"requests": len(steps), "steps": sum(steps)},

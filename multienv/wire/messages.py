@@ -27,6 +27,7 @@ class Setting:
             another machine.
         registrations: Pickled specs of the envs the trainer has registered; needed only if an id is unknown.
         authkey: multiprocessing's, for proxies that an ``env_fn`` may hold.
+        variables: Of this worker alone, put over the environment: ``worker_env``.
     """
 
     path: tuple[str, ...]
@@ -35,6 +36,7 @@ class Setting:
     environment: dict[str, str] | None
     registrations: bytes
     authkey: bytes
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,13 +312,14 @@ def _find_place(build: Build, snapshots: Snapshots) -> None:
     multiprocessing.current_process().authkey = setting.authkey
     sys.argv[:] = setting.arguments
     if setting.environment is None:  # on another machine
+        os.environ.update(setting.variables)
         return
     sys.path[:] = setting.path
     with contextlib.suppress(OSError):
         os.chdir(setting.directory)
     kept = {name: os.environ[name] for name in (MARK_VARIABLE,) if name in os.environ}
     os.environ.clear()
-    os.environ.update(setting.environment | kept)
+    os.environ.update({**setting.environment, **setting.variables, **kept})
 
 
 def set_title(title: str) -> None:

@@ -168,8 +168,8 @@ def test_a_report_is_replayed_in_the_world_that_its_trainer_saw(tmp_path: Path, 
         from multienv import SubprocessEnv
         gymnasium.register("Mine-v0", entry_point=lambda **kw: helper.Env(**kw))
         def make():
-            return gymnasium.make(sys.argv[1], horizon=int(pathlib.Path("horizon").read_text()))
-        with SubprocessEnv(make) as env:
+            return gymnasium.make(sys.argv[1], horizon=int(pathlib.Path(os.environ["HORIZON"]).read_text()))
+        with SubprocessEnv(make, worker_env={"HORIZON": "horizon"}) as env:
             env.reset(seed=0)
             os.kill(env.statistics().pid, signal.SIGKILL)
             env.step(0)

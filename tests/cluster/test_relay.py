@@ -104,6 +104,24 @@ def kill(pid: int | None) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def test_each_worker_on_a_node_has_its_own_variables_and_so_have_its_replacements(clusters: Clusters) -> None:
+    def build() -> Any:
+        env = CounterEnv()
+        env.device = os.environ["DEVICE"]  # type: ignore[attr-defined]
+        return env
+
+    _, options = clusters.make()
+    dealt = {"envs_per_worker": 1, "worker_env": lambda worker: {"DEVICE": str(worker)}}
+    with RayVectorEnv([build] * 2, ray=options, restart=RestartPolicy(snapshots=False), **dealt) as envs:
+        envs.reset(seed=0)
+        for losses in range(2):
+            if losses:
+                kill(worker_pids(envs)[1])
+            envs.step([0, 0])
+            assert envs.get_attr("device") == ("0", "1")
+        assert [one.exact_recoveries for one in envs.statistics()] == [0, 1]
+
+
 # --- calls that get lost ------------------------------------------------------------------------------
 
 

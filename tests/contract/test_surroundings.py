@@ -15,7 +15,13 @@ import pytest
 from contract_envs import SurroundingsEnv
 
 from kit import CounterEnv, monitor_pid
-from multienv import SubprocessEnv
+from multienv import (
+    RestartPolicy,
+    SubprocessEnv,
+    SubprocessVectorEnv,
+    SyncSubprocessEnvManager,
+    create_subprocess_envs,
+)
 from multienv.processes.environment import THREAD_VARIABLES
 
 CONTEXTS = ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
@@ -152,6 +158,67 @@ def test_native_threads_are_limited_unless_told_otherwise(monkeypatch, context):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     with SubprocessEnv(SurroundingsEnv, context=context) as env:
         assert env.call("environment")["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.fixture
+def device_module(tmp_path, monkeypatch):
+    """A module that reads a variable as it is imported, as simulators choose a GPU."""
+    (tmp_path / "reads_its_device.py").write_text("import os\nDEVICE = os.environ.get('DEVICE')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def build() -> Any:
+        import reads_its_device
+
+        env = SurroundingsEnv()
+        env.device = reads_its_device.DEVICE
+        return env
+
+    return build
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("restart", [RestartPolicy(), RestartPolicy(snapshots=False)], ids=["snapshots", "replay"])
+def test_variables_of_a_worker_are_there_when_its_env_is_imported_and_in_each_replacement(
+    device_module, monkeypatch, context, restart
+):
+    monkeypatch.setenv("DEVICE", "the trainer's")
+    variables = {"DEVICE": "3", "MUJOCO_GL_TEST": "egl"}
+    with SubprocessEnv(device_module, worker_env=variables, context=context, restart=restart, reports="") as env:
+        variables["DEVICE"] = "too late"
+        env.reset(seed=0)
+        for losses in range(3):
+            if losses:
+                os.kill(env.statistics().pid, signal.SIGKILL)
+            env.step(0)
+            environment = env.call("environment")
+            assert (environment["DEVICE"], environment["MUJOCO_GL_TEST"]) == ("3", "egl")
+            assert env.get_attr("device") == "3"
+            assert env.statistics().exact_recoveries == losses
+    assert os.environ["DEVICE"] == "the trainer's"
+
+
+def test_each_worker_has_its_own_variables_by_its_index(device_module):
+    asked = []
+
+    def dealt(worker: int) -> dict[str, str]:
+        asked.append(worker)
+        return {"DEVICE": str(worker % 2)}
+
+    with SubprocessVectorEnv([device_module] * 5, envs_per_worker=2, worker_env=dealt) as envs:
+        assert envs.get_attr("device") == ("0", "0", "1", "1", "0")
+    assert asked == [0, 1, 2]
+    singles = create_subprocess_envs([device_module] * 3, worker_env=dealt)
+    assert [env.get_attr("device") for env in singles] == ["0", "1", "0"]
+    for env in singles:
+        env.close()
+    manager = SyncSubprocessEnvManager([device_module] * 2, worker_env=dealt)
+    manager.launch()
+    assert manager.get_attr("device") == ["0", "1"]
+    manager.close()
+    with SubprocessEnv(device_module, worker_env=dealt) as env:
+        assert env.get_attr("device") == "0"
+    with SubprocessEnv(device_module, env_index=7, worker_env=dealt) as env:
+        assert env.get_attr("device") == "1"
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
