@@ -95,8 +95,10 @@ def run_chaos(
         interval: The least and greatest pause between two strikes, seconds.
         progress: Called now and then.
         options: For ``SubprocessEnv``; deadlines, without which a stopped worker would be waited for, are half a
-            second for a step and five for a reset unless they say otherwise.
+            second for a step and five for a reset unless they say otherwise. The undisturbed envs have the same
+            ``worker_env``.
     """
+    worker_env = options.get("worker_env")
     chaos, until, dice = Chaos(), time.monotonic() + seconds, random.Random(seed)
     # No reports: reports of strikes would push out the reports of real losses.
     options = {"deadlines": Deadlines(step=0.5, reset=5.0), "reports": "", **options}
@@ -104,7 +106,7 @@ def run_chaos(
 
     def side_by_side(**options: Any) -> SideBySide:
         make = partial(create_subprocess_envs, [env_fn] * num_envs, **options)
-        return SideBySide(env_fn, make, num_envs, attempt)
+        return SideBySide(env_fn, make, num_envs, attempt, worker_env)
 
     def goes_on() -> bool:
         return chaos.kills < kills and time.monotonic() < until
@@ -137,7 +139,7 @@ def run_chaos(
                 chaos.inexact += [str(error) for error in failed.failures.values()]
             chaos.inexact += pair.reasons
         if pair.mismatch:
-            with side_by_side(**UNDISTURBED) as again:
+            with side_by_side(worker_env=worker_env, **UNDISTURBED) as again:
                 place = _differs_after(again, (chaos.steps - before) // num_envs + 1)
             if place is None:
                 chaos.mismatches.append(f"after {chaos.steps} steps (seed {attempt}): {pair.mismatch}")

@@ -87,7 +87,8 @@ def check_env_recovers(
         manner: The signal.
         make_env: Wraps an ``env_fn`` into an env whose ``statistics().pid`` is the process to kill; ``None``:
             ``SubprocessEnv(env_fn, **options)``.
-        options: For SubprocessEnv; its deadlines are a minute unless they say otherwise.
+        options: For SubprocessEnv; its deadlines are a minute unless they say otherwise. The undisturbed env has
+            the same ``worker_env``.
     """
     if not 0 <= kills <= steps:
         raise ValueError(f"there must be at least as many steps as kills, not {steps} steps and {kills} kills")
@@ -96,7 +97,7 @@ def check_env_recovers(
     doomed = frozenset(random.Random(seed).sample(range(steps), kills))
     check, step, attempt = RecoveryCheck(asked=kills), 0, seed
     while step < steps and len(check.mismatches) < ENOUGH_MISMATCHES:
-        with SideBySide(env_fn, lambda: [make(env_fn)], 1, attempt) as pair:
+        with SideBySide(env_fn, lambda: [make(env_fn)], 1, attempt, options.get("worker_env")) as pair:
             killer = Killer(pair.struck.envs[0], manners=(manner,))
             while step < steps and pair.agree:
                 killed = step in doomed and killer.strike()

@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium
 
 from multienv import Deadlines, MultiEnv, RestartPolicy, create_subprocess_envs
+from multienv.envs.building import WorkerEnv
 from multienv.errors import EnvsFailedError, WorkerLostError
 from multienv.recovery.verification import same
 
@@ -39,6 +40,7 @@ class SideBySide:
         make: Builds the envs that are struck.
         num_envs: How many.
         seed: Decides seeds and actions.
+        worker_env: Variables of the undisturbed processes: those that the others have.
 
     Attributes:
         struck: The batch that is struck.
@@ -46,11 +48,18 @@ class SideBySide:
         reasons: Why episodes were ended, because of a loss; or how an undisturbed env was lost by itself.
     """
 
-    def __init__(self, env_fn: EnvFn, make: Callable[[], Sequence[Any]], num_envs: int, seed: int) -> None:
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        make: Callable[[], Sequence[Any]],
+        num_envs: int,
+        seed: int,
+        worker_env: WorkerEnv = None,
+    ) -> None:
         self.mismatch = ""
         self.reasons: list[str] = []
         with contextlib.ExitStack() as stack:
-            calm = create_subprocess_envs([env_fn] * num_envs, **UNDISTURBED)
+            calm = create_subprocess_envs([env_fn] * num_envs, worker_env=worker_env, **UNDISTURBED)
             self._calm: MultiEnv = stack.enter_context(MultiEnv(calm))
             self.struck: MultiEnv = stack.enter_context(MultiEnv(make()))
             self._actions = copy.deepcopy(self._calm.action_space)

@@ -97,3 +97,10 @@ def test_an_env_that_crashes_by_itself_is_told_and_does_not_take_this_process_wi
     check = check_env_recovers(CrashesByItself, steps=9, kills=1, make_env=AlwaysAsked)
     assert check.is_honest
     assert check.truncated == 2
+
+
+def test_the_undisturbed_env_has_the_same_variables():
+    def build():
+        return CounterEnv(horizon=int(os.environ["HORIZON"]))
+
+    check_env_recovers(build, steps=10, kills=1, worker_env={"HORIZON": "5"}).raise_if_inexact()
