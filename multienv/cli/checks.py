@@ -12,18 +12,21 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
+import numpy as np
 import psutil
 from rich.filesize import decimal
 
 from multienv import SubprocessEnv
+from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, Walk, walk
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import MultienvError, UsageError, WorkerLostError
+from multienv.errors import EnvError, MultienvError, UsageError, WorkerLostError
 from multienv.events import Recovery, Statistics
 from multienv.testing.killer import KillManner, send
 from multienv.testing.side_by_side import EnvFn
@@ -42,6 +45,8 @@ _NOISE = 256 * 2**10
 # Lines of what a worker that was lost had written on stderr.
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Draw from self.np_random only."
+_OFFSCREEN = "MuJoCo draws with MUJOCO_GL=egl or MUJOCO_GL=osmesa; see docs/robot_simulators.md."
+_ON_THE_CPU = "Drawn by the CPU. With a GPU: its driver's EGL library, and a device for each worker by worker_env."
 # The frames of a worker's own code in a traceback or in a stack.
 _FRAMES_OF_THE_WORKER = re.compile(r'^  File "[^"\n]*/multienv/worker/.*\n?(?:    .*\n?)*', re.MULTILINE)
 
@@ -93,23 +98,27 @@ class Patient:
         """Return what recovery comes to: ``"ok"`` if there is a way back that is exact."""
         return "ok" if "exact" in self.ways.values() and self.ways.get("journal") != "differs" else "truncates"
 
-    def worker(self, *, step_deadline: float | None = None, **options: Any) -> SubprocessEnv:
-        """Return the env in a worker that is yet to be started; without other options a loss raises."""
+    def worker(
+        self, *, env_fn: EnvFn | None = None, step_deadline: float | None = None, **options: Any
+    ) -> SubprocessEnv:
+        """Return the env, or another, in a worker that is yet to be started; without other options a loss raises."""
         most = self.reset_deadline
         deadlines = Deadlines(
             start=most, reset=most, step=step_deadline or self.step_deadline, call=most, recovery=most
         )
-        return SubprocessEnv(self.env_fn, **{"restart": RAISE, "deadlines": deadlines, **options})
+        return SubprocessEnv(env_fn or self.env_fn, **{"restart": RAISE, "deadlines": deadlines, **options})
 
 
 def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
-    """Run all checks, as far as they make sense; call ``told`` with the row of each."""
+    """Run all checks, as far as they make sense; call ``told`` with the row of each that has something to say."""
     rows: list[Row] = []
     for check in CHECKS:
         try:
             found = check(patient)
         except Exception as error:  # the env's doing, through multienv
             found = _failed(patient, error)
+        if found is None:
+            continue
         rows.append(found._replace(name=check.__name__.replace("_", " ")))
         told(rows[-1])
         if found.verdict == "broken":
@@ -180,6 +189,38 @@ def repeats(patient: Patient) -> Row:
             "Forget everything in reset(seed=…), and draw from self.np_random only.",
         )
     return Row("ok", f"a seed begins the same again, in one process and in another, for {patient.first.steps} steps")
+
+
+def renders(patient: Patient) -> Row | None:
+    """Draw frames in a worker, if the env has a render mode that makes any; tell what draws them."""
+    with patient.worker(env_fn=partial(drawn, patient.env_fn)) as env:
+        if env.render_mode in (None, "human", "ansi", "ansi_list"):
+            return None
+        env.reset(seed=0)
+        try:
+            frame, first = _frame(env)
+            _, other = _frame(env)
+        except EnvError as error:
+            text = f"no frame. {error}".splitlines()[0]
+            detail = _FRAMES_OF_THE_WORKER.sub("", error.remote_traceback).strip("\n")
+            return Row("note", text, f"Without a display: {_OFFSCREEN}", detail)
+        known = env.call("drawn_by")
+    if frame.ndim < 2:
+        return Row("note", f"render() returned no frame, but {frame!r:.100}")
+    size = " × ".join(map(str, frame.shape))
+    means = f"frames of {size}, the first in {duration(first)}, another in {duration(other)}"
+    means += f"; {', '.join(known)}" if known else ""
+    if frame.min() == frame.max():
+        return Row("note", f"{means}; all of one colour", f"Is that right? {_OFFSCREEN}")
+    return Row("ok", means, _ON_THE_CPU if "llvmpipe" in means or "softpipe" in means else "")
+
+
+def _frame(env: SubprocessEnv) -> tuple[Any, float]:
+    """Return a frame, or the last of several, as an array; and the seconds that it took."""
+    began = time.perf_counter()
+    frame: Any = env.render()
+    seconds = time.perf_counter() - began
+    return np.asarray(frame[-1] if isinstance(frame, list) and frame else frame), seconds
 
 
 # --- the ways back --------------------------------------------------------------------------------
@@ -283,8 +324,8 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
     }
 
 
-CHECKS: tuple[Callable[[Patient], Row], ...] = (
-    builds, steps, repeats, forks, replays, a_hung_worker, leaks,
+CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
+    builds, steps, repeats, renders, forks, replays, a_hung_worker, leaks,
 )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ import sys
 import threading
 from typing import Any
 
+import numpy as np
+
 from kit import CounterEnv, Fault, FaultyEnv
 
 
@@ -46,6 +48,25 @@ class Loud(CounterEnv):
         if self.episode_step == 19:
             os._exit(7)
         return super().step(action)
+
+
+class Frames(CounterEnv):
+    """Draws frames, or fails to."""
+
+    def __init__(self, kind: str = "good", render_mode: str = "rgb_array") -> None:
+        super().__init__(render_mode=render_mode)
+        self.kind = kind
+
+    def render(self) -> Any:
+        if self.kind == "raises":
+            raise RuntimeError("no OpenGL context")
+        if self.kind == "aborts":
+            os.abort()
+        if self.kind == "none":
+            return None
+        frame = np.zeros((4, 6, 3), np.uint8)
+        frame[0] = 255 * (self.kind != "black")
+        return [frame] if self.kind == "list" else frame
 
 
 class Forked(CounterEnv):

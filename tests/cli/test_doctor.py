@@ -74,6 +74,33 @@ def test_an_env_that_is_another_one_after_a_fork_is_run_without_snapshots() -> N
 
 
 @pytest.mark.parametrize(
+    ("kind", "verdict", "meaning"),
+    [
+        ("good", "ok", r"frames of 4 × 6 × 3, the first in [^;]*, another in [^;]*"),
+        ("list", "ok", r"frames of 4 × 6 × 3, .*"),
+        ("black", "note", r"frames of 4 × 6 × 3, .*; all of one colour"),
+        ("none", "note", r"render\(\) returned no frame, but array\(None, dtype=object\)"),
+        ("raises", "note", r"no frame\. .*RuntimeError: no OpenGL context"),
+        ("aborts", "note", r"not known: .*killed by SIGABRT.*"),
+    ],
+)
+def test_rendering_is_tried_in_a_worker(monkeypatch: pytest.MonkeyPatch, kind: str, verdict: str, meaning: str) -> None:
+    monkeypatch.setattr(checks, "CHECKS", [checks.steps, checks.renders])
+    _, told = run("doctor", f"{ODD_ENVS}:Frames", "--json", "--env-kwargs", f'{{"kind": "{kind}"}}')
+    row = told["checks"][-1]
+    assert (row["name"], row["verdict"]) == ("renders", verdict)
+    assert re.fullmatch(meaning, row["meaning"]), row
+    assert ("no OpenGL context" in row["detail"]) == (kind == "raises")
+
+
+@pytest.mark.parametrize("mode", ["human", "ansi"])
+def test_nothing_is_said_of_rendering_where_no_frames_are_made(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setattr(checks, "CHECKS", [checks.steps, checks.renders])
+    _, told = run("doctor", f"{ODD_ENVS}:Frames", "--json", "--env-kwargs", f'{{"render_mode": "{mode}"}}')
+    assert [row["name"] for row in told["checks"]] == ["steps"]
+
+
+@pytest.mark.parametrize(
     ("env", "check", "meaning", "detail"),
     [
         ("unpicklable", "builds", "cannot pickle '_thread.lock' object", ""),
