@@ -2,7 +2,7 @@
 
 A replay that does not begin when the envs were built begins with the generators as they were at its first request:
 ``random`` and ``numpy.random`` of the process, and every generator that an env, a wrapper or a space of theirs holds
-in an attribute.
+in an attribute, or shows as ``np_random``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _KINDS = (np.random.Generator, np.random.RandomState, random.Random)
 # Where gymnasium keeps the generator of an env or of a space, and the seed of an env's.
 _USUAL = "_np_random"
 _USUAL_SEED = "_np_random_seed"
+_SHOWN = "np_random"
 _SPACES = ("action_space", "observation_space")
 # Bytes of a Mersenne twister: 624 words, and how many of them are used up.
 _BITS = 4 * 624 + 4
@@ -145,6 +146,13 @@ def _generators(env: Any) -> Iterator[tuple[Any, Any, str]]:
     for depth, layer in enumerate(layers_of(env)):
         for name in _names(layer):
             yield (depth, (name,)), layer, name
+        # An env may keep its generator in an object of its own, and show it as gymnasium does: shimmy's of dm_control.
+        if getattr(type(layer), _SHOWN, None) not in (gymnasium.Env.np_random, gymnasium.Wrapper.np_random):
+            shown = None
+            with contextlib.suppress(Exception):
+                shown = getattr(layer, _SHOWN)
+            if _is_generator(shown):
+                yield (depth, (_SHOWN,)), layer, _SHOWN
         for name in _SPACES:
             space = None
             with contextlib.suppress(Exception):  # the space may be a property of the env's, which raises

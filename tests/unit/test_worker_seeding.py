@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -97,6 +98,29 @@ def test_a_generator_under_two_names_is_one_again_whatever_its_kind(kind: str, h
     assert copy.one is copy.two  # type: ignore[attr-defined]
     draw = copy.one.gauss if kind == "Random" else copy.one.normal  # type: ignore[attr-defined]
     assert [draw(0, 1) for _ in range(3)] == drawn
+
+
+class Showing(Drawing):
+    """Keeps its generator in an object of its own, and shows it as ``np_random``, as shimmy does with dm_control's."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.task = SimpleNamespace(drawing=np.random.RandomState(seed))
+
+    @property
+    def np_random(self) -> Any:
+        return self.task.drawing
+
+
+def test_a_generator_that_is_only_shown_is_put_back_where_it_is() -> None:
+    env = wrapped(Showing(1))
+    told = told_of(env)
+    drawn = [env.unwrapped.np_random.random() for _ in range(2)]
+    other = wrapped(Showing(2))
+    task, generator = other.unwrapped.task, other.unwrapped.task.drawing
+    seeding.restore(other, told)
+    assert [generator.random() for _ in range(2)] == drawn
+    assert (other.unwrapped.task, task.drawing) == (task, generator)
 
 
 def test_what_the_system_draws_is_left_alone() -> None:
