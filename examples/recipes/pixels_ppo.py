@@ -1,0 +1,57 @@
+"""PPO of Stable-Baselines3 learns from the frames of a MuJoCo env, which each worker draws on the device it is given.
+
+python examples/recipes/pixels_ppo.py --devices 2          # two GPUs
+MUJOCO_GL=osmesa python examples/recipes/pixels_ppo.py     # no GPU, and no EGL either
+"""
+
+import argparse
+import os
+from functools import partial
+from typing import Any
+
+import gymnasium
+from gymnasium.wrappers import AddRenderObservation, FrameStackObservation, GrayscaleObservation
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import VecMonitor
+
+from multienv import Deadlines
+from multienv.adapters.stable_baselines3 import SubprocessVecEnv
+
+
+def make_env(env_id: str, size: int = 64) -> gymnasium.Env[Any, Any]:
+    """Build an env whose observation is its last three frames, grey."""
+    env = gymnasium.make(env_id, render_mode="rgb_array", width=size, height=size)
+    env.reset(seed=0)  # the next line draws a frame of a reset of its own, and the camera stays as it is then
+    env = AddRenderObservation(env, render_only=True)
+    return FrameStackObservation(GrayscaleObservation(env), 3)
+
+
+def variables(devices: int, worker: int) -> dict[str, str]:
+    """Deal the workers to devices."""
+    return {"MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl"), "MUJOCO_EGL_DEVICE_ID": str(worker % devices)}
+
+
+def make_envs(env_id: str, num_envs: int, devices: int = 1, **options: Any) -> SubprocessVecEnv:
+    """Make the envs. A frame that hangs or aborts costs a recovery, or at worst a truncated episode."""
+    return SubprocessVecEnv(
+        [partial(make_env, env_id)] * num_envs,
+        worker_env=partial(variables, devices),
+        deadlines=Deadlines(step=30.0, reset=60.0),  # a hung renderer is replaced, too
+        **options,
+    )
+
+
+def train(envs: SubprocessVecEnv, steps: int, callback: Any = None, **options: Any) -> PPO:
+    """Learn for so many steps."""
+    model = PPO("CnnPolicy", VecMonitor(envs), seed=0, device="auto", **options)
+    return model.learn(steps, callback=callback)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--env", default="InvertedPendulum-v5")
+    parser.add_argument("--num-envs", type=int, default=8)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=100_000)
+    chosen = parser.parse_args()
+    learnt = train(make_envs(chosen.env, chosen.num_envs, chosen.devices), chosen.steps, n_steps=128, verbose=1)
