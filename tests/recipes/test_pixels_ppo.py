@@ -17,8 +17,9 @@ from multienv.testing import Killer
 pytestmark = pytest.mark.ci
 
 ENV = "InvertedPendulum-v5"
-SERIAL = {"LP_NUM_THREADS": "0", "MESA_SHADER_CACHE_DISABLE": "true"}
-THREADED = {"LP_NUM_THREADS": "2"}
+ON_THE_CPU = {"LIBGL_ALWAYS_SOFTWARE": "1"}
+SERIAL = {**ON_THE_CPU, "LP_NUM_THREADS": "0", "MESA_SHADER_CACHE_DISABLE": "true"}
+THREADED = {**ON_THE_CPU, "LP_NUM_THREADS": "2"}
 
 
 def frames(first_seed: int | None = 0) -> gymnasium.Env[Any, Any]:
