@@ -52,6 +52,7 @@ if __name__ == "__main__":
     parser.add_argument("--env", default="InvertedPendulum-v5")
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, default=40_000)
     chosen = parser.parse_args()
-    learnt = train(make_envs(chosen.env, chosen.num_envs, chosen.devices), chosen.steps, n_steps=128, verbose=1)
+    options = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 5e-4}
+    train(make_envs(chosen.env, chosen.num_envs, chosen.devices), chosen.steps, **options, verbose=1)
