@@ -55,6 +55,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._calls = Calls(supervisor)
+        self._frame: Any = None  # what render() has returned last
 
     # --- start and end --------------------------------------------------------------------------
 
@@ -216,8 +217,14 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         return told
 
     def render(self) -> Any:
-        """Draw the env where it is; returns what its ``render`` returns."""
-        return self._calls.ask("render", Render())
+        """Draw the env where it is; returns what its ``render`` returns.
+
+        After an episode that was lost there is nothing to draw before the reset: the last frame is returned once more.
+        """
+        if self._supervisor.state.process is Process.NONE and self._frame is not None:
+            return self._frame
+        self._frame = self._calls.ask("render", Render())
+        return self._frame
 
     # --- branching and checkpoints ----------------------------------------------------------------
 

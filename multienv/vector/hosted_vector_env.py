@@ -37,6 +37,7 @@ from multienv.errors import (
 from multienv.events import Statistics
 from multienv.fanout import FanOut, Ready, Round
 from multienv.recovery.rollouts import RolloutReply
+from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
 from multienv.stream import OwnPace
 from multienv.threads import close_at_once
@@ -145,6 +146,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._all_begun = False
         self._mask: Array | None = None  # that of the last reset
         self._asked: Sequence[int] = ()  # the envs of the last call
+        self._frames: tuple[Any, ...] = ()  # what render() has returned last
         self._merger = InfoMerger(self.num_envs)
         self._merges_as_gymnasium = type(self)._add_info is VectorEnv._add_info
         try:
@@ -760,8 +762,19 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self.get_attr("np_random_seed")
 
     def render(self) -> tuple[Any, ...]:
-        """Return what every env renders, as its ``render_mode`` says: with ``"rgb_array"`` one frame each."""
-        return self._ask("render", Render)
+        """Return what every env renders, as its ``render_mode`` says: with ``"rgb_array"`` one frame each.
+
+        After an episode that was lost there may be no env to draw before the reset: the last frame is returned again.
+        """
+        lost = [worker.state.process is Process.NONE for worker in self._workers]
+        lacks = [env for rows, one in zip(self._slices, lost, strict=True) if one for env in range(self.num_envs)[rows]]
+        if not lacks or not self._frames:
+            self._frames = self._ask("render", Render)
+            return self._frames
+        drawn = [env for env in range(self.num_envs) if env not in lacks]
+        found = dict(zip(drawn, self._ask("render", Render, drawn) if drawn else (), strict=True))
+        self._frames = tuple(found.get(env, frame) for env, frame in enumerate(self._frames))
+        return self._frames
 
     def get_images(self) -> list[Frame]:
         """Return one frame of every env; UsageError if ``render_mode`` is another than ``"rgb_array"``."""

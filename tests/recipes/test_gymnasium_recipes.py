@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from gymnasium.wrappers import vector as outside
 from striking import Striking, assert_all_exact
 
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
-from multienv.testing import Killer
+from multienv.testing import Killer, worker_pids
 
 with contextlib.suppress(ImportError):  # moviepy's bars of progress: a lock for all processes, never released
     from tqdm import tqdm
@@ -130,18 +132,33 @@ def test_recorders_around_a_batch_return_and_write_the_same(tmp_path):
     assert any(stats for _, stats in runs[0][0])
 
 
-def test_after_a_lost_episode_nothing_can_be_drawn_until_the_reset(tmp_path):
+def test_the_last_frame_of_a_lost_episode_is_recorded_once_more(tmp_path):
     with SubprocessEnv(DRAWING, restart=TRUNCATE, reports="") as struck:
         env = RecordVideo(struck, str(tmp_path / "videos"), episode_trigger=lambda number: True)
         env.reset(seed=2)
         env.step(0)
+        frame = struck.render()
         assert Killer(struck).strike()
-        with pytest.raises(gymnasium.error.ResetNeeded, match="render"):
-            env.step(0)  # this one is truncated, and its frame is wanted
+        assert env.step(0)[3]
+        assert struck.render() is frame
         env.reset(seed=2)
+        assert struck.render() is not frame
         env.step(0)
         env.close()
         assert [path.stat().st_size > 0 for path in (tmp_path / "videos").glob("*.mp4")] == [True, True]
+
+
+def test_the_last_frames_of_lost_episodes_of_a_batch_are_drawn_once_more():
+    options = {"envs_per_worker": 1, "restart": TRUNCATE, "reports": "", "autoreset_mode": "Disabled"}
+    with SubprocessVectorEnv([DRAWING] * 3, **options) as envs:
+        envs.reset(seed=2)
+        before = envs.render()
+        os.kill(worker_pids(envs)[1], signal.SIGKILL)
+        assert envs.step(np.array([0, 0, 0]))[3].tolist() == [False, True, False]
+        after = envs.render()
+        assert [one is other for one, other in zip(before, after, strict=True)] == [False, True, False]
+        envs.reset(options={"reset_mask": np.array([False, True, False])})
+        assert envs.render()[1] is not before[1]
 
 
 def test_statistics_in_the_worker_leave_out_a_lost_episode_and_outside_they_count_it():
