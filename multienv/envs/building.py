@@ -121,8 +121,7 @@ class WorkerOptions(TypedDict, total=False):
     Args:
         restart: What happens when a process is lost. In a vector env ``on_crash`` and its likes concern the env that is
             to blame.
-        deadlines: When a process counts as hung. In a vector env those of a step and a reset are for all envs of a
-            process together.
+        deadlines: When a process counts as hung. Of several envs in a process each has the time for itself.
         context: ``"forkserver"`` (the default on Linux) or ``"spawn"`` (elsewhere).
         native_threads: Threads that BLAS, OpenMP and the like may use in a process, unless the environment says
             otherwise; ``None`` leaves them alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from math import inf
+from typing import Any
 
 from multienv.processes.channel import Channel
 from multienv.recovery.state_machine import Request, State
@@ -13,12 +14,14 @@ from multienv.sometimes import sometimes
 from multienv.wire.actions import PICKLED
 from multienv.wire.banks import BEGIN, HEAD, MESSAGE, NOT_RESET, SKIPPED, STEP, STEPPED, U32, BankLayout, Entry
 from multienv.wire.messages import BEGINNING, Message
-from multienv.wire.segment import REQUEST, Segment
+from multienv.wire.segment import REQUEST, SLOT, Segment
 
 logger = logging.getLogger("multienv")
 
 # A call that waits so many seconds without a deadline says so once, and kills nothing.
 SILENCE = 60.0
+# So often in the time of a deadline it is looked which env of a process is being called.
+_LOOKS = 8
 
 
 class Pending:
@@ -37,7 +40,7 @@ class Pending:
         until: When it is overdue, seconds of the clock; ``None``: never.
     """
 
-    __slots__ = ("_saved", "_silence", "_who", "limit", "message", "payload", "until")
+    __slots__ = ("_mark", "_saved", "_silence", "_who", "limit", "message", "payload", "until")
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -48,6 +51,9 @@ class Pending:
         # Number, request part and payload of a step that is to be asked of another process.
         self._saved: tuple[int, bytes, bytes] | None = None
         self._silence = 0, inf  # number of a request without a deadline, and when its silence is to be told of
+        # Of envs that share a process: number of the request, mark of the slot that was being called when it was looked
+        # at last, since when it has been the same, and when to look again.
+        self._mark = 0, 0, inf, inf
 
     def begin_step(self, limit: float | None, number: int = 0, aside: Segment | None = None) -> None:
         """Hold a step, which lies in its bank, or in a segment ``aside`` because there is no process."""
@@ -63,11 +69,12 @@ class Pending:
     def arm(self) -> None:
         """Begin to count the time that a process may take."""
         self._silence = 0, inf
+        self._mark = 0, 0, inf, inf
         self.until = None if self.limit is None else time.monotonic() + self.limit
 
     def settled(self) -> None:
         """Forget the request: it is answered, and another may have its number after a restore."""
-        self._saved, self._silence = None, (0, inf)
+        self._saved, self._silence, self._mark = None, (0, inf), (0, 0, inf, inf)
 
     def save(self, segment: Segment, number: int) -> None:
         """Keep a step beyond the end of the process that was asked."""
@@ -110,15 +117,36 @@ class Pending:
                 bank.skipped[slot] = NOT_RESET if slot in state.not_reset else 1
         channel.ring(number)
 
-    def due(self, number: int) -> float:
-        """Return when to do more than wait for the reply: end a process that is overdue, or tell that it is silent."""
+    def due(self, number: int, words: Any = None) -> float:
+        """Return when to do more than wait for the reply: end a process that is overdue, or tell that it is silent.
+
+        Args:
+            number: Of the request.
+            words: Control words of a process whose envs have the whole deadline each; ``None``: it is for all of them.
+        """
         if self.until is not None:
-            return self.until
+            return self.until if words is None or self.limit is None else self._due_of_slot(number, words, self.limit)
         if self._silence[0] != number:
             self._silence = number, time.monotonic() + SILENCE
         return self._silence[1]
 
-    def await_reply(self, channel: Channel, number: int, until: float | None, name: str) -> bool:
+    def _due_of_slot(self, number: int, words: Any, limit: float) -> float:
+        """Return when to look at the mark of the slot again; in the past if the env in that slot is overdue.
+
+        An env has its whole deadline, whatever those before it have taken, and up to an eighth of it more.
+        """
+        now, mark = time.monotonic(), words[SLOT]
+        last, before, since, again = self._mark
+        if last != number or mark != before:
+            since = now
+        elif now >= since + limit:
+            return since + limit
+        if last != number or now >= again:
+            again = min(now + limit / _LOOKS, since + limit)
+        self._mark = number, mark, since, again
+        return again
+
+    def await_reply(self, channel: Channel, number: int, until: float | None, name: str, words: Any = None) -> bool:
         """Wait for the reply.
 
         Args:
@@ -126,6 +154,7 @@ class Pending:
             number: Of the request.
             until: When the caller gives up waiting; ``None``: never.
             name: Names the call in the warning that it waits long.
+            words: As for :meth:`due`.
 
         Returns:
             Whether it is there; else ``until`` has passed.
@@ -134,13 +163,16 @@ class Pending:
             Gone: The process ended, or was killed because the request is overdue.
         """
         while True:
-            due = self.due(number)
+            due = self.due(number, words)
             nearest = due if until is None else min(due, until)
             if channel.wait(number, None if nearest == inf else nearest):
                 return True
             if nearest != due:
                 return False
-            if due == self.until:
+            if self.until is not None:
+                if self.due(number, words) > due:
+                    sometimes("another env of the process is being called")
+                    continue
                 sometimes("a request hangs")
                 raise channel.kill(cause="hung", stack=True)
             self._silence = number, inf

@@ -336,11 +336,16 @@ class Supervisor:
         try:
             if not ends_overdue:
                 return channel.wait(number, until)
-            return self.pending.await_reply(channel, number, until, self._name())
+            return self.pending.await_reply(channel, number, until, self._name(), self._counted())
         except BaseException:
             if self._closed:  # by a signal handler above this call, which has left the rest to it
                 self._release()
             raise
+
+    def _counted(self) -> Any:
+        """Return the control words if each env of several has the deadline of the pending request for itself."""
+        request = self.state.request
+        return self.segment.words if self.rules.slots > 1 and request is not None and not request.steps else None
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -399,7 +404,7 @@ class Supervisor:
                 ) from error
             limit = self._deadlines.reset if is_reset else self._deadlines.call
             if steps:
-                limit = None if self._deadlines.step is None else steps * self._deadlines.step
+                limit = None if self._deadlines.step is None else steps * self.rules.slots * self._deadlines.step
             self.pending.begin(message, payload, limit)
             self._happen(Asked(Request(kind, name, whole, touched, steps)))
             if self.state.process is Process.READY:
@@ -761,7 +766,7 @@ class Supervisor:
                 number = self.lifecycle.building
             else:
                 return None
-            return channel, number, self.pending.due(number)
+            return channel, number, self.pending.due(number, self._counted())
 
     def bound(self, seconds: float) -> None:
         """Give the pending request a deadline: so many seconds from now, and in each process that it is asked of."""

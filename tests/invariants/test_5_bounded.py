@@ -85,6 +85,23 @@ def test_a_request_that_hangs_is_given_up_at_its_deadline(kind: str, moment: str
     assert events[0].exit_code == -signal.SIGKILL, "SIGTERM is ignored: it was not ended in time"
 
 
+def test_each_env_of_a_process_has_the_whole_deadline_for_itself() -> None:
+    """Four envs in a process take twice the deadline together; the last but one hangs when the others have had theirs."""
+    slow = partial(SlowEnv, step_seconds=0.3)
+    env_fns = [slow, slow, partial(HangsWhenTold, step_seconds=0.3), slow]
+    events: list[Any] = []
+    options: dict[str, Any] = {"deadlines": Deadlines(step=0.6), "restart": RAISE, "hooks": [events.append]}
+    with Face("vector_env", env_fns, **options) as face:
+        face.reset(0)
+        for _ in range(2):
+            with within(1.2, at_least=1.2):
+                face.step([1, 1, 1, 1])
+        assert face.losses() == 0
+        with within(0.6 + 0.6 * 9 / 8, at_least=0.6 + 0.6), pytest.raises(WorkerHungError, match="env 2 .*of 0.6 s"):
+            face.step([1, 1, 3, 1])
+    assert (events[0].env_index, events[0].deadline) == (2, 0.6)
+
+
 @pytest.mark.parametrize("kind", ["vector_env", "async_env"])
 def test_an_env_that_hangs_while_it_is_built_is_given_up(kind: str) -> None:
     with (
@@ -104,6 +121,15 @@ def test_a_step_that_hangs_in_every_process_is_truncated_in_the_time_of_two(kind
         assert face.losses() == 2
         assert row.truncated
         assert "deadline of 0.5 s" in row.recovery["reason"]
+
+
+class HangsWhenTold(SlowEnv):
+    """Hangs in a step with the action 3."""
+
+    def step(self, action: Any) -> Any:
+        if action == 3:
+            time.sleep(60.0)
+        return super().step(action)
 
 
 class HangsOnce(SlowEnv):
