@@ -62,12 +62,19 @@ class Named:
         return f"{type(self).__name__}({chosen})"
 
 
-def check_seconds(name: str, value: float | None, *, zero: bool = False) -> None:
-    """Raise UsageError unless this is ``None`` or a finite, positive number; with ``zero``, 0 is allowed too."""
+def check_seconds(name: str, value: float | None, *, zero: bool = False, words: str = "") -> None:
+    """Raise UsageError unless this is ``None`` or a finite, positive number.
+
+    Args:
+        name: Of the value, for messages.
+        value: The value.
+        zero: 0 is allowed too.
+        words: What else would have been allowed, for messages.
+    """
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise UsageError(f"{name} is {value!r}; give a number of seconds, or None for no limit.")
+        raise UsageError(f"{name} is {value!r}; give a number of seconds{words}, or None for no limit.")
     # Compared before any conversion: an integer may be too large for a float, a float for a poll().
     if not 0 <= value <= _LONGEST or (value == 0 and not zero):
         raise UsageError(
@@ -105,8 +112,11 @@ class Deadlines(Named):
 
     Args:
         start: From the launch of the process to the built env.
-        reset: One ``reset``.
-        step: One ``step``; of a ``rollout`` each.
+        reset: One ``reset``; or ``"auto"``, as for ``step``, after three resets.
+        step: One ``step``; of a ``rollout`` each. Or ``"auto"``: after twenty steps, ten times as long as the slowest
+            that this process has made so far, and 10 s at least. A request that was ended by that has thirty times as
+            long in the next process, so that an env which is merely slow is waited for, and one that hangs by chance is
+            healed.
         call: One ``call``, ``get_attr``, ``set_attr`` or ``render``.
         close: ``close``, after which the process is killed.
         recovery: Bringing back the envs of one lost worker, all attempts together. Past it the step is truncated. An
@@ -114,8 +124,8 @@ class Deadlines(Named):
     """
 
     start: float | None = 120.0
-    reset: float | None = None
-    step: float | None = None
+    reset: float | Literal["auto"] | None = None
+    step: float | Literal["auto"] | None = None
     call: float | None = None
     close: float = 5.0
     recovery: float | None = 120.0
@@ -123,7 +133,11 @@ class Deadlines(Named):
     def __post_init__(self) -> None:
         """Raise UsageError unless all values are numbers of seconds."""
         for field in fields(self):
-            check_seconds(f"Deadlines.{field.name}", getattr(self, field.name))
+            value = getattr(self, field.name)
+            if field.name not in ("reset", "step"):
+                check_seconds(f"Deadlines.{field.name}", value)
+            elif not isinstance(value, str) or value != "auto":
+                check_seconds(f"Deadlines.{field.name}", value, words=", 'auto'")
         if self.close is None:
             raise UsageError("Deadlines.close is None; close() is always bounded: give a number of seconds.")
 

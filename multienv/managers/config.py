@@ -122,8 +122,10 @@ class EnvManagerConfig:
         retry_type: A reset is tried again in the same process (``"reset"``) or in a new one (``"renew"``).
         retry_waiting_time: Between two tries.
         auto_reset: An env whose episode has ended is reset in the background, until it is done.
-        step_timeout: One step; past it the process counts as hung: it is killed and brought back. ``None``: for ever.
+        step_timeout: One step; past it the process counts as hung: it is killed and brought back. ``None``: for ever;
+            ``"auto"``: see :class:`~multienv.Deadlines`.
         reset_timeout: The same for one reset, call of a method or rendering; ``None``: as long as ``connect_timeout``.
+            ``"auto"`` is for resets alone.
         connect_timeout: From the launch of a process to the built env; ``None``: for ever.
         wait_num: Timesteps the asynchronous manager's ``step()`` waits for; at most as many as it was given actions.
         step_wait_timeout: How long it waits for more of them; ``None``: for all.
@@ -143,8 +145,8 @@ class EnvManagerConfig:
     retry_type: Literal["reset", "renew"] = "reset"
     retry_waiting_time: float = 0.1
     auto_reset: bool = True
-    step_timeout: float | None = None
-    reset_timeout: float | None = None
+    step_timeout: float | Literal["auto"] | None = None
+    reset_timeout: float | Literal["auto"] | None = None
     connect_timeout: float | None = 60.0
     wait_num: float = 2
     step_wait_timeout: float | None = 0.01
@@ -160,7 +162,8 @@ class EnvManagerConfig:
             if not endless and (integer(value) or 0) < 1:
                 raise UsageError(f"{name} is {value!r:.100}; give an integer of at least 1.")
         for name in ("step_timeout", "reset_timeout", "connect_timeout"):
-            check_seconds(name, getattr(self, name))
+            if name == "connect_timeout" or getattr(self, name) != "auto":
+                check_seconds(name, getattr(self, name))
         for name in ("retry_waiting_time", "step_wait_timeout"):
             check_seconds(name, getattr(self, name), zero=True)
         if self.retry_waiting_time is None:
@@ -195,4 +198,5 @@ class EnvManagerConfig:
     def deadlines(self) -> Deadlines:
         """Return the timeouts as the deadlines of a single env."""
         reset = self.connect_timeout if self.reset_timeout is None else self.reset_timeout
-        return Deadlines(start=self.connect_timeout, reset=reset, step=self.step_timeout, call=reset)
+        call = self.connect_timeout if isinstance(reset, str) else reset
+        return Deadlines(start=self.connect_timeout, reset=reset, step=self.step_timeout, call=call)

@@ -40,7 +40,7 @@ class Pending:
         until: When it is overdue, seconds of the clock; ``None``: never.
     """
 
-    __slots__ = ("_mark", "_saved", "_silence", "_who", "limit", "message", "payload", "until")
+    __slots__ = ("_longest", "_mark", "_saved", "_silence", "_waited", "_who", "limit", "message", "payload", "until")
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -54,6 +54,8 @@ class Pending:
         # Of envs that share a process: number of the request, mark of the slot that was being called when it was looked
         # at last, since when it has been the same, and when to look again.
         self._mark = 0, 0, inf, inf
+        self._longest = 0.0  # that a slot has been called for in that request
+        self._waited = 0, inf  # number of a request that is waited for, and since when
 
     def begin_step(self, limit: float | None, number: int = 0, aside: Segment | None = None) -> None:
         """Hold a step, which lies in its bank, or in a segment ``aside`` because there is no process."""
@@ -68,7 +70,7 @@ class Pending:
 
     def arm(self) -> None:
         """Begin to count the time that a process may take."""
-        self._silence = 0, inf
+        self._silence = self._waited = 0, inf
         self._mark = 0, 0, inf, inf
         self.until = None if self.limit is None else time.monotonic() + self.limit
 
@@ -124,6 +126,8 @@ class Pending:
             number: Of the request.
             words: Control words of a process whose envs have the whole deadline each; ``None``: it is for all of them.
         """
+        if self._waited[0] != number:
+            self._waited, self._longest = (number, time.monotonic()), 0.0
         if self.until is not None:
             return self.until if words is None or self.limit is None else self._due_of_slot(number, words, self.limit)
         if self._silence[0] != number:
@@ -138,6 +142,7 @@ class Pending:
         now, mark = time.monotonic(), words[SLOT]
         last, before, since, again = self._mark
         if last != number or mark != before:
+            self._longest = max(self._longest, now - since) if last == number else 0.0
             since = now
         elif now >= since + limit:
             return since + limit
@@ -145,6 +150,13 @@ class Pending:
             again = min(now + limit / _LOOKS, since + limit)
         self._mark = number, mark, since, again
         return again
+
+    def longest(self, number: int, slots: int) -> float:
+        """Return the seconds that an env took for this request, as far as it was waited for; 0.0: it was not."""
+        now = time.monotonic()
+        if self._mark[0] == number:
+            return max(self._longest, now - self._mark[2])
+        return (now - self._waited[1]) / slots if self._waited[0] == number else 0.0
 
     def await_reply(self, channel: Channel, number: int, until: float | None, name: str, words: Any = None) -> bool:
         """Wait for the reply.
@@ -182,7 +194,7 @@ class Pending:
         """Log that the request has waited for ``SILENCE`` seconds, and where its process is."""
         logger.warning(
             "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give "
-            "Deadlines(%s=seconds) to have it healed.\nIts stack:\n%s",
+            "Deadlines(%s=seconds) to have it healed, for steps and resets also 'auto'.\nIts stack:\n%s",
             self._who,
             name,
             SILENCE,

@@ -441,7 +441,8 @@ class Recoverer:
         """Return the seconds after which a request of a replay hangs; ``None``: one of them has no deadline."""
         deadlines = self._deadlines
         limits = [deadlines.step, deadlines.reset, *([deadlines.call] if plan.lasting else [])]
-        return None if None in limits else max(filter(None, limits)) + REPLAY_GRACE
+        known = [limit for limit in limits if isinstance(limit, int | float)]  # one that is "auto" ends no replay
+        return max(known) + REPLAY_GRACE if len(known) == len(limits) else None
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
         """Count a death; return why this method is given up if too many died at this place, else ``""``."""

@@ -52,6 +52,7 @@ from multienv.recovery.hot_path import (
 )
 from multienv.recovery.journal import Journal
 from multienv.recovery.lifecycle import Lifecycle
+from multienv.recovery.limits import SECOND_CHANCE, Limits
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
 from multienv.recovery.record import Record, memory_of
@@ -97,7 +98,7 @@ from multienv.wire.messages import (
     is_recorded,
     pack_message,
 )
-from multienv.wire.segment import REQUEST, STEP_SECONDS, Segment
+from multienv.wire.segment import REPLY, REQUEST, STEP_SECONDS, Segment
 from multienv.worker.starts import LARGE_SHARE, SHARE
 
 logger = logging.getLogger("multienv")
@@ -189,6 +190,7 @@ class Supervisor:
         self.index = index
         self._sharing = 0
         self._policy, self._deadlines = policy, deadlines
+        self._limits = Limits(deadlines, resets_in_steps=build.autoreset in ("NEXT_STEP", "SAME_STEP"))
         self._owner = os.getpid()
         self.lock = threading.RLock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
@@ -283,7 +285,7 @@ class Supervisor:
         if self.state is not OVER or maintenance.is_due or maintenance.recycling.wanted:
             return False
         self.record.asked = ()
-        self.pending.begin(BEGINNING, b"", self._deadlines.reset)
+        self.pending.begin(BEGINNING, b"", self._limits.reset)
         self.state = BEGINNING_ANEW if whole else BEGINNING_ANEW_HALF
         self._publish()
         return True
@@ -302,6 +304,7 @@ class Supervisor:
         """
         with self.lock:
             answers: list[Any] = [MISSING]
+            self._note_time(self.number + 1)
             if timeout is None and is_asked_plainly(self.state) and not take((self,), (0,), answers, self.state):
                 return answers[0]
             return self._carry_out(timeout, heal)
@@ -336,11 +339,29 @@ class Supervisor:
         try:
             if not ends_overdue:
                 return channel.wait(number, until)
-            return self.pending.await_reply(channel, number, until, self._name(), self._counted())
+            is_here = self.pending.await_reply(channel, number, until, self._name(), self._counted())
+            self._note_time(number)
+            return is_here
         except BaseException:
             if self._closed:  # by a signal handler above this call, which has left the rest to it
                 self._release()
             raise
+
+    def _note_time(self, number: int) -> None:
+        """Note how long the pending request took, if it is answered and was waited for, to find deadlines by it."""
+        limits, request = self._limits, self.state.request
+        if not limits.is_learning or request is None or request.steps or self.segment is None:
+            return
+        if self.segment.words[REPLY] == number and limits.note(
+            request.kind.value, self.pending.longest(number, self.rules.slots)
+        ):
+            self._learn()
+
+    def _learn(self) -> None:
+        """Find the deadlines that are not given."""
+        self._limits.learn(self.record.steps, self.record.episodes)
+        if self.buffers is not None:
+            self.buffers.limit = self._limits.step
 
     def _counted(self) -> Any:
         """Return the control words if each env of several has the deadline of the pending request for itself."""
@@ -357,14 +378,14 @@ class Supervisor:
         number = self.number + 1
         if self.state.process is Process.READY:
             self.buffers.encode(number, action)
-            self.pending.begin_step(self._deadlines.step)
+            self.pending.begin_step(self._limits.step)
         else:  # there is no process to ask it
             sometimes("a step is asked for while there is no process")
             assert self.codec is not None
             aside = Segment(-1)
             aside.lay_out(self.codec.layout)
             self.codec.encoder(aside)(number, action)
-            self.pending.begin_step(self._deadlines.step, number, aside)
+            self.pending.begin_step(self._limits.step, number, aside)
         self._happen(Asked(Request(Kind.STEP, "step", whole)))
         if instruction_of(self.state, self.rules) is Instruction.ASK:
             self._publish()
@@ -402,13 +423,17 @@ class Supervisor:
                     f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
                     "Nothing was sent."
                 ) from error
-            limit = self._deadlines.reset if is_reset else self._deadlines.call
-            if steps:
-                limit = None if self._deadlines.step is None else steps * self.rules.slots * self._deadlines.step
-            self.pending.begin(message, payload, limit)
+            self.pending.begin(message, payload, self._limit_of(kind, steps))
             self._happen(Asked(Request(kind, name, whole, touched, steps)))
             if self.state.process is Process.READY:
                 self._publish()
+
+    def _limit_of(self, kind: Kind, steps: int) -> float | None:
+        """Return the deadline of a request; of a rollout that of all its steps together."""
+        limits = self._limits
+        if steps:
+            return None if limits.step is None else steps * self.rules.slots * limits.step
+        return {Kind.STEP: limits.step, Kind.RESET: limits.reset, Kind.CALL: limits.call}[kind]
 
     def _publish(self) -> None:
         assert self.channel is not None
@@ -472,7 +497,13 @@ class Supervisor:
 
     def _lose(self, gone: Gone) -> Instruction:
         """Note that the process is lost; returns what the policy says."""
+        request = self.state.request
         instruction = self._happen(self.lifecycle.lost(gone, self.state, self.number))
+        if gone.cause == "hung" and request is not None and self._limits.finds(request.kind.value):
+            limit = self._limit_of(request.kind, request.steps)
+            if limit is not None and self.pending.limit == limit:  # else it was raised before, or is the caller's own
+                sometimes("a deadline that was found from the times seen is raised")
+                self.pending.limit = SECOND_CHANCE * limit
         if instruction is not Instruction.RECOVER:
             self.lifecycle.drop_lost(instruction, self.state)
         return instruction
@@ -804,7 +835,7 @@ class Supervisor:
         """Make a process the worker's."""
         codec, segment, old = self.codec, channel.segment, self.channel
         assert codec is not None
-        buffers = StepBuffers(channel, codec, self._deadlines.step)
+        buffers = StepBuffers(channel, codec, self._limits.step)
         if self.segment is not None:
             self.answers.stand(segment, self.answers.standing(self.segment))
         self.pending.put(segment, self.number + 1)
@@ -846,6 +877,8 @@ class Supervisor:
         channel = self.channel
         if channel is not None:
             self.maintenance.look(self.journal, self.record, channel)
+            if self._limits.is_learning:
+                self._learn()
 
     def _maintain(self, *, resetting: bool) -> None:
         """Do what is due between two requests: replace the process."""

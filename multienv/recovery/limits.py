@@ -1,0 +1,60 @@
+"""How long an env may take for a request: as its deadlines say, or, where they say ``"auto"``, by the times seen."""
+
+from __future__ import annotations
+
+from math import inf
+
+from multienv.config import Deadlines
+
+# Seconds, below which no deadline is that was found from the times seen.
+LEAST = 10.0
+# Times the slowest that was seen.
+MULTIPLE = 10.0
+# So many steps have been taken, and so many resets made, before there is a deadline: the first ones compile and load.
+STEPS, RESETS = 20, 3
+# A request that was ended at such a deadline has so many times as long in the next process.
+SECOND_CHANCE = 30.0
+
+
+class Limits:
+    """Keeps the deadlines of the requests to one worker, and finds those that are ``"auto"``.
+
+    Args:
+        deadlines: As the user gave them.
+        resets_in_steps: A step may be a reset, too.
+
+    Attributes:
+        step, reset, call: Seconds that an env may take; ``None``: there is no limit, or none yet.
+        is_learning: One of them is found from the times seen.
+    """
+
+    def __init__(self, deadlines: Deadlines, *, resets_in_steps: bool) -> None:
+        self._finds = {name for name in ("step", "reset") if getattr(deadlines, name) == "auto"}
+        step, reset = deadlines.step, deadlines.reset
+        self.step: float | None = None if isinstance(step, str) else step
+        self.reset: float | None = None if isinstance(reset, str) else reset
+        self.call = deadlines.call
+        self.is_learning = bool(self._finds)
+        self._slowest = {"step": 0.0, "reset": 0.0}
+        self._resets_in_steps = resets_in_steps
+
+    def finds(self, name: str) -> bool:
+        """Tell whether the deadline of ``"step"`` or ``"reset"`` is found from the times seen."""
+        return name in self._finds
+
+    def note(self, name: str, seconds: float) -> bool:
+        """Note how long an env has taken for a step or a reset; return whether none took longer before."""
+        if seconds <= self._slowest.get(name, inf):
+            return False
+        self._slowest[name] = seconds
+        return True
+
+    def learn(self, steps: int, resets: int) -> None:
+        """Find the deadlines, once there were so many steps and resets."""
+        step, reset = self._slowest["step"], self._slowest["reset"]
+        if self._resets_in_steps:
+            step = reset = max(step, reset)
+        if "step" in self._finds and steps >= STEPS:
+            self.step = max(LEAST, MULTIPLE * step)
+        if "reset" in self._finds and resets >= RESETS:
+            self.reset = max(LEAST, MULTIPLE * reset)
