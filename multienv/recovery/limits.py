@@ -37,6 +37,7 @@ class Limits:
         self.is_learning = bool(self._finds)
         self._slowest = {"step": 0.0, "reset": 0.0}
         self._resets_in_steps = resets_in_steps
+        self.learn(0, 0)
 
     def finds(self, name: str) -> bool:
         """Tell whether the deadline of ``"step"`` or ``"reset"`` is found from the times seen."""

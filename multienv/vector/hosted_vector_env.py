@@ -913,6 +913,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout.close()
         if hasattr(self, "_rows"):  # the envs have been built
             self._rows.forget()
+        if hasattr(self, "_pace"):
             self._pace.stream = None
         current = self._fanout.forget()  # it holds arrays over the banks
         if current is not None and current.name and not current.is_interrupted:

@@ -255,7 +255,7 @@ class Run:
         env_fns = [partial(SimulatedEnv, *options) for options in options_of_env]
         settings = {
             "restart": self.constants.policy(POLICIES[case.policy]),
-            "deadlines": DEADLINES,
+            "deadlines": self.constants.deadlines(DEADLINES),
             "reports": "",
             **options,
         }

@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from multienv import RestartPolicy
-from multienv.recovery import hot_path, journal, recoverer, state_machine, supervisor
+from multienv import Deadlines, RestartPolicy
+from multienv.recovery import hot_path, journal, limits, recoverer, state_machine, supervisor
 from multienv.wire import segment
 
 
@@ -24,6 +24,7 @@ class Constants:
         proof, lasting: ``journal.PROOF``, ``journal.LASTING``.
         sample: ``hot_path.SAMPLE``.
         payload: Bytes of a payload that have a place among the control words.
+        auto: The deadlines of steps and resets are found from the times seen, from the first one on.
     """
 
     poison_after: int = 2
@@ -37,6 +38,7 @@ class Constants:
     lasting: int = 1000
     sample: int = 63
     payload: int = 512
+    auto: bool = False
 
     @property
     def forgets(self) -> bool:
@@ -55,6 +57,10 @@ class Constants:
             **{name: value for name, value in changes.items() if value is not None},
         )
 
+    def deadlines(self, base: Deadlines) -> Deadlines:
+        """Return deadlines with these constants."""
+        return replace(base, step="auto", reset="auto") if self.auto else base
+
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Have the package use these constants meanwhile."""
@@ -67,6 +73,9 @@ class Constants:
             (supervisor, "SAMPLE", self.sample),
             (segment, "_SHORT", self.payload),
         ]
+        if self.auto:
+            changes += [(limits, "LEAST", 1.0), (limits, "MULTIPLE", 1.0), (limits, "STEPS", 0), (limits, "RESETS", 0)]
+            changes += [(supervisor, "SECOND_CHANCE", 3.0)]
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         try:
             for module, name, value in changes:
@@ -100,6 +109,7 @@ def constants_of(seed: int) -> Constants:
         lasting=rarely(dice.choice([0, 1]), 1000),
         sample=dice.choice([0, 1, 3, 63]),
         payload=dice.choice([16, 64, 512]),
+        auto=rarely(True, False),
     )
     if drawn.poison_after == 1:  # one process that hangs while it is built ends a replacement by plan, and the reset
         return replace(drawn, recycle_after_steps=None)
