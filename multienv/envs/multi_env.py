@@ -210,7 +210,7 @@ class MultiEnv:
         self._refuse_if_closed("reset()")
         requests = self._resets(seed, options, mask)
         fan = self._fan
-        self._pace.settle("reset")
+        self._pace.settle("reset with a mask" if None in requests else "reset")
         self._seed_here(requests)
         current = fan.ask("reset", requests)
         if current.failures:

@@ -238,7 +238,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             stream.refuse_busy(name, envs)
             stream.give("reset", {env: (seeds[env], each[env]) for env in envs})
             return
-        self._settle(name)
+        self._settle(name if mask is None else f"{name} with a mask")
         self._mask = mask
         requests = []
         for rows in self._slices:

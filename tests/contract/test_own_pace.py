@@ -342,6 +342,19 @@ def test_reset_drops_what_is_under_way(face: Any) -> None:
         assert [one[0] for one in observations] == [1] * NUM_ENVS
 
 
+@pytest.mark.parametrize("face", list(FACES))
+def test_reset_of_some_envs_drops_nothing_of_others(face: Any) -> None:
+    with face(ENV_FNS) as envs:
+        envs.reset_async(seed=3)
+        envs.recv()
+        envs.send(batch(envs, [1] * NUM_ENVS))
+        mask = np.array([True, False, False, False])
+        with pytest.raises(CallPendingError, match="are under way"):
+            envs.reset(options={"reset_mask": mask})
+        envs.recv()
+        assert envs.reset(options={"reset_mask": mask})[0][0][0] == 0
+
+
 def test_an_env_waits_for_those_that_share_its_process() -> None:
     with shared(ENV_FNS) as envs:
         envs.reset_async(seed=3)
