@@ -36,9 +36,10 @@ class SharedWorkers:
     def due(self, member: int, given: Mapping[int, Noted]) -> Noted | None:
         """Return the request to a worker that is free; ``None`` if there is none, or an env lacks its action."""
         envs = self._envs[member]
+        first = given.get(envs.start)
+        if len(envs) == 1 and (first is None or first.name == "step"):
+            return first
         found = [given.get(env) for env in envs]
-        if not any(found):
-            return None
         resets = [one.content if one is not None and one.name == "reset" else None for one in found]
         if any(resets):
             seeds, options = zip(*[one or (None, None) for one in resets], strict=True)
