@@ -7,6 +7,7 @@ it have learnt. One that finds the env broken ends the examination.
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 import traceback
@@ -46,6 +47,7 @@ _NOISE = 256 * 2**10
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Draw from self.np_random only."
 _OFFSCREEN = "MuJoCo draws with MUJOCO_GL=egl or MUJOCO_GL=osmesa; see docs/robot_simulators.md."
+_NO_DISPLAY = ("OpenGL", "DISPLAY")
 _ON_THE_CPU = "Drawn by the CPU. With a GPU: its driver's EGL library, and a device for each worker by worker_env."
 # The frames of a worker's own code in a traceback or in a stack.
 _FRAMES_OF_THE_WORKER = re.compile(r'^  File "[^"\n]*/multienv/worker/.*\n?(?:    .*\n?)*', re.MULTILINE)
@@ -82,6 +84,8 @@ class Patient:
         again: Whether another process walks the same.
         ways: What recovery by a snapshot and by the journal came to.
         leaks: Whether it leaks.
+        episode_seconds: Env time of an episode of as many steps as its spec allows; 0.0: not known.
+        variables: Environment variables that its frames are drawn with.
     """
 
     name: str
@@ -92,6 +96,8 @@ class Patient:
     again: bool = True
     ways: dict[str, Outcome] = field(default_factory=dict)
     leaks: bool = False
+    episode_seconds: float = 0.0
+    variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
@@ -138,6 +144,8 @@ def _failed(patient: Patient, error: Exception) -> Row:
         text = text.rstrip(".")
         if isinstance(error, UsageError) and told:
             advice = told  # that of a lost worker is for the caller of multienv
+    if any(sign in text for sign in _NO_DISPLAY):
+        advice = _OFFSCREEN
     if isinstance(error, WorkerLostError):
         detail = "\n".join([error.stack, *error.stderr.splitlines()[-_LAST_WORDS:]])
         if patient.first.steps:  # it runs, until it ends its worker by itself
@@ -165,6 +173,7 @@ def steps(patient: Patient) -> Row:
     with patient.worker() as env:
         patient.first = first = walk(env, _STEPS, seconds=_SECONDS)
         each = env.statistics().step_seconds or first.slowest_step
+        patient.episode_seconds = each * ((env.spec and env.spec.max_episode_steps) or 0)
     slowest = f"the slowest {duration(first.slowest_step)}, a reset up to {duration(first.slowest_reset)}"
     return Row("ok", f"{first.steps} random steps of {duration(each)} each, {slowest}")
 
@@ -205,6 +214,9 @@ def renders(patient: Patient) -> Row | None:
             detail = _FRAMES_OF_THE_WORKER.sub("", error.remote_traceback).strip("\n")
             return Row("note", text, f"Without a display: {_OFFSCREEN}", detail)
         known = env.call("drawn_by")
+        name = "MUJOCO_GL"
+        if f"{name}={os.environ.get(name)}" in known:
+            patient.variables = {name: os.environ[name]}
     if frame.ndim < 2:
         return Row("note", f"render() returned no frame, but {frame!r:.100}")
     size = " × ".join(map(str, frame.shape))
@@ -250,7 +262,15 @@ def replays(patient: Patient) -> Row:
     patient.ways["journal"] = struck.outcome
     if struck.outcome == "exact":
         took = duration(struck.recovery.seconds)
-        return Row("ok", f"a new process repeats {struck.recovery.replayed} requests, exact, in {took}")
+        means = f"a new process repeats {struck.recovery.replayed} requests, exact, in {took}"
+        if not _outgrows_replays(patient):
+            return Row("ok", means)
+        most = f"{RestartPolicy().replay_limit:.0f} s"
+        return Row(
+            "note",
+            f"{means}; an episode may take {duration(patient.episode_seconds)}, a replay {most}; no snapshot helps",
+            "Raise replay_limit, as below, or a worker that is lost late in its episode truncates it.",
+        )
     if struck.outcome == "differs":
         return Row(
             "truncates",
@@ -378,6 +398,11 @@ def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
     return Struck(outcome, difference, known.last_recovery, known)
 
 
+def _outgrows_replays(patient: Patient) -> bool:
+    """Tell whether an episode may take longer than a replay, where nothing else brings it back."""
+    return patient.ways.get("snapshot") != "exact" and patient.episode_seconds > RestartPolicy().replay_limit
+
+
 def _unless_recoverable(patient: Patient) -> Verdict:
     """Return the verdict of a check in which a loss was not recovered from: there may be another way back."""
     return "note" if patient.verdict == "ok" else "truncates"
@@ -392,14 +417,16 @@ def _pid(env: SubprocessEnv) -> int:
 
 def options_for(patient: Patient) -> str:
     """Return the options to run this env with, as Python."""
-    first = patient.first
-    step, reset = (max(1, math.ceil(20 * seconds)) for seconds in (first.slowest_step, first.slowest_reset))
-    options = [f"deadlines=Deadlines(step={step:.1f}, reset={max(5, reset):.1f})"]
+    options = ['deadlines=Deadlines(step="auto", reset="auto")']
+    if patient.variables:
+        options.append(f"worker_env={patient.variables!r}".replace("'", '"'))
     restart = []
     if patient.ways.get("journal") == "differs":
         restart += ['on_crash="truncate"', 'on_timeout="truncate"']
     elif patient.ways.get("snapshot") == "differs":
         restart += ["snapshots=False"]
+    if patient.ways.get("journal") == "exact" and _outgrows_replays(patient):
+        restart += [f"replay_limit={math.ceil(4 * patient.episode_seconds):.1f}"]
     if patient.leaks:
         restart += ["recycle_after_steps=100_000"]
     if restart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -32,6 +33,7 @@ class Pending:
 
     Args:
         who: Names the env in warnings.
+        learning: Tells of ``"step"`` or ``"reset"`` whether its deadline is found from the times seen.
 
     Attributes:
         message: The request, unless it is a step.
@@ -40,10 +42,22 @@ class Pending:
         until: When it is overdue, seconds of the clock; ``None``: never.
     """
 
-    __slots__ = ("_longest", "_mark", "_saved", "_silence", "_waited", "_who", "limit", "message", "payload", "until")
+    __slots__ = (
+        "_learning",
+        "_longest",
+        "_mark",
+        "_saved",
+        "_silence",
+        "_waited",
+        "_who",
+        "limit",
+        "message",
+        "payload",
+        "until",
+    )
 
-    def __init__(self, who: str) -> None:
-        self._who = who
+    def __init__(self, who: str, learning: Callable[[str], bool]) -> None:
+        self._who, self._learning = who, learning
         self.message: Message | None = None
         self.payload = b""
         self.limit: float | None = None
@@ -192,14 +206,20 @@ class Pending:
 
     def _tell_of_silence(self, channel: Channel, name: str) -> None:
         """Log that the request has waited for ``SILENCE`` seconds, and where its process is."""
+        option = deadline_of(name)
+        advice = f"Deadlines({option}=seconds) to have it healed"
+        if self._learning(option):
+            advice = f"{advice}: 'auto' has no number before 20 steps, and 3 resets"
+        elif option in ("step", "reset"):
+            advice = f"{advice}, or {option}='auto'"
         logger.warning(
-            "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give "
-            "Deadlines(%s=seconds) to have it healed, for steps and resets also 'auto'.\nIts stack:\n%s",
+            "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give %s.\n"
+            "Its stack:\n%s",
             self._who,
             name,
             SILENCE,
             channel.pid,
-            deadline_of(name),
+            advice,
             channel.stack().strip(),
         )
 

@@ -39,7 +39,10 @@ _UP_WITHIN = 10.0
 _LOOK = 0.02
 _BUILDING = -2
 # What is said of a slot that no replay leads back to.
-_UNKNOWN = "what drove it is not all known (see RestartPolicy.journal_limit and replay_limit)"
+_UNKNOWN = (
+    "what drove it is not all known: mostly its episode has outgrown RestartPolicy.replay_limit or journal_limit, and "
+    "there is no snapshot"
+)
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal

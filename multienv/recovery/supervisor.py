@@ -202,7 +202,7 @@ class Supervisor:
         )
         share = LARGE_SHARE if self.maintenance.recycling.wanted else SHARE
         build = replace(build, starts=share if self.journal.recording else 0.0)
-        self.pending = Pending(self.record.name)
+        self.pending = Pending(self.record.name, learning=self._limits.finds)
         self.lifecycle = Lifecycle(
             launcher,
             build,
@@ -339,6 +339,7 @@ class Supervisor:
         try:
             if not ends_overdue:
                 return channel.wait(number, until)
+            self._find_limit()
             is_here = self.pending.await_reply(channel, number, until, self._name(), self._counted())
             self._note_time(number)
             return is_here
@@ -362,6 +363,15 @@ class Supervisor:
         self._limits.learn(self.record.steps, self.record.episodes)
         if self.buffers is not None:
             self.buffers.limit = self._limits.step
+
+    def _find_limit(self) -> None:
+        """Give a request that is waited for the deadline that is found now, if it had none when it was asked."""
+        request = self.state.request
+        if self._limits.is_learning and request is not None and self.pending.until is None:
+            self._learn()
+            limit = self._limit_of(request.kind, request.steps)
+            if limit is not None:
+                self.bound(limit)
 
     def _counted(self) -> Any:
         """Return the control words if each env of several has the deadline of the pending request for itself."""
@@ -504,6 +514,10 @@ class Supervisor:
             if limit is not None and self.pending.limit == limit:  # else it was raised before, or is the caller's own
                 sometimes("a deadline that was found from the times seen is raised")
                 self.pending.limit = SECOND_CHANCE * limit
+                told = (
+                    "%s may take %.0f s for %s() in the next process: it may be slow, and no more (Deadlines 'auto')."
+                )
+                logger.warning(told, self.record.name, self.pending.limit, request.name)
         if instruction is not Instruction.RECOVER:
             self.lifecycle.drop_lost(instruction, self.state)
         return instruction
@@ -797,6 +811,7 @@ class Supervisor:
                 number = self.lifecycle.building
             else:
                 return None
+            self._find_limit()
             return channel, number, self.pending.due(number, self._counted())
 
     def bound(self, seconds: float) -> None:

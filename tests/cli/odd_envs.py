@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from kit import CounterEnv, Fault, FaultyEnv
@@ -98,3 +99,10 @@ segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
 crashes_late = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=250), horizon=30)
 raising = functools.partial(FaultyEnv, fault=Fault("raise", "reset"))
 no_env = functools.partial(dict, a=1)
+
+
+def long_with_thread() -> Any:
+    """Build an env whose spec allows an episode of a million steps, and that cannot be forked."""
+    env = gymnasium.make("CartPole-v1", max_episode_steps=1_000_000)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return env

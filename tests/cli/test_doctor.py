@@ -52,6 +52,17 @@ def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay(without_a_hung
     assert all(0 < seconds < 60 for seconds in told["seconds"].values())
 
 
+def test_an_env_whose_episodes_may_outgrow_a_replay_is_told_which_option_helps(
+    without_a_hung_worker: list[str],
+) -> None:
+    result, told = run("doctor", f"{ODD_ENVS}:long_with_thread", "--json")
+    assert result.exit_code == 0, result.output
+    row = {row["name"]: row for row in told["checks"]}["replays"]
+    assert row["verdict"] == "note"
+    assert re.search(r"exact, in .*; an episode may take .*, a replay 10 s; no snapshot helps", row["meaning"])
+    assert re.search(r"RestartPolicy\(.*replay_limit=\d+\.0\)", told["code"])
+
+
 def test_an_env_that_draws_from_elsewhere_truncates() -> None:
     result, told = run("doctor", f"{ODD_ENVS}:Chance", "--json")
     assert result.exit_code == 1, result.output

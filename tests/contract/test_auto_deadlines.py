@@ -69,11 +69,12 @@ def losses(envs: Any) -> int:
     return sum(one.losses for one in envs.statistics())
 
 
+@pytest.mark.parametrize("steps_before", [20, 35, 70])
 @FACES
-def test_an_env_that_hangs_by_chance_is_healed(face: Any, tmp_path: Path) -> None:
+def test_an_env_that_hangs_by_chance_after_twenty_steps_is_healed(face: Any, steps_before: int, tmp_path: Path) -> None:
     with face(tmp_path, deadlines=AUTO) as envs:
         envs.reset(seed=5)
-        actions = [0] * 70 + [HANGS_ONCE, 0, 0]
+        actions = [0] * steps_before + [HANGS_ONCE, 0, 0]
         assert first_difference(steps(envs, actions), expected(tmp_path, actions)) is None
         assert losses(envs) == 1
 
