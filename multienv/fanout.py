@@ -35,6 +35,9 @@ from multienv.recovery.supervisor import HealingDue, Supervisor
 from multienv.sometimes import sometimes
 from multienv.threads import Bell, Pool, Task
 
+# Seconds after which it is looked for dead processes, where an endless round always finds something to take.
+_LOOK_EVERY = 0.1
+
 # (name, request) → answer; called in a thread.
 Blocking = Callable[[str, Any], Any]
 
@@ -202,6 +205,7 @@ class FanOut:
         self._name = name
         self._executor: Pool | None = None
         self._bell: Bell | None = None
+        self._look_at = 0.0  # when to look for dead processes although others are ready
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
         self._records = [one.record for one in self.supervisors if one is not None]
@@ -475,12 +479,17 @@ class FanOut:
             else:
                 self._begin(current, place, supervisor.resume)
         if heard or until <= now:
+            if self._bell is not None and now >= self._look_at:  # while others are ready nothing tells of a death
+                self._look_at = now + _LOOK_EVERY
+                heard += [place for place, (channel, _) in awaited.items() if channel.attend()]
             return heard
         places, lines, bell = list(awaited), list(awaited.values()), self._bell
-        if bell is not None:
-            return [places[index] for index in wait_any(lines, wake, bell)]
-        if lines:
-            return [places[index] for index in wait_any(lines[:1], wake, watched=lines[1:])]
+        if bell is not None or lines:
+            waiting, watched = (lines, []) if bell is not None else (lines[:1], lines[1:])
+            heard = [places[index] for index in wait_any(waiting, wake, bell, watched)]
+            for place in heard:
+                self.supervisors[place].note_time()
+            return heard
         for task in current.tasks.values():
             if not task.wait(None if until == inf else max(0.0, until - monotonic())):
                 break

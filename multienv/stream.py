@@ -139,6 +139,8 @@ class Stream:
                 self.take(inf)
             self.given, self.ready = {}, {}
         self.refuse_busy(name, sorted({*self.given, *self.ready}))
+        while any(asked is not None for asked in self._round().requests):  # a reset has left out all envs of a worker
+            self.take(inf)
 
     def refuse_busy(self, name: str, envs: Iterable[int]) -> None:
         """Raise CallPendingError if some of these envs are under way."""
@@ -234,7 +236,7 @@ class OwnPace:
         """
         if self.stream is None:
             current = self._fan.unfinished
-            if current is not None and current.name and (current.name != "reset" or current.is_interrupted):
+            if current is not None and current.name and not self.is_beginning():
                 self._fan.settle(name, note)
             self.stream = Stream(self._fan, self._sharing)
         return self.stream
@@ -251,3 +253,8 @@ class OwnPace:
     def is_busy(self) -> bool:
         """Tell whether envs are under way."""
         return self.stream is not None and not self.stream.is_idle
+
+    def is_beginning(self) -> bool:
+        """Tell whether a reset in two halves is pending, whose answers can be taken one by one."""
+        current = self._fan.unfinished
+        return current is not None and current.name == "reset" and not current.is_interrupted

@@ -76,7 +76,7 @@ def checked_seeds(seed: Any, num_envs: int) -> list[int | None]:
 
 def checked_indices(indices: Any, num_envs: int) -> list[int]:
     """Return indices of envs as a list; UsageError if one is no index, or there twice."""
-    found = [integer(index) for index in indices]
+    found = [integer(index) for index in indices] if hasattr(indices, "__iter__") else [None]
     if len(set(found)) != len(found) or not all(index is not None and 0 <= index < num_envs for index in found):
         raise UsageError(f"indices is {indices!r:.100}; give different integers from 0 to {num_envs - 1}.")
     return [index for index in found if index is not None]

@@ -304,7 +304,6 @@ class Supervisor:
         """
         with self.lock:
             answers: list[Any] = [MISSING]
-            self._note_time(self.number + 1)
             if timeout is None and is_asked_plainly(self.state) and not take((self,), (0,), answers, self.state):
                 return answers[0]
             return self._carry_out(timeout, heal)
@@ -340,17 +339,19 @@ class Supervisor:
             if not ends_overdue:
                 return channel.wait(number, until)
             self._find_limit()
+            was_here = channel.answered(number)
             is_here = self.pending.await_reply(channel, number, until, self._name(), self._counted())
-            self._note_time(number)
+            if not was_here:
+                self.note_time()
             return is_here
         except BaseException:
             if self._closed:  # by a signal handler above this call, which has left the rest to it
                 self._release()
             raise
 
-    def _note_time(self, number: int) -> None:
-        """Note how long the pending request took, if it is answered and was waited for, to find deadlines by it."""
-        limits, request = self._limits, self.state.request
+    def note_time(self) -> None:
+        """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
+        limits, request, number = self._limits, self.state.request, self.number + 1
         if not limits.is_learning or request is None or request.steps or self.segment is None:
             return
         if self.segment.words[REPLY] == number and limits.note(

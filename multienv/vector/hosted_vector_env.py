@@ -230,7 +230,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _begin_reset(self, name: str, seed: Any, options: Any) -> None:
         seeds = checked_seeds(seed, self.num_envs)
         each, mask = reset_options(options, self.num_envs)
-        if name == "reset_async" and self._pace.is_busy() and not self.closed:
+        is_more = self._pace.is_busy() or (mask is not None and self._pace.is_beginning())
+        if name == "reset_async" and is_more and not self.closed:
             stream, envs = (
                 self._pace.begin(name),
                 range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist(),

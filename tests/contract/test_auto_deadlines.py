@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kit import CounterEnv, first_difference
 from multienv import AsyncSubprocessEnvManager, Deadlines, MultiEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv.errors import UsageError
+from multienv.errors import UsageError, WaitTimeout
 from multienv.recovery import limits, supervisor
 
 AUTO = Deadlines(step="auto", reset="auto")
@@ -24,8 +25,10 @@ class UnevenEnv(CounterEnv):
     def __init__(self, directory: Path, **counter: Any) -> None:
         super().__init__(**{"horizon": None, **counter})
         self.directory = directory
+        self.pause = 0.0
 
     def step(self, action: Any) -> Any:
+        time.sleep(self.pause)
         if action == SLOW:
             time.sleep(0.6)
         if action == HANGS:
@@ -108,6 +111,23 @@ def test_an_env_that_hangs_each_time_is_truncated_after_its_second_chance(face: 
         assert list(truncated) == [False, True, False]
         assert losses(envs) == 2
         assert 0.3 + 3.0 < took < 10.0
+
+
+@FACES
+def test_time_that_the_trainer_takes_is_not_the_envs(face: Any, tmp_path: Path) -> None:
+    with face(tmp_path, deadlines=AUTO) as envs:
+        envs.reset(seed=5)
+        steps(envs, [0] * 70)
+        envs.set_attr("pause", 0.05)
+        actions: Any = [0, 0, 0]
+        envs.send(actions if face is multi_env else np.array(actions))
+        with pytest.raises(WaitTimeout):
+            envs.recv(3, timeout=0.0)
+        time.sleep(1.0)
+        envs.recv()
+        began = time.monotonic()
+        envs.step([0, HANGS_ONCE, 0])
+        assert time.monotonic() - began < 5.0, "ten times the pause"
 
 
 def test_resets_have_such_a_deadline_after_three(tmp_path: Path) -> None:

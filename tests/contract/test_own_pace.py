@@ -248,6 +248,37 @@ def test_without_autoreset_the_caller_resets_those_that_have_ended(envs_per_work
                 envs.send(np.array([1]), [env])
 
 
+@pytest.mark.parametrize("envs_per_worker", [1, 2])
+def test_some_envs_are_reset_while_none_is_under_way(envs_per_worker: int) -> None:
+    """Whatever is called next: a reset that leaves out all envs of a worker is asked of it, and nobody receives it."""
+    options = {"autoreset_mode": "Disabled", "envs_per_worker": envs_per_worker}
+    mask = np.array([True, False, False, False])
+    with SubprocessVectorEnv(ENV_FNS, **options) as envs:
+        envs.reset(seed=3)
+        for number in range(30):
+            envs.reset_async(options={"reset_mask": mask})
+            if number % 3 == 2:
+                envs.reset_async(options={"reset_mask": mask[::-1].copy()})
+            assert sorted(envs.recv()[-1]) == ([0, 3] if number % 3 == 2 else [0])
+            (envs.reset, lambda: envs.call("poke", 0.0), envs.state_dict)[number % 3]()
+        assert not envs.step(np.array([1] * NUM_ENVS))[2].any()
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_a_dead_worker_is_noticed_while_others_are_always_ready(face: Any) -> None:
+    with face([partial(CounterEnv, horizon=None)] * 3, restart=NO_SNAPSHOTS) as envs:
+        envs.reset(seed=3)
+        os.kill(worker_pids(envs)[0], signal.SIGKILL)
+        envs.send(batch(envs, [1] * 3))
+        until, seen = time.monotonic() + 20.0, set[int]()
+        while 0 not in seen:
+            assert time.monotonic() < until, "it was never brought back"
+            time.sleep(0.02)  # a policy that takes longer than the envs
+            indices = envs.recv(1)[-1]
+            seen.update(indices)
+            envs.send(batch(envs, [1]), indices)
+
+
 @pytest.mark.parametrize(
     "env_fn", [DictEnv, partial(SpaceEnv, observation_space=TokenSpace())], ids=["dict", "without rows"]
 )
@@ -307,7 +338,7 @@ def test_wrong_calls_are_refused_and_lose_nothing(face: Any) -> None:
             envs.send(batch(envs, [1, 1]), [had[0], others[0]])
         with pytest.raises(ActionError, match="Nothing was sent"):
             envs.send(batch(envs, [1, 1, 1]), had)
-        for indices in ([0, 0], [0, 4], [-1, 0]):
+        for indices in ([0, 0], [0, 4], [-1, 0], 0):
             with pytest.raises(UsageError, match="indices"):
                 envs.send(batch(envs, [1, 1]), indices)
         assert sorted(envs.recv()[-1]) == others
