@@ -641,9 +641,11 @@ class Supervisor:
         self.answers.reading = self.answers.seen, self.answers.loose
         rest = segment.read_reply_payload(number) if is_call else self.answers.read(segment, number)
         irregular = b"" if is_call or failed else self.answers.irregular
-        # Before truncations are laid over the rows.
-        payload, exact = self.pending.payload_of(segment, number, request), self.recoverer.build.exact
-        entry = entry_of(bank, payload, irregular, exact=exact)
+        # Once, and before anything is laid over the rows: an interruption may have this reply read again.
+        if (not is_call or is_recorded(message)) and number not in self.journal.entries:
+            payload, exact = self.pending.payload_of(segment, number, request), self.recoverer.build.exact
+            entry = entry_of(bank, payload, irregular, exact=exact)
+            self.journal.log(number, entry, payload if isinstance(message, LASTING) else b"")
         try:
             answer = foreign(partial(self._answer, number, request, message, rest), Illegible)
         except Illegible as illegible:
@@ -651,8 +653,6 @@ class Supervisor:
                 sometimes("a reply is unreadable")
                 raise channel.kill(cause="broken", detail=str(illegible)) from illegible
             answer = unreadable(request.name, illegible)
-        if not is_call or is_recorded(message):
-            self.journal.log(number, entry, payload if isinstance(message, LASTING) else b"")
         skipped = self.state.skipped
         if skipped:
             bank.skipped[:] = 0

@@ -44,3 +44,11 @@ def test_interrupted_call_loses_no_transition(base: Case, losses: str) -> None:
 @pytest.mark.parametrize("base", BASES, ids=name_of)
 def test_interrupted_call_at_each_place_loses_no_transition(base: Case, losses: str) -> None:
     check_each_place(replace(base, faults=FAULTS[losses]), first=0, stride=1)
+
+
+@pytest.mark.parametrize("policy", ["journal", "starts"])
+def test_interrupted_reset_of_some_envs_is_replayed_as_it_was(policy: str) -> None:
+    """What is laid over the rows of a reply is no part of the record, however often the reply is read."""
+    ops = (("reset", 7), *(("step", number) for number in range(9)))
+    last = Fault(0, "request", Run(Case("DISABLED", policy, ops)).play().events[0, "request"], "executed")
+    check_each_place(Case("DISABLED", policy, ops, (last,)), first=3, stride=149)
