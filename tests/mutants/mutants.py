@@ -139,8 +139,16 @@ MUTANTS = [
         "The step that was asked again after a loss is not recorded.",
         2,
         "recovery/supervisor.py",
-        "        if not is_call or is_recorded(message):\n",
-        "        if not is_call and message is not None or _is_recorded(message):\n",
+        "        if (not is_call or is_recorded(message)) and number",
+        "        if ((not is_call and message is not None) or is_recorded(message)) and number",
+    ),
+    Mutant(
+        "A reply that is read again after Ctrl-C is recorded again, with what was laid over its rows.",
+        2,
+        "recovery/supervisor.py",
+        " and number not in self.journal.entries:",
+        ":",
+        ("tests/simulation/test_interruptions.py",),
     ),
     Mutant(
         "Calls that may change the env are not recorded.",
@@ -363,14 +371,6 @@ MUTANTS = [
         'raise channel.kill(cause="hung", stack=True)',
         "return False",
         _of(5),
-    ),
-    Mutant(
-        "Results of envs that share a worker lie where its next reply is written, until they are received.",
-        4,
-        "vector/some_envs.py",
-        "leaves = [leaf[row].copy() for leaf in reply.leaves]",
-        "leaves = [leaf[row] for leaf in reply.leaves]",
-        ("tests/contract/test_own_pace.py",),
     ),
     Mutant(
         "Of envs at their own pace the result is taken before it is handed over: Ctrl-C in between loses it.",
