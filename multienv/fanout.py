@@ -86,7 +86,7 @@ class Noted(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What has come of a request in an endless round to an env.
+    """Holds what has come of a request in an endless round to an env.
 
     Attributes:
         name: What the caller called.
