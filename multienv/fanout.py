@@ -35,7 +35,7 @@ from multienv.recovery.supervisor import HealingDue, Supervisor
 from multienv.sometimes import sometimes
 from multienv.threads import Bell, Pool, Task
 
-# Seconds after which it is looked for dead processes, where an endless round always finds something to take.
+# An endless round that always finds something to take looks for dead processes after so many seconds.
 _LOOK_EVERY = 0.1
 
 # (name, request) → answer; called in a thread.
@@ -400,9 +400,10 @@ class FanOut:
 
         The answers to a call in two halves that is pending are taken in it one by one.
         """
-        pending, bell = self.unfinished, Bell()
+        pending = self.unfinished
         if pending is not None and not pending.name:
             return pending
+        bell = Bell()
         name, given = ("", [None] * len(self.supervisors)) if pending is None else (pending.name, pending.requests)
         requests = [None if one is self.nothing else Noted(name, one) for one in given]
         order = [place for place, one in enumerate(self.supervisors) if one is not None]

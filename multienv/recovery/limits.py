@@ -6,11 +6,11 @@ from math import inf
 
 from multienv.config import Deadlines
 
-# Seconds, below which no deadline is that was found from the times seen.
+# The shortest deadline that is found from the times seen, seconds.
 LEAST = 10.0
-# Times the slowest that was seen.
+# A deadline is so many times the slowest request that was seen.
 MULTIPLE = 10.0
-# So many steps have been taken, and so many resets made, before there is a deadline: the first ones compile and load.
+# There is no deadline before so many steps and resets: the first ones compile and load.
 STEPS, RESETS = 20, 3
 # A request that was ended at such a deadline has so many times as long in the next process.
 SECOND_CHANCE = 30.0

@@ -21,7 +21,7 @@ logger = logging.getLogger("multienv")
 
 # A call that waits so many seconds without a deadline says so once, and kills nothing.
 SILENCE = 60.0
-# So often in the time of a deadline it is looked which env of a process is being called.
+# The trainer looks so often within a deadline which env of a process is being called.
 _LOOKS = 8
 
 

@@ -515,9 +515,7 @@ class Supervisor:
             if limit is not None and self.pending.limit == limit:  # else it was raised before, or is the caller's own
                 sometimes("a deadline that was found from the times seen is raised")
                 self.pending.limit = SECOND_CHANCE * limit
-                told = (
-                    "%s may take %.0f s for %s() in the next process: it may be slow, and no more (Deadlines 'auto')."
-                )
+                told = "%s may take %.0f s for %s() in the next process: it may only be slow (Deadlines 'auto')."
                 logger.warning(told, self.record.name, self.pending.limit, request.name)
         if instruction is not Instruction.RECOVER:
             self.lifecycle.drop_lost(instruction, self.state)
