@@ -64,7 +64,7 @@ def bench(
     if backend == "ray":
         import_ray()
     load = os.getloadavg()[0]
-    with at_work("building ...", as_json=as_json, verbose=verbose) as status:
+    with at_work("building ...", as_json=as_json, verbose=verbose) as work:
         found = working_env(env, env_kwargs)
         ray = None
         if backend == "ray":
@@ -72,9 +72,7 @@ def bench(
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             ray = RayOptions(address=address)
         try:
-            result = measure(
-                found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, ray=ray, told=status.update
-            )
+            result = measure(found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, ray=ray, told=work.update)
         except Exception as error:  # of the env, of other libraries
             raise UsageError(
                 f"{env} cannot be measured: {first_line(error)} `multienv doctor {env}` says more."
@@ -88,6 +86,7 @@ def bench(
         "left_out": result.left_out,
         "recommended": best.name,
         "code": vector_env_code(found, num_envs, best.options or ""),
+        "printed": work.printed,
     }
     if load > len(cores()):
         print(f"This machine is busy (load {load:.0f}): do not trust these figures.", file=sys.stderr)
@@ -95,6 +94,7 @@ def bench(
         print(json.dumps(document, indent=1))
         return
     console = plain_console()
+    work.show_printed(console)
     _show(console, document)
     if any(one.is_local and one.ratio(best) > WORTH_IT for one in result.contenders):
         console.print("In this very process it is faster: from processes this env gains nothing but survival.")

@@ -54,7 +54,7 @@ def chaos(
 
     multienv chaos my_envs:make_my_env --kills 50 --no-snapshots
     """
-    with at_work("building ...", as_json=as_json, verbose=verbose) as status:
+    with at_work("building ...", as_json=as_json, verbose=verbose) as work:
         found = working_env(env, env_kwargs)
         try:
             result = run_chaos(
@@ -64,7 +64,7 @@ def chaos(
                 seconds=60 * minutes,
                 seed=seed,
                 interval=(0.0, pause),
-                progress=lambda so_far: status.update(
+                progress=lambda so_far: work.update(
                     f"{so_far.kills} of {kills} workers lost, {so_far.steps:,} steps ..."
                 ),
                 restart=RestartPolicy(snapshots=snapshots, snapshot_every=snapshot_every, max_restarts=1_000_000),
@@ -76,6 +76,7 @@ def chaos(
             ) from error
     seconds = {"median": result.quantile(0.5), "p99": result.quantile(0.99)}
     document = {"env": env, "kills": result.kills, **vars(result), "seconds": seconds}
+    document["printed"] = work.printed
     if as_json:
         print(json.dumps(document, indent=1))
     if result.undisturbed:
@@ -86,6 +87,7 @@ def chaos(
     if not as_json:
         console = plain_console()
         console.print(_table(document))
+        work.show_printed(console)
         for mismatch in result.mismatches:
             console.print(mismatch, style="red")
     raise typer.Exit(1 if result.mismatches else 0)

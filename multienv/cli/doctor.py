@@ -54,10 +54,10 @@ def doctor(
 
     multienv doctor my_envs.py:MyEnv --env-kwargs '{"size": 4}'
     """
-    with at_work(f"examining {env} ...", as_json=as_json, verbose=verbose) as status:
+    with at_work(f"examining {env} ...", as_json=as_json, verbose=verbose) as work:
         found = named(env, **arguments_of(env_kwargs))
         patient = Patient(env, found.env_fn, step_deadline, reset_deadline)
-        rows = examine(patient, lambda row: None if as_json else _show(status.console, row))
+        rows = examine(patient, lambda row: None if as_json else _show(work.console, row))
     is_broken = rows[-1].verdict == "broken"
     verdict = "broken" if is_broken else "recoverable" if patient.verdict == "ok" else "truncates"
     code = "" if is_broken else vector_env_code(found, 8, options_for(patient))
@@ -65,8 +65,10 @@ def doctor(
         checks = [row._asdict() for row in rows]
         seconds = {"slowest_reset": patient.first.slowest_reset, "slowest_step": patient.first.slowest_step}
         document = {"env": env, "verdict": verdict, "checks": checks, "seconds": seconds, "code": code}
+        document["printed"] = work.printed
         print(json.dumps(document, indent=1))
     else:
+        work.show_printed(plain_console())
         _conclude(plain_console(), verdict, code)
     raise typer.Exit({"recoverable": 0, "truncates": 1, "broken": 2}[verdict])
 

@@ -7,14 +7,17 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.status import Status
+from rich.text import Text
 
 from multienv import SubprocessEnv
 from multienv.cli.env_functions import Named, named
@@ -37,10 +40,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 ReportsOption = Annotated[
     Path | None, typer.Option(help="Where the reports lie; else $MULTIENV_REPORTS, else the user's cache.")
 ]
-VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show what the env prints, on stderr.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show all output of the env, on stderr.")]
 
 _TRIAL = Deadlines(reset=60.0, step=30.0)
 _TRIAL_STEPS = 20
+
+# Of the env's output, the lines that are shown, and the bytes among which they are looked for. The file that holds the
+# output is emptied when it has grown by so many bytes.
+_LAST_LINES, _TAIL, _MOST = 5, 2**14, 2**24
 
 # What an env says is shown as it is.
 plain_console = partial(Console, markup=False, highlight=False)
@@ -89,12 +96,48 @@ def working_env(env: str, env_kwargs: str) -> Named:
     return found
 
 
+class Work:
+    """Shows on a terminal what a command is doing, and keeps the last lines of the env's output meanwhile.
+
+    Args:
+        status: The line on the terminal; what the command prints meanwhile goes through its console.
+        output: Where the env's output goes; ``None``: it is shown.
+    """
+
+    def __init__(self, status: Status, output: IO[bytes] | None) -> None:
+        self.console = status.console
+        self._status, self._output = status, output
+        self._emptied_at = 0
+        self.printed = ""
+
+    def update(self, doing: str) -> None:
+        """Show what is being done now."""
+        self._status.update(doing)
+        if self._output is not None and (size := os.fstat(self._output.fileno()).st_size) > self._emptied_at + _MOST:
+            self._output.truncate(0)  # it grows on from there, as a file with a hole
+            self._emptied_at = size
+
+    def finish(self) -> None:
+        """Set ``printed``: how much the env has printed and its last lines; ``""`` if nothing, or if it was shown."""
+        if self._output is None or not (size := os.fstat(self._output.fileno()).st_size):
+            return
+        tail = os.pread(self._output.fileno(), _TAIL, max(0, size - _TAIL)).replace(b"\0", b"")
+        lines = [line[:200] for line in tail.decode(errors="replace").splitlines() if line.strip()]
+        last = "\n".join(f"    {line}" for line in lines[-_LAST_LINES:])
+        self.printed = visible(f"The env printed {decimal(size)}; --verbose shows all of it. The last lines:\n{last}")
+
+    def show_printed(self, console: Console) -> None:
+        """Print what :meth:`finish` has found."""
+        if self.printed:
+            console.print(Text(self.printed, "dim"), soft_wrap=True)
+
+
 @contextlib.contextmanager
-def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Status]:
+def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Work]:
     """Show on a terminal what is being done, and keep from it what would only disturb.
 
-    These are warnings of losses, which are meant here, and what envs print: with ``verbose`` it goes to stderr, else
-    nowhere. What the command prints meanwhile goes through the console of the status.
+    These are warnings of losses, which are meant here, and the output of envs: with ``verbose`` it goes to stderr, else
+    its last lines are kept. A UsageError that is raised meanwhile ends with them.
     """
     logger = logging.getLogger("multienv")
     level = logger.level
@@ -104,7 +147,8 @@ def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Status]:
         stack.callback(logger.setLevel, level)
         if own in (sys.__stdout__, sys.__stderr__):
             own = stack.enter_context(os.fdopen(os.dup(own.fileno()), "w", encoding=own.encoding))
-        hidden = os.dup(2) if verbose else os.open(os.devnull, os.O_WRONLY)
+        output = None if verbose else stack.enter_context(tempfile.TemporaryFile())
+        hidden = os.dup(2) if output is None else os.dup(output.fileno())
         stack.callback(os.close, hidden)
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
@@ -113,7 +157,13 @@ def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Status]:
             stack.callback(os.dup2, saved, number)
             stack.callback(stream.flush)
             os.dup2(hidden, number)
-        yield stack.enter_context(plain_console(file=own).status(doing))
+        work = Work(stack.enter_context(plain_console(file=own).status(doing)), output)
+        try:
+            yield work
+        except UsageError as error:
+            work.finish()
+            raise UsageError("\n".join(filter(None, [str(error), work.printed]))) from error
+        work.finish()
 
 
 def vector_env_code(env: Named, num_envs: int, options: str) -> str:

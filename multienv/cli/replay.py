@@ -53,6 +53,14 @@ def replay(
     that you have from somebody you do not trust.
 
     Exit code 0: the fault did not happen again; 1: the env raised; 2: the report cannot be replayed.
+
+    For example:
+
+    multienv replay
+
+    multienv replay latest --pdb
+
+    multienv replay latest --env my_envs.py:MyEnv --env-kwargs '{"size": 4}'
     """
     console = plain_console(soft_wrap=True)
 

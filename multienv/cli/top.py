@@ -39,6 +39,12 @@ def top(
     The trainer needs no line of code for it, and does not notice. You must be its user, or root.
 
     Exit code 2: there is no such trainer, or it is not yours.
+
+    For example:
+
+    multienv top
+
+    multienv top 4711 --stacks
     """
     directory = store.directory_for(reports)
     with contextlib.closing(Trainer(pid)) as trainer, contextlib.suppress(KeyboardInterrupt):

@@ -111,7 +111,7 @@ class Checkpoints:
                 "free() some, or let go of them."
             )
         if worker.state.process is Process.NONE:
-            raise UsageError("snapshot(): the env's process was lost. reset() starts a new one.")
+            raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
         token = next(_tokens)
         try:
             obstacle = worker.ask_between(KeepSnapshot(token, worker.number), _SNAPSHOT_LIMIT)

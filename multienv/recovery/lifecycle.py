@@ -69,7 +69,7 @@ class Lifecycle:
         pending: Pending,
         path: Iterable[tuple[Event, State]],
     ) -> None:
-        self.recoverer = Recoverer(launcher, build, policy, deadlines)
+        self.recoverer = Recoverer(launcher, build, policy, deadlines, record.recovering)
         self.channel: Channel | None = None
         self.building = 0
         self.found: Found | None = None
@@ -290,7 +290,8 @@ class Lifecycle:
             sometimes("a call finds the episode lost")
             reason = state.pending_truncations[0][1].removeprefix(what_happened(loss)).strip()
             return record.lost_error(loss, f"{reason} The next step() ends the episode.".strip())
-        return record.lost_error(loss, "Its episode is lost; the next reset() starts a new process.")
+        whose = "The episodes of all its envs are" if len(loss.envs) > 1 else "Its episode is"
+        return record.lost_error(loss, f"{whose} lost; the next reset() starts a new process.")
 
     def _budget_text(self) -> str:
         policy = self._policy

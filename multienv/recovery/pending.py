@@ -32,7 +32,7 @@ class Pending:
     asked of another process.
 
     Args:
-        who: Names the env in warnings.
+        env_in: Names the env in a slot for warnings; for slot -1 all of them.
         learning: Tells of ``"step"`` or ``"reset"`` whether its deadline is found from the times seen.
 
     Attributes:
@@ -43,21 +43,21 @@ class Pending:
     """
 
     __slots__ = (
+        "_env_in",
         "_learning",
         "_longest",
         "_mark",
         "_saved",
         "_silence",
         "_waited",
-        "_who",
         "limit",
         "message",
         "payload",
         "until",
     )
 
-    def __init__(self, who: str, learning: Callable[[str], bool]) -> None:
-        self._who, self._learning = who, learning
+    def __init__(self, env_in: Callable[[int], str], learning: Callable[[str], bool]) -> None:
+        self._env_in, self._learning = env_in, learning
         self.message: Message | None = None
         self.payload = b""
         self.limit: float | None = None
@@ -213,10 +213,10 @@ class Pending:
         elif option in ("step", "reset"):
             advice = f"{advice}, or {option}='auto'"
         logger.warning(
-            "%s has not answered %s() for %.0f s (pid %s). Nothing is killed without a deadline: give %s.\n"
+            "%s() of %s has not returned for %.0f s (pid %s). Nothing is killed without a deadline: give %s.\n"
             "Its stack:\n%s",
-            self._who,
             name,
+            self._env_in(channel.segment.words[SLOT] - 1),
             SILENCE,
             channel.pid,
             advice,

@@ -17,18 +17,22 @@ class Effort:
 
     Attributes:
         began: When the loss was noticed, seconds of the clock.
+        tell_at: When the log is told that it still runs, seconds of the clock.
         until: When it is given up; ``None``: never.
         planned: No process was lost: nothing is charged to the budget.
         turn: When it may begin, seconds of the clock; ``None``: it is not charged yet.
+        doing: What it waits for, in words.
     """
 
     began: float
+    tell_at: float
     until: float | None
     planned: bool = False
     turn: float | None = None
     attempts: int = 0
     replayed: int = 0
     method: RecoveryMethod = ""
+    doing: str = ""
     deaths: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
 

@@ -64,6 +64,11 @@ class Record:
         """Return how messages name the env, or the envs."""
         return named(self.envs).capitalize()
 
+    def env_in(self, slot: int) -> str:
+        """Return how sentences name the env in a slot; of slot -1, all envs of the worker."""
+        index = self.index_of(slot)
+        return named(self.envs if index is None else (index,))
+
     @property
     def envs(self) -> tuple[int, ...]:
         """Return the indexes of the envs in their batch; ``()``: they have none."""
@@ -167,6 +172,15 @@ class Record:
         self.last_loss = loss
         self.told += news
         return loss
+
+    def recovering(self, doing: str, effort: Effort) -> None:
+        """Log what a recovery that takes long is doing; of a replacement by plan as information only."""
+        level, what = logging.WARNING, "being recovered"
+        if effort.planned:
+            level, what = logging.INFO, "being moved to a new process"
+        seconds = time.monotonic() - effort.began
+        verb = "are" if len(self.envs) > 1 else "is"
+        logger.log(level, "%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
         """Note the outcome of a loss, and log the one warning that tells of both."""

@@ -35,6 +35,8 @@ from multienv.wire.segment import REPLAYING, RESTARTS
 REPLAY_GRACE = 1.0
 # Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
 _UP_WITHIN = 10.0
+# Seconds that a recovery takes in silence. Then the log says what it is doing, and again when that time has doubled.
+_SILENCE = 2.0
 # Seconds between two looks whether the worker was closed during a back-off.
 _LOOK = 0.02
 _BUILDING = -2
@@ -103,6 +105,7 @@ class Recoverer:
         launcher: Where processes come from.
         build: The request that builds the envs.
         policy, deadlines: The limits.
+        tell: Logs what a recovery that takes long is doing.
 
     Attributes:
         build: The request that builds the envs; its seeds are those of the present life.
@@ -117,6 +120,7 @@ class Recoverer:
         build: Build,
         policy: RestartPolicy,
         deadlines: Deadlines,
+        tell: Callable[[str, Effort], object],
     ) -> None:
         self.build = build
         self.description: Description | None = None
@@ -125,6 +129,7 @@ class Recoverer:
         self._launcher = launcher
         self._policy = policy
         self._deadlines = deadlines
+        self._tell = tell
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being started; the worker does not own it yet
@@ -143,7 +148,14 @@ class Recoverer:
         HEAD.pack_into(segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         channel.ring(number)
 
-    def ask(self, channel: Channel, message: Message, until: float | None, each: float | None = None) -> Any:
+    def ask(
+        self,
+        channel: Channel,
+        message: Message,
+        until: float | None,
+        each: float | None = None,
+        effort: Effort | None = None,
+    ) -> Any:
         """Send a request of our own to a process and return its answer.
 
         Args:
@@ -151,6 +163,7 @@ class Recoverer:
             message: The request.
             until: When to give up, by ``time.monotonic()``; ``None``: never.
             each: Seconds in which a replay gets on by a request, or hangs; ``None``: no limit.
+            effort: The recovery that it belongs to; the log is told if that takes long.
 
         Raises:
             Gone: The process was lost, or did not answer in time and was killed.
@@ -158,15 +171,22 @@ class Recoverer:
         """
         number = self.next_number()
         self.publish(channel, number, pack_message(message))
-        return self.answer(channel, number, until, each)
+        return self.answer(channel, number, until, each, effort)
 
-    def answer(self, channel: Channel, number: int, until: float | None, each: float | None = None) -> Any:
+    def answer(
+        self,
+        channel: Channel,
+        number: int,
+        until: float | None,
+        each: float | None = None,
+        effort: Effort | None = None,
+    ) -> Any:
         """Wait for the answer to a request of our own, and return it; see :meth:`ask`."""
         banks, words = channel.segment.banks, channel.segment.words
         until, each = math.inf if until is None else until, math.inf if each is None else each
         while True:
             place, limit = words[REPLAYING], min(until, time.monotonic() + each)
-            if channel.wait(number, None if limit == math.inf else limit):
+            if self._wait(channel, number, limit, effort):
                 break
             if limit == until or words[REPLAYING] == place:
                 sometimes("a request of our own hangs")
@@ -180,6 +200,25 @@ class Recoverer:
         if banks[number & 1].view[2] == FAILED:
             raise RequestFailedError(value)
         return value
+
+    def _wait(self, channel: Channel, number: int, limit: float, effort: Effort | None) -> bool:
+        """Wait for an answer; tell the log what is being done each time that the recovery is due to say so."""
+        while True:
+            nearest = limit if effort is None else min(limit, effort.tell_at)
+            if channel.wait(number, None if nearest == math.inf else nearest):
+                return True
+            if effort is None or nearest == limit:
+                return False
+            sometimes("the log is told of a recovery that takes long")
+            place = channel.segment.words[REPLAYING]
+            doing = f"{effort.doing}, {place - 1} are done" if place > 1 else effort.doing
+            self._say(effort, doing)
+
+    def _say(self, effort: Effort, doing: str) -> None:
+        """Tell the log what a recovery is doing; next time when it has taken twice as long."""
+        now = time.monotonic()
+        effort.tell_at = now + (now - effort.began)
+        self._tell(doing, effort)
 
     # --- building -----------------------------------------------------------------------------------
 
@@ -195,9 +234,9 @@ class Recoverer:
         self.publish(channel, number, pack_message(replace(self.build, replacement=replacement)))
         return channel, number
 
-    def await_build(self, channel: Channel, number: int, until: float | None) -> None:
+    def await_build(self, channel: Channel, number: int, until: float | None, effort: Effort | None = None) -> None:
         """Wait until the envs are built. Raises :class:`RequestFailedError`, ``Gone``, :class:`Unrecoverable`."""
-        description = self.answer(channel, number, until)
+        description = self.answer(channel, number, until, effort=effort)
         if not isinstance(description, Description):  # of a multienv that the env has imported anew
             raise channel.kill(cause="broken", detail=f"it described the envs by a {type(description).__name__}")
         self.note(description)
@@ -245,7 +284,8 @@ class Recoverer:
 
     def begin(self, *, planned: bool = False) -> Effort:
         """Return the effort of a recovery that begins now, with its deadline."""
-        effort = Effort(time.monotonic(), None, planned)
+        now = time.monotonic()
+        effort = Effort(now, now + _SILENCE, None, planned)
         self.arm(effort)
         return effort
 
@@ -267,6 +307,8 @@ class Recoverer:
             effort.turn = now + delay if effort.until is None else min(now + delay, effort.until)
         while not self._closed and time.monotonic() < effort.turn:
             sometimes("a restart waits for its turn")
+            if time.monotonic() >= effort.tell_at:
+                self._say(effort, "waiting before the next restart (RestartPolicy.backoff)")
             time.sleep(_LOOK)
         if self._closed:
             raise Unrecoverable("it was closed")
@@ -305,7 +347,8 @@ class Recoverer:
         try:
             channel.segment.words[RESTARTS] = self.restarts
             channel.segment.lay_out(self.codec.layout)
-            if not channel.wait(number, limit):
+            effort.doing = "waking the snapshot"
+            if not self._wait(channel, number, limit, effort):
                 raise channel.kill(cause="hung")
             mismatches = self._replay(channel, plan, effort, until)
         except (Gone, RequestFailedError):
@@ -393,7 +436,8 @@ class Recoverer:
             except NoCapacityError as error:
                 raise Unrecoverable(str(error)) from error.with_traceback(None)
             try:
-                self.await_build(channel, number, self.start_deadline(effort))
+                effort.doing = "building in a new process"
+                self.await_build(channel, number, self.start_deadline(effort), effort)
             except Gone as gone:
                 sometimes("a replacement is lost while its envs are built")
                 self._let_go(channel)
@@ -421,7 +465,8 @@ class Recoverer:
             if limit is not None:
                 until = min(until or math.inf, time.monotonic() + len(lasting) * limit + REPLAY_GRACE)
             try:
-                self.ask(channel, Replay(b"", lasting=lasting), until)
+                effort.doing = f"repeating {len(lasting)} calls in a new process"
+                self.ask(channel, Replay(b"", lasting=lasting), until, effort=effort)
             except BaseException:
                 self._let_go(channel)
                 raise
@@ -433,7 +478,8 @@ class Recoverer:
             return {}
         self._check_time(effort)
         message, codec = plan.message, self.codec
-        replayed = self.ask(channel, message, until, self._longest_request(plan))
+        effort.doing = f"replaying {plan.requests} requests"
+        replayed = self.ask(channel, message, until, self._longest_request(plan), effort)
         effort.replayed += plan.requests
         starts = {start.slot: start.entry for start in message.starts}
         found = differences(plan.entries, replayed, codec.layout, exact=codec.exact, starts=starts)

@@ -342,7 +342,7 @@ def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception
     if kind is not Kind.STEP or state.episode in (Episode.RUNNING, Episode.TRUNCATED):
         return None
     if state.process is Process.NONE:
-        return ResetNeededError(f"{name}(): the env's process was lost. reset() starts a new one.")
+        return ResetNeededError(f"{name}(): the worker was lost. Call reset(): it starts a new one.")
     if state.episode is Episode.ENDED:
         return ResetNeededError(f"{name}(): the episode has ended. Call reset() first.")
     return ResetNeededError(f"{name}(): there is no episode yet. Call reset() first.")

@@ -202,7 +202,7 @@ class Supervisor:
         )
         share = LARGE_SHARE if self.maintenance.recycling.wanted else SHARE
         build = replace(build, starts=share if self.journal.recording else 0.0)
-        self.pending = Pending(self.record.name, learning=self._limits.finds)
+        self.pending = Pending(self.record.env_in, learning=self._limits.finds)
         self.lifecycle = Lifecycle(
             launcher,
             build,
@@ -515,8 +515,8 @@ class Supervisor:
             if limit is not None and self.pending.limit == limit:  # else it was raised before, or is the caller's own
                 sometimes("a deadline that was found from the times seen is raised")
                 self.pending.limit = SECOND_CHANCE * limit
-                told = "%s may take %.0f s for %s() in the next process: it may only be slow (Deadlines 'auto')."
-                logger.warning(told, self.record.name, self.pending.limit, request.name)
+                told = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
+                logger.warning(told, request.name, self.record.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
             self.lifecycle.drop_lost(instruction, self.state)
         return instruction

@@ -152,8 +152,13 @@ def test_what_an_env_prints_does_not_flood_the_terminal_but_for_its_last_words()
     arguments = ("doctor", f"{ODD_ENVS}:Loud", "--env-kwargs", '{"horizon": 30}')
     quiet, loud = run_process(*arguments), run_process(*arguments, "--verbose")
     assert (quiet.returncode, quiet.stderr) == (2, "")
-    printed = [line.strip() for line in quiet.stdout.splitlines() if re.fullmatch(r" +(out|err) \d+", line)]
+    row, _, kept = quiet.stdout.partition("The env printed ")
+    printed = [line.strip() for line in row.splitlines() if re.fullmatch(r" +(out|err) \d+", line)]
     assert printed == [f"err {step}" for step in range(10, 20)]
+    last = [line.strip() for line in kept.splitlines() if re.fullmatch(r" +(out|err) \d+", line)]
+    assert last == ["err 17", "out 18", "err 18", "out 19", "err 19"]
+    assert "--verbose shows all of it" in kept
+    assert "The env printed" not in loud.stdout
     # Two processes write there: a line of one may lie within a line of the other.
     assert all(printed in loud.stderr for printed in ("out 0", "err 0", "err 19"))
     assert "out 0" not in loud.stdout
@@ -178,3 +183,11 @@ def test_what_is_no_env_is_refused_in_one_line(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
     result, _ = run("doctor", "CartPole-v1", "--env-kwargs", "[1]")
     assert (result.exit_code, result.stderr) == (2, '--env-kwargs [1]: give a JSON object, such as {"size": 4}.\n')
+
+
+@pytest.mark.parametrize("command", ["chaos", "bench"])
+def test_an_env_that_does_not_work_is_refused_with_the_last_lines_that_it_printed(command: str) -> None:
+    refused = run_process(command, f"{ODD_ENVS}:Loud", "--env-kwargs", '{"horizon": 30}')
+    assert refused.returncode == 2
+    assert "Loud does not work: The env's process exited with code 7" in refused.stderr
+    assert refused.stderr.splitlines()[-2:] == ["    out 19", "    err 19"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import pytest
 
 from kit import CounterEnv
-from multienv import RestartPolicy, SubprocessEnv
+from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
+from multienv.recovery import pending, recoverer
 from multienv.reports import store
 
 
@@ -49,3 +52,48 @@ def test_a_replacement_by_plan_is_no_warning(caplog: pytest.LogCaptureFixture) -
     for record in caplog.records:
         assert record.levelname == "INFO"
         assert "Env 3: its process is replaced" in record.getMessage()
+
+
+class SlowEnv(CounterEnv):
+    """Sleeps in each step."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self._seconds)
+        return super().step(action)
+
+
+def test_a_recovery_that_takes_long_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recoverer, "_SILENCE", 0.2)
+    policy, fns = RestartPolicy(snapshots=False), [CounterEnv, partial(SlowEnv, 0.05)]
+    with SubprocessVectorEnv(fns, envs_per_worker=2, restart=policy, reports="") as envs:
+        envs.reset(seed=0)
+        for _ in range(12):
+            envs.step([1, 1])
+        os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+        with caplog.at_level(logging.WARNING, "multienv"):
+            envs.step([1, 1])
+    *news, outcome = [record.getMessage() for record in caplog.records]
+    assert "Outcome: exact" in outcome
+    told = [re.fullmatch(r"Envs 0–1 are being recovered, \d s so far: (.*)\.", line) for line in news]
+    assert 1 <= len(told) <= 4  # at 0.2, 0.4, 0.8 and 1.6 s
+    done = re.fullmatch(r"replaying 13 requests, (\d+) are done", told[-1].group(1) if told[-1] else "")
+    assert done
+    assert 0 < int(done.group(1)) < 13
+
+
+def test_the_warning_of_a_silent_hang_names_the_env_of_several_in_the_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pending, "SILENCE", 0.2)
+    with SubprocessVectorEnv([CounterEnv, partial(SlowEnv, 1.0), CounterEnv], envs_per_worker=3) as envs:
+        envs.reset(seed=0)
+        envs.step([1, 1, 1])
+    assert [record.getMessage().partition(" (pid")[0] for record in caplog.records] == [
+        "step() of env 1 has not returned for 0 s"
+    ]
