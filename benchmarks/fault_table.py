@@ -1,4 +1,4 @@
-"""What happens when a worker dies, hangs or raises: multienv and its peers, a table for each fault.
+"""What happens when a worker dies, hangs or raises: multienv and its peers, in a table, and one for each fault.
 
     python benchmarks/fault_table.py                          # all that are installed
     python benchmarks/fault_table.py --only multienv,gymnasium --json faults.json
@@ -318,14 +318,38 @@ def pythons_of(peers: Sequence[type[Peer]], pythons: Sequence[str]) -> dict[str,
     return found
 
 
+def verdict(text: str) -> str:
+    """Put a cell into a word or two."""
+    if text.startswith(("the same episode", "the next step returns")):
+        return "goes on"
+    if "old step's answer" in text:
+        return "**wrong answer**"
+    if not text.startswith("`"):
+        return text
+    if "waits for ever" in text:
+        return "error, then hangs"
+    return "error, then a new episode" if "the next step: a new episode" in text else "error"
+
+
+def says_more(text: str) -> bool:
+    """Tell whether a cell says more than its verdict."""
+    return verdict(text) not in ("goes on", text)
+
+
 def markdown(rows: dict[str, dict[str, str]], names: Sequence[str]) -> str:
-    """Return a small table for each fault: who, and what happens."""
-    lines = []
+    """Return a table of all faults in a word or two; then, for each fault, a table of the cells that say more."""
+    titles = {name: CASES[name].title[0].upper() + CASES[name].title[1:] for name in names}
+    verdicts = {name: [verdict(cells[name]) for cells in rows.values()] for name in names}
+    lines = [f"| | {' | '.join(rows)} |", "|---" * (len(rows) + 1) + "|"]
+    lines += [f"| {titles[name]} | {' | '.join(verdicts[name])} |" for name in names]
+    details: dict[str, list[str]] = {}  # the titles of faults, by what they have in common
     for name in names:
-        title = CASES[name].title
-        lines += ["", f"### {title[0].upper()}{title[1:]}", "", "| | |", "|---|---|"]
-        lines += [f"| {peer} | {cells[name]} |" for peer, cells in rows.items()]
-    return "\n".join(lines[1:])
+        said = [f"| {peer} | {cells[name]} |" for peer, cells in rows.items() if says_more(cells[name])]
+        if said:
+            details.setdefault("\n".join(said), []).append(titles[name])
+    for table, same in details.items():
+        lines += ["", f"### {'. '.join(same)}", "", "| | |", "|---|---|", table]
+    return "\n".join(lines)
 
 
 def main() -> None:

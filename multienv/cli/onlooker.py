@@ -96,7 +96,7 @@ class Worker:
         self._awaited += not is_idle and bool(self._segment.words[TRAINER_SLEEPS])
 
     def row(self) -> dict[str, Any]:
-        """Sample it once more, and return what was seen since the last row, as JSON values; ``docs/top.md`` says what.
+        """Sample it once more, and return what was seen since the last row, as JSON values: see ``docs/monitoring.md``.
 
         Raises psutil.Error if it has ended.
         """

@@ -1,10 +1,14 @@
-"""Applies each mutant to a copy of the package, and says which test catches it.
+"""Applies each mutant to a copy of the package, and prints a table of the tests that catch them.
 
-For each mutant the tree is copied without the native extension, which is built if the mutant is in it; the text is replaced, and pytest run in the copy with ``-x``: first the files that the
-mutant hints at, then STAGES, until a test fails. Then that test is run without the mutant: one that fails there too has
-caught nothing. A test that hangs is broken off; that counts, and the table says so.
+For each mutant the tree is copied without the native extension, which is built if the mutant is in it. The text is
+replaced, and pytest is run in the copy with ``-x``: first the files that the mutant hints at, then STAGES, until a test
+fails. Then that test is run without the mutant: if it fails there too, it has caught nothing. A test that hangs is
+broken off; that counts as caught, and the table says so.
 
-All processes that the tests leave are killed: the mutants are about leaving some.
+All processes that the tests leave are killed, because some mutants leave processes behind.
+
+Defects that no test can see are not among the mutants: a lost wake-up costs only time, and infos are not compared after
+a replay.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ IGNORED = ("tests/unit/test_mutants.py", "tests/unit/test_architecture.py")
 TEST_LIMIT, STAGE_LIMIT = 60, 900
 _PR_SET_CHILD_SUBREAPER = 36
 SURVIVED = "**survived**"
+TABLE_HEAD = "| mutant | invariant | caught by | seconds |\n|---|---|---|---|\n"
 
 
 class Verdict(NamedTuple):
@@ -212,15 +217,14 @@ def row(mutant: Mutant, verdict: Verdict) -> str:
 
 
 def write_table(path: Path, rows: dict[str, str]) -> None:
-    """Write rows over those of the same mutants in the table of a page; the text around it stays."""
-    text = path.read_text()
-    head = "| mutant | invariant | caught by | seconds |\n|---|---|---|---|\n"
-    before, _, old = text.partition(head)
+    """Write rows into the table of a file, over those of the same mutants; other rows, and text around it, stay."""
+    text = path.read_text() if path.exists() else ""
+    before, _, old = text.partition(TABLE_HEAD)
     known = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines() if line.startswith("| ")}
     known |= rows
     lines = [known[mutant.name] for mutant in MUTANTS if mutant.name in known]
     after = "".join(line + "\n" for line in old.splitlines() if not line.startswith("|"))
-    path.write_text(before + head + "".join(line + "\n" for line in lines) + after)
+    path.write_text(before + TABLE_HEAD + "".join(line + "\n" for line in lines) + after)
 
 
 def main() -> int:
@@ -228,7 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/mutants", description=__doc__)
     parser.add_argument("--only", metavar="TEXT", action="append", help="mutants whose name or file has this in it")
     parser.add_argument("--tests", metavar="PATH", nargs="+", help="run these in place of the stages")
-    parser.add_argument("--table", metavar="FILE", type=Path, help="write what comes of it into the table of this page")
+    parser.add_argument("--table", metavar="FILE", type=Path, help="also write the table to this file")
     parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
     options = parser.parse_args()
     chosen = [one for one in MUTANTS if not options.only or any(part in one.name + one.file for part in options.only)]
@@ -242,6 +246,7 @@ def main() -> int:
     # A killed program leaves nothing either.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     check_copy()
+    print(TABLE_HEAD, end="", flush=True)
     survivors = []
     for mutant in chosen:
         verdict = try_out(mutant, (options.tests,) if options.tests else STAGES)
