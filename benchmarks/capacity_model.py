@@ -1,4 +1,4 @@
-"""How many env cores one driver can feed, by arithmetic; the formulas are those of docs/ray.md.
+"""How many env cores one driver can feed, by arithmetic; the formulas are those of benchmarks/README.md.
 
 There are N cores with an env each, E of them on a host, so H = N / E hosts, rounded up. A round is one call to each
 host; in it each env makes F steps (F = 1: step by step). It takes
