@@ -83,10 +83,11 @@ class Interruption:
                 self._after_call[parent] = False  # what it called was Python: no look at signals on return
             frame.f_trace_lines, frame.f_trace_opcodes = False, True
             # A generator that is resumed looks at signals in its first instruction. One that is dropped unfinished runs
-            # none: it ends by GeneratorExit, and what is raised there is swallowed.
-            is_resumed = bool(frame.f_code.co_flags & inspect.CO_GENERATOR) and frame.f_lasti > 0
-            self._after_call[frame] = is_resumed
-            if not is_resumed:
+            # none: it ends by GeneratorExit, and what is raised there is swallowed. A coroutine that is resumed in an
+            # await does not look at signals at all.
+            flags = frame.f_code.co_flags if frame.f_lasti > 0 else 0
+            self._after_call[frame] = bool(flags & inspect.CO_GENERATOR)
+            if not flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
                 self._pass(frame)
             return self._trace_inside
         return None
