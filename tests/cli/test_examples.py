@@ -37,6 +37,17 @@ def example(directory: Path, name: str, *arguments: str) -> str:
     return run(directory, str(ROOT / "examples" / name), *arguments)
 
 
+def test_the_picture_of_a_killed_worker_is_what_its_script_draws(tmp_path):
+    """But for the times of the recoveries, and the error of the peer."""
+    run(ROOT, "docs/killed_worker.py", str(tmp_path / "new.svg"))
+    drawn, old = (
+        re.sub(r"after \d+ ms|>\w+Error", "", file.read_text())
+        for file in (tmp_path / "new.svg", ROOT / "docs/killed_worker.svg")
+    )
+    assert "SIGKILL" in drawn
+    assert drawn == old
+
+
 @pytest.mark.parametrize(
     "face",
     [pytest.param((), id="one env in each worker"), pytest.param(("--vector",), id="several", marks=pytest.mark.ci)],
