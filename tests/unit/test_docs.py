@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pkgutil
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -31,10 +30,6 @@ def test_the_reference_has_every_public_name():
 def test_the_index_lists_every_page():
     listed = re.findall(r"^\w+$", (DOCS / "index.md").read_text(), re.MULTILINE)
     assert {page.stem for page in PAGES} - {"index"} <= set(listed)
-
-
-def test_the_picture_of_the_processes_is_what_its_script_draws():
-    assert (DOCS / "processes.svg").read_text() == runpy.run_path(str(DOCS / "processes.py"))["drawing"]()
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
