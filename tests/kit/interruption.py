@@ -30,6 +30,10 @@ _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION",
 _JUMPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE"}
 
 
+# Of `sys.monitoring`, one that no debugger or profiler takes.
+_TOOL = 4
+
+
 class Interrupted(BaseException):
     """As KeyboardInterrupt: not an Exception."""
 
@@ -49,6 +53,8 @@ class Interruption:
 
     Only the calling thread is traced, as only the main thread runs signal handlers. `fired` tells whether there was such
     a place, `where` which. Places are not counted while ``skips()`` is true. Those of the files ``beside`` are counted too.
+    From Python 3.12 on `sys.monitoring` tells of the places: there `sys.settrace` overlooks instructions of a function
+    when it runs for the first time, and from 3.13 on also after an exception that a trace function has raised.
     """
 
     def __init__(
@@ -68,13 +74,54 @@ class Interruption:
         self._after_call: dict[FrameType, bool] = {}
 
     def __enter__(self) -> Interruption:
-        sys.settrace(self._trace)
+        if sys.version_info >= (3, 12):
+            self._thread = threading.get_ident()
+            events = sys.monitoring.events
+            sys.monitoring.use_tool_id(_TOOL, "interruption")
+            for event, callback in (
+                (events.PY_START, self._at_start),
+                (events.PY_RESUME, self._at_resume),
+                (events.C_RETURN, self._at_place),
+                (events.JUMP, self._at_jump),
+            ):
+                sys.monitoring.register_callback(_TOOL, event, callback)
+            sys.monitoring.set_events(_TOOL, events.PY_START | events.PY_RESUME | events.CALL | events.JUMP)
+        else:
+            sys.settrace(self._trace)
         return self
 
     def __exit__(self, *error: object) -> bool:
-        sys.settrace(None)
-        self._after_call.clear()
+        if sys.version_info >= (3, 12):
+            sys.monitoring.set_events(_TOOL, 0)
+            sys.monitoring.free_tool_id(_TOOL)
+        else:
+            sys.settrace(None)
+            self._after_call.clear()
         return self.fired and error[0] is self._kind
+
+    # --- Python 3.12 and later ------------------------------------------------------------------------
+
+    def _at_start(self, code: CodeType, offset: int) -> None:
+        self._at_place(code)
+
+    def _at_resume(self, code: CodeType, offset: int) -> None:
+        if not code.co_flags & inspect.CO_COROUTINE:  # which does not look at signals when an await is over
+            self._at_place(code)
+
+    def _at_jump(self, code: CodeType, offset: int, to: int) -> None:
+        if to < offset:
+            self._at_place(code)
+
+    def _at_place(self, code: CodeType, *_: object) -> None:
+        if threading.get_ident() != self._thread or not code.co_filename.startswith(self._files):
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is not None and _is_counted(frame, self._files) and not self._skips():
+            self._pass(frame)
+
+    # --- before ---------------------------------------------------------------------------------------
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
         if _is_counted(frame, self._files) and not self._skips():

@@ -321,4 +321,5 @@ def test_a_look_costs_the_same_however_many_odd_entries_there_are():
             sys.settrace(before)
         return count
 
-    assert instructions_of_a_look(10) == instructions_of_a_look(1000)
+    instructions_of_a_look(10)  # Python 3.12 counts none when a function is traced for the first time
+    assert instructions_of_a_look(10) == instructions_of_a_look(1000) > 0
