@@ -2,18 +2,18 @@
 
     python examples/actor_critic.py                    # learn CartPole-v1
     python examples/actor_critic.py --chaos            # ... while workers are killed at random
-    python examples/actor_critic.py --chaos --verify   # ... and show that the killing changed nothing
+    python examples/actor_critic.py --chaos --verify   # ... and check that the kills changed nothing
     python examples/actor_critic.py --vector --chaos   # ... with several environments in each worker
-    python examples/actor_critic.py --backend ray      # ... on a Ray cluster; without --address on a local one
+    python examples/actor_critic.py --backend ray      # ... on a Ray cluster (without --address: a local one)
 
-The learner is plain A2C with generalised advantage estimation.  Terminated and truncated are kept
-apart: a terminated episode is worth nothing beyond its end, a truncated one is worth what the critic
-makes of its final observation.  ``MultiEnv`` and the vector environments reset on the step after the
-one that ended an episode (``AutoresetMode.NEXT_STEP``), so that final observation is simply the next
-one in the rollout, and the step that only performed the reset is left out of the loss.
+The learner is plain A2C with generalised advantage estimation.  It treats terminated and truncated
+differently.  After a terminated episode, the future is worth 0.  After a truncated one, the future is
+worth the critic's value of the final observation.  ``MultiEnv`` and the vector environments reset in
+the step after the one that ended an episode (``AutoresetMode.NEXT_STEP``).  So the final observation
+is the next one in the rollout, and the step that only performed the reset is left out of the loss.
 
-Everything the learner does follows from ``--seed``.  The killing runs in a thread of its own, at
-moments of its own, and is never looked at by the learner.
+Everything that the learner does depends only on ``--seed``.  A separate thread kills the workers, at
+random moments.  The learner never looks at the kills.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 except ImportError as error:
-    sys.exit(f'{error}: this example draws with rich and matplotlib; from a checkout, pip install -e ".[examples]"')
+    sys.exit(f'{error}: this example needs rich and matplotlib; in a checkout, run pip install -e ".[examples]"')
 
 Floats = NDArray[np.float32]
 Envs = MultiEnv | SubprocessVectorEnv | RayVectorEnv
 
-HORIZON = 16  # steps of every environment between two updates
+HORIZON = 16  # steps per environment between two updates
 HIDDEN = 32  # units in each of the two hidden layers
 DISCOUNT = 0.995
 TRACE = 0.95  # the lambda of generalised advantage estimation
@@ -58,12 +58,12 @@ ACTOR_RATE = 2e-3  # both learning rates fall to zero over --total-steps
 CRITIC_RATE = 4e-3
 ENTROPY_BONUS = 0.01
 GRADIENT_NORM = 0.5
-CHAOS = 0.5  # kills per 1000 steps, unless --chaos says otherwise
+CHAOS = 0.5  # kills per 1000 steps, if --chaos gives no number
 WINDOW = 100  # episodes in the mean return that decides whether the task is solved
 
 
 class Network:
-    """A network of two tanh layers and a linear one, with its gradient and its Adam, all in flat vectors."""
+    """Two tanh layers and a linear layer, with gradient and state of Adam, all in flat vectors."""
 
     def __init__(self, inputs: int, outputs: int, gain: float, rng: np.random.Generator) -> None:
         self.shapes = list(pairwise((inputs, HIDDEN, HIDDEN, outputs)))
@@ -72,14 +72,14 @@ class Network:
         )
         self.layers = self._layers(self.weights)
         self.gradients = self._layers(self.gradient)
-        self.inputs: list[Floats] = []  # of each layer, in the latest forward pass
+        self.inputs: list[Floats] = []  # inputs of each layer in the latest forward pass
         self.updates = 0
         for (matrix, _), scale in zip(self.layers, (np.sqrt(2.0), np.sqrt(2.0), gain), strict=True):
             u, _, v = np.linalg.svd(rng.normal(size=matrix.shape), full_matrices=False)
             matrix[:] = scale * (u @ v)
 
     def _layers(self, flat: Floats) -> list[tuple[Floats, Floats]]:
-        """The matrices and biases of the layers, as views of one flat vector."""
+        """Return the matrix and the bias of each layer, as views of one flat vector."""
         layers, start = [], 0
         for rows, columns in self.shapes:
             middle, end = start + rows * columns, start + (rows + 1) * columns
@@ -88,7 +88,7 @@ class Network:
         return layers
 
     def forward(self, x: Floats) -> Floats:
-        """The outputs for a batch of inputs."""
+        """Return the outputs for a batch of inputs."""
         self.inputs = [x]
         for matrix, bias in self.layers[:-1]:
             x = np.tanh(x @ matrix + bias)
@@ -97,7 +97,7 @@ class Network:
         return x @ matrix + bias
 
     def descend(self, slope: Floats, rate: float) -> None:
-        """Take one clipped Adam step; `slope` is the loss's derivative by the latest outputs."""
+        """Take one clipped Adam step; `slope` is the derivative of the loss with respect to the latest outputs."""
         for i in reversed(range(len(self.layers))):
             np.matmul(self.inputs[i].T, slope, out=self.gradients[i][0])
             np.sum(slope, axis=0, out=self.gradients[i][1])
@@ -114,7 +114,7 @@ class Network:
 
 
 class Rollout:
-    """HORIZON steps of every environment; `observations` has one more row, the ones after the last step."""
+    """HORIZON steps of every environment. `observations` has one more row: those after the last step."""
 
     def __init__(self, num_envs: int, size: int) -> None:
         self.observations = np.zeros((HORIZON + 1, num_envs, size), np.float32)
@@ -123,8 +123,8 @@ class Rollout:
         self.terminated = np.zeros((HORIZON, num_envs), np.bool_)
         self.truncated = np.zeros((HORIZON, num_envs), np.bool_)
         self.real = np.zeros((HORIZON, num_envs), np.bool_)  # False: this step only reset the environment
-        self.ended = np.zeros(num_envs, np.bool_)  # with the latest step
-        self.totals = np.zeros(num_envs)  # of the rewards of the running episodes
+        self.ended = np.zeros(num_envs, np.bool_)  # whether the latest step ended the episode
+        self.totals = np.zeros(num_envs)  # return so far of each running episode
 
     def record(self, t: int, actions: NDArray[np.intp], outcome: tuple[Any, ...]) -> None:
         self.actions[t] = actions
@@ -134,11 +134,11 @@ class Rollout:
         self.totals = self.totals * self.real[t] + self.rewards[t]
 
     def advantages(self, values: Floats) -> Floats:
-        """Generalised advantage estimates, zero for the steps that only reset."""
-        # Rewards count (1 - DISCOUNT) each, which keeps the values of any policy near the unit interval.
-        future = DISCOUNT * values[1:] * ~self.terminated  # a truncated step still has its future
+        """Return generalised advantage estimates. They are 0 for steps that only reset."""
+        # Rewards are scaled by (1 - DISCOUNT). This keeps the values of any policy near the unit interval.
+        future = DISCOUNT * values[1:] * ~self.terminated  # a truncated step keeps its future
         surprises = (1 - DISCOUNT) * self.rewards + future - values[:-1]
-        carried = DISCOUNT * TRACE * ~(self.terminated | self.truncated)  # nothing crosses an episode's end
+        carried = DISCOUNT * TRACE * ~(self.terminated | self.truncated)  # nothing flows across the end of an episode
         advantages = np.zeros_like(surprises)
         following = np.zeros_like(surprises[0])
         for t in reversed(range(HORIZON)):
@@ -147,7 +147,7 @@ class Rollout:
 
 
 class ActorCritic:
-    """Two separate networks, one for the policy and one for the value of an observation."""
+    """Two separate networks: one for the policy, one for the value of an observation."""
 
     def __init__(self, space: gymnasium.Space[Any], choices: gymnasium.Space[Any], seed: int) -> None:
         if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:
@@ -158,18 +158,18 @@ class ActorCritic:
         self.rng = np.random.default_rng(seed)
         self.actor = Network(size, int(choices.n), 0.01, self.rng)
         self.critic = Network(size, 1, 1.0, self.rng)
-        self.scale = np.full(size, 0.5, np.float32)  # brings observations to about one size
+        self.scale = np.full(size, 0.5, np.float32)  # scales observations to a similar size
         bounded = np.isfinite(space.high)
         self.scale[bounded] = 2.0 / np.maximum(np.abs(space.high[bounded]), 1e-6)
 
     def act(self, observations: Floats) -> NDArray[np.intp]:
         logits = self.actor.forward(observations * self.scale)
-        # The largest of logits with Gumbel noise is a sample of their softmax.
+        # The argmax of logits plus Gumbel noise is a sample from their softmax.
         choices: NDArray[np.intp] = np.argmax(logits + self.rng.gumbel(size=logits.shape), axis=1)
         return choices
 
     def learn(self, rollout: Rollout, remaining: float) -> None:
-        """One gradient step for each network, on one rollout; `remaining` scales the learning rates."""
+        """Take one gradient step for each network, on one rollout. `remaining` scales the learning rates."""
         _, num_envs, size = rollout.observations.shape
         inputs = rollout.observations.reshape(-1, size) * self.scale
         real = rollout.real.reshape(-1, 1)
@@ -177,7 +177,7 @@ class ActorCritic:
 
         values = self.critic.forward(inputs).reshape(HORIZON + 1, num_envs)
         advantages = rollout.advantages(values)
-        slope = np.zeros_like(values)  # of half the mean squared error; the row after the last step has none
+        slope = np.zeros_like(values)  # gradient of half the mean squared error; 0 in the row after the last step
         slope[:-1] = -advantages / count
         self.critic.descend(slope.reshape(-1, 1), CRITIC_RATE * remaining)
 
@@ -188,7 +188,7 @@ class ActorCritic:
         logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         chances = np.exp(logs)
         entropy = -(chances * logs).sum(axis=1, keepdims=True)
-        towards = chances.copy()  # of -log(chance of the action taken), by the logits
+        towards = chances.copy()  # gradient of -log(probability of the action) with respect to the logits
         towards[np.arange(len(towards)), rollout.actions.ravel()] -= 1
         slope = (towards * advantage + ENTROPY_BONUS * chances * (logs + entropy)) * real / count
         self.actor.descend(slope, ACTOR_RATE * remaining)
@@ -196,15 +196,15 @@ class ActorCritic:
 
 @dataclass
 class Run:
-    """What one training run left behind."""
+    """The results of one training run."""
 
     steps: int = 0
     seconds: float = 0.0
     solved: bool = False
-    episodes: list[tuple[int, float]] = field(default_factory=list)  # the steps taken at its end, its return
-    kills: list[int] = field(default_factory=list)  # the steps taken at each kill
+    episodes: list[tuple[int, float]] = field(default_factory=list)  # steps taken at its end, its return
+    kills: list[int] = field(default_factory=list)  # steps taken at each kill
     weights: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
-    statistics: list[Any] = field(default_factory=list)  # of each worker
+    statistics: list[Any] = field(default_factory=list)  # one per worker
 
     @property
     def mean_return(self) -> float:
@@ -217,14 +217,14 @@ class Run:
 
 @contextmanager
 def chaos(envs: Envs, run: Run, rate: float | None) -> Iterator[None]:
-    """Meanwhile kill `rate` random workers per 1000 steps at random moments, and note those in `run`."""
+    """While the block runs, kill `rate` random workers per 1000 steps at random moments; record them in `run`."""
     over = threading.Event()
-    dice = random.SystemRandom()  # has nothing to do with the learner's seed
+    dice = random.SystemRandom()  # independent of the learner's seed
     killed: set[int] = set()
 
     def rampage(rate: float) -> None:
         due = dice.expovariate(rate / 1000)
-        while not over.wait(dice.uniform(0, 0.01)):  # so that any part of a step may be hit
+        while not over.wait(dice.uniform(0, 0.01)):  # so that a kill may hit any part of a step
             if run.steps < due:
                 continue
             due = run.steps + dice.expovariate(rate / 1000)
@@ -234,7 +234,7 @@ def chaos(envs: Envs, run: Run, rate: float | None) -> Iterator[None]:
                 continue
             try:
                 os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
-            except OSError:  # gone already
+            except OSError:  # already gone
                 continue
             killed.add(pid)
             run.kills.append(run.steps)
@@ -252,9 +252,9 @@ def chaos(envs: Envs, run: Run, rate: float | None) -> Iterator[None]:
 
 
 def build(options: argparse.Namespace) -> Envs:
-    """One environment in each worker, lists in and lists out; or several, in batches, here or on a cluster."""
+    """Build one environment per worker, with lists; or batches, with several per worker, here or on a cluster."""
     env_fns = [partial(gymnasium.make, options.env)] * options.num_envs
-    reports = None if options.chaos is None else ""  # none of deaths that are wanted
+    reports = None if options.chaos is None else ""  # no crash reports for intended deaths
     if options.backend == "ray":
         return RayVectorEnv(env_fns, ray=RayOptions(address=options.address), reports=reports)
     if options.vector:
@@ -263,14 +263,14 @@ def build(options: argparse.Namespace) -> Envs:
 
 
 def spaces_of(envs: Envs) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
-    """Of observations and actions, of a single environment."""
+    """Return the observation space and the action space of a single environment."""
     if isinstance(envs, MultiEnv):
         return envs.observation_space, envs.action_space
     return envs.single_observation_space, envs.single_action_space
 
 
 def was_cut_short(infos: Any, i: int) -> bool:
-    """Whether the episode that environment `i` has ended was truncated because its worker was lost."""
+    """Tell whether the episode that just ended in environment `i` was truncated because its worker was lost."""
     return bool(infos.get("_multienv", {i: False})[i]) if isinstance(infos, dict) else "multienv" in infos[i]
 
 
@@ -289,7 +289,7 @@ def collect(envs: Envs, learner: ActorCritic, rollout: Rollout, run: Run) -> Non
 
 
 def train(options: argparse.Namespace, title: str, rate: float | None, progress: Progress) -> Run:
-    """Learn until solved or out of steps.  Nothing but `options` decides what is learned."""
+    """Learn until the task is solved or the steps are used up.  The result depends only on `options`."""
     run = Run()
     began = last = time.monotonic()
     bar = progress.add_task(title, total=options.total_steps, told="starting the workers")
@@ -311,7 +311,7 @@ def train(options: argparse.Namespace, title: str, rate: float | None, progress:
                 if not progress.console.is_terminal and time.monotonic() > last + 5:  # a pipe shows no bar
                     last = time.monotonic()
                     progress.console.print(f"{title}: {run.steps} steps  {told}", soft_wrap=True)
-        if len(run.kills) > run.count("losses"):  # one died after the last step: another step heals it too
+        if len(run.kills) > run.count("losses"):  # a worker died after the last step: another step recovers it
             envs.step(learner.act(rollout.observations[-1]).tolist())
             run.statistics = envs.statistics()
         run.weights = np.concatenate([learner.actor.weights, learner.critic.weights])
@@ -319,7 +319,7 @@ def train(options: argparse.Namespace, title: str, rate: float | None, progress:
 
 
 def curve(run: Run) -> tuple[Floats, Floats, Floats]:
-    """At the end of each episode the steps taken, its return, and the mean return of the latest."""
+    """Return for each episode the steps taken at its end, its return, and the mean return of the latest ones."""
     steps, totals = np.reshape(run.episodes, (-1, 2)).T
     sums = np.concatenate([[0.0], np.cumsum(totals)])
     ends = np.arange(1, len(sums))
@@ -328,7 +328,7 @@ def curve(run: Run) -> tuple[Floats, Floats, Floats]:
 
 
 def draw(run: Run, calm: Run | None, options: argparse.Namespace) -> None:
-    """Save the learning curve with the kills marked on it, and that of the undisturbed run if there is one."""
+    """Save the learning curve with the kills marked, and the curve of the undisturbed run if there is one."""
     steps, totals, means = curve(run)
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -340,7 +340,7 @@ def draw(run: Run, calm: Run | None, options: argparse.Namespace) -> None:
     axes.plot(steps, means, color="tab:blue", linewidth=3, label=f"mean of the last {WINDOW}")
     if calm is not None:
         calm_steps, _, calm_means = curve(calm)
-        axes.plot(calm_steps, calm_means, color="black", linewidth=1, linestyle=":", label="the same, undisturbed")
+        axes.plot(calm_steps, calm_means, color="black", linewidth=1, linestyle=":", label="same seed, undisturbed")
     if np.isfinite(options.threshold):
         label = f"solved ({options.threshold:g})"
         axes.axhline(options.threshold, color="tab:green", linestyle="--", label=label)
@@ -350,7 +350,7 @@ def draw(run: Run, calm: Run | None, options: argparse.Namespace) -> None:
 
 
 def difference(one: Run, other: Run) -> str | None:
-    """Where two runs first part, or None if they are equal to the bit."""
+    """Return where two runs first differ, or None if they are equal to the bit."""
     for i, (a, b) in enumerate(zip(one.episodes, other.episodes, strict=False)):
         if a != b:
             return f"episode {i + 1} returned {a[1]:g} at step {a[0]}, not {b[1]:g} at step {b[0]}"
@@ -366,19 +366,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--env", default="CartPole-v1", help="an environment with flat observations and discrete actions")
     add("--num-envs", type=int, default=8, metavar="N")
-    add("--vector", action="store_true", help="several environments in each worker (SubprocessVectorEnv)")
-    add("--backend", choices=("subprocess", "ray"), default="subprocess", help="ray: RayVectorEnv")
-    add("--address", default=os.environ.get("RAY_ADDRESS"), help="of a Ray cluster; without it a local Ray is started")
+    add("--vector", action="store_true", help="put several environments into each worker (SubprocessVectorEnv)")
+    add("--backend", choices=("subprocess", "ray"), default="subprocess", help="ray uses RayVectorEnv")
+    add("--address", default=os.environ.get("RAY_ADDRESS"), help="address of a Ray cluster (default: a local Ray)")
     add("--seed", type=int, default=0)
     add("--total-steps", type=int, default=500_000, metavar="N", help="give up after this many environment steps")
-    add("--chaos", type=float, nargs="?", const=CHAOS, metavar="KILLS", help="kill workers, this many per 1000 steps")
+    add("--chaos", type=float, nargs="?", const=CHAOS, metavar="KILLS", help="kill this many workers per 1000 steps")
     add("--verify", action="store_true", help="run again undisturbed and compare to the bit (implies --chaos)")
     add("--plot", type=Path, default=Path("actor_critic.png"), metavar="PATH")
     options = parser.parse_args(argv)
     if options.verify and options.chaos is None:
         options.chaos = CHAOS
     if options.chaos is not None and options.backend == "ray" and options.address:
-        print(f"nothing is killed: the workers are on the nodes of {options.address}")  # a pid means another one here
+        print(f"no kills: the workers are on the nodes of {options.address}")  # here their pids are other processes
         options.chaos = None
     if min(options.num_envs, options.total_steps) < 1 or (options.chaos is not None and options.chaos <= 0):
         parser.error("--num-envs, --total-steps and --chaos must be positive")
@@ -395,7 +395,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.chaos is not None:
-        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss is a warning; here the bar counts them
+        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss logs a warning; here the bar counts them
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         run = train(options, "chaos" if options.chaos else "learning", options.chaos, progress)
@@ -405,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{how}: mean return {run.mean_return:.1f} over the last {WINDOW} of {len(run.episodes)} episodes,")
     print(f"{run.steps} steps, {run.seconds:.1f} s; learning curve in {options.plot}")
     if seconds := [each for statistics in run.statistics for each in statistics.recovery_seconds]:
-        print(f"a recovery took {np.median(seconds):.3f} s (median), {max(seconds):.3f} s at most")
+        print(f"a recovery took {np.median(seconds):.3f} s (median), {max(seconds):.3f} s (maximum)")
     found = None if calm is None else difference(run, calm)
     if found:
         print(f"differs from the undisturbed run: {found}")
@@ -416,10 +416,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     lost = f"{cut} episodes were cut short" if cut else "nothing was lost"
     print(f"{died} workers died; {exact} recoveries were exact, {cut} truncated; {lost}.")
     if options.chaos is not None:
-        print('no crash reports were written (reports=""): these deaths were wanted')
+        print('no crash reports were written (reports=""): these deaths were intended')
     for report in (each.last_recovery.report for each in run.statistics if each.last_recovery is not None):
         if report:
-            print(f"crash report: {report}; multienv replay runs it again")
+            print(f"crash report: {report}; run it again with multienv replay")
     return 1 if found else 0
 
 

@@ -1,12 +1,13 @@
-"""A2C with environments whose step times differ by ten times: act for the first that are ready, wait for no slow one.
+"""A2C on environments whose step times differ tenfold: act for the first ready ones, do not wait for the slow ones.
 
-    python examples/first_ready.py            # the same learner twice: with the first that are ready, and in step
+    python examples/first_ready.py            # learn twice: with the first ready environments, and with all in step
     python examples/first_ready.py --chaos    # ... while workers are killed at random
 
-Every fourth environment takes ten times as long for a step as the others: a scene with more objects, a remote machine,
-a simulator that swaps. With ``step()`` all wait for these. With ``send()`` and ``recv(k)``, EnvPool's asynchronous
-mode, the learner acts for whichever are ready. It learns from the fragments of 16 steps that the environments complete.
-An action in one may be some updates old when it is learned from, as in A3C; the slow environments contribute less.
+Every fourth environment takes ten times as long per step as the others. Think of a scene with more objects, a remote
+machine, or a simulator that swaps. With ``step()``, all environments wait for the slow ones. With ``send()`` and
+``recv(k)`` (EnvPool's asynchronous mode), the learner acts for the environments that are ready. It learns from
+fragments of 16 steps, as the environments complete them. An action in a fragment may be some updates old when the
+learner uses it, as in A3C. Slow environments contribute fewer steps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class TakesTime(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     Args:
         env: An env.
-        seconds: By so much.
+        seconds: How much longer.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], seconds: float) -> None:
@@ -54,21 +55,21 @@ class Fragments:
     """Collects the steps of each environment, and hands out batches of fragments of ``HORIZON`` steps.
 
     Args:
-        envs: How many environments there are.
-        batch: How many fragments are learned from at once.
+        envs: Number of environments.
+        batch: Number of fragments in a batch.
     """
 
     def __init__(self, envs: int, batch: int) -> None:
         self.steps: list[list[tuple[Any, ...]]] = [[] for _ in range(envs)]
-        self.first: list[Any] = [None] * envs  # the observation before the steps
-        self.has_ended = [False] * envs  # with the step before them
-        self.total = [0.0] * envs  # reward of the running episode
+        self.first: list[Any] = [None] * envs  # the observation before the first of the steps
+        self.has_ended = [False] * envs  # whether the latest step ended the episode
+        self.total = [0.0] * envs  # return so far of the running episode
         self.batch, self.complete = batch, list[tuple[Any, list[tuple[Any, ...]]]]()
         self.taken, self.returns = 0, list[float]()
 
     def add(self, env: int, action: int, outcome: tuple[Any, ...]) -> None:
-        """Add a step of an environment: its observation, reward, terminated and truncated."""
-        is_real = not self.has_ended[env]  # else it only reset the environment
+        """Add a step of an environment. ``outcome`` is observation, reward, terminated and truncated."""
+        is_real = not self.has_ended[env]  # otherwise the step only reset the environment
         self.steps[env].append((action, *outcome, is_real))
         self.taken += is_real
         self.total[env] += outcome[1]
@@ -81,7 +82,7 @@ class Fragments:
             self.first[env], self.steps[env] = outcome[0], []
 
     def rollout(self) -> Rollout | None:
-        """Return a batch of fragments, or None as long as too few are complete."""
+        """Return a batch of fragments, or None if too few are complete."""
         if len(self.complete) < self.batch:
             return None
         chosen, self.complete = self.complete[: self.batch], self.complete[self.batch :]
@@ -96,7 +97,7 @@ class Fragments:
 
 
 def first_ready(envs: SubprocessVectorEnv, k: int, learner: ActorCritic, seed: int) -> Iterator[tuple[Any, ...]]:
-    """Step whichever environments are ready, ``k`` at a time; yield each step and the env that made it."""
+    """Step the environments that are ready, ``k`` at a time. Yield each step with the index of its environment."""
     actions = np.zeros(envs.num_envs, np.intp)
     envs.reset_async(seed=seed)
     while True:
@@ -107,7 +108,7 @@ def first_ready(envs: SubprocessVectorEnv, k: int, learner: ActorCritic, seed: i
 
 
 def in_step(envs: SubprocessVectorEnv, learner: ActorCritic, seed: int) -> Iterator[tuple[Any, ...]]:
-    """Step all environments at once; yield as :func:`first_ready` does."""
+    """Step all environments together. Yield the same as :func:`first_ready`."""
     every, zeros = np.arange(envs.num_envs), np.zeros(envs.num_envs)
     observations, _ = envs.reset(seed=seed)
     yield from zip(every, every, observations, zeros, zeros, zeros, strict=True)
@@ -118,7 +119,7 @@ def in_step(envs: SubprocessVectorEnv, learner: ActorCritic, seed: int) -> Itera
 
 
 def train(options: argparse.Namespace, *, waits: bool) -> tuple[float, float, int]:
-    """Learn for so many seconds; return steps a second, mean return of the last 50 episodes, and deaths of workers."""
+    """Learn for some seconds. Return steps per second, mean return of the last 50 episodes, and deaths of workers."""
     slow = [0.001 * (options.factor if index % 4 == 3 else 1) for index in range(options.num_envs)]
     env_fns = [partial(make_env, seconds) for seconds in slow]
     with SubprocessVectorEnv(env_fns, envs_per_worker=1, reports="") as envs:
@@ -129,7 +130,7 @@ def train(options: argparse.Namespace, *, waits: bool) -> tuple[float, float, in
         with killer:
             begin = time.monotonic()
             for env, action, *outcome in steps:
-                if fragments.first[env] is None:  # what came is the reset
+                if fragments.first[env] is None:  # this is the reset, not a step
                     fragments.first[env] = outcome[0]
                     continue
                 fragments.add(env, action, tuple(outcome))
@@ -144,20 +145,20 @@ def train(options: argparse.Namespace, *, waits: bool) -> tuple[float, float, in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=15.0, help="for which each of both learns")
+    parser.add_argument("--seconds", type=float, default=15.0, help="training time of each of the two runs")
     parser.add_argument("--num-envs", type=int, default=16)
-    parser.add_argument("--factor", type=float, default=10.0, help="every fourth env is so many times as slow")
+    parser.add_argument("--factor", type=float, default=10.0, help="how many times slower every fourth env is")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chaos", action="store_true", help="kill workers, about three a second")
+    parser.add_argument("--chaos", action="store_true", help="kill about three workers per second")
     options = parser.parse_args()
     if options.chaos:
-        logging.getLogger("multienv").setLevel(logging.ERROR)  # deaths that are wanted
+        logging.getLogger("multienv").setLevel(logging.ERROR)  # no warnings about intended deaths
     rates = []
-    for name, waits in (("the first that are ready", False), ("in step", True)):
+    for name, waits in (("first ready", False), ("in step", True)):
         rate, mean, deaths = train(options, waits=waits)
         rates.append(rate)
-        print(f"{name:25} {rate:6.0f} steps a second; mean return {mean:5.1f}; {deaths} workers died", flush=True)
-    print(f"{rates[0] / rates[1]:.1f} times as many steps for the one that waits for no slow environment.")
+        print(f"{name:25} {rate:6.0f} steps per second; mean return {mean:5.1f}; {deaths} workers died", flush=True)
+    print(f"Without waiting for the slow environments: {rates[0] / rates[1]:.1f} times as many steps.")
 
 
 if __name__ == "__main__":

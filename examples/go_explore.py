@@ -1,7 +1,7 @@
-"""Go-Explore's first phase on Montezuma's Revenge: return to a promising state, explore from there.
+"""Go-Explore's first phase on Montezuma's Revenge: return to a promising state, and explore from there.
 
-The emulator cannot be copied by ``copy.deepcopy``, and its own state saving leaves out the wrappers. Here the archive
-holds forked snapshots: ``restore`` brings back emulator, wrappers and random generators alike, in a few milliseconds.
+``copy.deepcopy`` cannot copy the emulator, and the emulator's own saved states leave out the wrappers. So the archive
+holds forked snapshots. ``restore`` brings back emulator, wrappers and random generators, in a few milliseconds.
 
     pip install -e ".[examples]" ale-py && python examples/go_explore.py
 
@@ -22,7 +22,7 @@ from multienv import RestartPolicy, Snapshot, SubprocessEnv
 
 gymnasium.register_envs(ale_py)
 
-# Where the game keeps them in its memory.
+# Addresses of these values in the game's memory.
 ROOM, X, Y, LIVES = 3, 42, 43, 58
 Cell = tuple[int, int, int]
 
@@ -37,20 +37,20 @@ class Entry:
 
 
 def make() -> gymnasium.Env:
-    """Observations are the game's memory."""
+    """Build the env. Its observations are the game's memory."""
     return gymnasium.make("ALE/MontezumaRevenge-v5", obs_type="ram", repeat_action_probability=0.0)
 
 
 def cell_of(ram) -> Cell:
-    """States that look alike to the search."""
+    """Return the cell of a state. The search treats all states of a cell as equal."""
     return int(ram[ROOM]), int(ram[X]) // 8, int(ram[Y]) // 8
 
 
 def explore(env: SubprocessEnv, archive: dict[Cell, Entry], dice: random.Random, steps: int, room_for: int) -> float:
-    """Return to a state, go on at random from there, and keep what is new or reached with a better score."""
+    """Return to a state, act at random from there, and keep states that are new or have a better score."""
     entries = list(archive.values())
     (entry,) = dice.choices(entries, [(1 + one.visits) ** -0.5 for one in entries])
-    del entries  # a snapshot is freed when nobody holds it any more
+    del entries  # a snapshot is freed when nothing refers to it any more
     entry.visits += 1
     env.restore(entry.snapshot)
     score, best, action, lives = entry.score, entry.score, 0, None
@@ -71,15 +71,15 @@ def explore(env: SubprocessEnv, archive: dict[Cell, Entry], dice: random.Random,
 
 
 def main() -> None:
-    """Search, and say how far it came."""
+    """Search, and print how far the search came."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=3000)
-    parser.add_argument("--steps", type=int, default=100, help="explored from each state returned to")
-    parser.add_argument("--cells", type=int, default=300, help="kept at a time: a frozen process each")
+    parser.add_argument("--steps", type=int, default=100, help="steps to explore from each state")
+    parser.add_argument("--cells", type=int, default=300, help="most cells to keep at a time; each is a frozen process")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     dice, best = random.Random(arguments.seed), 0.0
-    policy = RestartPolicy(max_snapshots=arguments.cells + 2)  # one is replaced while it is explored from
+    policy = RestartPolicy(max_snapshots=arguments.cells + 2)  # one may be replaced while explored from
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with SubprocessEnv(make, restart=policy) as env, Progress(*columns) as bar:
         ram, _ = env.reset(seed=arguments.seed)

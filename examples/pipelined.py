@@ -1,9 +1,9 @@
-"""Double buffering: the policy computes on one half of the envs while the other half steps.
+"""Double buffering: the policy computes actions for one half of the envs while the other half steps.
 
     pip install -e ".[examples]" && python examples/pipelined.py
 
-There are two vector envs, each with half the envs. ``step_async`` sends a step and does not wait: while one half's
-workers step, the policy computes for the other half, whose step ``step_wait`` has just collected.
+There are two vector envs, each with half of the envs. ``step_async`` sends a step and does not wait. While the workers
+of one half step, ``step_wait`` collects the results of the other half, and the policy computes its next actions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Policy:
 
 
 def lockstep(envs: SubprocessVectorEnv, policy: Policy, rounds: int) -> float:
-    """Step all envs, then ask the policy, in turns; return env steps a second."""
+    """Step all envs, then ask the policy, in turn. Return env steps per second."""
     observations, _ = envs.reset(seed=0)
     begin = time.perf_counter()
     for _ in range(rounds):
@@ -51,7 +51,7 @@ def lockstep(envs: SubprocessVectorEnv, policy: Policy, rounds: int) -> float:
 
 
 def pipelined(halves: Sequence[SubprocessVectorEnv], policy: Policy, rounds: int) -> float:
-    """Step one half while the policy computes for the other; return env steps a second."""
+    """Step one half while the policy computes for the other half. Return env steps per second."""
     for place, half in enumerate(halves):
         observations, _ = half.reset(seed=place * half.num_envs)
         half.step_async(policy(observations))
@@ -67,11 +67,11 @@ def pipelined(halves: Sequence[SubprocessVectorEnv], policy: Policy, rounds: int
 
 
 def main() -> None:
-    """Measure both in turns, and print what is gained."""
+    """Measure both in turn, and print the gain."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--env", default="BipedalWalker-v3")
     parser.add_argument("--num-envs", type=int, default=16)
-    parser.add_argument("--width", type=int, default=512, help="of the policy's hidden layers")
+    parser.add_argument("--width", type=int, default=512, help="width of the policy's hidden layers")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()

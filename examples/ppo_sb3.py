@@ -3,8 +3,8 @@
     python examples/ppo_sb3.py            # learn
     python examples/ppo_sb3.py --chaos    # ... while workers are killed at random
 
-To use it in a script of your own, change one line: ``vec_env_cls=SubprocessVecEnv``. What is learnt does not depend on
-the kills: with the same ``--seed`` both lines above end with the same return.
+In your own script, change one line: ``vec_env_cls=SubprocessVecEnv``. The kills do not change the result: with the same
+``--seed``, both commands above end with the same return.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ try:
 
     from multienv.adapters.stable_baselines3 import SubprocessVecEnv
 except ImportError as error:
-    sys.exit(f'{error} This example needs Stable-Baselines3; from a checkout, pip install -e ".[sb3]"')
+    sys.exit(f'{error} This example needs Stable-Baselines3; in a checkout, run pip install -e ".[sb3]"')
 
 
 def main() -> None:
@@ -35,18 +35,18 @@ def main() -> None:
     parser.add_argument("--total-steps", type=int, default=40_000)
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chaos", action="store_true", help="kill workers, about three a second")
+    parser.add_argument("--chaos", action="store_true", help="kill about three workers per second")
     options = parser.parse_args()
 
     if options.chaos:
-        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss is a warning; here they are counted
-    torch.set_num_threads(1)  # small networks are quicker so, and the workers have the other cores
+        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss logs a warning; this example counts them
+    torch.set_num_threads(1)  # faster for small networks, and leaves the other cores to the workers
     envs = SubprocessVecEnv(
         [lambda: gymnasium.make("CartPole-v1")] * options.num_envs,
-        deadlines=Deadlines(step=10.0, reset=10.0),  # a hung worker is replaced, too
-        reports="" if options.chaos else None,  # none of deaths that are wanted
+        deadlines=Deadlines(step=10.0, reset=10.0),  # replaces hung workers too
+        reports="" if options.chaos else None,  # no crash reports for intended deaths
     )
-    monitored = VecMonitor(envs)  # outside of the workers: it counts each step once, whatever dies
+    monitored = VecMonitor(envs)  # in the trainer: it counts each step once, also if workers die
     model = PPO("MlpPolicy", monitored, n_steps=128, batch_size=256, learning_rate=1e-3, seed=options.seed)
     chaos = Killer(envs, interval=(0.1, 0.5), seed=options.seed) if options.chaos else contextlib.nullcontext()
     returns: list[float] = []
@@ -64,7 +64,7 @@ def main() -> None:
             )
     print(f"The return went from {returns[0]:.1f} to {returns[-1]:.1f}; {deaths} workers died meanwhile.")
     if returns[-1] <= returns[0]:
-        sys.exit("It did not go up.")
+        sys.exit("The return did not go up.")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python examples/ppo_torch.py                                # learn CartPole-v1
     python examples/ppo_torch.py --chaos                        # ... while workers are killed at random
-    python examples/ppo_torch.py --chaos --on-crash truncate    # ... and lose their episodes
+    python examples/ppo_torch.py --chaos --on-crash truncate    # ... and their episodes are truncated
     python examples/ppo_torch.py --env ALE/Pong-v5 --total-steps 10_000_000 --log runs/pong
 
-With the same ``--seed`` the first two learn the same, to the bit. The third shows what a learner does with an episode
-that could not be brought back: ``docs/learners.md`` explains the code.
+With the same ``--seed``, the first two commands learn the same, to the bit. The third one shows what a learner does
+with an episode that cannot be recovered. ``docs/learners.md`` explains the code.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ except ImportError as error:
 
 
 def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
-    """Build one env, in a worker. The statistics are in it too, so that a lost episode is not taken for a bad one."""
+    """Build one env, in a worker. The statistics are inside it too: so a lost episode does not count as a bad one."""
     if not env_id.startswith("ALE/"):
         return gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make(env_id))
     import ale_py
 
     gymnasium.register_envs(ale_py)
     env = gymnasium.make(env_id, frameskip=1, repeat_action_probability=0.0)
-    env = gymnasium.wrappers.RecordEpisodeStatistics(env)  # of whole games, and of rewards as they are
+    env = gymnasium.wrappers.RecordEpisodeStatistics(env)  # counts whole games and unclipped rewards
     env = gymnasium.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, terminal_on_life_loss=True)
     env = gymnasium.wrappers.TransformReward(env, np.sign)
     return gymnasium.wrappers.FrameStackObservation(env, 4)
@@ -58,11 +58,11 @@ def layer(module: Any, gain: float = 2**0.5) -> Any:
 
 
 class Agent(nn.Module):
-    """Chooses actions and values observations: frames by a convolutional network, vectors by two small ones."""
+    """Policy and value function: a convolutional network for frames, two small networks for vectors."""
 
     def __init__(self, observations: gymnasium.spaces.Box, actions: gymnasium.spaces.Discrete) -> None:
         super().__init__()
-        if len(observations.shape) == 3:  # frames, stacked
+        if len(observations.shape) == 3:  # stacked frames
             body = nn.Sequential(
                 *(layer(nn.Conv2d(observations.shape[0], 32, 8, 4)), nn.ReLU()),
                 *(layer(nn.Conv2d(32, 64, 4, 2)), nn.ReLU()),
@@ -91,15 +91,15 @@ class Agent(nn.Module):
 
 
 def without_outcome(infos: dict[str, Any], num_envs: int) -> np.ndarray:
-    """Tell of each env whether this step has no outcome: its worker was lost, and the episode cannot go on exactly.
+    """Tell for each env whether this step has no outcome: its worker was lost, and the episode cannot go on exactly.
 
-    Such a step is ``truncated``. Its observation is the one before it, and its reward of 0 is nobody's.
+    The step is ``truncated``. Its observation repeats the one before it, and its reward of 0 is a placeholder.
     """
     return infos.get("multienv", {}).get("_reason", np.zeros(num_envs, bool))
 
 
 class Rollout:
-    """Holds some steps of every env; ``observations`` has one row more, those after the last step."""
+    """Holds some steps of every env. ``observations`` has one more row: those after the last step."""
 
     def __init__(self, steps: int, num_envs: int, space: gymnasium.spaces.Box, device: str) -> None:
         def zeros(rows: int, *shape: int) -> Tensor:
@@ -108,7 +108,7 @@ class Rollout:
         self.observations = zeros(steps + 1, *space.shape)
         self.actions, self.log_probs, self.rewards = zeros(steps), zeros(steps), zeros(steps)
         self.terminated, self.ended, self.real = zeros(steps), zeros(steps), zeros(steps)
-        self.only_resets = np.zeros(num_envs, bool)  # the next step of these envs
+        self.only_resets = np.zeros(num_envs, bool)  # envs whose next step only resets them
 
     def add(self, t: int, step: tuple[Any, ...]) -> None:
         observations, rewards, terminated, truncated, infos = step
@@ -117,17 +117,17 @@ class Rollout:
         self.rewards[t] = torch.as_tensor(rewards, device=device)
         self.terminated[t] = torch.as_tensor(terminated, device=device)
         self.ended[t] = torch.as_tensor(terminated | truncated, device=device)
-        # The mask: no gradient comes from a step that only reset its env, nor from one whose outcome was lost.
+        # The mask leaves out the steps that only reset an env, and the steps whose outcome was lost.
         real = ~self.only_resets & ~without_outcome(infos, len(rewards))
         self.real[t] = torch.as_tensor(real, device=device)
         self.only_resets = terminated | truncated
 
     def advantages(self, values: Tensor, discount: float, trace: float) -> Tensor:
-        """Return generalised advantage estimates, 0 where the mask is.
+        """Return generalised advantage estimates. They are 0 where a step is masked.
 
-        A truncated step is worth what the critic makes of the observation after it: only ``terminated`` ends the
-        future. The last step before a lost one gets its bootstrap in the same way, from the observation that both end
-        with; and as the lost step's own estimate is 0, nothing flows back from it.
+        Only ``terminated`` ends the future: a truncated step bootstraps from the critic's value of its observation. So
+        does the last step before a lost step: both steps end with the same observation. The lost step's own estimate is
+        0, so nothing flows back from it.
         """
         advantages = torch.zeros_like(self.rewards)
         following = torch.zeros_like(self.rewards[0])
@@ -139,14 +139,14 @@ class Rollout:
 
 
 def improve(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, options: Any) -> dict[str, float]:
-    """Fit the agent to one rollout, and return the losses of the last minibatch."""
+    """Update the agent on one rollout, and return the losses of the last minibatch."""
     with torch.no_grad():
         values = agent.value(rollout.observations.flatten(0, 1)).reshape(options.steps + 1, -1)
         advantages = rollout.advantages(values, options.discount, options.trace)
     returns = (advantages + values[:-1]).flatten()
     observations = rollout.observations[:-1].flatten(0, 1)
     actions, log_probs, advantages = (x.flatten() for x in (rollout.actions, rollout.log_probs, advantages))
-    real = torch.nonzero(rollout.real.flatten()).squeeze(1)  # all others are left out
+    real = torch.nonzero(rollout.real.flatten()).squeeze(1)  # the masked steps are left out
     if len(real) < options.minibatches * 2:
         return {}
     for _ in range(options.epochs):
@@ -170,7 +170,7 @@ def improve(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, op
 
 
 def collect(envs: SubprocessVectorEnv, agent: Agent, rollout: Rollout, returns: deque[float]) -> None:
-    """Fill the rollout, and add the returns of the episodes that ended in it."""
+    """Fill the rollout, and append the returns of the episodes that ended in it."""
     rollout.observations[0] = rollout.observations[-1]
     for t in range(len(rollout.rewards)):
         with torch.no_grad():
@@ -218,10 +218,10 @@ def train(options: argparse.Namespace, envs: SubprocessVectorEnv, writer: Any) -
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--env", default="CartPole-v1", help="discrete actions; ALE/… gets the usual Atari wrappers")
+    add("--env", default="CartPole-v1", help="an env with discrete actions; ALE/… gets the usual Atari wrappers")
     add("--total-steps", type=int, default=100_000)
     add("--num-envs", type=int, default=8)
-    add("--steps", type=int, default=128, help="of each env between two updates")
+    add("--steps", type=int, default=128, help="steps per env between two updates")
     add("--seed", type=int, default=0)
     add("--learning-rate", type=float, default=1e-3)
     add("--epochs", type=int, default=4)
@@ -231,9 +231,9 @@ def parse() -> argparse.Namespace:
     add("--clip", type=float, default=0.2)
     add("--entropy", type=float, default=0.01)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--log", metavar="DIRECTORY", help="write what TensorBoard shows")
-    add("--chaos", action="store_true", help="kill workers, about three a second")
-    add("--on-crash", default="replay", choices=["replay", "truncate"], help="what becomes of their episodes")
+    add("--log", metavar="DIRECTORY", help="write logs for TensorBoard into this directory")
+    add("--chaos", action="store_true", help="kill about three workers per second")
+    add("--on-crash", default="replay", choices=["replay", "truncate"], help="what to do with their episodes")
     return parser.parse_args()
 
 
@@ -247,14 +247,14 @@ def main() -> None:
             sys.exit(f"--log: {error}. pip install tensorboard")
         writer = SummaryWriter(options.log)
     if options.chaos:
-        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss is a warning; here they are counted
-    torch.set_num_threads(1)  # small networks are quicker so, and the workers have the other cores
+        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss logs a warning; this example counts them
+    torch.set_num_threads(1)  # faster for small networks, and leaves the other cores to the workers
     torch.manual_seed(options.seed)
     envs = SubprocessVectorEnv(
         [partial(make_env, options.env)] * options.num_envs,
-        deadlines=Deadlines(step=60.0, reset=60.0),  # a hung worker is replaced, too
+        deadlines=Deadlines(step=60.0, reset=60.0),  # replaces hung workers too
         restart=RestartPolicy(on_crash=options.on_crash),
-        reports="" if options.chaos else None,  # none of deaths that are wanted
+        reports="" if options.chaos else None,  # no crash reports for intended deaths
     )
     chaos = Killer(envs, interval=(0.1, 0.5), seed=options.seed) if options.chaos else contextlib.nullcontext()
     with envs, chaos, writer or contextlib.nullcontext():

@@ -1,10 +1,11 @@
-"""One policy plays both sides of a game of PettingZoo's, in several parallel envs whose processes may be killed.
+"""One policy plays both sides of a PettingZoo game, in several parallel envs whose processes may be killed.
 
     python examples/rock_paper_scissors.py            # rock, paper, scissors, Spock, lizard
     python examples/rock_paper_scissors.py --chaos    # ... while processes are killed at random
 
-Both players move at the same time. The policy begins with a liking for rock and learns from what pays against itself
-(Exp3). It goes round in circles; its average comes to what no opponent can exploit, each move as often as any other.
+Both players move at the same time. At first the policy prefers rock. It learns from its results against itself (Exp3).
+The policy itself goes round in circles. But its average approaches a policy that no opponent can exploit: each move
+equally often.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def make_env() -> Any:
 
 
 def play(envs: list[SubprocessParallelEnv], options: Any) -> list[float]:
-    """Let the policy play against itself; return how much could be won from its average after each tenth."""
+    """Let the policy play against itself. Return after each tenth how much an opponent could win from its average."""
     rng = np.random.default_rng(options.seed)
     gains, pays, average = np.zeros(MOVES), np.zeros((MOVES, MOVES)), np.zeros(MOVES)
     gains[0] = 3.0
@@ -50,7 +51,7 @@ def play(envs: list[SubprocessParallelEnv], options: Any) -> list[float]:
         for env, actions in zip(envs, moves, strict=True):
             _, rewards, _, _, infos = env.step_wait()
             for (agent, own), other in zip(actions.items(), reversed(actions.values()), strict=True):
-                if "multienv" not in infos[agent]:  # else nobody knows who won: see docs/learners.md
+                if "multienv" not in infos[agent]:  # otherwise the result is unknown: see docs/learners.md
                     pays[own, other] = rewards[agent]
                     gains[own] += options.rate * rewards[agent] / chances[own]
             if not env.agents:
@@ -59,7 +60,7 @@ def play(envs: list[SubprocessParallelEnv], options: Any) -> list[float]:
             exploited.append(float((pays @ average).max() / played))
             deaths = sum(env.statistics().losses for env in envs)
             print(
-                f"{played:6} rounds: the best answer wins {exploited[-1]:.2f} a round; {deaths} workers died",
+                f"{played:6} rounds: the best response wins {exploited[-1]:.2f} per round; {deaths} workers died",
                 flush=True,
             )
     return exploited
@@ -69,20 +70,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3000)
     parser.add_argument("--num-envs", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=0.005, help="of learning")
+    parser.add_argument("--rate", type=float, default=0.005, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chaos", action="store_true", help="kill workers, about three a second")
+    parser.add_argument("--chaos", action="store_true", help="kill about three workers per second")
     options = parser.parse_args()
     if options.chaos:
-        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss is a warning; here they are counted
+        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss logs a warning; this example counts them
 
     envs = [
         SubprocessParallelEnv(
             make_env,
             env_index=index,
-            deadlines=Deadlines(step=60.0, reset=60.0),  # a hung worker is replaced, too
-            reports="" if options.chaos else None,  # none of deaths that are wanted
-        ).start()  # all are built at the same time
+            deadlines=Deadlines(step=60.0, reset=60.0),  # replaces hung workers too
+            reports="" if options.chaos else None,  # no crash reports for intended deaths
+        ).start()  # all envs are built at the same time
         for index in range(options.num_envs)
     ]
     with contextlib.ExitStack() as stack:
@@ -96,7 +97,7 @@ def main() -> None:
             )
         exploited = play(envs, options)
         workers = [env.statistics() for env in envs]
-    print(f"What the best answer wins went from {exploited[0]:.2f} to {exploited[-1]:.2f} a round.")
+    print(f"The best response won {exploited[0]:.2f} per round at first, and {exploited[-1]:.2f} at the end.")
     died, exact, cut = (
         sum(getattr(one, name) for one in workers) for name in ("losses", "exact_recoveries", "truncated_recoveries")
     )

@@ -1,10 +1,11 @@
-"""Run 16 agents in one event loop; each acts in a sandbox outside of its process, and steps take 0.2 to 1 s.
+"""Run 16 agents in one event loop. Each acts in a sandbox outside its process, and steps take 0.2 to 1 s.
 
     pip install -e . && python examples/sandbox_agents.py
 
-A sandbox here is a guessing game in a small server; read "a container", "a browser". It outlives the worker that uses
-it, so somebody has to release it when that worker is lost: the trainer does, in a hook. One worker is killed. What its
-episode would have come to is not known: it is masked, and is never a reward.
+A sandbox here is a guessing game in a small server. In your program it may be a container or browser. The sandbox
+outlives the worker that uses it. So if that worker is lost, somebody must release the sandbox: the trainer does it, in
+a hook. The example kills one worker. The outcome of its episode is unknown: the episode is masked, and never becomes a
+reward.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NUMBERS, GUESSES = 32, 6
 
 
 class Sandboxes:
-    """Serves sandboxes by name: a stand-in for whatever runs containers or browsers."""
+    """Serves sandboxes by name. It stands for a service that runs containers or browsers."""
 
     def __init__(self, slowest: float) -> None:
         self.running: dict[str, int] = {}
@@ -47,7 +48,7 @@ class Sandboxes:
             while line := await reader.readline():
                 command, name, number = json.loads(line)
                 if command == "create":
-                    self.running[name] = number  # in place of what is left of a lost worker under this name
+                    self.running[name] = number  # replaces a sandbox that a lost worker left under this name
                 answer = self.running[name] - number
                 if command == "guess":
                     await asyncio.sleep(random.uniform(0.2, 1.0) * self._slowest)
@@ -57,7 +58,7 @@ class Sandboxes:
 
 
 class GuessEnv(gymnasium.Env):
-    """Plays in the sandbox that ``reset(options={"sandbox": name})`` names; observes: too low, right, too high."""
+    """Plays in the sandbox of ``reset(options={"sandbox": name})``. Observations: too low, right, too high."""
 
     observation_space = gymnasium.spaces.Discrete(3)
     action_space = gymnasium.spaces.Discrete(NUMBERS)
@@ -93,7 +94,7 @@ class GuessEnv(gymnasium.Env):
 
 @dataclass
 class Outcome:
-    """What a learner gets of an episode; of a lost one there is no reward, and the mask is 0."""
+    """The result of an episode, for a learner. A lost episode has no reward, and its mask is 0."""
 
     sandbox: str
     reward: float | None
@@ -107,7 +108,7 @@ async def episode(env: AsyncEnv, sandbox: str, seed: int) -> Outcome:
         guess = (low + high) // 2
         answer, reward, terminated, truncated, info = await env.step(guess, deadline=60.0)
         ended = terminated or truncated
-        if "reason" in info.get("multienv", {}):  # the worker was lost: the episode says nothing of the agent
+        if "reason" in info.get("multienv", {}):  # the worker was lost: the episode says nothing about the agent
             return Outcome(sandbox, None, 0)
         low, high = (guess + 1, high) if answer == 0 else (low, guess - 1)
     return Outcome(sandbox, reward, 1)
@@ -117,7 +118,7 @@ async def main(agents: int, episodes: int, slowest: float) -> None:
     sandboxes, in_use = Sandboxes(slowest), {}
 
     def on_event(event) -> None:
-        """Called in the loop's thread; a release that takes long would be a task of the loop."""
+        """Release a lost sandbox, in the event loop's thread. If a release takes long, make it a task of the loop."""
         if isinstance(event, Recovery) and event.outcome in ("truncated", "raised"):
             sandboxes.release(in_use[event.loss.env_index])
 
@@ -137,7 +138,7 @@ async def main(agents: int, episodes: int, slowest: float) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "sandboxes")
         server = await asyncio.start_unix_server(sandboxes.serve, path)
-        # A step has effects outside: it must not be taken again in a replay.
+        # A step has effects outside its process, so a replay must not repeat it.
         policy = RestartPolicy(on_crash="truncate", on_timeout="truncate")
         envs = [
             AsyncEnv(partial(GuessEnv, path), restart=policy, env_index=index, hooks=[on_event], reports="")
@@ -160,7 +161,7 @@ async def main(agents: int, episodes: int, slowest: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=16)
-    parser.add_argument("--episodes", type=int, default=3, help="of each agent")
-    parser.add_argument("--slowest", type=float, default=1.0, help="seconds of the slowest step")
+    parser.add_argument("--episodes", type=int, default=3, help="episodes per agent")
+    parser.add_argument("--slowest", type=float, default=1.0, help="longest time of a step, in seconds")
     arguments = parser.parse_args()
     asyncio.run(main(arguments.agents, arguments.episodes, arguments.slowest))

@@ -1,11 +1,12 @@
-"""One policy learns both sides of a game of PettingZoo's, on environments whose workers may be killed at any moment.
+"""One policy learns both sides of a PettingZoo game, on environments whose workers may be killed at any moment.
 
-    python examples/self_play.py            # tic-tac-toe, until it does not lose to a random player
+    python examples/self_play.py            # learn tic-tac-toe, then play against a random player
     python examples/self_play.py --chaos    # ... while workers are killed at random
 
-A game in which the players take turns becomes one env: whoever is to move acts, and sees the board from that side. So
-one policy plays both. It is a table, and learns as actor and critic: what a position is worth to the player who moves
-is minus what the next one is worth to the opponent. Where all move at once see rock_paper_scissors.py.
+A game in which the players take turns becomes one env. The player to move acts, and sees the board from its own side.
+So one policy plays both sides. The policy is a table, and learns as an actor-critic. For the player to move, the value
+of a position is minus the value that the next position has for the opponent. For a game in which all players move at
+the same time, see rock_paper_scissors.py.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Array = np.ndarray[Any, Any]
 class TurnsAsEnv(gymnasium.Env[Any, Any]):
     """Presents a game of two players, a PettingZoo AEC env, as one env for both.
 
-    An observation is that of the player to move, with the mask of legal actions; a reward is that of the player who has
-    moved. An episode is a game.
+    The observation belongs to the player to move, with the mask of legal actions. The reward belongs to the player that
+    has just moved. An episode is a game.
 
     Args:
         game: An AEC env, whose observations are dicts of ``observation`` and ``action_mask``.
@@ -76,7 +77,7 @@ def make_env() -> TurnsAsEnv:
 
 
 class Table:
-    """Keeps for each position, seen by the player to move, the preferences of a policy and a value."""
+    """Keeps the policy's preferences and the value of each position, as the player to move sees it."""
 
     def __init__(self, seed: int) -> None:
         self.preferences = np.zeros((3**9, 9))
@@ -85,34 +86,34 @@ class Table:
 
     @staticmethod
     def positions(observations: Any) -> Array:
-        """Number the positions: a field is empty, the mover's or the opponent's."""
+        """Return a number for each position: each field is empty, the mover's or the opponent's."""
         boards = observations["observation"].reshape(-1, 9, 2).astype(np.intp)
         return (boards[:, :, 0] + 2 * boards[:, :, 1]) @ 3 ** np.arange(9)
 
     def chances(self, positions: Array, masks: Array) -> Array:
-        """Return the policy's chances, 0 for what is not legal."""
+        """Return the policy's probabilities, 0 for illegal actions."""
         preferences = np.where(masks > 0, self.preferences[positions], -np.inf)
         chances = np.exp(preferences - preferences.max(axis=1, keepdims=True))
         return chances / chances.sum(axis=1, keepdims=True)
 
     def act(self, positions: Array, masks: Array) -> tuple[Array, Array]:
-        """Return an action for each position, and the chances that it was drawn from."""
-        masks = np.where(masks.any(axis=1, keepdims=True), masks, 1)  # a game is over: the next step only resets
+        """Return an action for each position, and the probabilities that it was drawn from."""
+        masks = np.where(masks.any(axis=1, keepdims=True), masks, 1)  # the game is over: the next step only resets
         chances = self.chances(positions, masks)
         return (chances.cumsum(axis=1) > self.rng.random((len(chances), 1))).argmax(axis=1), chances
 
     def learn(self, steps: list[dict[str, Array]], last: Array, rate: float, trace: float) -> None:
-        """Take one step up the gradient; ``last`` are the positions after the last of the steps."""
+        """Take one gradient step. ``last`` holds the positions after the last of the steps."""
         following, after = (
             np.zeros(len(last)),
             self.values[last],
-        )  # to the opponent: advantage and value of the next move
+        )  # for the opponent: advantage and value of the next move
         advantages = []
         for step in reversed(steps):
             before = self.values[step["position"]]
             worth = step["reward"] - np.where(step["terminated"], 0.0, after)
             advantage = worth - before - np.where(step["ended"], 0.0, trace * following)
-            advantage *= step["real"]  # neither what only reset a game, nor a move whose outcome was lost
+            advantage *= step["real"]  # leave out steps that only reset, and moves whose outcome was lost
             advantages.insert(0, advantage)
             following, after = advantage, before
         every = {name: np.concatenate([step[name] for step in steps]) for name in steps[0]}
@@ -125,7 +126,7 @@ class Table:
 
 
 def play(envs: SubprocessVectorEnv, table: Table, options: Any) -> int:
-    """Let the policy play against itself; return how many games were finished."""
+    """Let the policy play against itself. Return the number of finished games."""
     observations, _ = envs.reset(seed=options.seed)
     only_resets = np.zeros(envs.num_envs, bool)
     games, reported = 0, 0
@@ -154,12 +155,12 @@ def play(envs: SubprocessVectorEnv, table: Table, options: Any) -> int:
             reported = games
             deaths = sum(one.losses for one in envs.statistics())
             opening = table.values[0]
-            print(f"{games:7} games: to open is worth {opening:+.2f}; {deaths} workers died", flush=True)
+            print(f"{games:7} games: the first move is worth {opening:+.2f}; {deaths} workers died", flush=True)
     return games
 
 
 def against_random(envs: SubprocessVectorEnv, table: Table, games: int) -> tuple[float, float, float]:
-    """Let the policy play a random player, who opens in every other env; return what it won, drew and lost of all."""
+    """Let the policy play a random player, which opens in every other env. Return the shares won, drawn and lost."""
     observations, _ = envs.reset(seed=1)
     moves = np.zeros(envs.num_envs, int)
     won = drawn = lost = 0
@@ -183,23 +184,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--games", type=int, default=30_000)
     parser.add_argument("--num-envs", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=0.5, help="of learning")
+    parser.add_argument("--rate", type=float, default=0.5, help="learning rate")
     parser.add_argument("--trace", type=float, default=0.9, help="the lambda of generalised advantage estimation")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chaos", action="store_true", help="kill workers, about three a second")
+    parser.add_argument("--chaos", action="store_true", help="kill about three workers per second")
     options = parser.parse_args()
     try:
         make_env().close()
     except ImportError as error:
         sys.exit(f"{error}. This example needs PettingZoo: pip install pettingzoo pygame-ce")
     if options.chaos:
-        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss is a warning; here they are counted
+        logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss logs a warning; this example counts them
 
     table = Table(options.seed)
     envs = SubprocessVectorEnv(
         [make_env] * options.num_envs,
-        deadlines=Deadlines(step=60.0, reset=60.0),  # a hung worker is replaced, too
-        reports="" if options.chaos else None,  # none of deaths that are wanted
+        deadlines=Deadlines(step=60.0, reset=60.0),  # replaces hung workers too
+        reports="" if options.chaos else None,  # no crash reports for intended deaths
     )
     chaos = Killer(envs, interval=(0.1, 0.5), seed=options.seed) if options.chaos else contextlib.nullcontext()
     with envs, chaos:

@@ -1,19 +1,19 @@
-"""Gymnasium environments in processes that may die at any moment; trajectories as if none had.
+"""Run gymnasium environments in processes that may die at any moment, with the same trajectories as if none had died.
 
-Rooms: each imports only from rooms above it in this list (``tests/unit/test_architecture.py`` says so)::
+Rooms: each imports only from rooms above it in this list (``tests/unit/test_architecture.py`` checks it)::
 
-    errors, config, events   the error tree, options, what hooks are told
+    errors, config, events   the error tree, options, the events for hooks
     threads, cores           calls in threads that Ctrl-C may interrupt; which worker runs on which core
-    wire                     the shared memory of a worker, what lies in it and how it is read
+    wire                     the shared memory of a worker: its layout, and how it is read
     worker                   inside a worker process: the request loop, the envs, snapshots
-    processes                launching, watching over and ending processes; the channel to one
-    reports                  what is said of a loss, and crash reports
+    processes                launching, monitoring and ending processes; the channel to a process
+    reports                  the texts about a loss, and crash reports
     recovery                 state machine, hot path, journal, recoverer, verification: the supervisor of one worker
-    fanout                   ask several workers, collect, recover in threads, go on after Ctrl-C
+    fanout                   send to several workers, collect, recover in threads, continue after Ctrl-C
     envs, vector             the env classes
     cluster                  the same on the nodes of a Ray cluster
     managers                 envs by id
-    adapters                 the env classes as other libraries want them
+    adapters                 the env classes with the interfaces of other libraries
     testing, cli             faulty envs, a killer, checks; the command line
 """
 

@@ -1,4 +1,4 @@
-"""Options as a few frozen values that are passed whole."""
+"""Options, as frozen values."""
 
 from __future__ import annotations
 
@@ -105,22 +105,22 @@ def checked_seed(seed: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Deadlines(Named):
-    """Says how long the env may take for one request, in seconds; ``None`` is for ever.
+    """Says how long an env may take for one request, in seconds; ``None`` means no limit.
 
-    A process that has not answered when its deadline passes counts as hung: its Python stack is taken,
-    it is killed, and ``RestartPolicy.on_timeout`` says what happens next.
+    A process that has not answered by its deadline counts as hung: multienv records its Python stack and kills it.
+    ``RestartPolicy.on_timeout`` says what happens next.
 
     Args:
         start: From the launch of the process to the built env.
-        reset: One ``reset``; or ``"auto"``, as for ``step``, after three resets.
-        step: One ``step``; of a ``rollout`` each. Or ``"auto"``: after twenty steps, ten times as long as the slowest
-            that this process has made so far, and 10 s at least. A request that was ended by that has thirty times as
-            long in the next process, so that an env which is merely slow is waited for, and one that hangs by chance is
+        reset: One ``reset``. ``"auto"`` works as for ``step``, and starts after three resets.
+        step: One ``step``; in a ``rollout``, each step. ``"auto"`` starts after twenty steps: the deadline is then ten
+            times the slowest step of this process so far, and at least 10 s. A request that misses the deadline gets
+            thirty times as long in the next process. So an env that is only slow gets its time, and a chance hang is
             healed.
         call: One ``call``, ``get_attr``, ``set_attr`` or ``render``.
-        close: ``close``, after which the process is killed.
-        recovery: Bringing back the envs of one lost worker, all attempts together. Past it the step is truncated. An
-            attempt that is not the last one may use half of what is left.
+        close: One ``close``; then the process is killed. Cannot be ``None``.
+        recovery: The recovery of the envs of one lost worker, all attempts together; then the step is truncated. Each
+            attempt except the last may use half of the remaining time.
     """
 
     start: float | None = 120.0
@@ -146,42 +146,42 @@ class Deadlines(Named):
 class RestartPolicy(Named):
     """Says what happens when a worker is lost, and how often.
 
-    ``"replay"`` brings the same episode back, verified, or truncates it where that cannot be shown to be
-    exact; ``"truncate"`` ends the episode at the broken step; ``"raise"`` raises a
+    ``"replay"`` brings the same episode back and verifies it; if multienv cannot show that the episode is exact, it
+    truncates it. ``"truncate"`` ends the episode at the failed step. ``"raise"`` raises a
     :class:`~multienv.errors.WorkerLostError`.
 
     Args:
-        on_crash: The process died, or answered something undecodable.
-        on_timeout: A deadline passed.
-        on_error: The env raised an exception in ``step()``; its process lives. ``"raise"``, or ``"truncate"`` to end
-            its episode there and log the traceback.
-        max_restarts: Restarts allowed per env within ``window``; one more raises
+        on_crash: What to do if the process died, or sent a reply that cannot be decoded: one of these three.
+        on_timeout: What to do if a deadline passed: one of these three.
+        on_error: What to do if the env raised an exception in ``step()``; its process is alive. ``"raise"``, or
+            ``"truncate"`` to end the env's episode at this step and log the traceback.
+        max_restarts: Restarts of a worker allowed within ``window``; one more raises
             :class:`~multienv.errors.RestartBudgetExceeded`.
-        window: Length of the window, seconds.
-        backoff: Wait before the second restart in a row that made no progress, seconds; it doubles with
-            each further one, with jitter. The first restart is immediate.
-        max_backoff: The longest such wait, seconds.
-        poison_after: The number of processes the same request may kill before it is taken for poison.
-        journal_limit: Bytes of memory that the journal may take for each env. It is for replays: each env is replayed
-            from a reset of its own, about two episodes back, however long the run is; while the worker is young from
-            the construction on. An episode that outgrows this or ``replay_limit`` cannot be replayed: unless there is
-            a snapshot, a loss truncates it. The other envs of the worker are brought back. With 0, and a policy that
-            replays nothing, crash reports have no journal either.
-        replay_limit: Seconds of env time, with resets, calls and renderings, that a replay may take for each env.
-        snapshots: Workers fork themselves now and then, on Linux only: a lost one is brought
-            back from its frozen copy, exactly whatever the env is made of. An env with threads, child
-            processes, sockets, shared memory or a GPU has none; ``statistics().no_snapshots`` says so.
-        snapshot_every: Steps between two snapshots; ``None`` finds out what is good: 1 % of the env's time at most.
-        max_snapshots: How many that ``env.snapshot()`` has taken may be kept at a time; each is a frozen process.
-        recycle_after_steps: A process that has taken so many steps is replaced by a new one, between two steps and
-            without a trace in the trajectory: by a replay, as after a loss. For simulators that leak. Envs that cannot
-            be replayed exactly keep their process until all of them are reset at once; without that the replacement
-            is tried again after some more episodes: 2 of each env, then 4, 8 and so on. This and what follows is
-            looked at every 64 steps, and when an episode ends or begins.
-        recycle_after_episodes: The same after so many episodes; where each env has a process of its own.
-        recycle_after: The same after so many seconds.
-        max_rss: The same when its resident memory exceeds so many bytes: more than the envs of the process take when
-            they are new.
+        window: Length of the window, in seconds.
+        backoff: Seconds to wait before the second restart in a row without progress. The wait doubles with each further
+            restart, with jitter. The first restart is immediate.
+        max_backoff: The longest such wait, in seconds.
+        poison_after: How many processes the same request may kill before it counts as poison.
+        journal_limit: Bytes of memory for the journal of each env. A replay needs the journal: each env is replayed
+            from one of its own resets, about two episodes back, however long the run is (in a young worker from the
+            construction of the env). An episode that exceeds this limit or ``replay_limit`` cannot be replayed: without
+            a snapshot, a loss truncates it. The other envs of the worker are recovered. With 0 and a policy that never
+            replays, crash reports have no journal either.
+        replay_limit: Seconds of env time that a replay may take for each env, including resets, calls and renderings.
+        snapshots: Workers fork themselves now and then (Linux only), and a lost worker is recovered from its frozen
+            copy, exactly, for any kind of env. An env with threads, child processes, sockets, shared memory or a GPU
+            has no snapshots; ``statistics().no_snapshots`` says why.
+        snapshot_every: Steps between two snapshots; ``None`` finds a good number: at most 1 % of the env's time.
+        max_snapshots: How many snapshots from ``env.snapshot()`` may exist at a time; each is a frozen process.
+        recycle_after_steps: Replace a process after this many steps, for simulators that leak. It is replaced between
+            two steps by a replay, as after a loss, and the trajectory does not change. Envs that cannot be replayed
+            exactly keep their process until all of them are reset at once. Without such a reset, multienv tries again
+            after 2 more episodes of each env, then 4, 8 and so on. This limit and the next three are checked every 64
+            steps, and when an episode begins or ends.
+        recycle_after_episodes: Replace a process after this many episodes; needs one env per process.
+        recycle_after: Replace a process after this many seconds.
+        max_rss: Replace a process when its resident memory exceeds this many bytes. Give more than the envs of the
+            process need when they are new.
     """
 
     on_crash: OnLoss = "replay"
@@ -221,7 +221,7 @@ class RestartPolicy(Named):
 
     @property
     def replays(self) -> bool:
-        """Tell whether a crash, a timeout or both are answered by a replay."""
+        """Return whether a crash, a timeout or both lead to a replay."""
         return "replay" in (self.on_crash, self.on_timeout)
 
     def _check_integer(self, name: str, least: int) -> None:

@@ -1,24 +1,24 @@
-"""Every error multienv raises, by whose fault it is.
+"""All errors that multienv raises, grouped by cause.
 
 ::
 
     MultienvError
-    ├── UsageError (also a ValueError)      the caller's: says what to call instead
+    ├── UsageError (also a ValueError)      your call was wrong; the message says what to call instead
     │   ├── ClosedError                       the env has been closed
     │   ├── ResetNeededError                  step() without a running episode
     │   ├── CallPendingError                  a second request before the first was collected
     │   ├── ActionError                       an action that does not fit the action space
     │   └── PolicyError                       the policy of a rollout() raised
     ├── WaitTimeout (also a TimeoutError)   the answer is not there yet; wait again
-    ├── EnvError                            the env's: it raised, its process lives; also of the type that it raised
-    │   └── ResultNotPicklableError           what the env returned cannot travel
-    ├── WorkerLostError                     the process's: it died or had to be killed
+    ├── EnvError                            the env raised; its process lives (also of the type that the env raised)
+    │   └── ResultNotPicklableError           the env returned a value that cannot be sent to the trainer
+    ├── WorkerLostError                     the worker died or had to be killed
     │   ├── WorkerHungError                   a deadline passed (also a TimeoutError)
-    │   └── RestartBudgetExceeded             it was lost more often than the policy allows
-    ├── ClusterError                        the cluster's: it cannot be reached, or a host cannot be made
+    │   └── RestartBudgetExceeded             the worker was lost more often than the policy allows
+    ├── ClusterError                        the cluster cannot be reached, or a host cannot be started
     │   └── NoCapacityError                   no node has room for a host
-    ├── NotRestoredError                    restore() or load_state_dict() could not have the env as it was
-    └── EnvsFailedError                     envs of a batch: failures by index, results of the others
+    ├── NotRestoredError                    restore() or load_state_dict() could not bring the env back exactly
+    └── EnvsFailedError                     envs of a batch failed: failures by index, results of the other envs
 
 Each message says what happened, the likely cause, and what to do next.
 """
@@ -34,14 +34,14 @@ import gymnasium
 
 
 class MultienvError(Exception):
-    """Base class of the errors that multienv raises."""
+    """Base class of all errors that multienv raises."""
 
 
 # --- the caller's ---------------------------------------------------------------------------
 
 
 class UsageError(MultienvError, ValueError):
-    """Raised when a call was wrong; nothing was sent to the env and nothing is lost."""
+    """Raised when your call was wrong. Nothing was sent to the env, and nothing is lost."""
 
 
 class ClosedError(UsageError, gymnasium.error.ClosedEnvironmentError):
@@ -49,11 +49,11 @@ class ClosedError(UsageError, gymnasium.error.ClosedEnvironmentError):
 
 
 class ResetNeededError(UsageError, gymnasium.error.ResetNeeded):
-    """Raised by ``step()`` where no episode is running."""
+    """Raised by ``step()`` when no episode is running."""
 
 
 class CallPendingError(UsageError, gymnasium.error.AlreadyPendingCallError):
-    """Raised by a request while an earlier one has not been collected; ``name`` says which."""
+    """Raised by a request when the result of an earlier one is not collected yet; ``name`` is the earlier request."""
 
     def __init__(self, message: str, name: str = "") -> None:
         Exception.__init__(self, message)  # gymnasium's has no default for the name, and then cannot be unpickled
@@ -61,13 +61,13 @@ class CallPendingError(UsageError, gymnasium.error.AlreadyPendingCallError):
 
 
 class ActionError(UsageError, gymnasium.error.InvalidAction):
-    """Raised by an action that does not fit the action space."""
+    """Raised when an action does not fit the action space."""
 
 
 class PolicyError(UsageError):
-    """Raised when the policy of a ``rollout()`` raised, or returned what are no actions; that is its ``__cause__``.
+    """Raised when the policy of a ``rollout()`` raised an exception (its ``__cause__``) or returned invalid actions.
 
-    The steps that it chose before are done and not returned; the episodes go on.
+    The steps before that are done, but they are not returned. The episodes go on.
 
     Attributes:
         remote_traceback: The traceback in the worker, as text.
@@ -77,27 +77,28 @@ class PolicyError(UsageError):
 
 
 class WaitTimeout(MultienvError, TimeoutError, multiprocessing.TimeoutError):  # noqa: N818 - reads as what it is
-    """Raised when the caller's ``timeout`` passes before the answer; the request is still pending."""
+    """Raised when your ``timeout`` passes before the answer arrives. The request is still pending."""
 
 
 # --- the env's ------------------------------------------------------------------------------
 
 
 class EnvError(MultienvError):
-    """Raised in the place of an exception of the env, which is its ``__cause__``; its process is alive.
+    """Raised when the env raised an exception, which is the ``__cause__``. The env's process is alive.
 
-    Its class is made on the spot and also derives from that exception's type: ``except ThatType`` catches it. Not so
-    for a :class:`WaitTimeout` of the env's own: it would say that this call is still pending.
+    The class of the error also derives from the type of the env's exception: ``except ThatType`` catches it. Exception:
+    if the env raises a :class:`WaitTimeout` of its own, the error is a plain ``EnvError``, because a ``WaitTimeout``
+    would say that your call is still pending.
 
     Attributes:
-        env_index: The env's index in its batch, or ``None``.
-        command: What was asked of it: ``"step"``, ``"reset"``, …
-        step: Steps taken in the episode so far, or ``None``.
-        seed: The seed of the last seeded reset, or ``None``.
-        remote_traceback: The traceback in the worker, as text; where unpickling failed, that in the trainer.
-        returned: What ``step()`` had returned, if it ended an episode and the reset of the same step raised:
+        env_index: Index of the env in its batch, or ``None``.
+        command: The request that raised: ``"step"``, ``"reset"``, …
+        step: Number of steps taken in the episode so far, or ``None``.
+        seed: Seed of the last seeded reset, or ``None``.
+        remote_traceback: The traceback in the worker, as text. If unpickling failed, the traceback in the trainer.
+        returned: If a step ended an episode and the reset in the same step raised: the result of the step, that is
             observation, reward, terminated, truncated and info. Else ``None``.
-        fragment: What a ``rollout()`` came to all the same, of this env; else ``None``.
+        fragment: In a ``rollout()``: the fragment of this env in spite of the error. Else ``None``.
     """
 
     env_index: int | None = None
@@ -110,7 +111,7 @@ class EnvError(MultienvError):
 
 
 class ResultNotPicklableError(EnvError):
-    """Raised when what the env returned cannot be sent to the trainer."""
+    """Raised when a value that the env returned cannot be sent to the trainer."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - not an error of its own, the text under one
@@ -172,20 +173,20 @@ def rebuilt(parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) 
 
 
 class WorkerLostError(MultienvError):
-    """Raised when the env's process died, or answered something that cannot be decoded and was killed.
+    """Raised when the worker died, or sent a reply that cannot be decoded and was killed.
 
     The next ``reset()`` starts a new process.
 
     Attributes:
-        env_index: The index in its batch of the env that was being executed, or is the only one; ``None``: not known.
-        command: What it was doing: ``"initialize"``, ``"reset"``, ``"step"``, …
-        step: Steps taken in the episode so far, or ``None``.
-        seed: The seed of the last seeded reset, or ``None``.
-        idle: The process had not begun to execute the command when it ended.
-        envs: The indexes of all its envs.
-        exit_code: Its exit code; negative is the number of the signal; ``None`` if not known.
-        stack: The Python and native stack at the moment of death or hang, where one was taken.
-        stderr: The last lines it wrote on stderr.
+        env_index: Index in the batch of the env that was running, or of the worker's only env; ``None`` if not known.
+        command: The request that the worker was executing: ``"initialize"``, ``"reset"``, ``"step"``, …
+        step: Number of steps taken in the episode so far, or ``None``.
+        seed: Seed of the last seeded reset, or ``None``.
+        idle: Whether the process ended before it began to execute the request.
+        envs: Indices of all envs of the worker.
+        exit_code: Exit code of the process; a negative number is a signal; ``None`` if not known.
+        stack: Python and native stack at the moment of the death or hang, if they were recorded.
+        stderr: The last lines that the process wrote to stderr.
         report: The crash report, for ``multienv replay``; ``""`` if none is written.
     """
 
@@ -202,22 +203,22 @@ class WorkerLostError(MultienvError):
 
 
 class WorkerHungError(WorkerLostError, TimeoutError):
-    """Raised when a deadline passed, and the process was killed."""
+    """Raised when a deadline passed and the process was killed."""
 
 
 class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the public contract
-    """Raised when the env was lost more often than its ``RestartPolicy`` allows."""
+    """Raised when a worker was lost more often than its ``RestartPolicy`` allows."""
 
 
 # --- the cluster's --------------------------------------------------------------------------
 
 
 class ClusterError(MultienvError):
-    """Raised when a cluster cannot be reached any more, or a host cannot be made on its nodes."""
+    """Raised when a cluster cannot be reached, or when a host cannot be started on its nodes."""
 
 
 class NoCapacityError(ClusterError):
-    """Raised when no node of the cluster has room for a host, for ``RayOptions.placement_timeout`` seconds."""
+    """Raised when no node of the cluster has room for a host within ``RayOptions.placement_timeout`` seconds."""
 
 
 # --- several envs ---------------------------------------------------------------------------
@@ -226,17 +227,17 @@ class NoCapacityError(ClusterError):
 class NotRestoredError(MultienvError):
     """Raised when ``restore()`` or ``load_state_dict()`` cannot bring the env back exactly.
 
-    After ``load_state_dict()`` the env is as it was before the call. ``restore()`` has ended the env's process by then:
+    After ``load_state_dict()`` the env is as it was before the call. ``restore()`` has already ended the env's process:
     the next ``reset()`` starts a new one.
     """
 
 
 class EnvsFailedError(MultienvError):
-    """Raised when envs of a batch failed, after all others have finished.
+    """Raised when some envs of a batch failed, after all other envs have finished.
 
     Attributes:
-        failures: Env index → the exception of that env.
-        results: What each env returned, ``None`` for the failed ones.
+        failures: Env index → exception of that env.
+        results: The result of each env; ``None`` for the envs that failed.
     """
 
     failures: Mapping[int, BaseException]
@@ -251,14 +252,14 @@ class EnvsFailedError(MultienvError):
         advice: str = "Reset them.",
         others: str = "",
     ) -> MultienvError:
-        """Build one error for all failures; it is catchable by their own type where they share one.
+        """Build one error for all failures. If they share one type, the error is catchable by that type too.
 
         Args:
-            what: What was asked: ``"step()"``.
+            what: The call that failed: ``"step()"``.
             failures: Env index → exception, in any order.
-            results: What each env returned.
+            results: The result of each env.
             advice: What to do next.
-            others: What became of those that did not fail; left out where all did.
+            others: How the other envs are; left out if all envs failed.
         """
         failures = dict(sorted(failures.items()))
         for index, error in failures.items():

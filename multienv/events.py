@@ -1,4 +1,4 @@
-"""Records of what happened: frozen, handed to hooks and returned by ``statistics()``."""
+"""Frozen records of events, for hooks and ``statistics()``."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ RecoveryMethod = Literal["snapshot", "journal", ""]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Tells of one worker lost; or, with the cause ``"error"``, an episode that an exception of the env ended.
+    """Describes a lost worker or, with the cause ``"error"``, an episode that ended with an exception of the env.
 
     Attributes:
-        env_index: The index in its batch of the env that was being executed, or is the only one; ``None``: not known.
-        cause: ``"died"``, ``"hung"`` (a deadline passed), ``"broken"`` (undecodable reply); or ``"error"``: the env
-            raised in ``step()``, ``RestartPolicy.on_error`` is ``"truncate"``, and the worker lives.
-        command: The call that the worker was lost in; of one that died between two calls, the call that found it.
-        step: Steps taken in the episode.
-        seed: The seed of the last seeded reset.
-        pid: The process.
-        exit_code: Its exit code; negative is a signal's number; ``None`` if not known.
-        stack: Python and native stack, where one was taken.
-        stderr: The last lines it wrote.
-        deadline: Seconds the request was allowed, ``None``: no limit.
-        detail: What else is known: that its host on a cluster is lost, for instance.
-        idle: The worker had not begun to execute the call when it ended.
-        envs: The indexes of all its envs.
-        seeds: The seeds of their last seeded resets.
+        env_index: Index in the batch of the env that was running, or of the worker's only env; ``None`` if not known.
+        cause: ``"died"``, ``"hung"`` (a deadline passed) or ``"broken"`` (the reply cannot be decoded). Or ``"error"``:
+            the env raised in ``step()``, ``RestartPolicy.on_error`` is ``"truncate"``, and the worker lives.
+        command: The call during which the worker was lost. If the worker died between two calls, the call that noticed
+            it.
+        step: Number of steps taken in the episode.
+        seed: Seed of the last seeded reset.
+        pid: Id of the process.
+        exit_code: Exit code of the process; a negative number is a signal; ``None`` if not known.
+        stack: Python and native stack, if they were recorded.
+        stderr: The last lines that the process wrote to stderr.
+        deadline: Seconds that the request was allowed; ``None``: no limit.
+        detail: More about the cause, for example that a host on a cluster was lost.
+        idle: Whether the worker ended before it began to execute the call.
+        envs: Indices of all envs of the worker.
+        seeds: Seeds of the last seeded resets of these envs.
     """
 
     env_index: int | None
@@ -59,21 +60,21 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Tells what became of a loss.
+    """Describes the outcome of a loss.
 
     Attributes:
         loss: The loss.
-        outcome: ``"exact"``: the same episode goes on, verified; ``"truncated"``: it was ended, the
-            transition says so; ``"reset"``: the caller had asked for a new episode anyway and got a clean
-            one; ``"raised"``: an error was raised.
-        reason: Why it is not exact, or ``""``.
-        replayed: Requests that were run again, in all attempts together.
-        attempts: Processes it took.
-        seconds: From the loss being noticed to the answer.
-        method: What the env was brought back from: ``"snapshot"``, a forked copy of the lost process; ``"journal"``,
-            a new process in which the requests since a reset of each env were run again; or ``""`` when it was not.
-        report: The crash report, for ``multienv replay``; ``""`` if none is written. It is there when an error or a
-            truncation tells of it, and a moment later after an exact recovery.
+        outcome: ``"exact"``: the same episode goes on, verified. ``"truncated"``: the episode ended, and the transition
+            says so. ``"reset"``: you had called for a new episode anyway and got a clean one. ``"raised"``: an error
+            was raised.
+        reason: Why the recovery is not exact, or ``""``.
+        replayed: Number of requests that were run again, in all attempts together.
+        attempts: Number of processes that the recovery took.
+        seconds: Seconds from the moment the loss was noticed to the answer.
+        method: Source of the recovery: ``"snapshot"``, a forked copy of the lost process; ``"journal"``, a new process
+            that ran the requests since a reset of each env again; or ``""`` if nothing was recovered.
+        report: The crash report, for ``multienv replay``; ``""`` if none is written. When you see an error or a
+            truncation, its report exists. After an exact recovery it appears a moment later.
     """
 
     loss: Loss
@@ -88,17 +89,18 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Recycled:
-    """A process was replaced by plan; see ``RestartPolicy.recycle_after_steps`` and its likes.
+    """Says that a process was replaced as planned; see ``RestartPolicy.recycle_after_steps`` and the options after it.
 
     Attributes:
-        env_index: The env's index in its batch, or ``None``.
-        why: Which limit was reached, in words.
-        outcome: ``"exact"``: the same episodes go on, verified; ``"reset"``: they could not be replayed, and the new
-            process began with the reset of all envs that was asked for; ``"put off"``: nor was there such a reset, so
-            the old process goes on, until there is one or some more episodes have ended.
-        reason: Why it is not exact, or ``""``.
-        replayed: Requests that were run again.
-        seconds: How long it took.
+        env_index: Index in the batch of the worker's first env, or ``None``.
+        why: The limit that was reached, in words.
+        outcome: ``"exact"``: the same episodes go on, verified. ``"reset"``: the episodes could not be replayed, and
+            the new process started with a reset of all envs that you had called for. ``"put off"``: the episodes could
+            not be replayed and you called for no such reset, so the old process goes on until you do, or until some
+            more episodes have ended.
+        reason: Why the outcome is not exact, or ``""``.
+        replayed: Number of requests that were run again.
+        seconds: Seconds that the replacement took.
     """
 
     env_index: int | None
@@ -111,29 +113,29 @@ class Recycled:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Holds one env's counters and state at one moment.
+    """Holds counters and state of one worker at one moment.
 
     Attributes:
         state: ``"new"``, ``"starting"``, ``"ready"``, ``"running"``, ``"ended"``, ``"lost"`` or ``"closed"``.
-        pid: The worker, ``None`` while there is none.
-        steps: Steps done for the caller.
+        pid: Process id of the worker; ``None`` if no process runs.
+        steps: Step requests answered. A step of a batch counts once for each worker.
         episodes: Episodes begun, of all envs of the worker together.
-        losses: Workers lost, and episodes that ``on_error="truncate"`` ended.
+        losses: Lost workers, plus episodes that ``on_error="truncate"`` ended.
         restarts: Processes started in place of lost ones.
-        recycled: Processes started in place of ones that had served their time.
+        recycled: Processes started in place of ones that reached a limit of the ``RestartPolicy``.
         exact_recoveries: Losses after which the same episode went on, verified.
-        truncated_recoveries: Those of the losses that ended their episode.
-        replayed_steps: Requests run again in all replays.
-        recovery_seconds: Seconds each recovery took, the newest last, at most 1000.
-        step_seconds: Time that a step takes in the worker, seconds, smoothed, from a sample of the steps; where the
-            worker has several envs, that of all of them.
-        journal_bytes: Bytes the journal holds: of a run that is longer than a moment about two episodes of each env.
-        snapshots: Forked snapshots the present process has taken of itself; the newest is kept.
-        no_snapshots: Why it takes none at present: ``"threads"``, ``"child processes"``, ``"sockets"``, ``"devices"``,
-            ``"shared memory"``, ``"the fork failed"``; or ``""``.
-        rss: Resident memory of the worker in bytes, ``None`` where it cannot be read.
-        last_loss: The last loss.
-        last_recovery: What became of it.
+        truncated_recoveries: Losses that ended their episode.
+        replayed_steps: Requests run again, in all replays together.
+        recovery_seconds: Seconds that each recovery took; the newest is last; at most 1000 of them.
+        step_seconds: Seconds that a step takes in the worker, smoothed, from a sample of the steps. If the worker has
+            several envs, the time of all of them together.
+        journal_bytes: Bytes in the journal: after the start of a run, about two episodes of each env.
+        snapshots: Snapshots that the present process has forked; the newest is kept.
+        no_snapshots: Why the process takes no snapshots at present: ``"threads"``, ``"child processes"``,
+            ``"sockets"``, ``"devices"``, ``"shared memory"`` or ``"the fork failed"``; else ``""``.
+        rss: Resident memory of the worker in bytes; ``None`` if it cannot be read.
+        last_loss: The last loss, or ``None``.
+        last_recovery: The outcome of the last loss, or ``None``.
     """
 
     state: str
@@ -163,18 +165,18 @@ COUNTERS = (
 
 
 def flat_statistics(statistics: Statistics | Iterable[Statistics | None]) -> dict[str, float]:
-    """Return what ``statistics()`` of any env class returned as one flat dict of numbers, for a logger.
+    """Turn the ``statistics()`` of any env class into one flat dict of numbers, for a logger.
 
     Args:
-        statistics: Of one worker, or of several; ``None`` for an env that keeps none is left out.
+        statistics: Statistics of one worker or of several; ``None`` (an env without statistics) is left out.
 
     Returns:
-        ``workers``: those with a process. Added up: ``steps`` (requests for a step: one of a batch counts once a
-        worker), ``episodes``, ``losses``, ``restarts``, ``recycled``, ``exact_recoveries``, ``truncated_recoveries``,
-        ``replayed_steps``; ``journal_bytes`` and ``rss_bytes``. ``rss_bytes_max``: of the largest worker.
-        ``step_seconds_mean`` and ``step_seconds_max``: time that a step takes in the worker, over the workers.
-        ``recovery_seconds_mean`` and ``recovery_seconds_max``: over the last recoveries of each worker. What is not
-        known is 0.
+        A dict with these keys. ``workers``: the number of workers that have a process. Sums over the workers: ``steps``
+        (step requests; a step of a batch counts once for each worker), ``episodes``, ``losses``, ``restarts``,
+        ``recycled``, ``exact_recoveries``, ``truncated_recoveries``, ``replayed_steps``, ``journal_bytes`` and
+        ``rss_bytes``. ``rss_bytes_max``: the memory of the largest worker. ``step_seconds_mean`` and
+        ``step_seconds_max``: seconds that a step takes in the worker, over the workers. ``recovery_seconds_mean`` and
+        ``recovery_seconds_max``: over the last recoveries of all workers. A value that is not known is 0.
     """
     every = [statistics] if isinstance(statistics, Statistics) else [one for one in statistics if one is not None]
     found: dict[str, float] = {"workers": sum(one.pid is not None for one in every)}

@@ -1,4 +1,4 @@
-"""How a script in CleanRL's manner makes and steps its envs. One line is changed: that of ``SubprocessVectorEnv``."""
+"""How a CleanRL-style script makes and steps its envs. Only the line with ``SubprocessVectorEnv`` is changed."""
 
 from typing import Any
 
@@ -24,12 +24,12 @@ def make_env(env_id: str, gamma: float = 0.99) -> Any:
 
 
 def make_envs(env_id: str, num_envs: int) -> gym.vector.VectorEnv:
-    # It was: return gym.vector.SyncVectorEnv([make_env(env_id) for _ in range(num_envs)])
+    # Before: return gym.vector.SyncVectorEnv([make_env(env_id) for _ in range(num_envs)])
     return multienv.SubprocessVectorEnv([make_env(env_id) for _ in range(num_envs)])
 
 
 def run(envs: gym.vector.VectorEnv, steps: int, seed: int) -> list[tuple[int, float, int]]:
-    """Take random actions; return of each episode at which step it ended, its return and its length."""
+    """Take random actions. Return for each episode the step at which it ended, its return and its length."""
     episodes = []
     envs.action_space.seed(seed)
     envs.reset(seed=seed)

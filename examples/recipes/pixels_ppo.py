@@ -1,7 +1,7 @@
-"""PPO of Stable-Baselines3 learns from the frames of a MuJoCo env, which each worker draws on the device it is given.
+"""Stable-Baselines3's PPO learns from the frames of a MuJoCo env. Each worker renders on the device that it is given.
 
 python examples/recipes/pixels_ppo.py --devices 2          # two GPUs
-MUJOCO_GL=osmesa python examples/recipes/pixels_ppo.py     # no GPU, and no EGL either
+MUJOCO_GL=osmesa python examples/recipes/pixels_ppo.py     # without a GPU and without EGL
 """
 
 import argparse
@@ -19,30 +19,30 @@ from multienv.adapters.stable_baselines3 import SubprocessVecEnv
 
 
 def make_env(env_id: str, size: int = 64) -> gymnasium.Env[Any, Any]:
-    """Build an env whose observation is its last three frames, grey."""
+    """Build an env whose observation is its last three frames, in gray."""
     env = gymnasium.make(env_id, render_mode="rgb_array", width=size, height=size)
-    env.reset(seed=0)  # the next line draws a frame of a reset of its own, and the camera stays as it is then
+    env.reset(seed=0)  # the next line resets and renders; the camera then stays as it is
     env = AddRenderObservation(env, render_only=True)
     return FrameStackObservation(GrayscaleObservation(env), 3)
 
 
 def variables(devices: int, worker: int) -> dict[str, str]:
-    """Deal the workers to devices."""
+    """Spread the workers over the devices."""
     return {"MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl"), "MUJOCO_EGL_DEVICE_ID": str(worker % devices)}
 
 
 def make_envs(env_id: str, num_envs: int, devices: int = 1, **options: Any) -> SubprocessVecEnv:
-    """Make the envs. A frame that hangs or aborts costs a recovery, or at worst a truncated episode."""
+    """Make the envs. If rendering hangs or aborts, that costs a recovery, or at worst a truncated episode."""
     return SubprocessVecEnv(
         [partial(make_env, env_id)] * num_envs,
         worker_env=partial(variables, devices),
-        deadlines=Deadlines(step=30.0, reset=60.0),  # a hung renderer is replaced, too
+        deadlines=Deadlines(step=30.0, reset=60.0),  # replaces a hung renderer too
         **options,
     )
 
 
 def train(envs: SubprocessVecEnv, steps: int, callback: Any = None, **options: Any) -> PPO:
-    """Learn for so many steps."""
+    """Learn for this many steps."""
     model = PPO("CnnPolicy", VecMonitor(envs), seed=0, device="auto", **options)
     return model.learn(steps, callback=callback)
 

@@ -1,4 +1,4 @@
-"""RLlib's PPO on a vector env of multienv: register a function that makes all the envs of an env runner."""
+"""RLlib's PPO on a vector env of multienv: register a function that makes all envs of an env runner."""
 
 from typing import Any
 

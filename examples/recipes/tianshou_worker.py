@@ -1,4 +1,4 @@
-"""A worker for Tianshou's vector envs, synchronous or not: ``BaseVectorEnv(env_fns, MultienvWorker)``."""
+"""A worker class for Tianshou's vector envs, synchronous or not: ``BaseVectorEnv(env_fns, MultienvWorker)``."""
 
 import time
 from collections.abc import Callable
@@ -15,13 +15,13 @@ class MultienvWorker(EnvWorker):
 
     Args:
         env_fn: Builds the env.
-        **options: For ``multienv.SubprocessEnv``; give them by ``functools.partial(MultienvWorker, restart=…)``.
+        **options: For ``multienv.SubprocessEnv``. Set them with ``functools.partial(MultienvWorker, restart=…)``.
     """
 
     def __init__(self, env_fn: Callable[[], Any], **options: Any) -> None:
         self.env = SubprocessEnv(env_fn, **options).initialize()
-        self._wait: Callable[..., Any] = self.env.reset_wait  # collects what was sent last
-        self._answer: Any = None  # it has arrived, and was not asked for yet
+        self._wait: Callable[..., Any] = self.env.reset_wait  # collects the answer to the last request
+        self._answer: Any = None  # an answer that has arrived and is not yet collected
         super().__init__(env_fn)
 
     def get_env_attr(self, key: str) -> Any:
@@ -57,7 +57,7 @@ class MultienvWorker(EnvWorker):
 
     @staticmethod
     def wait(workers: list[Any], wait_num: int, timeout: float | None = None) -> list[Any]:
-        """Return those workers that have answered: ``wait_num`` at least, fewer after ``timeout`` seconds."""
+        """Return the workers that have answered: at least ``wait_num``, or fewer after ``timeout`` seconds."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             ready = [worker for worker in workers if worker._has_answered()]

@@ -1,4 +1,4 @@
-"""TorchRL's GymWrapper around one env and around a batch; and which steps were lost, in the tensordict."""
+"""TorchRL's GymWrapper around one env and around a batch, and a reader that marks lost steps in the tensordict."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +13,16 @@ import multienv
 
 
 def one_env(env_fn: Callable[[], Any]) -> GymWrapper:
-    return GymWrapper(multienv.SubprocessEnv(env_fn).initialize())  # built: TorchRL asks for its spaces
+    return GymWrapper(multienv.SubprocessEnv(env_fn).initialize())  # build it now: TorchRL asks for its spaces
 
 
 def batch(env_fns: list[Callable[[], Any]]) -> GymWrapper:
-    # DISABLED: TorchRL itself resets those that have ended, with a mask.
+    # DISABLED: TorchRL resets ended episodes itself, with a mask.
     return GymWrapper(multienv.SubprocessVectorEnv(env_fns, autoreset_mode=AutoresetMode.DISABLED))
 
 
 class LostReader(BaseInfoDictReader):
-    """Writes ``lost`` into each step: its worker was lost, and nobody knows what it led to.
+    """Writes ``lost`` into each step: whether its worker was lost, so that its outcome is unknown.
 
     ::
 
@@ -38,5 +38,5 @@ class LostReader(BaseInfoDictReader):
 
     def __call__(self, info_dict: dict[str, Any], tensordict: Any) -> Any:
         told = info_dict.get("multienv", {})
-        lost = told.get("_reason", "reason" in told)  # of a batch: an array
+        lost = told.get("_reason", "reason" in told)  # in a batch: an array
         return tensordict.set("lost", torch.as_tensor(lost).expand(self.batch_size).clone())

@@ -1,1 +1,1 @@
-"""Multienv's envs as other libraries want them; each module needs the library that it is named after."""
+"""Multienv's envs for other libraries; each module needs the library that it is named after."""

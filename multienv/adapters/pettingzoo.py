@@ -40,41 +40,41 @@ Transition = tuple[dict[Any, Any], dict[Any, float], dict[Any, bool], dict[Any, 
 
 
 class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
-    """A ``ParallelEnv`` whose env runs in a process of its own, and survives that process.
+    """A ``ParallelEnv`` whose env runs in its own process and survives the death of that process.
 
     ::
 
-        env = SubprocessParallelEnv(make_env)  # which returns a ParallelEnv
+        env = SubprocessParallelEnv(make_env)  # make_env returns a ParallelEnv
         observations, infos = env.reset(seed=0)
         while env.agents:
             actions = {agent: env.action_space(agent).sample() for agent in env.agents}
             observations, rewards, terminations, truncations, infos = env.step(actions)
         env.close()
 
-    It returns what the env itself would return, to the bit, whether its process dies or not. The process is launched
-    by :meth:`start`, or when the env is first used. Several envs are stepped at the same time in two halves::
+    It returns the same as the env itself, to the bit, whether its process dies or not. :meth:`start`, or the first use
+    of the env, launches the process. To step several envs at the same time, call them in two halves::
 
         for env, actions in zip(envs, all_actions):
             env.step_async(actions)
         results = [env.step_wait() for env in envs]
 
-    An episode that could not be brought back after a loss ends for all agents that were there: ``truncations`` are
-    true, rewards 0.0, observations the last ones, ``infos[agent]["multienv"]["reason"]`` says why, and ``agents`` is
-    empty. A step that Ctrl-C interrupted is completed by the next one, whatever its actions; each
-    ``infos[agent]["multienv"]`` then says ``resumed``.
+    If an episode cannot be recovered after a loss, it ends for all agents that were in it: ``truncations`` are true,
+    rewards 0.0, observations the last ones, ``infos[agent]["multienv"]["reason"]`` says why, and ``agents`` is empty.
+    If Ctrl-C interrupts a step, the next step completes it, whatever its actions; each ``infos[agent]["multienv"]``
+    then says ``resumed``.
 
     Args:
-        env_fn: Builds the env, a ``ParallelEnv``; called in the process. It travels by cloudpickle.
-        env_index: The env's index among several, for messages.
+        env_fn: Function that builds the env, a ``ParallelEnv``; it is called in the process. It travels by cloudpickle.
+        env_index: Index of the env among several, for messages.
         **options: See :class:`~multienv.WorkerOptions`.
 
     Attributes:
-        agents: Those that are there now.
-        possible_agents, observation_spaces, action_spaces, state_space, metadata, render_mode: As the env has them, if
-            it has them.
+        agents: The agents that are in the episode now.
+        possible_agents, observation_spaces, action_spaces, state_space, metadata, render_mode: Those of the env, if it
+            has them.
 
     Raises:
-        UsageError: ``env_fn`` is not callable or cannot be pickled, or an option makes no sense.
+        UsageError: ``env_fn`` is not callable or cannot be pickled, or an option is invalid.
     """
 
     @takes_options_of(SubprocessEnv.__init__)
@@ -91,23 +91,27 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
     # --- start and end ----------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Launch the process and have it build the env; does not wait. Again does nothing. Returns the env itself."""
+        """Launch the process and let it build the env, without waiting. A second call does nothing.
+
+        Returns:
+            The env itself.
+        """
         self._env.start()
         return self
 
     def initialize(self, timeout: float | None = None) -> Self:
-        """Wait until the env is built; start it first if need be. Again does nothing.
+        """Wait until the env is built, and start it first if necessary. A second call does nothing.
 
         Args:
-            timeout: Seconds to wait; it can be called again.
+            timeout: Seconds to wait; ``None`` waits for ever. After a timeout you can call it again.
 
         Returns:
             The env itself.
 
         Raises:
-            EnvError: ``env_fn`` raised, or what it returned is no ``ParallelEnv``.
-            WorkerLostError: Building the env ended its process.
-            WaitTimeout: ``timeout`` is over.
+            EnvError: ``env_fn`` raised, or did not return a ``ParallelEnv``.
+            WorkerLostError: The process ended while it built the env.
+            WaitTimeout: ``timeout`` has passed.
         """
         self._env.initialize(timeout)
         if "metadata" not in self.__dict__:
@@ -117,11 +121,11 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         return self
 
     def close(self) -> None:
-        """End the process: by asking, and after ``Deadlines.close`` seconds by force. Again does nothing."""
+        """Ask the process to end, and kill it after ``Deadlines.close`` seconds. A second call does nothing."""
         self._env.close()
 
     def __enter__(self) -> Self:
-        """Initialize; close if that fails."""
+        """Initialize the env; close it if that fails."""
         try:
             return self.initialize()
         except BaseException:
@@ -129,7 +133,7 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             raise
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
+        """Close the env."""
         self.close()
 
     # --- an episode -------------------------------------------------------------------------------
@@ -140,8 +144,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         """Begin an episode.
 
         Args:
-            seed: For the env's generators. Without one they go on as the env has it.
-            options: The env's own.
+            seed: Seed for the env's generators. Without a seed they go on as the env defines.
+            options: Options for the env's own ``reset``.
 
         Returns:
             Observations and infos by agent.
@@ -149,91 +153,100 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         return self._begun(*self._built().reset(seed=seed, options=options))
 
     def reset_async(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        """Send a reset; collect it with :meth:`reset_wait`."""
+        """Send a reset; collect the result with :meth:`reset_wait`."""
         self._built().reset_async(seed=seed, options=options)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
-        """Collect what the reset returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         return self._begun(*self._env.reset_wait(timeout))
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Take one step.
 
         Args:
-            actions: By agent. The env gets them as they are: what it makes of one that is missing is its own business.
+            actions: Actions by agent. They reach the env unchanged: if one is missing, the env decides what that means.
 
         Returns:
-            Observations, rewards, terminations, truncations and infos by agent, each of the type and value that the
-            env gave it.
+            Observations, rewards, terminations, truncations and infos by agent, each with the type and value that the
+            env returned.
 
         Raises:
-            ResetNeededError: Nobody is left: the episode is over.
-            EnvError: The env raised; catchable by the exception's own type too.
-            WorkerLostError: The process was lost and the policy says ``"raise"``, or its budget is spent.
+            ResetNeededError: No agent is left: the episode is over.
+            EnvError: The env raised; also catchable by the type of that exception.
+            WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
         return self._stepped(*self._env.step(actions))
 
     def step_async(self, actions: dict[Any, Any]) -> None:
-        """Send a step; collect it with :meth:`step_wait`."""
+        """Send a step; collect the result with :meth:`step_wait`."""
         self._env.step_async(actions)
 
     def step_wait(self, timeout: float | None = None) -> Transition:
-        """Collect what the step returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         return self._stepped(*self._env.step_wait(timeout))
 
     def resume(self) -> Any:
-        """Return what the last step or reset returned, collected before or not: after an interruption."""
+        """Return, after an interruption, the result of the last step or reset, collected before or not."""
         answer = self._env.resume()
         return self._begun(*answer) if len(answer) == 2 else self._stepped(*answer)
 
     def render(self) -> Any:
-        """Draw the env where it is; returns what its ``render`` returns."""
+        """Render the env and return the result of its ``render``."""
         return self._built().render()
 
     def state(self) -> Any:
-        """Return the env's state, a view of all of it. The env is expected to change nothing when it is asked."""
+        """Return the env's global state. The env's ``state()`` must not change the env."""
         return self._ask("state")
 
     def observation_space(self, agent: Any) -> spaces.Space[Any]:
-        """Return an agent's observation space: always the same object, of an agent that is born in an episode in it."""
+        """Return an agent's observation space, always the same object.
+
+        For an agent that appears during an episode, it is the same object within that episode.
+        """
         return self._spaces_of(agent)[0]  # type: ignore[no-any-return]
 
     def action_space(self, agent: Any) -> spaces.Space[Any]:
-        """Return an agent's action space: always the same object, of an agent that is born in an episode in it."""
+        """Return an agent's action space, always the same object.
+
+        For an agent that appears during an episode, it is the same object within that episode.
+        """
         return self._spaces_of(agent)[1]  # type: ignore[no-any-return]
 
     # --- branching and checkpoints ----------------------------------------------------------------
 
     def snapshot(self) -> Any:
-        """Keep the env as it is now, to come back to with :meth:`restore`; see :meth:`SubprocessEnv.snapshot`."""
+        """Keep the present state of the env for :meth:`restore`; see :meth:`SubprocessEnv.snapshot`."""
         return self._built().snapshot(), self._last, list(self.agents)
 
     def restore(self, snapshot: Any) -> None:
-        """Have the env as it was when this snapshot of it was taken; see :meth:`SubprocessEnv.restore`."""
+        """Bring the env back to the state in which this snapshot of it was taken; see :meth:`SubprocessEnv.restore`."""
         self._env.restore(snapshot[0])
         self._stand(*snapshot[1:])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to go on from here in another trainer; see :meth:`SubprocessEnv.state_dict`."""
+        """Return the state as plain data, to continue in another trainer; see :meth:`SubprocessEnv.state_dict`."""
         return {"env": self._built().state_dict(), "last": self._last, "agents": list(self.agents)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called; see :meth:`SubprocessEnv.load_state_dict`."""
+        """Continue where :meth:`state_dict` was called; see :meth:`SubprocessEnv.load_state_dict`."""
         self._built().load_state_dict(state.get("env", state))
         self._stand(state["last"], state["agents"])
 
     # --- anything else ----------------------------------------------------------------------------
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the env or of what it wraps. Recorded and replayed; see :meth:`SubprocessEnv.call`."""
+        """Call a method of the env or of an env inside it; see :meth:`SubprocessEnv.call`.
+
+        The call is recorded and replayed.
+        """
         return self._built().call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> Any:
-        """Return a copy of an attribute of the env or of what it wraps; of a method, what calls it there."""
+        """Return a copy of an attribute of the env or of an env inside it; for a method, a function that calls it."""
         return getattr(self, name) if name in _OWN_METHODS else self._built().get_attr(name)
 
     def set_attr(self, name: str, value: Any) -> None:
-        """Set an attribute where it is found in the env or in what it wraps, else on the outermost."""
+        """Set an attribute on the env, or the env inside it, that has this attribute; else on the outermost one."""
         self._built().set_attr(name, value)
 
     def statistics(self) -> Statistics:

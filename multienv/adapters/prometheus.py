@@ -1,4 +1,4 @@
-"""What happens to the envs, as metrics for Prometheus."""
+"""Metrics of the envs for Prometheus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class PrometheusExporter:
-    """Has metrics of envs for Prometheus; a hook, and a collector of its registry.
+    """Exports metrics of envs to Prometheus; it is a hook, and a collector of its registry.
 
     ::
 
@@ -32,12 +32,13 @@ class PrometheusExporter:
         exporter.watch(envs)
         prometheus_client.start_http_server(9000)
 
-    ``multienv_<name>``, with a label ``envs``, is a number of :func:`~multienv.flat_statistics`, read when it is asked
-    for; names of those that only grow end in ``_total``. Of events there are ``multienv_losses_by_cause_total``, with a
-    label ``cause``, and the histogram ``multienv_recovery_duration_seconds``, with a label ``outcome``.
+    ``multienv_<name>``, with a label ``envs``, is a number of :func:`~multienv.flat_statistics`, read at each scrape;
+    the name of a number that only grows ends in ``_total``. Two metrics count events:
+    ``multienv_losses_by_cause_total``, with a label ``cause``, and the histogram
+    ``multienv_recovery_duration_seconds``, with a label ``outcome``.
 
     Args:
-        registry: Of ``prometheus_client``; one exporter each.
+        registry: A registry of ``prometheus_client``; one exporter for each registry.
     """
 
     def __init__(self, registry: Any = REGISTRY) -> None:
@@ -53,23 +54,23 @@ class PrometheusExporter:
         registry.register(self)
 
     def watch(self, envs: Any, name: str = "envs") -> None:
-        """Read ``envs.statistics()`` whenever metrics are asked for, as long as somebody else holds ``envs``.
+        """Read ``envs.statistics()`` at each scrape, as long as your program keeps a reference to ``envs``.
 
         Args:
-            envs: Of any class.
-            name: Value of the label ``envs``: ``"train"``, say.
+            envs: An env, batch or manager of any class of multienv.
+            name: Value of the label ``envs``, for example ``"train"``.
         """
         self._watched[name] = weakref.ref(envs)
 
     def __call__(self, event: Event) -> None:
-        """Count a loss, and the seconds of a recovery."""
+        """Count a loss, or the seconds of a recovery."""
         if isinstance(event, Loss):
             self._losses.labels(event.cause).inc()
         elif isinstance(event, Recovery):
             self._seconds.labels(event.outcome).observe(event.seconds)
 
     def collect(self) -> Iterator[Any]:
-        """Return the statistics of what is watched; called by the registry, from the thread of its server."""
+        """Yield the statistics of all watched envs; the registry calls it, in the thread of its server."""
         families: dict[str, Any] = {}
         for label, reference in list(self._watched.items()):
             envs = reference()

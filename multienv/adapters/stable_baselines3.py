@@ -35,7 +35,7 @@ _CONTEXTS = {None: None, "forkserver": "forkserver", "spawn": "spawn", "fork": "
 
 
 class SubprocessVecEnv(VecEnv):
-    """Takes the place of Stable-Baselines3's ``SubprocVecEnv``; its processes may die at any moment.
+    """Replaces Stable-Baselines3's ``SubprocVecEnv``; its processes may die at any moment.
 
     ::
 
@@ -44,28 +44,30 @@ class SubprocessVecEnv(VecEnv):
         envs = make_vec_env("CartPole-v1", n_envs=8, seed=0, vec_env_cls=SubprocessVecEnv)
         model = PPO("MlpPolicy", envs).learn(100_000)
 
-    With the same seed a model learns the same weights, to the bit, as on a ``DummyVecEnv``, whether workers die or not.
-    An episode that could not be brought back ends: ``done``, reward 0, ``TimeLimit.truncated``, the last observation as
-    ``terminal_observation``, and the reason in ``info["multienv"]``. So a learner bootstraps from it, as from a time
+    With the same seed a model learns the same weights as on a ``DummyVecEnv``, to the bit, whether workers die or not.
+    If an episode cannot be recovered, it ends: ``done``, reward 0, ``TimeLimit.truncated``, the last observation as
+    ``terminal_observation``, and the reason in ``info["multienv"]``. So a learner bootstraps from it, as at a time
     limit.
 
-    A step interrupted by Ctrl-C is completed by the next one, whatever its actions; each ``info["multienv"]`` then says
-    ``resumed``. ``reset()`` drops a step that is pending.
+    If Ctrl-C interrupts a step, the next step completes it, whatever its actions; each ``info["multienv"]`` then says
+    ``resumed``. ``reset()`` drops a pending step.
 
     Args:
-        env_fns: Each builds one env, in its process.
-        start_method: ``"forkserver"`` or ``"spawn"``; ``None``: the first, where it exists. ``"fork"`` is taken for
-            ``"forkserver"``.
-        unrecorded: Methods that change nothing in an env. A call of any other by :meth:`env_method` is kept, to be made
-            again when the env is brought back.
-        **options: For :class:`~multienv.SubprocessVectorEnv`: ``envs_per_worker``, ``restart``, ``deadlines``, ….
+        env_fns: One function for each env, which builds it in its process.
+        start_method: ``"forkserver"`` or ``"spawn"``; ``None``: ``"forkserver"`` on Linux, ``"spawn"`` elsewhere.
+            ``"fork"`` means ``"forkserver"`` here.
+        unrecorded: Names of methods that change nothing in an env. A call of any other method by :meth:`env_method` is
+            recorded, and replayed when the env is recovered.
+        **options: Options for :class:`~multienv.SubprocessVectorEnv`: ``envs_per_worker``, ``restart``, ``deadlines``,
+            ….
 
     Attributes:
-        vector_env: The :class:`~multienv.SubprocessVectorEnv`: ``snapshot()``, ``state_dict()`` and the like are its.
+        vector_env: The :class:`~multienv.SubprocessVectorEnv`. Use it for ``snapshot()``, ``state_dict()`` and its
+            other methods.
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.
-        UsageError: An argument makes no sense.
+        UsageError: An argument is invalid.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class SubprocessVecEnv(VecEnv):
         return observations
 
     def step_async(self, actions: Any) -> None:
-        """Send one action to each env; or none, if an interrupted step is to be completed."""
+        """Send one action to each env. If an interrupted step must be completed first, the actions are not sent."""
         with self._noting_interruptions():
             if self._has_nested_actions:
                 empty: Any = create_empty_array(self.action_space, self.num_envs)
@@ -156,20 +158,20 @@ class SubprocessVecEnv(VecEnv):
     # --- what is asked of the envs ----------------------------------------------------------------
 
     def has_attr(self, attr_name: str) -> bool:
-        """Tell whether every env has the attribute, in itself or in a wrapper."""
+        """Return whether every env, or a wrapper of it, has the attribute."""
         return all(self.vector_env.call("has_wrapper_attr", attr_name))
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """Return an attribute of each env, or of a wrapper of it; of a method, a function that calls it there."""
+        """Return an attribute of each env or of one of its wrappers; for a method, a function that calls it."""
         return list(self.vector_env.get_attr(attr_name, self._asked(indices), calls_methods=False))
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        """Set an attribute of each env where it is found among env and wrappers, else on the outermost."""
+        """Set an attribute of each env, on the env or the wrapper that has it, else on the outermost one."""
         asked = self._asked(indices)
         self.vector_env.set_attr(attr_name, [value] * (self.num_envs if asked is None else len(asked)), asked)
 
     def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
-        """Call a method of each env, or of a wrapper of it."""
+        """Call a method of each env or of one of its wrappers."""
         is_recorded = method_name not in self._unrecorded
         asked = self._asked(indices)
         return list(
@@ -177,7 +179,7 @@ class SubprocessVecEnv(VecEnv):
         )
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Any = None) -> list[bool]:
-        """Tell of each env whether it has a wrapper of this class, which is compared by its name."""
+        """Return for each env whether it has a wrapper of this class. Classes are compared by name."""
         return list(self.vector_env.is_wrapped(wrapper_class, self._asked(indices)))
 
     def get_images(self) -> list[Array | None]:

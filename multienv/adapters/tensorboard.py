@@ -1,4 +1,4 @@
-"""What happens to the envs, as curves in TensorBoard."""
+"""Statistics of the envs as curves in TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from multienv.events import Event, Recovery, Statistics, flat_statistics
 
 
 class TensorBoardExporter:
-    """Writes statistics and recoveries to TensorBoard; a hook.
+    """Writes statistics and recoveries to TensorBoard; it is a hook.
 
     ::
 
-        exporter = TensorBoardExporter(writer)  # the SummaryWriter that the trainer has anyway; or a directory
+        exporter = TensorBoardExporter(writer)  # the SummaryWriter that your trainer has anyway; or a directory
         envs = SubprocessVectorEnv(env_fns, hooks=[exporter])
         ...
         exporter.log(envs.statistics(), global_step)
 
-    The tags are ``multienv/`` and a name that :func:`~multienv.flat_statistics` has; and, for each recovery,
-    ``multienv/recovery_seconds/`` and its outcome, at the step that was logged last.
+    The tags are ``multienv/`` plus a name of :func:`~multienv.flat_statistics`. Each recovery also writes
+    ``multienv/recovery_seconds/`` plus its outcome, at the step that was logged last.
 
     Args:
-        writer: Has ``add_scalar(tag, value, step)``, as the ``SummaryWriter`` of torch; or the directory for a new one,
-            which needs the extra ``tensorboard``.
+        writer: An object with ``add_scalar(tag, value, step)``, such as the ``SummaryWriter`` of torch; or the
+            directory for a new writer, which needs the extra ``tensorboard``.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -32,7 +32,7 @@ class TensorBoardExporter:
         self._step = 0
 
     def log(self, statistics: Statistics | Iterable[Statistics | None], step: int) -> None:
-        """Write what ``statistics()`` of an env class returned, at this step of the trainer."""
+        """Write the result of ``statistics()`` of an env class, at this step of the trainer."""
         self._step = step
         for name, value in flat_statistics(statistics).items():
             self.writer.add_scalar(f"multienv/{name}", value, step)

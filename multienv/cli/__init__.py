@@ -1,4 +1,4 @@
-"""The command ``multienv``. Each of its commands is a module of that name here; this one only joins them."""
+"""The command ``multienv``. Each subcommand is a module with the same name; this module joins them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 from typing import Annotated
 
 try:
-    import psutil  # noqa: F401 - asked for here, where one line says what to install
+    import psutil  # noqa: F401 - imported here so that one line can say what to install
     import rich  # noqa: F401
     import typer
 except ImportError as missing:
-    # Not "multienv[cli]" alone: on the package index that name belongs to another project.
+    # Not "multienv[cli]": on the package index that name belongs to another project.
     sys.exit(f'The multienv command needs {missing.name}: pip install -e ".[cli]" in a checkout of multienv.')
 
 from multienv import __version__

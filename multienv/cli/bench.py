@@ -1,4 +1,4 @@
-"""``multienv bench``: measures a batch of an env in several layouts, and recommends one."""
+"""``multienv bench``: measure a batch of an env in several layouts, and recommend one."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from multienv.errors import UsageError
 def bench(
     env: EnvArgument,
     num_envs: NumEnvsOption = 8,
-    against: Annotated[str, typer.Option(help="gymnasium, sb3, both with a comma, or none.")] = "gymnasium",
-    seconds: Annotated[float, typer.Option(min=0.01, help="How long each turn takes.")] = 0.25,
-    repeats: Annotated[int, typer.Option(min=1, help="How many turns each contender has.")] = 7,
-    backend: Annotated[str, typer.Option(help="subprocess; or ray: measure RayVectorEnv, too.")] = "subprocess",
-    address: Annotated[str | None, typer.Option(help="With ray: of the cluster. Else a local one is started.")] = None,
+    against: Annotated[str, typer.Option(help="Compare with gymnasium, sb3, 'gymnasium,sb3' or none.")] = "gymnasium",
+    seconds: Annotated[float, typer.Option(min=0.01, help="Length of each turn.")] = 0.25,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of turns per contender.")] = 7,
+    backend: Annotated[str, typer.Option(help="subprocess, or ray: measure RayVectorEnv too.")] = "subprocess",
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster. Default: a local Ray.")] = None,
     env_kwargs: KwargsOption = "{}",
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure how fast a batch of an env steps: which layout is best, and how near is it to what the cores can do?
+    """Measure how fast a batch of an env steps. Which layout is best, and how close is it to the limit of the cores?
 
-    All contenders are built first, then they step in turns, with random actions.
+    All contenders are built first. Then they step in turn, with random actions.
     Ratios and shares are medians over the turns. Run it on an idle machine.
 
-    The limit is what the cores can do: a process on each steps an env, and nothing else.
+    The limit is the most that the cores can do: one process per core steps an env, and does nothing else.
 
     For example:
 
@@ -60,7 +60,7 @@ def bench(
     """
     peers = _peers(against)
     if backend not in ("subprocess", "ray") or (address is not None and backend != "ray"):
-        raise UsageError("--backend is subprocess or ray, and --address that of a Ray cluster.")
+        raise UsageError("--backend must be subprocess or ray, and --address needs --backend ray.")
     if backend == "ray":
         import_ray()
     load = os.getloadavg()[0]
@@ -68,14 +68,14 @@ def bench(
         found = working_env(env, env_kwargs)
         ray = None
         if backend == "ray":
-            # A Ray that this process starts finds the env's module as this process does: its nodes inherit this.
+            # If this process starts Ray, Ray's nodes inherit this path and find the env's module.
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             ray = RayOptions(address=address)
         try:
             result = measure(found.env_fn, num_envs, peers, seconds=seconds, repeats=repeats, ray=ray, told=work.update)
-        except Exception as error:  # of the env, of other libraries
+        except Exception as error:  # from the env or from another library
             raise UsageError(
-                f"{env} cannot be measured: {first_line(error)} `multienv doctor {env}` says more."
+                f"{env} cannot be measured: {first_line(error)} For details, run `multienv doctor {env}`."
             ) from error
     best = result.recommended
     document = {
@@ -97,7 +97,7 @@ def bench(
     work.show_printed(console)
     _show(console, document)
     if any(one.is_local and one.ratio(best) > WORTH_IT for one in result.contenders):
-        console.print("In this very process it is faster: from processes this env gains nothing but survival.")
+        console.print("This env steps faster inside the trainer. In processes it gains only that it survives crashes.")
     console.print(f"Recommended:\n{document['code']}", soft_wrap=True)
 
 
@@ -105,14 +105,14 @@ def _peers(against: str) -> list[str]:
     peers = [one.strip() for one in against.split(",") if one.strip() not in ("", "none")]
     for one in peers:
         if one not in PEERS:
-            raise UsageError(f"--against {against}: choose some of {', '.join(PEERS)}, with a comma between, or none.")
+            raise UsageError(f"--against {against}: choose from {', '.join(PEERS)} (separated by a comma), or none.")
     if "sb3" in peers and importlib.util.find_spec("stable_baselines3") is None:
         raise UsageError('--against sb3 needs Stable-Baselines3: pip install -e ".[sb3]" in a checkout of multienv.')
     return peers
 
 
 def _rows(result: Bench) -> list[dict[str, Any]]:
-    """Return what was measured, the fastest first and the limit last, as JSON values."""
+    """Return the measurements as JSON values: the fastest first, the limit last."""
     return [
         {
             "package": one.package,

@@ -1,4 +1,4 @@
-"""``multienv chaos``: kills for a while, beside an undisturbed run."""
+"""``multienv chaos``: kill workers for a while, and compare with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from multienv.testing.chaos import run_chaos
 def chaos(
     env: EnvArgument,
     num_envs: NumEnvsOption = 4,
-    kills: Annotated[int, typer.Option(min=1, help="End after so many workers lost.")] = 100,
-    minutes: Annotated[float, typer.Option(min=0.0, help="End after this time.")] = float("inf"),
-    seed: Annotated[int, typer.Option(min=0, help="Decides actions, victims, manners and pauses.")] = 0,
+    kills: Annotated[int, typer.Option(min=1, help="Stop after this many lost workers.")] = 100,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Stop after this many minutes.")] = float("inf"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed for actions, victims, signals and pauses.")] = 0,
     env_kwargs: KwargsOption = "{}",
-    step_deadline: Annotated[float, typer.Option(help="Seconds after which a stopped worker counts as hung.")] = 0.5,
+    step_deadline: Annotated[float, typer.Option(help="Seconds after which a step counts as hung.")] = 0.5,
     reset_deadline: Annotated[float, typer.Option(help="The same for a reset.")] = 5.0,
-    pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two strikes, in seconds.")] = 0.05,
+    pause: Annotated[float, typer.Option(min=0.0, help="Longest pause between two signals, in seconds.")] = 0.05,
     snapshot_every: Annotated[int | None, typer.Option(min=1, help="Steps between two snapshots.")] = None,
-    snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or by replay alone.")] = True,
+    snapshots: Annotated[bool, typer.Option(help="Recover from forked snapshots, or only by replay.")] = True,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Step an env while its workers are killed, and hold every transition against an undisturbed run.
+    """Step an env while its workers are killed, and compare every transition with an undisturbed run.
 
     Workers are killed, crashed and stopped at random moments.
-    An episode that could not be brought back exactly ends with a reason.
+    If an episode cannot be recovered exactly, it is truncated, with a reason.
 
     Exit code 0: nothing differed silently.
-    1: something did.
-    2: the env itself is not deterministic, does not work, or there is none.
+    1: something differed silently.
+    2: the env is not deterministic, does not work, or does not exist.
 
     For example:
 
@@ -72,7 +72,7 @@ def chaos(
             )
         except MultienvError as error:
             raise UsageError(
-                f"{env} fails by itself: {first_line(error)} `multienv doctor {env}` says more."
+                f"{env} fails on its own: {first_line(error)} For details, run `multienv doctor {env}`."
             ) from error
     seconds = {"median": result.quantile(0.5), "p99": result.quantile(0.99)}
     document = {"env": env, "kills": result.kills, **vars(result), "seconds": seconds}
@@ -81,8 +81,8 @@ def chaos(
         print(json.dumps(document, indent=1))
     if result.undisturbed:
         raise UsageError(
-            f"{env} is not deterministic: without any kill it differs in two processes {result.undisturbed}. "
-            f"So nothing can be told of recovery here; `multienv doctor {env}` says more."
+            f"{env} is not deterministic: without any kill, two processes differ {result.undisturbed}. "
+            f"So chaos cannot judge its recoveries. For details, run `multienv doctor {env}`."
         )
     if not as_json:
         console = plain_console()
@@ -94,17 +94,17 @@ def chaos(
 
 
 def _table(told: dict[str, Any]) -> Table:
-    title = f"{told['env']}: {told['steps']:,} steps held against an undisturbed run"
+    title = f"{told['env']}: {told['steps']:,} steps compared with an undisturbed run"
     table = Table(title=title, show_header=False, min_width=len(title))
     table.add_column("")
     table.add_column("", justify="right")
-    for name, counts in (("struck", "strikes"), ("lost", "losses"), ("brought back by", "methods")):
+    for name, counts in (("signal sent", "strikes"), ("lost", "losses"), ("recovery", "methods")):
         for kind, number in sorted(told[counts].items()):
             table.add_row(f"{name}: {kind}", f"{number:,}")
     table.add_section()
     table.add_row("time to recover, median", f"{1000 * told['seconds']['median']:.1f} ms")
-    table.add_row("time to recover, 99 of 100", f"{1000 * told['seconds']['p99']:.1f} ms")
+    table.add_row("time to recover, 99th percentile", f"{1000 * told['seconds']['p99']:.1f} ms")
     table.add_section()
-    table.add_row("episodes ended with a reason", f"{len(told['inexact']):,}")
+    table.add_row("episodes not recovered", f"{len(told['inexact']):,}")
     table.add_row("mismatches", f"{len(told['mismatches']):,}", style="red" if told["mismatches"] else "green")
     return table

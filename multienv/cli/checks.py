@@ -1,7 +1,7 @@
-"""What ``multienv doctor`` tries with an env: each check is a function that returns what was found.
+"""The checks of ``multienv doctor``. Each check is a function that returns its finding.
 
-The env runs only in workers with deadlines, so that no check takes the doctor with it. A check uses what those before
-it have learnt. One that finds the env broken ends the examination.
+The env runs only in workers with deadlines, so a crash or hang never reaches the doctor itself. A check uses the
+findings of earlier checks. If a check finds the env broken, the examination ends.
 """
 
 from __future__ import annotations
@@ -35,34 +35,36 @@ from multienv.testing.side_by_side import EnvFn
 Verdict = Literal["ok", "note", "truncates", "broken"]
 Outcome = Literal["exact", "truncated", "differs"]
 
-# Of the first walk; the later ones take as many steps as that took.
+# Limits of the first walk. Later walks take the same number of steps.
 _STEPS, _SECONDS = 200, 2.0
-# Given to a snapshot to be announced before its worker is killed, seconds.
+# Seconds that a snapshot has to announce itself before its worker is killed.
 _ANNOUNCED = 0.2
-# Short episodes in which an env may leak: their steps, how many at least and at the most, and about how many seconds.
+# Short episodes that show a leak: steps of each, least and greatest number of episodes, and about how many seconds.
 _EPISODE_STEPS, _LEAST_EPISODES, _MOST_EPISODES, _EPISODES_SECONDS = 20, 3, 50, 0.5
-# Memory that comes and goes in a process that leaks nothing.
+# Memory that comes and goes in a process without a leak.
 _NOISE = 256 * 2**10
-# Lines of what a worker that was lost had written on stderr.
+# Number of stderr lines shown of a lost worker.
 _LAST_WORDS = 10
-_USE_NP_RANDOM = "Draw from self.np_random only."
-_OFFSCREEN = "MuJoCo draws with MUJOCO_GL=egl or MUJOCO_GL=osmesa; see docs/robot_simulators.md."
+_USE_NP_RANDOM = "Take random numbers only from self.np_random."
+_OFFSCREEN = "For MuJoCo, set MUJOCO_GL=egl or MUJOCO_GL=osmesa; see docs/robot_simulators.md."
 _NO_DISPLAY = ("OpenGL", "DISPLAY")
-_ON_THE_CPU = "Drawn by the CPU. With a GPU: its driver's EGL library, and a device for each worker by worker_env."
-# The frames of a worker's own code in a traceback or in a stack.
+_ON_THE_CPU = (
+    "The CPU renders. For a GPU: install its driver's EGL library, and give each worker a device by worker_env."
+)
+# The frames of multienv's own worker code in a traceback or a stack.
 _FRAMES_OF_THE_WORKER = re.compile(r'^  File "[^"\n]*/multienv/worker/.*\n?(?:    .*\n?)*', re.MULTILINE)
 
 
 class Row(NamedTuple):
-    """Tells what one check found.
+    """Holds the finding of one check.
 
     Attributes:
-        verdict: ``"ok"``; ``"note"``: worth knowing, and recovery works all the same; ``"truncates"``: a lost episode
-            is ended; ``"broken"``: multienv cannot run the env.
-        meaning: What was found, a line.
-        advice: What to do about it, or ``""``.
-        detail: More of it: a traceback, the stack of a crash; or ``""``.
-        name: Of the check.
+        verdict: ``"ok"``; ``"note"``: worth knowing, but recovery works; ``"truncates"``: a lost episode is truncated;
+            ``"broken"``: multienv cannot run the env.
+        meaning: The finding, in one line.
+        advice: What the user can do about it, or ``""``.
+        detail: Details such as a traceback or the stack of a crash, or ``""``.
+        name: Name of the check.
     """
 
     verdict: Verdict
@@ -74,18 +76,18 @@ class Row(NamedTuple):
 
 @dataclass
 class Patient:
-    """Holds an env, and what the checks have learnt of it.
+    """Holds an env, and the findings of the checks about it.
 
     Attributes:
-        name: Of the env, on the command line.
-        env_fn: Builds it.
-        step_deadline, reset_deadline: Seconds until a step, and anything else, counts as hung.
-        first: The walk that all others are held against.
-        again: Whether another process walks the same.
-        ways: What recovery by a snapshot and by the journal came to.
-        leaks: Whether it leaks.
-        episode_seconds: Env time of an episode of as many steps as its spec allows; 0.0: not known.
-        variables: Environment variables that its frames are drawn with.
+        name: The env's name on the command line.
+        env_fn: Builds the env.
+        step_deadline, reset_deadline: Seconds until a step, or any other request, counts as hung.
+        first: The first walk. All others are compared with it.
+        again: Whether another process walks the same way.
+        ways: The outcome of recovery by a snapshot and by the journal.
+        leaks: Whether the env leaks.
+        episode_seconds: Env time of the longest episode that its spec allows; 0.0: unknown.
+        variables: Environment variables that the env needs to render frames.
     """
 
     name: str
@@ -101,13 +103,13 @@ class Patient:
 
     @property
     def verdict(self) -> Verdict:
-        """Return what recovery comes to: ``"ok"`` if there is a way back that is exact."""
+        """Return the verdict on recovery: ``"ok"`` if one way of recovery is exact."""
         return "ok" if "exact" in self.ways.values() and self.ways.get("journal") != "differs" else "truncates"
 
     def worker(
         self, *, env_fn: EnvFn | None = None, step_deadline: float | None = None, **options: Any
     ) -> SubprocessEnv:
-        """Return the env, or another, in a worker that is yet to be started; without other options a loss raises."""
+        """Return the env (or another one) in a worker that is not yet started. By default a loss raises."""
         most = self.reset_deadline
         deadlines = Deadlines(
             start=most, reset=most, step=step_deadline or self.step_deadline, call=most, recovery=most
@@ -116,12 +118,12 @@ class Patient:
 
 
 def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
-    """Run all checks, as far as they make sense; call ``told`` with the row of each that has something to say."""
+    """Run all checks that make sense. Call ``told`` with the row of each check that has a finding."""
     rows: list[Row] = []
     for check in CHECKS:
         try:
             found = check(patient)
-        except Exception as error:  # the env's doing, through multienv
+        except Exception as error:  # the env caused it, and multienv raised it
             found = _failed(patient, error)
         if found is None:
             continue
@@ -133,26 +135,26 @@ def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
 
 
 def _failed(patient: Patient, error: Exception) -> Row:
-    """Return the row of a check that raised: what happened, and where in the env."""
+    """Return the row of a check that raised: what happened, and in which line of the env."""
     text = (str(error) or type(error).__name__).splitlines()[0]
     verdict: Verdict = "broken"
-    advice, detail = "Run it without multienv, and mend that first.", str(getattr(error, "remote_traceback", ""))
+    advice, detail = "Run the env without multienv, and fix it first.", str(getattr(error, "remote_traceback", ""))
     if not isinstance(error, MultienvError):
         detail = "".join(traceback.format_exception(error))
     if isinstance(error, WorkerLostError | UsageError):
         text, _, told = text.partition(". ")
         text = text.rstrip(".")
         if isinstance(error, UsageError) and told:
-            advice = told  # that of a lost worker is for the caller of multienv
+            advice = told  # the advice about a lost worker is for a caller of multienv
     if any(sign in text for sign in _NO_DISPLAY):
         advice = _OFFSCREEN
     if isinstance(error, WorkerLostError):
         detail = "\n".join([error.stack, *error.stderr.splitlines()[-_LAST_WORDS:]])
-        if patient.first.steps:  # it runs, until it ends its worker by itself
+        if patient.first.steps:  # the env runs, until it ends its worker by itself
             verdict, text = "note", f"not known: {text}"
         if error.report:
             env = f" --env {patient.name}" if ":" in patient.name else ""
-            advice = f"This runs it again: multienv replay {error.report}{env}"
+            advice = f"To run it again: multienv replay {error.report}{env}"
     return Row(verdict, text, advice, _FRAMES_OF_THE_WORKER.sub("", detail).strip("\n"))
 
 
@@ -160,26 +162,26 @@ def _failed(patient: Patient, error: Exception) -> Row:
 
 
 def builds(patient: Patient) -> Row:
-    """Send what builds the env to a worker, and build it there."""
+    """Send ``env_fn`` to a worker, and build the env there."""
     began = time.perf_counter()
     with patient.worker() as env:
         ready, memory = duration(time.perf_counter() - began), decimal(env.statistics().rss or 0)
     size = decimal(len(cloudpickle.dumps(patient.env_fn)))
-    return Row("ok", f"{size} travel to a worker; it is ready in {ready}, and takes {memory}")
+    return Row("ok", f"env_fn takes {size}; its worker is ready after {ready}, and takes {memory}")
 
 
 def steps(patient: Patient) -> Row:
-    """Walk at random: the walk that others are held against."""
+    """Walk at random. All later walks are compared with this one."""
     with patient.worker() as env:
         patient.first = first = walk(env, _STEPS, seconds=_SECONDS)
         each = env.statistics().step_seconds or first.slowest_step
         patient.episode_seconds = each * ((env.spec and env.spec.max_episode_steps) or 0)
-    slowest = f"the slowest {duration(first.slowest_step)}, a reset up to {duration(first.slowest_reset)}"
+    slowest = f"the slowest step {duration(first.slowest_step)}, the slowest reset {duration(first.slowest_reset)}"
     return Row("ok", f"{first.steps} random steps of {duration(each)} each, {slowest}")
 
 
 def repeats(patient: Patient) -> Row:
-    """Walk the same way in another process, and once more in that one: a seed should begin the same again."""
+    """Walk the same way twice in another process: the same seed should give the same walk."""
     with patient.worker() as env:
         other, again = (walk(env, patient.first.steps) for _ in range(2))
     place = patient.first.differs_at(other)
@@ -187,21 +189,21 @@ def repeats(patient: Patient) -> Row:
     if place:
         return Row(
             "note",
-            f"two processes with the same seed part at {place}",
-            "Does it draw from elsewhere than self.np_random: random, numpy.random, the clock, os.urandom?",
+            f"two processes with the same seed differ at {place}",
+            "Does it use other randomness than self.np_random: random, numpy.random, the clock, os.urandom?",
         )
     place = other.differs_at(again)
     if place:
         return Row(
             "note",
-            f"reset(seed=0) twice in a process is not the same twice: {place} differs",
-            "Forget everything in reset(seed=…), and draw from self.np_random only.",
+            f"two calls of reset(seed=0) in one process give different results: {place} differs",
+            f"Clear all state in reset(seed=…). {_USE_NP_RANDOM}",
         )
-    return Row("ok", f"a seed begins the same again, in one process and in another, for {patient.first.steps} steps")
+    return Row("ok", f"the same seed gives the same {patient.first.steps} steps, in one process and in another")
 
 
 def renders(patient: Patient) -> Row | None:
-    """Draw frames in a worker, if the env has a render mode that makes any; tell what draws them."""
+    """Render frames in a worker, if the env has a render mode for frames. Report what renders them."""
     with patient.worker(env_fn=partial(drawn, patient.env_fn)) as env:
         if env.render_mode in (None, "human", "ansi", "ansi_list"):
             return None
@@ -212,7 +214,7 @@ def renders(patient: Patient) -> Row | None:
         except EnvError as error:
             text = f"no frame. {error}".splitlines()[0]
             detail = _FRAMES_OF_THE_WORKER.sub("", error.remote_traceback).strip("\n")
-            return Row("note", text, f"Without a display: {_OFFSCREEN}", detail)
+            return Row("note", text, f"Is there no display? {_OFFSCREEN}", detail)
         known = env.call("drawn_by")
         name = "MUJOCO_GL"
         if f"{name}={os.environ.get(name)}" in known:
@@ -228,72 +230,72 @@ def renders(patient: Patient) -> Row | None:
 
 
 def _frame(env: SubprocessEnv) -> tuple[Any, float]:
-    """Return a frame, or the last of several, as an array; and the seconds that it took."""
+    """Return a frame (or the last of several) as an array, and the seconds that it took."""
     began = time.perf_counter()
     frame: Any = env.render()
     seconds = time.perf_counter() - began
     return np.asarray(frame[-1] if isinstance(frame, list) and frame else frame), seconds
 
 
-# --- the ways back --------------------------------------------------------------------------------
+# --- the ways of recovery -------------------------------------------------------------------------
 
 
 def forks(patient: Patient) -> Row:
-    """Kill the worker with SIGKILL after it has taken a snapshot of itself."""
+    """Kill the worker with SIGKILL after it has forked a snapshot of itself."""
     struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshot_every=max(1, patient.first.steps // 4)))
     recovery, obstacle = struck.recovery, struck.statistics.no_snapshots
     if recovery.method == "snapshot":
         patient.ways["snapshot"] = struck.outcome
         if struck.outcome == "exact":
-            return Row("ok", f"a killed worker comes back from its snapshot, exact, in {duration(recovery.seconds)}")
-        advice = "RestartPolicy(snapshots=False): this env is another one after a fork."
-        return Row("note", f"after a snapshot was woken {struck.difference} differs silently", advice)
+            return Row("ok", f"a killed worker is recovered exactly from its snapshot, in {duration(recovery.seconds)}")
+        advice = "Use RestartPolicy(snapshots=False): this env changes when its process is forked."
+        return Row("note", f"after a recovery from a snapshot, {struck.difference} differs silently", advice)
     if obstacle:
-        advice = "Not needed where replays are exact, see the next line."
+        advice = "No snapshot is needed if replays are exact: see the next line."
         return Row("note", f"no snapshot can be taken: {obstacle}", advice)
     if struck.outcome == "truncated":
-        return Row("note", f"a woken snapshot does not go on the same: {struck.reason}", _USE_NP_RANDOM)
-    return Row("note", "no snapshot was ready, or it did not go on the same; a new process did", _USE_NP_RANDOM)
+        return Row("note", f"a recovery from a snapshot is not exact: {struck.reason}", _USE_NP_RANDOM)
+    return Row("note", "no snapshot was ready, or it was not exact; a new process was exact", _USE_NP_RANDOM)
 
 
 def replays(patient: Patient) -> Row:
-    """Kill the worker with SIGKILL where there are no snapshots, as on macOS or with threads."""
+    """Kill the worker with SIGKILL, without snapshots. So it is on macOS, or if the env has threads."""
     struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshots=False))
     patient.ways["journal"] = struck.outcome
     if struck.outcome == "exact":
         took = duration(struck.recovery.seconds)
-        means = f"a new process repeats {struck.recovery.replayed} requests, exact, in {took}"
+        means = f"a new process repeats {struck.recovery.replayed} requests exactly, in {took}"
         if not _outgrows_replays(patient):
             return Row("ok", means)
         most = f"{RestartPolicy().replay_limit:.0f} s"
         return Row(
             "note",
-            f"{means}; an episode may take {duration(patient.episode_seconds)}, a replay {most}; no snapshot helps",
-            "Raise replay_limit, as below, or a worker that is lost late in its episode truncates it.",
+            f"{means}; but an episode may take {duration(patient.episode_seconds)}, and a replay at most {most}",
+            "Raise replay_limit, as below. Otherwise a worker that is lost late in its episode truncates it.",
         )
     if struck.outcome == "differs":
         return Row(
             "truncates",
-            f"after a replay {struck.difference} differs silently",
-            'RestartPolicy(on_crash="truncate", on_timeout="truncate"): what it knows lies outside of its process?',
+            f"after a replay, {struck.difference} differs silently",
+            'Use RestartPolicy(on_crash="truncate", on_timeout="truncate"). Is its state outside its process?',
         )
-    advice = f"It comes back from snapshots alone. {_USE_NP_RANDOM}" if patient.verdict == "ok" else _USE_NP_RANDOM
+    advice = f"Only snapshots recover it. {_USE_NP_RANDOM}" if patient.verdict == "ok" else _USE_NP_RANDOM
     return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice)
 
 
 def a_hung_worker(patient: Patient) -> Row:
-    """Stop the worker with SIGSTOP, with the options that users have who choose none: it does not answer any more."""
+    """Stop the worker with SIGSTOP, with default options: it does not answer any more."""
     deadline = max(0.5, 5 * patient.first.slowest_step)
     struck = strike(patient, "SIGSTOP", restart=RestartPolicy(), step_deadline=deadline)
     took = f"its deadline, and then {duration(struck.recovery.seconds)}"
     if struck.outcome == "exact":
         return Row("ok", f"costs {took}")
     if struck.outcome == "differs":
-        return Row(_unless_recoverable(patient), f"costs a silent difference; {took}", "Use the options below.")
-    return Row(_unless_recoverable(patient), f"costs the rest of its episode (truncated=True); {took}")
+        return Row(_unless_recoverable(patient), f"costs a silent difference, {took}", "Use the options below.")
+    return Row(_unless_recoverable(patient), f"costs the rest of its episode (truncated=True), {took}")
 
 
-# --- what it leaves behind ------------------------------------------------------------------------
+# --- leaks ----------------------------------------------------------------------------------------
 
 
 def leaks(patient: Patient) -> Row:
@@ -307,7 +309,7 @@ def leaks(patient: Patient) -> Row:
         _episode(env, most)
         wanted = _EPISODES_SECONDS / (time.perf_counter() - began)
         episodes = int(min(max(_LEAST_EPISODES, wanted), _MOST_EPISODES))
-        for _ in range(4):  # after the first round an env has what it keeps for good
+        for _ in range(4):  # the first round allocates what the env keeps for good
             for _ in range(episodes):
                 _episode(env, most)
             counts.append(_usage(env))
@@ -315,14 +317,14 @@ def leaks(patient: Patient) -> Row:
     for name in counts[0]:
         each = min(after[name] - before[name] for before, after in pairwise(counts)) / episodes
         if each > (_NOISE / episodes if name == "memory" else 0):
-            found.append(f"{name} by {decimal(int(each)) if name == 'memory' else f'{each:.3g}'}")
+            found.append(f"{decimal(int(each)) if name == 'memory' else f'{each:.3g}'} {name}")
     if not found:
-        return Row("ok", f"nothing in {3 * episodes} episodes")
+        return Row("ok", f"no leak in {3 * episodes} episodes")
     patient.leaks = True
     return Row(
         "note",
-        f"grow with each episode: {', '.join(found)}",
-        "RestartPolicy(recycle_after_steps=100_000) replaces the process in time, without a trace.",
+        f"each episode leaks: {', '.join(found)}",
+        "RestartPolicy(recycle_after_steps=100_000) replaces the process in time; its episode goes on.",
     )
 
 
@@ -351,13 +353,13 @@ CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
 
 @dataclass
 class Struck:
-    """Tells what became of a walk whose worker was struck.
+    """Holds the outcome of a walk whose worker was killed or stopped.
 
     Attributes:
-        outcome: ``"differs"``: it was taken for exact, and is not the walk without a strike.
-        difference: The reset or step at which it differs.
-        recovery: What became of the loss.
-        statistics: Of the worker, at the end.
+        outcome: ``"differs"``: the recovery counted as exact, but the walk differs from the undisturbed walk.
+        difference: The reset or step at which the walk differs.
+        recovery: The recovery from the loss.
+        statistics: The worker's statistics at the end.
     """
 
     outcome: Outcome
@@ -367,18 +369,18 @@ class Struck:
 
     @property
     def reason(self) -> str:
-        """Return why the recovery was not exact, without what is known: that the process was killed."""
+        """Return why the recovery was not exact; leave out that the process was killed."""
         reason = self.recovery.reason
         return reason.partition("It cannot be brought back: ")[2] or reason
 
 
 def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
-    """Walk as the first walk did, and strike the worker with a signal when most of the steps are done.
+    """Walk like the first walk, and send the worker a signal when most of the steps are done.
 
     Args:
         patient: The env.
         manner: The signal.
-        **options: Of the worker.
+        **options: Options of the worker.
     """
     late = patient.first.steps * 17 // 20
 
@@ -399,12 +401,12 @@ def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
 
 
 def _outgrows_replays(patient: Patient) -> bool:
-    """Tell whether an episode may take longer than a replay, where nothing else brings it back."""
+    """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
     return patient.ways.get("snapshot") != "exact" and patient.episode_seconds > RestartPolicy().replay_limit
 
 
 def _unless_recoverable(patient: Patient) -> Verdict:
-    """Return the verdict of a check in which a loss was not recovered from: there may be another way back."""
+    """Return the verdict of a check without an exact recovery: another way of recovery may be exact."""
     return "note" if patient.verdict == "ok" else "truncates"
 
 
@@ -412,11 +414,11 @@ def _pid(env: SubprocessEnv) -> int:
     return env.statistics().pid or 0
 
 
-# --- what to write --------------------------------------------------------------------------------
+# --- recommended options --------------------------------------------------------------------------
 
 
 def options_for(patient: Patient) -> str:
-    """Return the options to run this env with, as Python."""
+    """Return the recommended options for this env, as Python."""
     options = ['deadlines=Deadlines(step="auto", reset="auto")']
     if patient.variables:
         options.append(f"worker_env={patient.variables!r}".replace("'", '"'))

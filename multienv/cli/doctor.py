@@ -1,4 +1,4 @@
-"""``multienv doctor``: tells in a minute whether an env survives the death of its process, and why not."""
+"""``multienv doctor``: find out whether an env survives the death of its process, and why not."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def doctor(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Examine an env: does it survive the death of its process, and what does that cost?
+    """Examine an env: does it survive the death of its process, and what does a loss cost?
 
-    The env runs in processes of their own, which are killed and stopped for real.
+    The env runs in worker processes. The doctor really kills and stops them.
 
-    Exit code 0: a lost worker is recovered from exactly.
-    1: its episode is truncated.
-    2: multienv cannot run the env, or there is no such env.
+    Exit code 0: a lost worker is recovered exactly.
+    1: a lost worker's episode is truncated.
+    2: multienv cannot run the env, or the env does not exist.
 
     For example:
 
@@ -93,7 +93,7 @@ def _conclude(console: Console, verdict: str, code: str) -> None:
         console.print("Broken: multienv cannot run this env as it is.", style="red")
         return
     if verdict == "recoverable":
-        console.print("Recoverable: the training loop sees nothing of a lost worker. Use", style="green")
+        console.print("Recoverable: your training loop does not notice a lost worker. Use", style="green")
     else:
         console.print("Truncates: a lost worker ends its episode, with truncated=True and a reason.", style="yellow")
     for line in code.splitlines():

@@ -1,4 +1,4 @@
-"""Find what builds an env: an id, a function or class of a module or file, or the ``env_fn`` of a crash report."""
+"""Find the function that builds an env: by id, in a module or file, or the ``env_fn`` of a crash report."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from multienv.reports.crash import Report
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 _FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"
-_HOW_TO_BUILD = "Give --env ID, --env module:ID or --env module:function with what builds the env."
+_HOW_TO_BUILD = "Give --env ID, --env module:ID or --env module:function to build the env."
 
 
 class Named(NamedTuple):
-    """Holds an env that was named: what builds it, and how a program says so.
+    """Holds a named env: the function that builds it, and the code for it.
 
     Attributes:
-        env_fn: Builds the env. It is pickled by its name: modules, and the directories of files, are on the import path
-            of workers too.
-        imports: A line of Python.
-        code: An expression for ``env_fn``.
+        env_fn: Builds the env. It is pickled by name: workers have the same import path, with the directories of files.
+        imports: An import line, in Python.
+        code: An expression for ``env_fn``, in Python.
     """
 
     env_fn: EnvFn
@@ -41,19 +40,21 @@ class Named(NamedTuple):
 
 
 def named(name: str, /, **arguments: Any) -> Named:
-    """Find what builds an env.
+    """Find the function that builds an env.
 
     Args:
         name: An id, ``module:id``, ``module:function``, ``module:Class``, ``file.py:function`` or ``file.py:Class``.
-            Modules are looked for in the current directory too.
-        arguments: For the function or the env.
+            Modules in the current directory are found too.
+        arguments: Arguments for the function or the env.
 
     Raises:
-        UsageError: There is no such module, file, function or id.
+        UsageError: The module, file, function or id does not exist.
     """
     where, _, rest = name.rpartition(":")
     if rest.endswith(".py"):
-        raise UsageError(f"{name} is a file: say what builds the env in it: {name}:make_env or {name}:MyEnv.")
+        raise UsageError(
+            f"{name} is a file: also name the function or class that builds the env: {name}:make_env or {name}:MyEnv."
+        )
     module = _module(where, name) if where else None
     function = getattr(module, rest, None)
     told = "".join(f", {key}={value!r}" for key, value in arguments.items())
@@ -62,33 +63,33 @@ def named(name: str, /, **arguments: Any) -> Named:
         env_fn = partial(function, **arguments) if arguments else function
         return Named(env_fn, f"from {module.__name__} import {rest}", code)
     if rest in gymnasium.registry:
-        full = rest if module is None else f"{module.__name__}:{rest}"  # imports the module in workers too
+        full = rest if module is None else f"{module.__name__}:{rest}"  # so that workers import the module too
         env_fn = partial(gymnasium.make, full, **arguments)
         return Named(env_fn, "import gymnasium", f'lambda: gymnasium.make("{full}"{told})')
     known = list(gymnasium.registry) if module is None else [*vars(module), *gymnasium.registry]
     similar = difflib.get_close_matches(rest, known, 1)
     guess = f" Did you mean {where + ':' if where else ''}{similar[0]}?" if similar else f" Give {_FORMS}."
     nothing = "no" if module is None else f"{where} has no such function or class, and no"
-    raise UsageError(f"{name}: {nothing} env of that id is registered.{guess}")
+    raise UsageError(f"{name}: {nothing} env with this id is registered.{guess}")
 
 
 def _module(where: str, name: str) -> ModuleType:
-    """Import a module, or a file as a module by its name, as ``python file.py`` would find it.
+    """Import a module, or a file as the module of that name. Find it as ``python file.py`` would.
 
     Raises:
-        UsageError: It cannot be imported.
+        UsageError: The module cannot be imported.
     """
     path = Path(where)
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
-        raise UsageError(f"{name}: there is no file {where}.")
+        raise UsageError(f"{name}: the file {where} does not exist.")
     directory = str(path.resolve().parent) if is_file else os.getcwd()
     if directory not in sys.path:
         sys.path.insert(0, directory)
     try:
         module = importlib.import_module(path.stem if is_file else where)
-    except (Exception, SystemExit) as error:  # an import runs foreign code
-        frames = reversed(traceback.extract_tb(error.__traceback__))  # the innermost first; some are of the machinery
+    except (Exception, SystemExit) as error:  # an import runs code of the user
+        frames = reversed(traceback.extract_tb(error.__traceback__))  # the innermost first; some belong to importlib
         own = (frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__)
         place = next((f" ({frame.filename}, line {frame.lineno})" for frame in own), "")
         raise UsageError(f"{name}: {where} cannot be imported: {type(error).__name__}: {error}{place}.") from error
@@ -98,27 +99,27 @@ def _module(where: str, name: str) -> ModuleType:
 
 
 def env_functions(report: Report, env: str | None, arguments: dict[str, Any] | None = None) -> tuple[EnvFn, ...]:
-    """Return the function that builds the env, for each slot; set the variables that ``worker_env`` gave the worker.
+    """Return for each slot the function that builds its env. Set the variables that ``worker_env`` gave the worker.
 
     Args:
-        report: Its own ``env_fn`` are taken, unless another is named.
+        report: The crash report. Its own ``env_fn`` are used, unless ``env`` names another one.
         env: See :func:`named`.
-        arguments: For ``env``.
+        arguments: Arguments for ``env``.
 
     Raises:
-        UsageError: There is no way to the env; the message says what to give.
+        UsageError: The env cannot be built. The message says which option to give.
     """
     if report.build.setting is not None:
-        os.environ.update(report.build.setting.variables)  # before anything is imported that may read them
+        os.environ.update(report.build.setting.variables)  # before an import may read them
     if env is not None:
         return (named(env, **arguments or {}).env_fn,) * len(report.build.draws)
     if arguments is not None:
-        raise UsageError("--env-kwargs are the arguments of --env: give both.")
+        raise UsageError("--env-kwargs needs --env: give both.")
     return _of_report(report)
 
 
 def _of_report(report: Report) -> tuple[EnvFn, ...]:
-    """Load the report's own functions, with the trainer's arguments and working directory."""
+    """Load the report's own functions, with the command line and working directory of the trainer."""
     setting = report.build.setting
     if setting is not None:
         if setting.arguments:
@@ -129,7 +130,7 @@ def _of_report(report: Report) -> tuple[EnvFn, ...]:
         raise UsageError(f"{report.path} has no env_fn: it was too large for a report. {_HOW_TO_BUILD}")
     try:
         return tuple(cloudpickle.loads(report.build.env_fns))
-    except Exception as error:  # unpickling runs foreign code
+    except Exception as error:  # unpickling runs code of the user
         raise UsageError(
             f"The env_fn in {report.path} cannot be loaded: {type(error).__name__}: {error}. {_HOW_TO_BUILD}"
         ) from error

@@ -1,4 +1,4 @@
-"""Measure how fast a batch of an env steps in several layouts, and in other libraries: in turns, against the limit."""
+"""Measure how fast a batch of an env steps in several layouts and other libraries, in turn, next to the limit."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from multienv.threads import close_at_once
 from multienv.vector.batching import deal
 
 PEERS = ("gymnasium", "sb3")
-# Of each contender before the first turn, seconds.
+# Seconds that each contender steps before the first turn.
 _WARM_UP = 0.1
-# Another layout than "auto" must be faster by so much to be recommended.
+# A layout other than "auto" is recommended only if it is faster than "auto" by this factor.
 WORTH_IT = 1.05
 
 
@@ -40,13 +40,13 @@ class Contender:
     """Steps a batch in one way.
 
     Attributes:
-        package: Whose it is.
-        name: What to write in a program.
+        package: The package of the class.
+        name: The code for a program.
         make: Builds the batch.
-        options: Of SubprocessVectorEnv, as Python; ``None``: it is something else.
-        is_local: It steps in this very process.
-        step_for: Steps it for some seconds and returns the env steps a second; ``None``: nothing was built yet.
-        rates: Env steps a second of each turn.
+        options: Options of SubprocessVectorEnv, as Python; ``None``: another class.
+        is_local: The batch steps in this process.
+        step_for: Steps the batch for some seconds and returns env steps per second; ``None``: not built yet.
+        rates: Env steps per second of each turn.
     """
 
     package: str
@@ -63,18 +63,18 @@ class Contender:
         return statistics.median(self.rates)
 
     def ratio(self, other: Contender) -> float:
-        """Return how many times as fast as the other it is: the median over the turns."""
+        """Return the ratio of its speed to the other's speed: the median over the turns."""
         return statistics.median(one / its for one, its in zip(self.rates, other.rates, strict=True))
 
 
 @dataclass
 class Bench:
-    """Tells what was measured.
+    """Holds the measurements.
 
     Attributes:
-        limit: All cores together, each stepping one env all the time.
-        contenders: Those that could be built and stepped.
-        left_out: Why others could not, by name.
+        limit: All cores together; each steps one env all the time.
+        contenders: The contenders that could be built and stepped.
+        left_out: Name of each other contender, and the reason.
     """
 
     limit: Contender
@@ -83,7 +83,7 @@ class Bench:
 
     @property
     def recommended(self) -> Contender:
-        """Return the fastest layout of SubprocessVectorEnv, or ``"auto"`` where it is as good."""
+        """Return the fastest layout of SubprocessVectorEnv, or ``"auto"`` if that is about as fast."""
         layouts = [one for one in self.contenders if one.options is not None]
         best, auto = max(layouts, key=lambda one: one.rate), layouts[0]
         return best if best.ratio(auto) > WORTH_IT else auto
@@ -99,26 +99,26 @@ def measure(
     ray: RayOptions | None = None,
     told: Callable[[str], object] = lambda text: None,
 ) -> Bench:
-    """Build all contenders, and have them step in turns, in another order each time.
+    """Build all contenders, and let them step in turn, in another order each time.
 
     Args:
         env_fn: Builds the env.
-        num_envs: How many of it.
+        num_envs: Number of envs.
         against: Some of ``PEERS``.
-        seconds: Of each turn.
-        repeats: Turns of each contender.
-        ray: Measure RayVectorEnv, too, on this cluster.
-        told: Called with what is being done.
+        seconds: Length of each turn.
+        repeats: Number of turns of each contender.
+        ray: Measure RayVectorEnv too, on this cluster.
+        told: Called with a text that says what is being done.
 
     Raises:
-        MultienvError: The env failed in a process of its own, or no layout of SubprocessVectorEnv could be measured.
-        Exception: An env failed in a turn of its own accord.
+        MultienvError: The env failed in its own process, or no layout of SubprocessVectorEnv could be measured.
+        Exception: An env failed by itself in a turn.
     """
     dice = random.Random(0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # what a library says of its failure is in left_out
-        # First: an env that ends its process shows it there, and not in this process.
+        warnings.simplefilter("ignore")  # left_out has the reason if a library fails
+        # Build the limit first: if the env ends its process, that happens there, not in this process.
         bench = Bench(_limit(env_fn, stack))
         bench.limit.step_for(_WARM_UP)
         for one in _contenders(env_fn, num_envs, against, ray):
@@ -128,7 +128,7 @@ def measure(
                 stack.callback(_close, batch)
                 one.step_for = _stepper(batch, num_envs)
                 one.step_for(_WARM_UP)
-            except Exception as error:  # of the env, of other libraries
+            except Exception as error:  # from the env or from another library
                 bench.left_out[one.name] = first_line(error)
             else:
                 bench.contenders.append(one)
@@ -144,7 +144,7 @@ def measure(
 
 
 def _contenders(env_fn: EnvFn, num_envs: int, against: list[str], ray: RayOptions | None) -> Iterator[Contender]:
-    """Yield layouts with different numbers of workers, ``"auto"`` first, and what they are measured against."""
+    """Yield layouts with different numbers of workers, ``"auto"`` first, and then the peers."""
     env_fns, seen = [env_fn] * num_envs, set()
     for each in ("auto", 1, max(1, -(-num_envs // (2 * busy_cores()))), num_envs):
         sizes = tuple(deal(num_envs, each, busy_cores()))
@@ -173,11 +173,11 @@ def _contenders(env_fn: EnvFn, num_envs: int, against: list[str], ray: RayOption
 
 
 def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
-    """Reset the batch, and return what steps it for some seconds and returns the env steps a second."""
+    """Reset the batch. Return a function that steps it for some seconds and returns env steps per second."""
     batch.reset()
     space = batch.action_space
     space.seed(0)
-    if hasattr(batch, "single_action_space"):  # as gymnasium has it
+    if hasattr(batch, "single_action_space"):  # a vector env of gymnasium
         actions = [space.sample() for _ in range(64)]
     else:
         actions = [np.array([space.sample() for _ in range(num_envs)]) for _ in range(64)]
@@ -194,11 +194,11 @@ def _stepper(batch: Any, num_envs: int) -> Callable[[float], float]:
 
 
 class Stepper(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Steps an env for as long as it is told to: the most that a core can do.
+    """Steps an env for a given time: the most that a core can do.
 
     Args:
         env_fn: Builds the env.
-        core: To run on.
+        core: The core to run on.
     """
 
     def __init__(self, env_fn: EnvFn, core: int) -> None:
@@ -209,7 +209,7 @@ class Stepper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._actions = [self.env.action_space.sample() for _ in range(64)]
 
     def step_for(self, seconds: float) -> float:
-        """Step for so long, and begin the next episode where one ends; return the steps a second."""
+        """Step for this time, and begin a new episode when one ends. Return steps per second."""
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {self._core})
         env, steps, began = self.env, 0, time.perf_counter()
@@ -222,7 +222,7 @@ class Stepper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def _limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Contender:
-    """Build an env for each core, until the stack is closed; it steps all of them at the same time."""
+    """Build an env for each core. The contender steps all of them at the same time, until the stack is closed."""
     steppers = [partial(Stepper, env_fn, core) for core in cores()]
     make = partial(create_subprocess_envs, steppers, restart=RAISE, deadlines=Deadlines(call=60.0), reports="")
     workers = make()
@@ -237,5 +237,5 @@ def _limit(env_fn: EnvFn, stack: contextlib.ExitStack) -> Contender:
 
 
 def _close(batch: Any) -> None:
-    with contextlib.suppress(Exception):  # other libraries' batches, after a failure
+    with contextlib.suppress(Exception):  # batches of other libraries, after a failure
         batch.close(**({"terminate": True} if isinstance(batch, AsyncVectorEnv) else {}))

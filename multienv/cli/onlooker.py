@@ -1,10 +1,10 @@
-"""Look at the workers of a running trainer from outside; nothing in the trainer takes part.
+"""Look at the workers of a running trainer from outside. The trainer does nothing for it.
 
 A trainer shares a segment, an anonymous file, with each of its workers. The kernel lets the same user (and root) open
-the file by ``/proc/PID/fd``, and it is mapped read-only here. Linux only.
+the file in ``/proc/PID/fd``. It is mapped read-only here. Linux only.
 
-What is seen is a sample: the words change while they are read. A file that the trainer publishes would be read more
-easily, but a trainer whose call hangs writes nothing: only the worker's own words say which env it is in.
+The values are samples: the words change while they are read. A file published by the trainer would be easier to read.
+But a trainer whose call hangs writes nothing, and only the worker's own words say which env it is in.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KINDS = {STEP: "step", BEGIN: "reset"}
 _TITLE = re.compile(r"multienv (envs? (\d+)\S*)")
 # Seconds between two samples of a worker's words.
 _SAMPLING = 0.02
-# Seconds given to faulthandler; without new output for so long, a stack counts as whole.
+# Seconds that faulthandler has; and seconds without new output after which a stack counts as complete.
 _STACK_PATIENCE = 1.0
 _QUIET = 0.05
 
@@ -49,13 +49,13 @@ class Worker:
 
     Args:
         process: The worker.
-        segment: Shared by the worker with its trainer, mapped read-only.
-        offset: Where the stacks that the worker writes lie in the segment's file.
+        segment: The segment that the worker shares with its trainer, mapped read-only.
+        offset: Where the worker writes its stacks in the segment's file.
 
     Attributes:
         first: Index of its first env in the batch; ``None``: one env without an index.
-        name: The worker's name, by its envs, as the title of the process has it.
-        pid: Of the worker.
+        name: The worker's name, from the title of its process: its envs.
+        pid: PID of the worker.
     """
 
     def __init__(self, process: psutil.Process, segment: Segment, offset: int) -> None:
@@ -73,9 +73,9 @@ class Worker:
         return bool(self._process.is_running())
 
     def _work(self) -> tuple[bool, int, int]:
-        """Return what stays equal as long as it is at the same thing: idle, number of the request, place in a replay.
+        """Return idle, number of the request, place in a replay: they are equal as long as the work is the same.
 
-        The reply is read before the request: read the other way round, an answer in between would look like none.
+        Read the reply before the request. In the other order, an answer in between would look like no answer.
         """
         words = self._segment.words
         reply, number = words[REPLY], words[REQUEST]
@@ -86,7 +86,7 @@ class Worker:
         self._samples = self._busy = self._awaited = 0
 
     def sample(self) -> None:
-        """Note what it is doing now."""
+        """Note what the worker is doing now."""
         work = self._work()
         if work != self._doing:
             self._doing, self._since, self._is_older = work, time.monotonic(), False
@@ -96,13 +96,13 @@ class Worker:
         self._awaited += not is_idle and bool(self._segment.words[TRAINER_SLEEPS])
 
     def row(self) -> dict[str, Any]:
-        """Sample it once more, and return what was seen since the last row, as JSON values: see ``docs/monitoring.md``.
+        """Take one more sample. Return the row since the last one, as JSON values: see ``docs/monitoring.md``.
 
-        Raises psutil.Error if it has ended.
+        Raises psutil.Error if the worker has ended.
         """
         self.sample()
         now, words, (is_idle, number, _) = time.monotonic(), self._segment.words, self._doing
-        # Requests that are not the caller's, such as the one that builds the envs, have negative numbers.
+        # Requests that the caller did not make, such as building the envs, have negative numbers.
         asked = max(0, number - self._first_request) if self._first_request > 0 else 0
         slot, step_seconds = words[SLOT] - 1, self._segment.times[STEP_SECONDS]
         row = {
@@ -134,16 +134,16 @@ class Worker:
         return "replaying" if place >= 0 else "busy"
 
     def stack(self) -> str:
-        """Return the stacks of all threads as faulthandler writes them; where they cannot be had, why.
+        """Return the stacks of all threads as faulthandler writes them, or the reason why there are none.
 
-        The worker answers a signal of its own for this. It writes at the offset of the segment's file, which lies
-        behind all that trainer and worker use; nothing else reads there.
+        The worker has its own signal for this. It writes at the offset of the segment's file, which is behind
+        everything that trainer and worker use. Nothing else reads there.
         """
         pid, data, offset = self._process.pid, b"", self._offset
         try:
             caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
             if LOOK_SIGNAL is None or caught is None or not int(caught[1], 16) >> (LOOK_SIGNAL - 1) & 1:
-                return "It does not take the signal that asks for its stack, and would die of it."
+                return "It does not handle the signal that asks for its stack: the signal would kill it."
             self._process.send_signal(LOOK_SIGNAL)
             until = time.monotonic() + _STACK_PATIENCE
             while time.monotonic() < until:
@@ -151,7 +151,7 @@ class Worker:
                 more = os.pread(self._segment.descriptor, 2**16, offset + len(data))
                 if more:
                     data, until = data + more, time.monotonic() + _QUIET
-            silent = f"It has not shown its stack within {_STACK_PATIENCE:g} s; it is {self._process.status()}."
+            silent = f"It did not show its stack within {_STACK_PATIENCE:g} s; it is {self._process.status()}."
             return data.decode(errors="replace").rstrip() or silent
         except (OSError, psutil.Error):
             return "The process has ended."
@@ -165,39 +165,39 @@ class Trainer:
     """Looks at a trainer and its workers.
 
     Args:
-        pid: The trainer; ``None``: the only one there is.
+        pid: PID of the trainer; ``None``: the only trainer that runs.
 
     Attributes:
-        pid: The trainer.
+        pid: PID of the trainer.
         command: Its command line.
-        rows: Of the workers, by the indices of their envs.
+        rows: The workers' rows, sorted by the indices of their envs.
 
     Raises:
-        UsageError: There is no such process, it has no workers, or it is another user's.
+        UsageError: The process does not exist, has no workers, or belongs to another user.
     """
 
     def __init__(self, pid: int | None) -> None:
         if not psutil.LINUX:
-            raise UsageError("multienv top reads /proc as Linux has it, which is not here.")
+            raise UsageError("multienv top works only on Linux: it reads /proc.")
         self.pid = _the_trainer() if pid is None else pid
         try:
             self._process = psutil.Process(self.pid)
             self.command = " ".join(self._process.cmdline())
             self.rows: list[dict[str, Any]] = []
-            self._workers: dict[int, Worker] = {}  # by the inodes of their segments
+            self._workers: dict[int, Worker] = {}  # keys: the inodes of their segments
             self._find_workers()
-        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # it may end at any moment
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # the process may end at any moment
             raise UsageError(f"There is no process {self.pid}.") from None
         except PermissionError:
             raise UsageError(
-                f"Process {self.pid} belongs to another user: only that user, and root, may look."
+                f"Process {self.pid} belongs to another user. Only that user and root may look at it."
             ) from None
         if not self._workers:
             raise UsageError(f"Process {self.pid} has no workers of multienv: {self.command:.100}")
 
     @property
     def started(self) -> float:
-        """Seconds since 1970 when it was started."""
+        """The time at which it was started, in seconds since 1970."""
         return float(self._process.create_time())
 
     @property
@@ -209,11 +209,11 @@ class Trainer:
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers, by the indices of their envs."""
+        """The workers, sorted by the indices of their envs."""
         return sorted(self._workers.values(), key=lambda one: -1 if one.first is None else one.first)
 
     def watch(self, seconds: float) -> None:
-        """Sample all workers for so long, make a row of each, and find those that are new."""
+        """Sample all workers for this time, make a row of each, and find new workers."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             for worker in self._workers.values():
@@ -227,7 +227,7 @@ class Trainer:
             self._find_workers()
 
     def _find_workers(self) -> None:
-        """Find workers that are new, and drop those that have ended."""
+        """Find new workers, and drop workers that have ended."""
         segments = dict(_segments(self.pid))
         for inode in [one for one, worker in self._workers.items() if one not in segments or not worker.is_there]:
             self._workers.pop(inode).close()
@@ -245,7 +245,7 @@ class Trainer:
 
 
 def _segments(pid: int) -> Iterator[tuple[int, Path]]:
-    """Yield the segments that a process has open, by their inodes. Raises PermissionError if it is another user's."""
+    """Yield the open segments of a process, with their inodes. Raises PermissionError if another user owns it."""
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             if path.readlink().name.startswith(f"memfd:{SHARED_NAME} "):
@@ -253,22 +253,22 @@ def _segments(pid: int) -> Iterator[tuple[int, Path]]:
 
 
 def _worker_of(family: dict[int, psutil.Process], path: Path) -> Worker | None:
-    """Return the worker that a trainer's segment belongs to; ``None``: it is not up, or has ended.
+    """Return the worker that a trainer's segment belongs to; ``None``: the worker is not up yet, or has ended.
 
-    The segment says which process it is, and only a descendant of the trainer is believed: a trainer in a PID namespace
-    of its own, a container, knows its workers by other numbers. Look from inside the container there.
+    The segment has the PID of its worker. It counts only if that process is a descendant of the trainer: a trainer in a
+    PID namespace (a container) knows its workers by other PIDs. In that case, look from inside the container.
     """
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             segment = Segment(descriptor, read_only=True)
-        except ValueError:  # it has no size yet
+        except ValueError:  # the segment has no size yet
             os.close(descriptor)
             return None
         process = family.get(segment.words[PID])
         with contextlib.suppress(OSError, psutil.Error):
             if process is not None:
-                # The worker's descriptor is the trainer's, which was sent to it: they have one offset.
+                # The trainer sent its descriptor to the worker: both share one offset.
                 offset = int((path.parents[1] / "fdinfo" / path.name).read_text().split()[1])
                 return Worker(process, segment, offset)
         segment.unmap()
@@ -276,13 +276,13 @@ def _worker_of(family: dict[int, psutil.Process], path: Path) -> Worker | None:
 
 
 def _the_trainer() -> int:
-    """Return the only trainer that this user may look at. Raises UsageError if there is none, or more than one."""
+    """Return the only trainer that this user may look at. Raises UsageError if there is none or more than one."""
     found: dict[int, str] = {}
     for pid in psutil.pids():
         with contextlib.suppress(UsageError, psutil.Error), contextlib.closing(Trainer(pid)) as trainer:
             found[pid] = trainer.command
     if not found:
-        raise UsageError("No trainer with workers of multienv runs here that you may look at.")
+        raise UsageError("Found no running trainer with multienv workers that you may look at.")
     if len(found) > 1:
         lines = [f"  {pid}  {command:.100}" for pid, command in found.items()]
         raise UsageError("\n".join(["Several trainers run here; give the PID of one:", *lines]))

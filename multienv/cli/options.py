@@ -1,4 +1,4 @@
-"""What several commands have in common: arguments and options, errors in one line, and plain output."""
+"""Shared by several commands: arguments and options, errors in one line, and plain output."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ EnvArgument = Annotated[
     str,
     typer.Argument(
         metavar="ENV",
-        help="The env: an id; module:id where a module registers it; module:function or module:Class; "
-        "file.py:function or file.py:Class. Modules of the current directory are found.",
+        help="The env: an id; module:id if a module registers it; module:function or module:Class; "
+        "file.py:function or file.py:Class. Modules in the current directory are found.",
     ),
 ]
-KwargsOption = Annotated[str, typer.Option(help="Arguments of the env, as JSON.", metavar="JSON")]
-NumEnvsOption = Annotated[int, typer.Option("--envs", "--num-envs", min=1, help="How many of it.")]
+KwargsOption = Annotated[str, typer.Option(help="Arguments for the env, as JSON.", metavar="JSON")]
+NumEnvsOption = Annotated[int, typer.Option("--envs", "--num-envs", min=1, help="Number of envs.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
 ReportsOption = Annotated[
-    Path | None, typer.Option(help="Where the reports lie; else $MULTIENV_REPORTS, else the user's cache.")
+    Path | None, typer.Option(help="Directory of the crash reports. Default: $MULTIENV_REPORTS, else the user's cache.")
 ]
 VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show all output of the env, on stderr.")]
 
 _TRIAL = Deadlines(reset=60.0, step=30.0)
 _TRIAL_STEPS = 20
 
-# Of the env's output, the lines that are shown, and the bytes among which they are looked for. The file that holds the
-# output is emptied when it has grown by so many bytes.
+# The env's output: how many lines are shown, and how many bytes are searched for them. The file with the output is
+# emptied whenever it has grown by the third number, in bytes.
 _LAST_LINES, _TAIL, _MOST = 5, 2**14, 2**24
 
-# What an env says is shown as it is.
+# Text from an env is shown unchanged.
 plain_console = partial(Console, markup=False, highlight=False)
 
 
 def refusing(command: Callable[..., None]) -> Callable[..., None]:
-    """Have a command say on stderr what is wrong with what was asked for, a UsageError, and end with exit code 2."""
+    """Wrap a command: a UsageError is printed on stderr, and the command ends with exit code 2."""
 
     @wraps(command)
     def run(**arguments: Any) -> None:
@@ -68,7 +68,7 @@ def refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its type; of several errors that of the first."""
+    """Return the first line of an error's text, or its type. Of several errors, take the first one."""
     if isinstance(error, EnvsFailedError):
         return first_line(next(iter(error.failures.values())))
     return next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -86,22 +86,24 @@ def arguments_of(env_kwargs: str) -> dict[str, Any]:
 
 
 def working_env(env: str, env_kwargs: str) -> Named:
-    """Return what builds the env. Raises UsageError unless it is built, reset and stepped in a process of its own."""
+    """Return the function that builds the env. Raises UsageError if the env does not run in a process."""
     found = named(env, **arguments_of(env_kwargs))
     try:
         with SubprocessEnv(found.env_fn, restart=RAISE, deadlines=_TRIAL, reports="") as worker:
             walk(worker, _TRIAL_STEPS, seconds=1.0)
     except MultienvError as error:
-        raise UsageError(f"{env} does not work: {first_line(error)} `multienv doctor {env}` says more.") from error
+        raise UsageError(
+            f"{env} does not work: {first_line(error)} For details, run `multienv doctor {env}`."
+        ) from error
     return found
 
 
 class Work:
-    """Shows on a terminal what a command is doing, and keeps the last lines of the env's output meanwhile.
+    """Shows on a terminal what a command is doing, and keeps the last lines of the env's output.
 
     Args:
-        status: The line on the terminal; what the command prints meanwhile goes through its console.
-        output: Where the env's output goes; ``None``: it is shown.
+        status: The line on the terminal. The command prints through the console of this line.
+        output: The file for the env's output; ``None``: the output is shown.
     """
 
     def __init__(self, status: Status, output: IO[bytes] | None) -> None:
@@ -114,11 +116,11 @@ class Work:
         """Show what is being done now."""
         self._status.update(doing)
         if self._output is not None and (size := os.fstat(self._output.fileno()).st_size) > self._emptied_at + _MOST:
-            self._output.truncate(0)  # it grows on from there, as a file with a hole
+            self._output.truncate(0)  # it then grows on as a file with a hole
             self._emptied_at = size
 
     def finish(self) -> None:
-        """Set ``printed``: how much the env has printed and its last lines; ``""`` if nothing, or if it was shown."""
+        """Set ``printed``: how much the env has printed, and the last lines; ``""`` if nothing, or if it was shown."""
         if self._output is None or not (size := os.fstat(self._output.fileno()).st_size):
             return
         tail = os.pread(self._output.fileno(), _TAIL, max(0, size - _TAIL)).replace(b"\0", b"")
@@ -127,17 +129,17 @@ class Work:
         self.printed = visible(f"The env printed {decimal(size)}; --verbose shows all of it. The last lines:\n{last}")
 
     def show_printed(self, console: Console) -> None:
-        """Print what :meth:`finish` has found."""
+        """Print the text that :meth:`finish` has set."""
         if self.printed:
             console.print(Text(self.printed, "dim"), soft_wrap=True)
 
 
 @contextlib.contextmanager
 def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Work]:
-    """Show on a terminal what is being done, and keep from it what would only disturb.
+    """Show on a terminal what is being done, and hide distracting output.
 
-    These are warnings of losses, which are meant here, and the output of envs: with ``verbose`` it goes to stderr, else
-    its last lines are kept. A UsageError that is raised meanwhile ends with them.
+    Warnings about losses are hidden: these losses are intended. The env's output goes to stderr with ``verbose``.
+    Otherwise only its last lines are kept, and a UsageError that is raised in the block ends with them.
     """
     logger = logging.getLogger("multienv")
     level = logger.level
@@ -167,7 +169,7 @@ def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Work]:
 
 
 def vector_env_code(env: Named, num_envs: int, options: str) -> str:
-    """Return the lines of Python that make a vector env of it, with these options of its constructor."""
+    """Return the lines of Python that make a vector env of the env, with these constructor options."""
     names = [name for name in ("Deadlines", "RestartPolicy") if f"{name}(" in options]
     lines = [
         env.imports,

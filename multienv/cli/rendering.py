@@ -1,4 +1,4 @@
-"""Tell what draws the frames of an env, from inside its worker."""
+"""Find out what renders the frames of an env, from inside its worker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DEVICES = ("/dev/nvidia", "/dev/dri/", "/dev/kfd")
 
 
 class Drawn(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Adds a method to an env that tells what draws its frames."""
+    """Adds a method to an env that tells what renders its frames."""
 
     def drawn_by(self) -> list[str]:
-        """Return what is known once a frame is drawn: OpenGL's name of the renderer, variables, open devices.
+        """Return what is known after a frame was rendered: OpenGL's name of the renderer, variables, open devices.
 
-        A context that is not current, or in another thread, has no name here. No library is loaded for its sake.
+        If the OpenGL context is not current, or in another thread, there is no name. This loads no library.
         """
         known = []
         if "OpenGL" in sys.modules:
@@ -40,5 +40,5 @@ class Drawn(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def drawn(env_fn: EnvFn) -> Drawn:
-    """Build an env with that method."""
+    """Build an env with this method."""
     return Drawn(env_fn())

@@ -1,4 +1,4 @@
-"""``multienv replay``: runs a lost episode again in this very process, or lists the reports of losses."""
+"""``multienv replay``: run a lost episode again in this process, or list the crash reports."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from multienv.reports.read import load, summary_of
 from multienv.reports.texts import what_happened
 
 _LATEST = "latest"
-# Says what has happened: in words for people, and by name for programs.
+# Reports an event: as text for people, and as named values for programs.
 Say = Callable[..., None]
 
 
 def replay(
     report: Annotated[
         str | None,
-        typer.Argument(help="The .json that a loss has written; the log and the error name it. 'latest': the newest."),
+        typer.Argument(help="The .json file of a crash report; the log and the error name it. 'latest': the newest."),
     ] = None,
     env: Annotated[
         str | None,
-        typer.Option(help="What builds the env: its id, 'module:id', or 'module:function'; else the report's env_fn."),
+        typer.Option(help="How to build the env: its id, 'module:id' or 'module:function'. Default: the report's own."),
     ] = None,
-    env_kwargs: Annotated[str | None, typer.Option(help="Arguments of --env, as JSON.")] = None,
+    env_kwargs: Annotated[str | None, typer.Option(help="Arguments for --env, as JSON.")] = None,
     debug: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger before the fatal request.")] = False,
     reports: ReportsOption = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Each thing that happens as a line of JSON; the list as one document.")
+        bool, typer.Option("--json", help="Print each event as a line of JSON, and the list as one document.")
     ] = False,
 ) -> None:
-    """Run a lost episode again in this very process, up to the request its process was lost in.
+    """Run a lost episode again in this process, up to the request in which its worker was lost.
 
-    Without an argument: list the reports of losses, the newest first.
+    Without an argument: list the crash reports, the newest first.
 
-    Each answer on the way is compared with the recorded one. If the fault happens again it ends this process as it
-    ended the worker. Modules of --env are also found in the current directory. A report is a pickle: do not replay one
-    that you have from somebody you do not trust.
+    Each answer on the way is compared with the recorded one. If the fault happens again, it ends this process as it
+    ended the worker. Modules of --env are also found in the current directory. A report is a pickle: only replay
+    reports that you trust.
 
     Exit code 0: the fault did not happen again; 1: the env raised; 2: the report cannot be replayed.
 
@@ -84,7 +84,7 @@ def replay(
 
 
 def _path(report: str, directory: Path | None) -> Path:
-    """Return the path of a report: as given, the name of one in the directory, or the newest there."""
+    """Return the path of a report: a path, the name of a report in the directory, or the newest one there."""
     if report == _LATEST:
         for path in store.listed(directory):
             return path
@@ -103,41 +103,41 @@ def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:
     elif not found:
         console.print(f"There are no reports in {directory}.")
     else:
-        console.print(f"Reports in {directory}, the newest first; `multienv replay {_LATEST}`, or the name of one:")
+        console.print(f"Reports in {directory}, the newest first. To replay one: `multienv replay {_LATEST}`, or NAME.")
         for one in found:
             console.print(report_line(one))
 
 
 def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any] | None, *, debug: bool) -> None:
-    """Run the report again and tell of each step; the output is flushed before the fatal request runs."""
+    """Run the report again, and report each event. The output is flushed before the fatal request runs."""
     what = what_happened(report.loss)
     say(what, report=report.path, what=what)
     run = Rerun(report, env_functions(report, env, arguments))
     if run.was_building:
-        say("It was being built: building the env ...", fatal="initialize")
+        say("The process was lost while it built the env. Building the env ...", fatal="initialize")
         sys.stdout.flush()
         run.build()
-        say("The fault did not come again: the env was built.", came_again=False)
+        say("The fault did not happen again: the env was built.", came_again=False)
         return
     run.build()
     with Console(stderr=True).status(f"running {run.length} requests ..."):
         differences = run.run()
     facts = {"requests": run.length, "differences": differences}
     if differences:
-        text = f"Not all {run.length} answers are as they were recorded: {'; '.join(differences)}.\n"
-        say(f"{text}Is it the same env, and deterministic?", **facts)
+        text = f"Some of the {run.length} answers differ from the recorded ones: {'; '.join(differences)}.\n"
+        say(f"{text}Is it the same env, and is it deterministic?", **facts)
     else:
-        say(f"All {run.length} answers are as they were recorded.", **facts)
+        say(f"All {run.length} answers match the recorded ones.", **facts)
     fatal = run.request()
     if fatal:
-        say(f"Now what was fatal: {fatal}", fatal=fatal)
+        say(f"Now the fatal request: {fatal}", fatal=fatal)
     sys.stdout.flush()
     if debug:
         run.stop()
     if fatal:
         run.run_fatal()
-        say("The fault did not come again: the request returned.", came_again=False)
+        say("The fault did not happen again: the request returned.", came_again=False)
     else:
-        note = "The process was lost between two requests: there is none that can be fatal."
+        note = "The process was lost between two requests, so no request was fatal."
         say(note, came_again=False, note=note)
     run.close()

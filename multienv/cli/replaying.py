@@ -1,4 +1,4 @@
-"""Run the journal of a crash report again, in this very process, by the host that a worker runs."""
+"""Run the journal of a crash report again, in this process, with the same host as in a worker."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from multienv.wire.segment import Segment
 from multienv.worker.host import Host
 
 
-class EnvRaised(Exception):  # noqa: N818 - what it says is no error of the command
-    """Raised when the env raised, as it was built or in the fatal request; ``failure`` says what."""
+class EnvRaised(Exception):  # noqa: N818 - it is not an error of the command
+    """Raised when the env raised, while it was built or in the fatal request. ``failure`` has the details."""
 
     def __init__(self, text: str, failure: Failure) -> None:
         super().__init__(text)
@@ -38,11 +38,11 @@ class Rerun:
 
     Args:
         report: The report.
-        env_fns: What builds the env of each slot.
+        env_fns: The function that builds the env of each slot.
 
     Attributes:
         was_building: The process was lost while the envs were built.
-        length: How many requests come before the fatal one.
+        length: Number of requests before the fatal one.
     """
 
     def __init__(self, report: Report, env_fns: Sequence[EnvFn]) -> None:
@@ -62,7 +62,7 @@ class Rerun:
         return env
 
     def _ask(self, number: int, message: Message) -> Any:
-        """Have the host execute a message; return its answer, which may be a ``Failure``."""
+        """Let the host execute a message. Return its answer, which may be a ``Failure``."""
         HEAD.pack_into(self._segment.banks[number & 1].view, 0, MESSAGE, 0, 0, 0, 0, number & U32, 0)
         self._segment.write_request_payload(number, pack_message(message))
         self._host.handle(number)
@@ -78,14 +78,13 @@ class Rerun:
         self._description = answer
         if self._report.layout not in (None, self._segment.layout):
             raise UsageError(
-                f"{self._report.path}: the env that was built has other spaces than the one that was lost; "
-                "is it the same env?"
+                f"{self._report.path}: the env that was built has other spaces than the lost env. Is it the same env?"
             )
 
     def run(self) -> list[str]:
-        """Run all requests but the fatal one; return a line for each env that does not answer as recorded.
+        """Run all requests before the fatal one. Return a line for each env whose answers differ from the record.
 
-        What is not exact may fail as it did all the same.
+        The fault may happen again even if answers differ.
         """
         answer = self._ask(-1, self._replay)
         if isinstance(answer, Failure):
@@ -105,7 +104,7 @@ class Rerun:
         return message_of(fatal.record[0], fatal.request_payload)
 
     def request(self) -> str:
-        """Return the fatal request and its place in the episode, in words; ``""`` if no request was pending."""
+        """Return the fatal request and its place in the episode, as text; ``""`` if no request was pending."""
         loss, fatal = self._report.loss, self._fatal
         if fatal is None:
             return ""
@@ -114,7 +113,7 @@ class Rerun:
         return f"{what}{after}" + ("" if loss.seed is None else f", last seed {loss.seed}")
 
     def run_fatal(self) -> None:
-        """Run the request that the process was lost in; if the fault happens again, it ends this process.
+        """Run the request in which the process was lost. If the fault happens again, it ends this process.
 
         Raises:
             EnvRaised: The env raised.
@@ -122,10 +121,10 @@ class Rerun:
         fatal, segment = self._fatal, self._segment
         assert fatal is not None
         if self._report.loss.cause == "hung" and self._report.deadline is not None:
-            # Prints the stack and ends this process if it hangs again; this works without the GIL.
+            # If it hangs again, print the stack and end this process. This works without the GIL.
             faulthandler.dump_traceback_later(2 * self._report.deadline + 1, exit=True)
         try:
-            self._ask(~fatal.number, Replay(fatal.packed()))  # the number leaves the bank of the fatal request alone
+            self._ask(~fatal.number, Replay(fatal.packed()))  # this number does not use the bank of the fatal request
         finally:
             faulthandler.cancel_dump_traceback_later()
         kind = segment.banks[fatal.number & 1].view[2]
@@ -140,10 +139,10 @@ class Rerun:
             raise EnvRaised(f"{who} raised {failure.type_name}: {failure.text}", failure)
 
     def stop(self) -> None:
-        """Stop in a debugger with ``env`` and ``action`` at hand; of a request that is no step the message."""
+        """Stop in a debugger with ``env`` and ``action``. If the request is not a step, ``action`` is the message."""
         env, action = self._envs[0] if self._exact else self._envs, self._asked()
         pdb.Pdb().set_trace(sys._getframe())
-        del env, action  # the debugger stands here: `env.step(action)` is what comes next
+        del env, action  # the debugger stops here: the next thing to try is `env.step(action)`
 
     def close(self) -> None:
         """Close the envs."""

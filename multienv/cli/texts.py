@@ -20,12 +20,12 @@ def duration(seconds: float) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a foreign text with its control characters escaped: they could steer the terminal."""
+    """Return a text with its control characters escaped: they could control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def report_line(summary: dict[str, Any]) -> str:
-    """Return the line of a list that tells of a crash report, see ``summary_of``: its age, outcome, name, and loss."""
+    """Return one line about a crash report, see ``summary_of``: its age, outcome, name and loss."""
     path = Path(summary["report"])
     age = f"{duration(max(0.0, time.time() - time_of(path)))} ago"
     return visible(f"{age:>11}  {summary['outcome']:9}  {path.name}  {summary['what']}")

@@ -1,4 +1,4 @@
-"""``multienv top``: a live table of a running trainer's workers. The trainer needs no line of code for it."""
+"""``multienv top``: show a live table of a running trainer's workers. The trainer needs no code for it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _LOSSES_SHOWN = 5
 
 
 def top(
-    pid: Annotated[int | None, typer.Argument(help="The trainer; not needed where only one runs.")] = None,
+    pid: Annotated[int | None, typer.Argument(help="PID of the trainer. Not needed if only one runs.")] = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two tables.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look for so long, print one table, and end.")] = False,
-    stacks: Annotated[bool, typer.Option("--stacks", help="The same, with the stack of each worker.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Watch for --every seconds, print one table, and end.")] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Like --once, with the stack of each worker.")] = False,
     reports: ReportsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what the workers of a running trainer are doing, for how long, and who is waited for. Ctrl-C ends it.
+    """Show what the workers of a running trainer are doing, how long, and which one it waits for. Ctrl-C ends it.
 
-    The trainer needs no line of code for it, and does not notice. You must be its user, or root.
+    The trainer needs no code for it, and does not notice. You must be the user of the trainer, or root.
 
-    Exit code 2: there is no such trainer, or it is not yours.
+    Exit code 2: the trainer does not exist, or belongs to another user.
 
     For example:
 
@@ -66,8 +66,8 @@ def top(
 
 
 def _document(trainer: Trainer, directory: Path | None) -> dict[str, Any]:
-    """Return all that is shown, as JSON values."""
-    started = trainer.started - 1.0  # a process before it may have had its pid
+    """Return everything that is shown, as JSON values."""
+    started = trainer.started - 1.0  # an earlier process may have had the same pid
     paths = [path for path in store.listed(directory, trainer.pid) if store.time_of(path) >= started]
     row = max(trainer.rows, key=lambda row: (row["awaited"], row["seconds"]), default=None)
     return {
@@ -80,18 +80,20 @@ def _document(trainer: Trainer, directory: Path | None) -> dict[str, Any]:
 
 
 def _drawn(document: dict[str, Any]) -> Group:
-    """Draw all that is shown. What does not fit is cut off at the end, so the table is last but for stacks."""
+    """Draw everything that is shown. The end is cut off if it does not fit, so only the stacks are behind the table."""
     waited_for, reports, rows = document["waited_for"], document["reports"], document["workers"]
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"trainer {document['trainer']['pid']}: ", "bold").append(f"{document['trainer']['command']}\n")
     if waited_for is not None:
-        at = f", at it for {_seconds(waited_for)}" if waited_for["seconds"] >= 1.0 else ""
-        text.append(f"It waits for {waited_for['name']} ({waited_for['awaited']:.0%} of the time){at}.\n", "yellow")
+        long = f", same request for {_seconds(waited_for)}" if waited_for["seconds"] >= 1.0 else ""
+        text.append(
+            f"The trainer waits for {waited_for['name']} ({waited_for['awaited']:.0%} of the time){long}.\n", "yellow"
+        )
     elif all(row["busy"] < 0.1 for row in rows):
-        text.append("The workers wait for it.\n")
+        text.append("The workers wait for the trainer.\n")
     else:
-        text.append("It waits for no worker in particular.\n")
-    text.append(f"Reports of losses in {reports['directory']}: {reports['number']}\n", "dim")
+        text.append("The trainer waits for no worker in particular.\n")
+    text.append(f"Crash reports in {reports['directory']}: {reports['number']}\n", "dim")
     for loss in document["losses"]:
         text.append(f"{report_line(loss)}\n")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))

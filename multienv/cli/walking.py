@@ -1,4 +1,4 @@
-"""Walk at random through an env, the same way each time, and note what is seen."""
+"""Walk at random through an env, the same way each time, and record what the env returns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ RAISE = RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False)
 
 @dataclass
 class Walk:
-    """Holds what was seen of an env on a random walk.
+    """Holds the record of a random walk through an env.
 
     Attributes:
-        seen: What each reset and step returned, but for its info, by its name: ``"step 7"``.
-        steps: How many steps were taken.
+        seen: Name of each reset and step (``"step 7"``), and what it returned, without its info.
+        steps: Number of steps taken.
         slowest_reset, slowest_step: Seconds.
     """
 
@@ -30,7 +30,7 @@ class Walk:
     slowest_step: float = 0.0
 
     def differs_at(self, other: Walk) -> str:
-        """Return the name of the first reset or step that is another one there; ``""`` if there is none."""
+        """Return the name of the first reset or step that differs in the other walk; ``""`` if none does."""
         pairs = zip(self.seen, other.seen, strict=False)
         return next((name for (name, one), (_, its) in pairs if not same(one, its)), "")
 
@@ -42,12 +42,12 @@ def walk(
     seconds: float = float("inf"),
     before_step: Callable[[int], object] = lambda step: None,
 ) -> Walk:
-    """Reset an env with seed 0 and take the same random steps each time; reset it without a seed where an episode ends.
+    """Reset an env with seed 0, and take the same random steps each time. When an episode ends, reset without a seed.
 
     Args:
-        env: The env. Its ``action_space`` is seeded.
-        steps: How many, at the most.
-        seconds: Ends after this time, but not before the first step.
+        env: The env. This function seeds its ``action_space``.
+        steps: Largest number of steps.
+        seconds: The walk ends after this time, but not before the first step.
         before_step: Called with the number of each step, from 0.
     """
     found = Walk()

@@ -12,23 +12,26 @@ from multienv.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RayOptions(Named):
-    """Says how envs run on a Ray cluster. A *host* is an actor on a node, with a monitor and workers of its own.
+    """Says how envs run on a Ray cluster. A *host* is an actor on a node, with its own monitor and workers.
 
     Args:
-        address: As for ``ray.init``: ``"auto"``, ``"ray-head:6379"``. ``None``: the Ray that this process is connected
-            to; else the one that ``RAY_ADDRESS`` names; else a local one, which is shut down again when the last env is
+        address: As in ``ray.init``: ``"auto"``, ``"ray-head:6379"``. ``None``: the Ray that this process is connected
+            to; else the Ray that ``RAY_ADDRESS`` names; else a local Ray, which is shut down again when the last env is
             closed.
-        hosts: How many; ``None``: one on each node that has a CPU free, but not more than there are workers.
-        cpus_per_host: CPUs that a host reserves; ``None``: one for each of its workers, as far as its node has them
-            free. A host that is lost needs a node with as many free.
-        placement: Which nodes are taken first: ``"spread"``, those with most CPUs free, in turn; ``"pack"``, as few as
-            will do; or a list of node ids, taken in turn.
-        runtime_env: As for ``ray.init``: what the hosts are to have installed, and their files. multienv, gymnasium and
-            what the envs import must be there.
-        suspect_after: Seconds after which a silent host is given up, and its envs are brought back on another node.
-        placement_timeout: Seconds that a host may wait for a node with so many CPUs free.
-        rounds_in_flight: Calls under way to a host, at most; at least 2, for the next one ends the waiting of the last.
-        bytes_in_flight: Bytes under way to a host, and from it, at most; one request or answer may be larger.
+        hosts: Number of hosts. ``None``: one on each node with a free CPU, but not more than workers.
+        cpus_per_host: CPUs that a host reserves. ``None``: one for each of its workers, as far as its node has them
+            free. The replacement of a lost host needs a node with as many free CPUs.
+        placement: Order of the nodes. ``"spread"``: nodes with the most free CPUs first, in turn. ``"pack"``: as few
+            nodes as possible. Or a list of node ids, taken in turn.
+        runtime_env: As in ``ray.init``: packages and files for the hosts. They need multienv, gymnasium and everything
+            that the envs import.
+        suspect_after: Seconds of silence after which a host counts as lost. Its envs are then recovered on another
+            node.
+        placement_timeout: Seconds that a host may wait for a node with enough free CPUs.
+        rounds_in_flight: Maximum number of calls under way to a host; at least 2, because the next call ends the wait
+            of the last one.
+        bytes_in_flight: Maximum number of bytes under way to a host, and from it; a single request or answer may be
+            larger.
         drain_notices: Move envs away from a node that is being drained, between two steps.
     """
 

@@ -58,21 +58,22 @@ class Nodes:
 
 
 class RayEnv(SupervisedEnv):
-    """A :class:`~multienv.SubprocessEnv` whose process is on a node of a Ray cluster.
+    """A :class:`~multienv.SubprocessEnv` whose process runs on a node of a Ray cluster.
 
-    The journal stays with the trainer. So an env whose process dies is brought back where it was, from a forked
-    snapshot; and one whose node is lost is brought back on another node, from the journal: exactly, or its episode ends
-    with ``truncated=True``.
+    The journal stays with the trainer. If the process dies, the env is recovered on its node, from a forked snapshot.
+    If the node is lost, the env is recovered on another node, from the journal: exactly, or its episode ends with
+    ``truncated=True``.
 
     Args:
-        env_fn: Builds the env, on the node: it travels by cloudpickle, and what it imports must be installed there.
-        ray: Where and how; or a :class:`~multienv.cluster.fleet.Fleet` that several envs share.
-        env_index: The env's index in its batch, for messages.
+        env_fn: Function that builds the env, on the node. It travels by cloudpickle; the packages that it imports must
+            be installed there.
+        ray: A :class:`~multienv.RayOptions`; or a :class:`~multienv.cluster.fleet.Fleet` that several envs share.
+        env_index: Index of the env in its batch, for messages.
         **options: See :class:`~multienv.WorkerOptions`.
 
     Raises:
-        UsageError: Ray is not installed, ``env_fn`` is not callable or cannot be pickled, or an option makes no sense.
-        ClusterError: The cluster cannot be reached, or has no CPU free.
+        UsageError: Ray is not installed, ``env_fn`` is not callable or cannot be pickled, or an option is invalid.
+        ClusterError: The cluster cannot be reached, or has no free CPU.
     """
 
     @takes_options_of(Workers.__init__)
@@ -95,7 +96,7 @@ class RayEnv(SupervisedEnv):
         self._owner = os.getpid()
 
     def close(self) -> None:
-        """End the process; with the last env of the fleet its hosts too, and a local Ray that was started for them."""
+        """End the process; with the fleet's last env also its hosts, and a local Ray that was started for them."""
         super().close()
         self._fleet.wait(CLOSE_PATIENCE)
 
@@ -119,19 +120,19 @@ def create_ray_envs(
     ray: RayOptions = RayOptions(),  # noqa: B008 - frozen
     **options: Unpack[WorkerOptions],
 ) -> list[RayEnv]:
-    """Make envs on the nodes of a Ray cluster, each in a process of its own, all started first, then built in parallel.
+    """Make envs with a process each on the nodes of a Ray cluster: start all first, then build the envs in parallel.
 
     Args:
         env_fns: One function for each env.
-        ray: Where and how.
-        **options: For all of them: see :class:`~multienv.WorkerOptions`.
+        ray: A :class:`~multienv.RayOptions`: which cluster, and how to use it.
+        **options: Options for all envs: see :class:`~multienv.WorkerOptions`.
 
     Returns:
-        The initialized envs, in order; each knows its index.
+        The initialized envs, in order; each has its index as ``env_index``.
 
     Raises:
-        EnvsFailedError: Some could not be built; all are closed again.
-        ClusterError: The cluster cannot be reached, or has no CPU free.
+        EnvsFailedError: Some envs could not be built; all are closed again.
+        ClusterError: The cluster cannot be reached, or has no free CPU.
     """
     return built_envs("create_ray_envs()", unbuilt_envs(listed_env_fns("create_ray_envs", env_fns), ray, **options))
 

@@ -20,26 +20,27 @@ if TYPE_CHECKING:
 
 
 class RayVectorEnv(HostedVectorEnv):
-    """A :class:`~multienv.SubprocessVectorEnv` whose processes are on the nodes of a Ray cluster.
+    """A :class:`~multienv.SubprocessVectorEnv` whose processes run on the nodes of a Ray cluster.
 
     ::
 
         envs = RayVectorEnv([lambda: gymnasium.make("HalfCheetah-v5")] * 256, ray=RayOptions(address="auto"))
 
-    It steps, recovers and tells as the other does; :class:`~multienv.RayEnv` says what happens when a node is lost. A
-    round is one call to each host, of 1 to 2 ms: for envs whose steps are short compared with that there is
+    Steps, recoveries and results are the same as there; :class:`~multienv.RayEnv` says what happens when a node is
+    lost. A round is one call to each host and takes 1 to 2 ms. If your envs' steps are shorter than that, use
     ``rollout()``.
 
     Args:
-        env_fns: Each builds one env, on a node.
-        ray: Where and how.
-        envs_per_worker: How many envs share a process. ``"auto"``: one process for each CPU that the hosts can have.
-        max_concurrency: How many envs may step or reset at a time: at most so many processes share all envs.
+        env_fns: One function for each env, which builds it on a node.
+        ray: A :class:`~multienv.RayOptions`: which cluster, and how to use it.
+        envs_per_worker: Number of envs that share a process. ``"auto"``: one process for each CPU that the hosts can
+            have.
+        max_concurrency: How many envs may step or reset at a time: at most this many processes share all envs.
         **options: See :class:`~multienv.BatchOptions` and :class:`~multienv.WorkerOptions`.
 
     Raises:
-        UsageError: Ray is not installed, or an argument makes no sense.
-        ClusterError: The cluster cannot be reached, or has no CPU free.
+        UsageError: Ray is not installed, or an argument is invalid.
+        ClusterError: The cluster cannot be reached, or has no free CPU.
         EnvsFailedError: Some envs could not be built; all have been closed.
     """
 

@@ -1,4 +1,4 @@
-"""A SubprocessEnv that is awaited, in an asyncio event loop: for steps that take seconds to minutes."""
+"""A SubprocessEnv for asyncio: for envs whose steps take seconds to minutes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOOK = 2.0
 
 
 class AsyncEnv:
-    """Steps a :class:`~multienv.SubprocessEnv` from an asyncio event loop; its process may die at any moment.
+    """A :class:`~multienv.SubprocessEnv` that you await in an asyncio event loop; its process may die at any moment.
 
     ::
 
@@ -40,19 +40,20 @@ class AsyncEnv:
             observation, info = await env.reset(seed=0)
             observation, reward, terminated, truncated, info = await env.step(action, deadline=60.0)
 
-    Each call is made by a thread of this env's own, and awaited. Nothing is killed without a deadline.
+    A thread of this env makes each call while you await it. Without a deadline nothing is killed.
 
-    **Cancellation.** A call that is cancelled goes on in its thread. The next ``step()`` completes a cancelled
-    ``step()``: its own action is not taken, and ``info["multienv"]`` is ``{"resumed": True}``; the next ``rollout()`` a
-    ``rollout()``. ``reset()`` waits for either and drops its outcome; other calls raise CallPendingError. Any other
-    cancelled call is completed by the next call, and its outcome is dropped. Only a deadline gives up the process.
+    **Cancellation.** A cancelled call goes on in its thread. After a cancelled ``step()``, the next ``step()``
+    completes it: its own action is not taken, and ``info["multienv"]`` is ``{"resumed": True}``. In the same way the
+    next ``rollout()`` completes a cancelled ``rollout()``. ``reset()`` waits for a cancelled step or rollout and drops
+    its outcome; other calls raise CallPendingError. Any other cancelled call is completed by the next call, and its
+    outcome is dropped. Only a deadline ends the process.
 
-    An env is awaited by one task at a time; many envs share a loop. Hooks are called in the loop's thread. What is not
-    described here is as :class:`~multienv.SubprocessEnv` has it.
+    One task at a time may await an env; many envs share a loop. Hooks are called in the loop's thread. Everything else
+    is as in :class:`~multienv.SubprocessEnv`.
 
     Args:
-        env_fn: Builds the env; called in its process.
-        env_index: The env's index in its batch, for messages.
+        env_fn: Function that builds the env; it is called in the env's process.
+        env_index: Index of the env in its batch, for messages.
         **options: See :class:`~multienv.WorkerOptions`.
 
     Raises:
@@ -73,12 +74,12 @@ class AsyncEnv:
     # --- start and end --------------------------------------------------------------------------
 
     async def initialize(self) -> Self:
-        """Launch the process and wait until the env is built; its spaces are known then. Again does nothing."""
+        """Launch the process and wait until the env is built and its spaces are known. A second call does nothing."""
         await self._ask("initialize", self._env.initialize)
         return self
 
     async def close(self) -> None:
-        """End the process, as ``SubprocessEnv.close()`` does; a call that is awaited raises ClosedError."""
+        """End the process, as ``SubprocessEnv.close()`` does; a call that a task awaits raises ClosedError."""
         await _Call("close", self._env.close).ended(Pool(1, _THREAD))  # the env's own thread may be busy
         if self._call is not None:  # it ends now
             await self._call.ended(self._pool)
@@ -86,7 +87,7 @@ class AsyncEnv:
         tell(self._told)
 
     async def __aenter__(self) -> Self:
-        """Initialize; close if that fails."""
+        """Initialize the env; close it if that fails."""
         try:
             return await self.initialize()
         except BaseException:
@@ -94,7 +95,7 @@ class AsyncEnv:
             raise
 
     async def __aexit__(self, *error: object) -> None:
-        """Close."""
+        """Close the env."""
         await self.close()
 
     def __del__(self) -> None:
@@ -109,20 +110,20 @@ class AsyncEnv:
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode; build the env first, if nothing has yet. Returns observation and info."""
+        """Begin an episode, and build the env first if it is not built yet. Returns observation and info."""
         answer: tuple[Any, dict[str, Any]] = await self._ask(
             "reset", partial(self._env.reset, seed=seed, options=options)
         )
         return answer
 
     async def step(self, action: Any, *, deadline: float | None = None) -> Transition:
-        """Take one step; see :meth:`SubprocessEnv.step` for what it returns and raises.
+        """Take one step; see :meth:`SubprocessEnv.step` for its results and errors.
 
         Args:
-            action: Of the env's action space.
-            deadline: Seconds that the process may take for this step; ``None``: as ``Deadlines.step`` says. Once they
-                have passed the process counts as hung, and ``RestartPolicy.on_timeout`` says what happens. Given for a
-                step that was cancelled, they count from now, or from up to two seconds later.
+            action: An action of the env's action space.
+            deadline: Seconds that the process may take for this step; ``None``: as ``Deadlines.step`` says. After that
+                the process counts as hung, and ``RestartPolicy.on_timeout`` says what happens. If this call completes a
+                cancelled step, the seconds count from now, or from up to two seconds later.
         """
         check_seconds("deadline", deadline)
         # The thread encodes it later: another task may reuse an array until then.
@@ -131,27 +132,27 @@ class AsyncEnv:
         return transition
 
     async def rollout(self, policy: Policy, steps: int) -> Fragment:
-        """Take many steps in one request, the policy beside the env; see :meth:`SubprocessEnv.rollout`."""
+        """Take many steps in one request, with the policy beside the env; see :meth:`SubprocessEnv.rollout`."""
         fragment: Fragment = await self._ask("rollout", partial(self._env.rollout, policy, steps))
         return fragment
 
     # --- branching and checkpoints ----------------------------------------------------------------
 
     async def snapshot(self) -> Any:
-        """Keep the env as it is now, to come back to with :meth:`restore`; see :meth:`SubprocessEnv.snapshot`."""
+        """Keep the present state of the env for :meth:`restore`; see :meth:`SubprocessEnv.snapshot`."""
         return await self._ask("snapshot", self._env.snapshot)
 
     async def restore(self, snapshot: Any) -> None:
-        """Have the env as it was when this snapshot of it was taken; see :meth:`SubprocessEnv.restore`."""
+        """Bring the env back to the state in which this snapshot of it was taken; see :meth:`SubprocessEnv.restore`."""
         await self._ask("restore", partial(self._env.restore, snapshot))
 
     async def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to go on from here in another trainer; see :meth:`SubprocessEnv.state_dict`."""
+        """Return the state as plain data, to continue in another trainer; see :meth:`SubprocessEnv.state_dict`."""
         state: dict[str, Any] = await self._ask("state_dict", self._env.state_dict)
         return state
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called; see :meth:`SubprocessEnv.load_state_dict`."""
+        """Continue where :meth:`state_dict` was called; see :meth:`SubprocessEnv.load_state_dict`."""
         await self._ask("load_state_dict", partial(self._env.load_state_dict, state))
 
     # --- anything else ----------------------------------------------------------------------------
@@ -161,24 +162,27 @@ class AsyncEnv:
         return await self._ask("call", partial(self._env.call, name, *args, **kwargs))
 
     async def get_attr(self, name: str) -> Any:
-        """Return a copy of an attribute of the env or of one of its wrappers; of a method, what calls it there."""
+        """Return a copy of an attribute of the env or of a wrapper; for a method, a function that calls it."""
         value = await self._ask("get_attr", partial(self._env.get_attr, name))
         if getattr(getattr(value, "func", value), "__self__", None) is not self._env:
             return value
         return getattr(self, name) if name in ("reset", "step", "close") else partial(self.call, name)
 
     async def set_attr(self, name: str, value: Any) -> None:
-        """Set an attribute where it is found among env and wrappers, else on the outermost. Recorded, replayed."""
+        """Set an attribute on the env or the wrapper that has it, else on the outermost one.
+
+        The call is recorded and replayed.
+        """
         await self._ask("set_attr", partial(self._env.set_attr, name, value))
 
     @property
     def observation_space(self) -> Any:
-        """Return the env's observation space, known once it is built."""
+        """Return the env's observation space. It is known once the env is built."""
         return self._env.observation_space
 
     @property
     def action_space(self) -> Any:
-        """Return the env's action space, known once it is built."""
+        """Return the env's action space. It is known once the env is built."""
         return self._env.action_space
 
     def statistics(self) -> Statistics:

@@ -1,4 +1,4 @@
-"""Begin the next episode by itself, in one of gymnasium's three ways, losing no observation."""
+"""Start the next episode automatically, in one of gymnasium's three ways, without losing an observation."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ def joined(transition: Transition | None, begun: tuple[Any, dict[str, Any]]) -> 
 
 
 class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Resets an env after its episode has ended.
+    """Resets an env when its episode has ended.
 
-    - ``NEXT_STEP``: the step that ends the episode returns its final observation; the next one ignores its
-      action and returns the first observation of the new episode, reward 0.0 and both flags False.
-    - ``SAME_STEP``: the step that ends the episode returns the first observation of the new one, with
-      ``info["final_obs"]`` and ``info["final_info"]`` of the old; reward and flags are the old one's.
-    - ``DISABLED``: nothing; the caller resets.
+    - ``NEXT_STEP``: the step that ends the episode returns its final observation. The next step ignores its action and
+      returns the first observation of the new episode, reward 0.0 and both flags False.
+    - ``SAME_STEP``: the step that ends the episode returns the first observation of the new episode.
+      ``info["final_obs"]`` and ``info["final_info"]`` belong to the old episode, as do reward and flags.
+    - ``DISABLED``: no reset; you reset the env yourself.
 
-    After a step that raised, the next one begins a new episode. If it was the reset in a ``SAME_STEP`` that raised,
-    ``error.returned`` is what the step had returned. The mode is stated in ``metadata["autoreset_mode"]``. The two
-    halves of a step are there where the env has them.
+    After a step that raised, the next step begins a new episode. If the reset in a ``SAME_STEP`` step raised,
+    ``error.returned`` is the result of the step. ``metadata["autoreset_mode"]`` states the mode. If the env has calls
+    in two halves (``step_async``, ``step_wait``), the wrapper has them too.
 
     Args:
         env: Any gymnasium.Env.
@@ -101,13 +101,13 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     @property
     def ended(self) -> bool:
-        """Tell whether the next step is a reset."""
+        """Return whether the next step is a reset."""
         if self._supervisor is None or self._followup is None:
             return self._is_due
         return self._followup.is_due(0, self._supervisor)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode; the last one need not have ended."""
+        """Begin an episode, even if the last one has not ended."""
         if self._calls is not None:
             self._calls.settle("reset")
         result = self.env.reset(seed=seed, options=options)
@@ -150,12 +150,12 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._halves().send("step", action)
 
     def step_wait(self, timeout: float | None = None) -> Transition:
-        """Collect the result of step_async(). Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect the result of step_async(). Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         transition: Transition = self._halves().wait("step", timeout)
         return transition
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        """Send a reset."""
+        """Send a reset; collect the result with :meth:`reset_wait`."""
         self._halves().settle("reset")
         self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
 

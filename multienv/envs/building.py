@@ -116,25 +116,26 @@ def arguments() -> tuple[str, ...]:
 
 
 class WorkerOptions(TypedDict, total=False):
-    """Has the options of all classes whose envs run in processes.
+    """Lists the options of all classes whose envs run in processes.
 
     Args:
-        restart: What happens when a process is lost. In a vector env ``on_crash`` and its likes concern the env that is
-            to blame.
-        deadlines: When a process counts as hung. Of several envs in a process each has the time for itself.
-        context: ``"forkserver"`` (the default on Linux) or ``"spawn"`` (elsewhere).
-        native_threads: Threads that BLAS, OpenMP and the like may use in a process, unless the environment says
-            otherwise; ``None`` leaves them alone.
-        worker_env: Environment variables of the processes, over those of the trainer, or of the node: a dict, or a
-            function that takes a worker's index and returns one. It is called here, once for each worker. The index
-            counts the processes of a vector env; of a single env it is ``env_index``, or 0. All processes that a worker
-            has had, one after the other, have the same. They are set before ``env_fn`` and what it imports; gymnasium
-            and numpy are there already.
-        hooks: Called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery` and
-            :class:`~multienv.events.Recycled`.
-        reports: The directory that each loss writes a crash report to, for ``multienv replay``; the newest 100 are
-            kept. ``None`` is ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-            An empty string, here or in the variable, for none. With them a journal is kept under every RestartPolicy.
+        restart: What happens when a process is lost. If several envs share the process, ``"truncate"`` and ``"raise"``
+            end the episodes of all of them after a crash or a timeout; ``"replay"`` ends only the episodes that cannot
+            be recovered. ``on_error`` ends only the episode of the env that raised.
+        deadlines: When a process counts as hung. If several envs share a process, each env has the full time.
+        context: ``"forkserver"`` or ``"spawn"``; ``None``: ``"forkserver"`` on Linux, ``"spawn"`` elsewhere.
+        native_threads: Threads that BLAS, OpenMP and similar libraries may use in a process, unless an environment
+            variable says otherwise; ``None`` changes nothing.
+        worker_env: Environment variables of the processes, on top of those of the trainer or of the node: a dict, or a
+            function that takes the index of a worker and returns a dict. The function is called in the trainer, once
+            for each worker. The index counts the processes of a vector env; for a single env it is ``env_index``, or 0.
+            A replacement process gets the same variables. They are set before ``env_fn`` and its imports run; gymnasium
+            and numpy are loaded by then.
+        hooks: Functions that are called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery`
+            and :class:`~multienv.events.Recycled`.
+        reports: Directory for crash reports, one for each loss, for ``multienv replay``; the newest 100 are kept.
+            ``None``: ``$MULTIENV_REPORTS``, else ``multienv/reports`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. An empty
+            string, here or in the variable: no reports. With reports, a journal is kept under every RestartPolicy.
     """
 
     restart: RestartPolicy

@@ -1,4 +1,4 @@
-"""Fragments: what a rollout returns, many steps of one env or of a batch."""
+"""Fragments: many steps of one env or of a batch, as a rollout returns them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ Policy = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Fragment:
-    """Holds many steps in a row, as ``rollout()`` returns them.
+    """Holds many consecutive steps, as ``rollout()`` returns them.
 
-    The first axis of each array is that of the steps, the second that of the envs; a fragment of a single env has no
-    second one. Values of a Dict or Tuple space are a dict or tuple of arrays. Where a space has no arrays of a fixed
-    shape (Text, Graph, Sequence, OneOf), there is a list with the batch of each step.
+    The first axis of each array is the step, the second the env; a fragment of a single env has no env axis. Values of
+    a Dict or Tuple space are a dict or tuple of arrays. For a space without arrays of a fixed shape (Text, Graph,
+    Sequence, OneOf), the value is a list with the batch of each step.
 
     Attributes:
-        observations: Those that the actions were chosen for.
-        actions: What the policy returned.
-        rewards: float64.
-        terminations, truncations: bool.
-        extras: What the policy returned beside the actions, by name.
-        final_observations: Those after the last step, without an axis of steps. The next step goes on from them.
-        infos: Step → what ``step()`` would have returned as infos; only the steps in which there is any.
-        resumed: An earlier call was interrupted, and this is its outcome.
+        observations: The observations for which the actions were chosen.
+        actions: The actions that the policy returned.
+        rewards: Rewards, float64.
+        terminations, truncations: Flags, bool.
+        extras: Further values that the policy returned, by name.
+        final_observations: The observations after the last step, without a step axis. The next step continues from
+            them.
+        infos: Step → infos, as ``step()`` would return them; steps without infos have no entry.
+        resumed: Whether an earlier call was interrupted and this is its outcome.
     """
 
     observations: Any

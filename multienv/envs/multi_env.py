@@ -1,4 +1,4 @@
-"""Several envs, stepped together: lists in, lists out."""
+"""Several envs that are stepped together: lists in, lists out."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class MultiEnv:
         observations, infos = m.reset(seed=0)
         observations, rewards, terminations, truncations, infos = m.step(actions)
 
-    Requests of envs whose calls come in two halves (:class:`SubprocessEnv`) are all sent before the first answer is
-    awaited. The threads of a ThreadPoolExecutor serve what blocks: envs of any other kind, building, and bringing back
-    lost processes.
+    If an env has calls in two halves (:class:`SubprocessEnv`), MultiEnv sends all requests before it waits for the
+    first answer. The threads of a ThreadPoolExecutor do all work that blocks: envs of any other kind, building, and the
+    recovery of lost processes.
 
     Args:
-        envs: Any gymnasium.Env each; :class:`SubprocessEnv` gains most. They are initialized if they need it.
+        envs: A list of any gymnasium.Env; :class:`SubprocessEnv` gains most. They are initialized if necessary.
         autoreset_mode: What happens when an episode ends; see :class:`AutoResetWrapper`.
-        bind_cores: Where there are at least as many envs as cores, have workers whose steps are short run on one core
-            each in turn, which is faster by a third for CartPole; they free themselves while somebody else wants their
-            core. Linux only, and not where a container has a quota of CPU time.
+        bind_cores: With at least as many envs as cores, let each worker with short steps run on one core, the cores in
+            turn. This is a third faster for CartPole. A worker frees itself while another program wants its core. Linux
+            only, and not in a container with a quota of CPU time.
         max_workers: Threads of the executor; ``None``: one for each env.
 
     Raises:
-        UsageError: No envs, or their spaces differ.
+        UsageError: No envs are given, or their spaces differ.
     """
 
     def __init__(
@@ -134,19 +134,19 @@ class MultiEnv:
     def step(self, actions: Sequence[Any]) -> Lists:
         """Step every env.
 
-        A step that Ctrl-C interrupts while it waits is completed by the next call, which returns its outcome,
-        whatever its own actions; ``infos[i]["multienv"]`` then says ``resumed``.
+        If Ctrl-C interrupts a step while it waits, the next call completes that step and returns its outcome, whatever
+        its own actions; ``infos[i]["multienv"]`` then says ``resumed``.
 
         Args:
-            actions: One for each env; ``None`` leaves that env untouched and gives ``None`` in its five places.
+            actions: One action for each env. ``None`` skips the env: its entry in all five lists is ``None``.
 
         Returns:
             Five lists: observations, rewards, terminations, truncations, infos.
 
         Raises:
-            ActionError: A wrong number of actions; nothing was sent.
-            EnvsFailedError: Some envs raised. The others have stepped: their outcomes are in its ``results``. With
-                autoreset the next step of those that raised begins a new episode; else reset them.
+            ActionError: The number of actions is wrong; nothing was sent.
+            EnvsFailedError: Some envs raised. The other envs have stepped, and ``results`` has their outcomes. With
+                autoreset, the next step of an env that raised begins a new episode; without it, reset these envs.
         """
         fan = self._fan
         if self._closed or fan.unfinished is not None:
@@ -191,21 +191,21 @@ class MultiEnv:
         options: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
         mask: Sequence[bool] | None = None,
     ) -> tuple[list[Any], list[dict[str, Any] | None]]:
-        """Begin an episode in every env, or in those of ``mask``.
+        """Begin an episode in every env, or in the envs of ``mask``.
 
-        A reset interrupted by Ctrl-C is completed by whatever is called next, before it does its own.
+        If Ctrl-C interrupts a reset, the next call of any kind completes it before it does its own work.
 
         Args:
             seed: ``None``, one integer (env ``i`` gets ``seed + i``), or one for each env.
-            options: The envs' own: one for all, or one for each.
-            mask: Which envs to reset; the others are untouched and give ``None`` in both places. Gymnasium's
-                ``options={"reset_mask": mask}`` says the same.
+            options: Options for the envs' own ``reset``: one dict for all, or one for each.
+            mask: Which envs to reset. The other envs are untouched: their entry in both lists is ``None``. Gymnasium's
+                ``options={"reset_mask": mask}`` does the same.
 
         Returns:
             Observations and infos.
 
         Raises:
-            EnvsFailedError: Some envs raised; the others are reset: see its ``results``.
+            EnvsFailedError: Some envs raised. The other envs are reset, and ``results`` has their outcomes.
         """
         self._refuse_if_closed("reset()")
         requests = self._resets(seed, options, mask)
@@ -261,7 +261,7 @@ class MultiEnv:
     # --- each env at its own pace -----------------------------------------------------------------
 
     def reset_async(self, *, seed: Any = None, options: Any = None, mask: Sequence[bool] | None = None) -> None:
-        """Send resets, to envs that are not under way; :meth:`recv` gives what comes of them.
+        """Send resets to envs that are not under way; :meth:`recv` returns the results.
 
         Args:
             seed: As for :meth:`reset`.
@@ -279,17 +279,17 @@ class MultiEnv:
         stream.give("reset", chosen)
 
     def send(self, actions: Sequence[Any], indices: Sequence[int] | None = None) -> None:
-        """Send actions to some envs; :meth:`recv` gives the results. Does not wait for any env.
+        """Send actions to some envs without waiting; :meth:`recv` returns the results.
 
-        An env that is slow, hangs or is being brought back holds up no other, and each env's own trajectory is that of
-        :meth:`step`, whatever the order: see :meth:`SubprocessVectorEnv.send`.
+        A slow, hanging or recovering env delays no other env. Each env's own trajectory is the same as with
+        :meth:`step`, in any order: see :meth:`SubprocessVectorEnv.send`.
 
         Args:
-            actions: One for each of ``indices``.
+            actions: One action for each of ``indices``.
             indices: Different envs that are not under way; ``None``: all, in order.
 
         Raises:
-            ActionError: A wrong number of actions; nothing was sent.
+            ActionError: The number of actions is wrong; nothing was sent.
             CallPendingError: Some of the envs are under way; nothing was sent.
         """
         self._refuse_if_closed("send()")
@@ -300,20 +300,20 @@ class MultiEnv:
         stream.give("step", dict(zip(chosen, copy.deepcopy(list(actions)), strict=True)))
 
     def recv(self, k: int | None = None, timeout: float | None = None) -> tuple[Any, ...]:
-        """Wait for the first ``k`` envs that are ready, of those that were sent an action or a reset.
+        """Wait for the first ``k`` envs that are ready, among the envs that got an action or a reset.
 
         Args:
-            k: How many envs; ``None``: all that are under way.
-            timeout: Seconds to wait; ``None``: for ever.
+            k: Number of envs; ``None``: all that are under way.
+            timeout: Seconds to wait; ``None`` waits for ever.
 
         Returns:
-            Six lists of ``k``: observations, rewards, terminations, truncations, infos, and the indices of the envs. An
-            env that was reset has reward 0.0 and both flags False.
+            Six lists of length ``k``: observations, rewards, terminations, truncations, infos, and the indices of the
+            envs. An env that was reset has reward 0.0 and both flags False.
 
         Raises:
-            WaitTimeout: Fewer are ready after ``timeout`` seconds; nothing is lost, call it again.
-            EnvsFailedError: Some of these envs raised; ``results`` has the outcomes of the others of them.
-            UsageError: The results of so many envs cannot come.
+            WaitTimeout: Fewer than ``k`` envs are ready after ``timeout`` seconds. Nothing is lost; call it again.
+            EnvsFailedError: Some of these envs raised; ``results`` has the outcomes of the others among them.
+            UsageError: Fewer than ``k`` envs are under way, or none.
         """
         self._refuse_if_closed("recv()")
         stream = self._pace.begin("recv")
@@ -338,7 +338,7 @@ class MultiEnv:
     # --- anything else ----------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every env, side by side; an attribute that is not callable is returned."""
+        """Call a method of every env, in parallel. If the attribute is not callable, return it."""
         return self._each(f"call({name!r})", [partial(_call, env, name, args, kwargs) for env in self.envs])
 
     def get_attr(self, name: str) -> list[Any]:
@@ -346,17 +346,17 @@ class MultiEnv:
         return self._each(f"get_attr({name!r})", [partial(env.get_wrapper_attr, name) for env in self.envs])
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute on every env: a list or tuple has one value for each, anything else is for all."""
+        """Set an attribute on every env. A list or tuple has one value for each env; any other value is for all."""
         each = self._one_each("values", values) if isinstance(values, list | tuple) else [values] * self.num_envs
         calls = [partial(env.set_wrapper_attr, name, value) for env, value in zip(self.envs, each, strict=True)]
         self._each(f"set_attr({name!r})", calls)
 
     def render(self) -> list[Any]:
-        """Return what every env renders."""
+        """Render every env and return the results."""
         return self._each("render()", [env.render for env in self.envs])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to go on from here in another trainer; see :meth:`SubprocessEnv.state_dict`.
+        """Return the state as plain data, to continue in another trainer; see :meth:`SubprocessEnv.state_dict`.
 
         Raises:
             UsageError: A step was interrupted, or an env keeps no journal.
@@ -365,11 +365,14 @@ class MultiEnv:
         return {"envs": [self._supervised(env).state_dict() for env in self.envs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called, all envs side by side.
+        """Continue where :meth:`state_dict` was called, with all envs in parallel.
+
+        Args:
+            state: A dict that :meth:`state_dict` returned.
 
         Raises:
-            EnvsFailedError: Some could not be restored (``NotRestoredError``); those are as they were before.
-            UsageError: ``state`` is something else, or of another number of envs.
+            EnvsFailedError: Some envs could not be restored (``NotRestoredError``); these are as they were before.
+            UsageError: ``state`` is not a dict of :meth:`state_dict`, or has another number of envs.
         """
         self._settle("load_state_dict()")
         each = state.get("envs") if isinstance(state, dict) else None
@@ -384,7 +387,7 @@ class MultiEnv:
         return env
 
     def statistics(self) -> list[Statistics | None]:
-        """Return the statistics of every env that keeps any."""
+        """Return the statistics of every env; ``None`` for an env that has none."""
         return [env.statistics() if isinstance(env, SupervisedEnv) else None for env in self.envs]
 
     def _each(self, what: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -414,7 +417,7 @@ class MultiEnv:
         self._pace.settle(what.partition("(")[0])
 
     def close(self) -> None:
-        """Close all envs, side by side; again does nothing, unless it was interrupted."""
+        """Close all envs in parallel. A second call does nothing, unless the first was interrupted."""
         self._closed = True
         if not self._all_closed:
             close_all(self.envs)
@@ -422,11 +425,11 @@ class MultiEnv:
             self._all_closed = True
 
     def __enter__(self) -> Self:
-        """Return this object, whose envs are initialized."""
+        """Return this object; its envs are initialized."""
         return self
 
     def __exit__(self, *error: object) -> Literal[False]:
-        """Close."""
+        """Close all envs."""
         self.close()
         return False
 

@@ -1,4 +1,4 @@
-"""One env in one process, which may die at any moment; and the same in the trainer's own process."""
+"""One env in one process that may die at any moment; and the same in the trainer's own process."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _SPACES = frozenset(("observation_space", "action_space"))
 
 
 class SupervisedEnv(gymnasium.Env[Any, Any]):
-    """Base of SubprocessEnv and SerialEnv: a gymnasium.Env whose env is behind a supervisor.
+    """Base class of SubprocessEnv and SerialEnv: a gymnasium.Env that recovers its env after a loss.
 
-    Each call comes whole (``step``) and in two halves: ``step_async`` sends and does not block, ``step_wait`` collects,
-    with a timeout if given. ``np_random`` is a generator of this object, seeded by ``reset(seed=…)``; the env draws
-    from its own. Wrappers that draw belong into ``env_fn``.
+    Each call also comes in two halves: ``step_async`` sends and does not block, ``step_wait`` collects the result, with
+    an optional timeout. ``np_random`` is a generator of this object, seeded by ``reset(seed=…)``; the env draws from
+    its own generator. Put wrappers that draw random numbers into ``env_fn``.
     """
 
     # gymnasium declares these on the class; here they are the env's, known once it is built.
@@ -60,33 +60,33 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
     # --- start and end --------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Launch the process and have it build the env; does not wait. Again does nothing.
+        """Launch the process and let it build the env, without waiting. A second call does nothing.
 
         Returns:
             The env itself.
 
         Raises:
-            ClosedError: It has been closed.
+            ClosedError: The env has been closed.
         """
         self._supervisor.start()
         return self
 
     def initialize(self, timeout: float | None = None) -> Self:
-        """Wait until the env is built; start it first if need be. Again does nothing.
+        """Wait until the env is built, and start it first if necessary. A second call does nothing.
 
         Afterwards ``observation_space``, ``action_space``, ``metadata``, ``spec`` and ``render_mode`` are those of the
         env.
 
         Args:
-            timeout: Seconds to wait; it can be called again.
+            timeout: Seconds to wait; ``None`` waits for ever. After a timeout you can call it again.
 
         Returns:
             The env itself.
 
         Raises:
-            EnvError: ``env_fn`` raised; catchable by the exception's own type too.
-            WorkerLostError: Building the env ended its process.
-            WaitTimeout: ``timeout`` is over.
+            EnvError: ``env_fn`` raised; also catchable by the type of that exception.
+            WorkerLostError: The process ended while it built the env.
+            WaitTimeout: ``timeout`` has passed.
         """
         try:
             description = self._supervisor.initialize(timeout)
@@ -103,11 +103,11 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         return self
 
     def close(self) -> None:
-        """End the process: by asking, and after ``Deadlines.close`` seconds by force. Again does nothing."""
+        """Ask the process to end, and kill it after ``Deadlines.close`` seconds. A second call does nothing."""
         self._supervisor.close()
 
     def __enter__(self) -> Self:
-        """Initialize; close if that fails."""
+        """Initialize the env; close it if that fails."""
         try:
             return self.initialize()
         except BaseException:
@@ -120,9 +120,9 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         """Begin an episode.
 
         Args:
-            seed: For the env's generators. Without one they go on as they are; an env that was never seeded has a
-                generator with a recorded seed, so that the episode can be replayed.
-            options: The env's own.
+            seed: Seed for the env's generators. Without a seed they go on as they are. An env that was never seeded
+                gets a generator with a recorded seed, so that the episode can be replayed.
+            options: Options for the env's own ``reset``.
 
         Returns:
             Observation and info, as the env returned them.
@@ -131,53 +131,55 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         return answer
 
     def reset_async(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        """Send a reset; collect it with :meth:`reset_wait`."""
+        """Send a reset; collect the result with :meth:`reset_wait`."""
         self._calls.send("reset", self._reset_message(seed, options))
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Collect what the reset returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         answer: tuple[Any, dict[str, Any]] = self._calls.wait("reset", timeout)
         return answer
 
     def step(self, action: Any) -> Transition:
         """Take one step.
 
-        A step that Ctrl-C interrupts while it waits is completed: the next call returns its outcome, whatever its own
-        action, with ``info["multienv"] == {"resumed": True}``.
+        If Ctrl-C interrupts a step while it waits, the next call completes that step: it ignores its own action and
+        returns the outcome of the interrupted step, with ``info["multienv"] == {"resumed": True}``.
 
         Args:
-            action: Of the env's action space; it arrives in the type, dtype and value given here.
+            action: An action of the env's action space. It reaches the env with the type, dtype and value that you
+                give.
 
         Returns:
-            Observation, reward, terminated, truncated, info, each of the type, dtype and shape that the env gave it.
-            ``truncated`` is the env's own; or the episode could not be brought back after a loss: then it comes with
-            the last observation seen, reward 0.0 and ``info["multienv"]["reason"]``.
+            Observation, reward, terminated, truncated and info, each with the type, dtype and shape that the env
+            returned. ``truncated`` comes from the env, or from multienv if the episode could not be recovered after a
+            loss. Then the observation is the last one that you saw, the reward is 0.0, and
+            ``info["multienv"]["reason"]`` says why.
 
         Raises:
             ActionError: The action does not fit the action space; nothing was sent.
-            ResetNeededError: There is no running episode.
-            EnvError: The env raised; catchable by the exception's own type too.
-            WorkerLostError: The process was lost and the policy says ``"raise"``, or its budget is spent.
+            ResetNeededError: No episode is running.
+            EnvError: The env raised; also catchable by the type of that exception.
+            WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
         transition: Transition = self._calls.step(action)
         return transition
 
     def step_async(self, action: Any) -> None:
-        """Send a step; collect it with :meth:`step_wait`."""
+        """Send a step; collect the result with :meth:`step_wait`."""
         self._calls.send("step", action)
 
     def step_wait(self, timeout: float | None = None) -> Transition:
-        """Collect what the step returned. Raises WaitTimeout after ``timeout`` seconds; wait again then.
+        """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again.
 
-        A loss that shows meanwhile is made good here first: ``Deadlines.recovery`` bounds that.
+        If the worker is lost meanwhile, this call recovers it first, in at most ``Deadlines.recovery`` seconds.
         """
         transition: Transition = self._calls.wait("step", timeout)
         return transition
 
     def rollout(self, policy: Policy, steps: int) -> Fragment:
-        """Take many steps in one request: the policy runs beside the env, in its process.
+        """Take many steps in one request: the policy runs beside the env, in the env's process.
 
-        It does what this loop does, to the bit, and what comes after it is the same as well::
+        The result equals this loop bit for bit, and so does everything after it::
 
             for _ in range(steps):
                 action = policy(observation)
@@ -185,19 +187,20 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
                 if terminated or truncated:
                     observation, info = env.reset()
 
-        The info of a step that ended an episode is that of the reset, with ``final_obs`` and ``final_info`` of the
-        step, as ``AutoResetWrapper`` has it with ``SAME_STEP``. A rollout that Ctrl-C interrupted is completed by the
-        next call, whatever its arguments; the fragment then is ``resumed``.
+        The info of a step that ended an episode is the info of the reset. It also has ``final_obs`` and ``final_info``
+        of the step, as in ``AutoResetWrapper`` with ``SAME_STEP``. If Ctrl-C interrupts a rollout, the next
+        ``rollout()`` completes it, whatever its arguments, and the fragment says ``resumed``.
 
         Args:
-            policy: One observation → its action, or a pair of action and a dict of further values. It travels by
-                cloudpickle and is unpickled for each call: chance that it draws should be from a generator that it
-                carries, so that a fragment which is computed again after a loss is the same.
-            steps: How many.
+            policy: A function that takes one observation. It returns the action, or a pair of the action and a dict of
+                further values. The policy travels by cloudpickle and is unpickled for each call. If the policy draws
+                random numbers, let it carry its own generator: then a fragment that is computed again after a loss is
+                the same.
+            steps: Number of steps.
 
         Raises:
-            PolicyError: The policy raised; the env stands where it was then.
-            EnvError: The env raised. ``error.fragment`` has all steps: the one that raised is ``truncated`` there, and
+            PolicyError: The policy raised. The env stays where it was at that moment.
+            EnvError: The env raised. ``error.fragment`` has all steps: the step that raised is ``truncated`` there, and
                 the next episode follows it, if a reset succeeded.
             ResetNeededError: No episode is running.
         """
@@ -205,7 +208,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         return fragment
 
     def resume(self) -> Any:
-        """Return what the last step, reset or rollout returned, collected before or not: after an interruption."""
+        """Return, after an interruption, the result of the last step, reset or rollout, collected before or not."""
         if self._calls.pending() == "rollout":
             return self._calls.rollout(None, fragment_of_one)
         answer = self._calls.resume()
@@ -217,9 +220,9 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         return told
 
     def render(self) -> Any:
-        """Draw the env where it is; returns what its ``render`` returns.
+        """Render the env and return the result of its ``render``.
 
-        After an episode that was lost there is nothing to draw before the reset: the last frame is returned once more.
+        After a lost episode the env cannot be rendered until the next reset: the last frame is returned once more.
         """
         if self._supervisor.state.process is Process.NONE and self._frame is not None:
             return self._frame
@@ -229,54 +232,62 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
     # --- branching and checkpoints ----------------------------------------------------------------
 
     def snapshot(self) -> Any:
-        """Keep the env as it is now, to come back to with :meth:`restore`, any number of times.
+        """Keep the present state of the env. :meth:`restore` returns to it, any number of times.
 
-        To be called between two steps. The env's process forks itself, which takes about a millisecond and works for
-        whatever can be forked: also what cannot be copied or pickled, an emulator or a physics engine for instance.
+        Call it between two steps. The env's process forks itself, which takes about a millisecond. This works for every
+        env that can be forked, also for one that cannot be copied or pickled, such as an emulator or a physics engine.
 
         Returns:
-            To be given to :meth:`restore`. It is freed when nobody holds it any more.
+            A snapshot for :meth:`restore`. It is freed when you drop the last reference to it.
 
         Raises:
-            UsageError: The env has threads, child processes, sockets, shared memory or a GPU; or it is not on
-                Linux, or is a :class:`SerialEnv`; or ``RestartPolicy.max_snapshots`` are kept already. Nothing is lost.
+            UsageError: The env has threads, child processes, sockets, shared memory or a GPU; or the system is not
+                Linux; or the env is a :class:`SerialEnv`; or ``RestartPolicy.max_snapshots`` snapshots exist already.
+                Nothing is lost.
         """
         self._calls.settle("snapshot")
         return self._supervisor.snapshot()
 
     def restore(self, snapshot: Any) -> None:
-        """Have the env as it was when this snapshot of it was taken: exactly, its random generators too.
+        """Bring the env back to the state in which this snapshot of it was taken: exactly, with its random generators.
 
-        What happened since is undone for the env; the next step continues the episode of the snapshot. Losses after
-        that are made good as ever.
+        The next step continues the episode of the snapshot. Losses after that are recovered as usual.
+
+        Args:
+            snapshot: A snapshot that :meth:`snapshot` of this env returned.
 
         Raises:
-            UsageError: The snapshot is another env's, or has been freed.
-            NotRestoredError: The frozen process has been killed, and the env could not be replayed to that state.
+            UsageError: The snapshot is from another env, or has been freed.
+            NotRestoredError: The frozen process has been killed, and a replay could not bring the env to that state.
         """
         self._calls.settle("restore")
         self._supervisor.restore(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to go on from here in another trainer: plain data, to be pickled or saved with a model.
+        """Return the state of the env as plain data, to continue in another trainer.
 
-        To be called between two steps. It holds what drove the env and what was seen of it, as the journal does, and
-        is as large as that. The generators of the spaces on this side (``action_space.sample()``) are not in it.
+        Pickle it, or save it with a model. Call it between two steps. It holds the requests to the env and the replies
+        you saw, like the journal, and is as large as the journal. It does not hold the generators of this object's
+        spaces (``action_space.sample()``).
 
         Raises:
-            UsageError: Something is pending, or the journal does not reach back far enough.
+            UsageError: A request is pending, or the journal does not reach back far enough.
         """
         self._calls.settle("state_dict")
         return self._supervisor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called: a new process replays what it holds, and is verified.
+        """Continue where :meth:`state_dict` was called: a new process replays the state, and the replay is verified.
 
-        Whatever this env was doing is given up. It is initialized if need be; its ``env_fn`` must be the same.
+        The present episode of this env is dropped. The env is initialized if necessary; its ``env_fn`` must be the same
+        as that of the saved env.
+
+        Args:
+            state: A dict that :meth:`state_dict` returned.
 
         Raises:
-            NotRestoredError: The replay does not show what had been seen; this env is as it was before.
-            UsageError: ``state`` is something else, or a request is pending.
+            NotRestoredError: The replay differs from the saved replies; this env is as it was before.
+            UsageError: ``state`` is not a dict of :meth:`state_dict`, or a request is pending.
         """
         self.initialize()
         self._calls.settle("load_state_dict")
@@ -285,32 +296,35 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
     # --- anything else ----------------------------------------------------------------------------
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the env or of one of its wrappers; an attribute that is not callable is returned.
+        """Call a method of the env or of one of its wrappers. If the attribute is not callable, return it.
 
-        Calls are recorded and replayed: the method should be as deterministic as the env.
+        Calls are recorded and replayed, so the method should be as deterministic as the env.
 
         Raises:
-            ValueError: ``name`` is reset, step or close, which have methods of their own here.
+            ValueError: ``name`` is reset, step or close; call those methods of this object instead.
         """
         return self._calls.ask("call", call_message(name, args, kwargs))
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Send a call; collect it with :meth:`call_wait`."""
+        """Send a call; collect the result with :meth:`call_wait`."""
         self._calls.send("call", call_message(name, args, kwargs))
 
     def call_wait(self, timeout: float | None = None) -> Any:
-        """Collect what the call returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect the result of the call. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         return self._calls.wait("call", timeout)
 
     def get_attr(self, name: str) -> Any:
-        """Return a copy of an attribute of the env or of one of its wrappers; of a method, what calls it there."""
+        """Return a copy of an attribute of the env or of a wrapper; for a method, a function that calls it."""
         if name in _OWN_METHODS:
             return getattr(self, name)
         value = self._calls.ask("get_attr", GetAttribute(name))
         return partial(self.call, name) if isinstance(value, Method) else value
 
     def set_attr(self, name: str, value: Any) -> None:
-        """Set an attribute where it is found among env and wrappers, else on the outermost. Recorded, replayed."""
+        """Set an attribute on the env or the wrapper that has it, else on the outermost one.
+
+        The call is recorded and replayed.
+        """
         self._calls.ask("set_attr", SetAttribute(name, (value,)))
 
     def statistics(self) -> Statistics:
@@ -320,15 +334,18 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
     # --- gymnasium's own ways to attributes -------------------------------------------------------
 
     def has_wrapper_attr(self, name: str) -> bool:
-        """Tell whether this env or the remote one has the attribute; private names are the remote one's."""
+        """Return whether this object or the remote env has the attribute; a private name is the remote env's."""
         return self._has_here(name) or bool(self._calls.ask("has_attr", _has_attribute(name)))
 
     def get_wrapper_attr(self, name: str) -> Any:
-        """Return the attribute of this env, or of the remote one; private names are the remote one's."""
+        """Return the attribute of this object, or of the remote env; a private name is the remote env's."""
         return getattr(self, name) if self._has_here(name) else self.get_attr(name)
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
-        """Set an attribute of the remote env, as :meth:`set_attr` does; False if it has none and not ``force``."""
+        """Set an attribute of the remote env, as :meth:`set_attr` does.
+
+        Returns False, and sets nothing, if ``force`` is false and the remote env has no such attribute.
+        """
         if not force and not self._calls.ask("has_attr", _has_attribute(name)):
             return False
         self.set_attr(name, value)
@@ -385,7 +402,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
 
 
 class SubprocessEnv(SupervisedEnv):
-    """A gymnasium.Env whose env runs in a process of its own, and survives that process.
+    """A gymnasium.Env whose env runs in its own process and survives the death of that process.
 
     ::
 
@@ -395,16 +412,16 @@ class SubprocessEnv(SupervisedEnv):
         observation, info = env.reset(seed=0)
         observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
 
-    When the process dies, by whatever cause, the env is brought back in a new one and the step returns what it would
-    have returned. An episode that cannot be shown to be the same ends there, with ``truncated=True``.
+    When the process dies, from any cause, the env is recovered in a new process. The step returns the same result as
+    without the loss. An episode that cannot be shown to be the same ends at that step, with ``truncated=True``.
 
     Args:
-        env_fn: Builds the env; called in the process. It travels by cloudpickle, so a lambda will do.
-        env_index: The env's index in its batch, for messages.
+        env_fn: Function that builds the env; it is called in the process. It travels by cloudpickle, so a lambda works.
+        env_index: Index of the env in its batch, for messages.
         **options: See :class:`~multienv.WorkerOptions`.
 
     Raises:
-        UsageError: ``env_fn`` is not callable or cannot be pickled, or an option makes no sense.
+        UsageError: ``env_fn`` is not callable or cannot be pickled, or an option is invalid.
     """
 
     @takes_options_of(Workers.__init__)
@@ -425,14 +442,14 @@ class SubprocessEnv(SupervisedEnv):
 
 
 class SerialEnv(SupervisedEnv):
-    """The same host, wire and supervisor with the env in this very process: for debugging.
+    """A :class:`SubprocessEnv` without a process, for debugging: the env runs in the trainer's process.
 
-    A :class:`SubprocessEnv` returns the same, to the bit. A breakpoint in the env stops here. Deadlines are not
-    enforced, and a crash of the env is a crash of this process.
+    It returns the same as :class:`SubprocessEnv`, to the bit. A breakpoint in the env stops here. Deadlines are not
+    enforced, and a crash of the env is a crash of your process.
 
     Args:
-        env_fn: Builds the env.
-        env_index: The env's index in its batch, for messages.
+        env_fn: Function that builds the env.
+        env_index: Index of the env in its batch, for messages.
         hooks: See :class:`~multienv.WorkerOptions`.
     """
 
@@ -443,18 +460,18 @@ class SerialEnv(SupervisedEnv):
 
 @takes_options_of(Workers.__init__)
 def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Unpack[WorkerOptions]) -> list[SubprocessEnv]:
-    """Make envs in processes of their own, all started first, then built in parallel.
+    """Make envs with a process each: start all processes first, then build the envs in parallel.
 
     Args:
         env_fns: One function for each env.
-        **options: For all of them: see :class:`~multienv.WorkerOptions`.
+        **options: Options for all envs: see :class:`~multienv.WorkerOptions`.
 
     Returns:
-        The initialized envs, in order; each knows its index.
+        The initialized envs, in order; each has its index as ``env_index``.
 
     Raises:
-        EnvsFailedError: Some could not be built. The others are closed again; ``failures`` has every
-            cause. With a single cause it is catchable by that cause's own type.
+        EnvsFailedError: Some envs could not be built, and all others are closed again. ``failures`` has every cause. If
+            all causes have one type, the error is catchable by that type too.
     """
     fns = listed_env_fns("create_subprocess_envs", env_fns)
     return built_envs(

@@ -21,7 +21,7 @@ _NAMES_OF_THE_CLASS = ("cfg_type", "type")
 
 
 class EnvState(IntEnum):
-    """Names where an env of a manager stands; DI-engine's names and numbers.
+    """Names the states of an env of a manager, with DI-engine's names and numbers.
 
     ::
 
@@ -51,17 +51,17 @@ class _Fields(NamedTuple):
 
 
 class Timestep(_Fields):
-    """Holds what one step of one env returned; unpacks into gymnasium's five values.
+    """Holds the result of one step of one env; it unpacks into gymnasium's five values.
 
     Attributes:
-        env_id: Which env.
-        observation: After the step; ``obs`` is the same. With ``reset_inplace``, at the end of an episode, the first
-            one of the next episode.
-        reward: Of the step.
-        terminated: The episode has ended by itself.
-        truncated: The episode was cut short; ``info["abnormal"]`` is true where that is because the env's process was
-            lost and could not be brought back exactly.
-        info: The env's own.
+        env_id: Id of the env.
+        observation: The observation after the step; ``obs`` is the same. With ``reset_inplace``, at the end of an
+            episode: the first observation of the next episode.
+        reward: The reward of the step.
+        terminated: Whether the env ended the episode.
+        truncated: Whether the episode was cut short. ``info["abnormal"]`` is true if the reason is that the env's
+            process was lost and could not be recovered exactly.
+        info: The env's own info.
     """
 
     env_id: int
@@ -84,24 +84,24 @@ class Timestep(_Fields):
 
     @property
     def obs(self) -> Any:
-        """Return the observation, by DI-engine's name."""
+        """Return the observation, under DI-engine's name."""
         return self.observation
 
     @property
     def done(self) -> bool:
-        """Tell whether the episode has ended, either way."""
+        """Return whether the episode has ended, either way."""
         return self.terminated or self.truncated
 
 
 @dataclass(frozen=True, slots=True)
 class EnvReference:
-    """Holds what the envs of a manager have in common, as the first tells it: no env is built in the trainer.
+    """Holds the properties that all envs of a manager share, read from the first env; the trainer builds no env.
 
     Attributes:
-        observation_space: Of a single env, as the other spaces.
-        action_space: ``random_action()`` samples it.
+        observation_space: Space of a single env, like the other spaces.
+        action_space: The space that ``random_action()`` samples.
         reward_space: The env's own attribute of that name, or all real numbers.
-        metadata, spec, render_mode: The env's.
+        metadata, spec, render_mode: Those of the env.
     """
 
     observation_space: gymnasium.Space[Any]
@@ -117,27 +117,28 @@ class EnvManagerConfig:
     """Says how a manager runs its envs. Times are in seconds.
 
     Args:
-        episode_num: Whole episodes each env runs before it is done.
+        episode_num: Whole episodes that each env runs before it is done.
         max_retry: How often a reset is tried before its error is raised; 1 is no retry.
-        retry_type: A reset is tried again in the same process (``"reset"``) or in a new one (``"renew"``).
-        retry_waiting_time: Between two tries.
-        auto_reset: An env whose episode has ended is reset in the background, until it is done.
-        step_timeout: One step; past it the process counts as hung: it is killed and brought back. ``None``: for ever;
-            ``"auto"``: see :class:`~multienv.Deadlines`.
-        reset_timeout: The same for one reset, call of a method or rendering; ``None``: as long as ``connect_timeout``.
-            ``"auto"`` is for resets alone.
-        connect_timeout: From the launch of a process to the built env; ``None``: for ever.
-        wait_num: Timesteps the asynchronous manager's ``step()`` waits for; at most as many as it was given actions.
-        step_wait_timeout: How long it waits for more of them; ``None``: for all.
-        reset_inplace: The timestep that ends an episode has the first observation of the next one, and its own in
-            ``info["final_obs"]``.
+        retry_type: Where a failed reset is tried again: in the same process (``"reset"``) or in a new one
+            (``"renew"``).
+        retry_waiting_time: Time between two tries.
+        auto_reset: Reset an env in the background when its episode has ended, until the env is done.
+        step_timeout: Time for one step; after that the process counts as hung, is killed, and its env is recovered.
+            ``None``: no limit. ``"auto"``: see :class:`~multienv.Deadlines`.
+        reset_timeout: The same for one reset, method call or rendering; ``None``: as long as ``connect_timeout``.
+            ``"auto"`` is for resets only.
+        connect_timeout: From the launch of a process to the built env; ``None``: no limit.
+        wait_num: Timesteps that ``step()`` of the asynchronous manager waits for, at most one for each action that you
+            give.
+        step_wait_timeout: How long that ``step()`` waits for more timesteps; ``None``: for all.
+        reset_inplace: The timestep that ends an episode has the first observation of the next episode, and its own last
+            observation in ``info["final_obs"]``.
         shared_memory: Accepted because DI-engine's configs have it: observations always travel in shared memory.
-        copy_on_get: Every observation handed out is the caller's own; if false, the same array may be handed out
-            twice, in the timestep and in ``ready_obs``.
-        context: ``"forkserver"`` or ``"spawn"``; ``None`` is the first where it exists.
+        copy_on_get: Return a copy of each observation. If false, a timestep and ``ready_obs`` may share an array.
+        context: ``"forkserver"`` or ``"spawn"``; ``None``: ``"forkserver"`` on Linux, ``"spawn"`` elsewhere.
 
     Raises:
-        UsageError: A value makes no sense.
+        UsageError: A value is invalid.
     """
 
     episode_num: float = math.inf
@@ -179,7 +180,7 @@ class EnvManagerConfig:
         """Build the config from a config or a mapping, with ``options`` on top; the rest comes from ``defaults``.
 
         Raises:
-            UsageError: ``given`` is something else, or an option has an unknown name.
+            UsageError: ``given`` is neither a config nor a mapping, or an option has an unknown name.
         """
         if given is not None and not isinstance(given, cls | Mapping):
             raise UsageError(f"cfg is {given!r:.100}; give an EnvManagerConfig or a dict of its options.")

@@ -1,4 +1,4 @@
-"""Several envs by their ids: each goes on when it is ready, and none waits for the slowest."""
+"""Several envs by their ids: each env goes on when it is ready, and no env waits for the slowest."""
 
 from __future__ import annotations
 
@@ -47,20 +47,9 @@ _NO_REASON_TO_STEP = {
 
 
 class EnvManager:
-    """Runs each env in a process of its own, resets it when its episode has ended, and counts its episodes.
+    """Base class of the env managers: runs each env in its own process, resets it, and counts its episodes.
 
-    Args:
-        env_fn: A list of functions that build the envs; the place in it is the env's id.
-        cfg: An :class:`~multienv.managers.config.EnvManagerConfig`, or a dict of its options.
-        restart, hooks, native_threads, worker_env, reports: See :class:`~multienv.WorkerOptions`.
-        backend: Where the processes are: ``"subprocess"``, beside the trainer, or ``"ray"``, on the nodes of a cluster.
-        ray: With ``backend="ray"``: :class:`~multienv.RayOptions`; ``None``: a local Ray.
-        **options: Options of the config, by name.
-
-    One thread at a time may call it; ``close()`` may be called by any, and by a signal handler.
-
-    Raises:
-        UsageError: No ``env_fn``, or an option that is not known or makes no sense.
+    See :class:`AsyncSubprocessEnvManager` for the arguments.
     """
 
     config: EnvManagerConfig
@@ -114,10 +103,10 @@ class EnvManager:
         """Start the processes, build the envs and reset them all.
 
         Args:
-            reset_param: As for :meth:`reset`; envs it does not name are reset without parameters.
+            reset_param: As for :meth:`reset`; envs that are not in it are reset without parameters.
 
         Raises:
-            UsageError: It is launched already.
+            UsageError: The manager is launched already.
             EnvsFailedError: Some envs could not be built or reset; all are closed again.
             ClosedError: Another thread, or a signal handler, has called ``close()`` meanwhile.
         """
@@ -149,9 +138,9 @@ class EnvManager:
         return [SubprocessEnv(env_fn, env_index=index, **self._options) for index, env_fn in enumerate(self._env_fns)]
 
     def close(self) -> None:
-        """End all processes side by side, in the time of the slowest. A second call does nothing.
+        """End all processes in parallel. A second call does nothing.
 
-        ``launch()`` can be called again.
+        You can call ``launch()`` again afterwards.
         """
         scheduler, envs, self._envs = self._scheduler, self._envs, []
         if scheduler is not None:
@@ -162,7 +151,7 @@ class EnvManager:
 
     @property
     def closed(self) -> bool:
-        """Tell whether the manager is not launched, or is closed again."""
+        """Return whether the manager is not launched yet, or closed again."""
         return self._scheduler is None or self._scheduler.closed
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
@@ -182,17 +171,17 @@ class EnvManager:
     # --- reset ------------------------------------------------------------------------------------
 
     def reset(self, reset_param: ResetParam | None = None) -> None:
-        """Begin episodes, and wait until they have begun: ``ready_obs`` has the observations.
+        """Begin episodes and wait until they have begun; ``ready_obs`` then has the observations.
 
-        What these envs were doing is given up; an env that was done starts counting anew.
+        Steps in progress of these envs are dropped. An env that was done counts its episodes anew.
 
         Args:
-            reset_param: Env id → ``{"seed": …, "options": …}``, either of which may be left out, or ``None``. These
-                envs are reset, the others go on; the parameters are remembered for the automatic resets, ``None``
-                clears them. Without it all envs are reset, with what is remembered.
+            reset_param: Env id → ``{"seed": …, "options": …}`` (either key may be missing), or → ``None``. Only these
+                envs are reset; the others go on. The manager remembers the parameters for its automatic resets;
+                ``None`` clears them. Without ``reset_param``, all envs are reset with the remembered parameters.
 
         Raises:
-            EnvsFailedError: Some could not be reset; the others are.
+            EnvsFailedError: Some envs could not be reset; the others are.
         """
         scheduler = self._launched("reset()")
         params = _checked_params(reset_param, self.env_num)
@@ -204,16 +193,16 @@ class EnvManager:
         scheduler.reset(range(self.env_num) if params is None else list(params))
 
     def seed(self, seed: int | Sequence[int] | Mapping[int, int], dynamic_seed: bool | None = None) -> None:
-        """Seed the envs, from their next reset on; before :meth:`launch` or after.
+        """Seed the envs from their next reset on; call it before :meth:`launch` or after.
 
         Args:
-            seed: One for all (env ``i`` gets ``seed + i``), a list with one for each, or env id → seed.
-            dynamic_seed: Unless false, each further episode of an env has a seed of its own, which depends on the
-                given one and the number of the episode alone, whatever happens to processes; if false, all have the
-                same. A seed in ``reset_param`` comes first.
+            seed: One integer for all (env ``i`` gets ``seed + i``), a list with one for each, or env id → seed.
+            dynamic_seed: By default each further episode of an env has its own seed. It depends only on the given seed
+                and the number of the episode, whatever happens to processes. If false, all episodes of an env have the
+                same seed. A seed in ``reset_param`` has priority.
 
         Raises:
-            UsageError: A wrong number of seeds, an unknown id, or no integer.
+            UsageError: The number of seeds is wrong, an id is unknown, or a seed is not an integer.
         """
         given = _checked_seeds(seed, self.env_num)
         self._seeds = {**self._seeds, **given}
@@ -238,11 +227,11 @@ class EnvManager:
     def ready_obs(self) -> dict[int, Any]:
         """Return the observations of the envs that can be stepped: env id → observation.
 
-        Waits until there is one, unless none is being reset: empty when all are done, or wait for a reset of yours, or
-        are being stepped (``step({})`` collects those).
+        If no env is ready and one is being reset, it waits. The dict is empty if all envs are done, wait for a reset by
+        you, or are being stepped (``step({})`` collects those).
 
         Raises:
-            EnvsFailedError: Envs could not be reset in the background; it holds the other observations.
+            EnvsFailedError: Some envs could not be reset in the background; ``results`` has the other observations.
         """
         scheduler = self._launched("ready_obs")
         scheduler.until_some_are_ready()
@@ -257,19 +246,19 @@ class EnvManager:
     def step(self, actions: Mapping[int, Any]) -> dict[int, Timestep]:
         """Step these envs: env id → action.
 
-        A step that Ctrl-C interrupts has been sent, or not at all: the next one, ``step({})`` for instance,
-        gives its timesteps, and ``ready_env`` tells.
+        If Ctrl-C interrupts a step, either all actions were sent or none; ``ready_env`` tells which. The next step, for
+        instance ``step({})``, returns the timesteps.
 
         Returns:
-            Env id → :class:`~multienv.Timestep`, with what the env gave. The one that ends an episode has its last
-            observation; the first of the next episode will be in ``ready_obs``. ``truncated`` is the env's own; or its
-            episode could not be brought back after a loss: then ``info["abnormal"]`` is true, the reward 0.0, and
-            ``info["multienv"]`` has the reason.
+            Env id → :class:`~multienv.Timestep`, with the values that the env returned. The timestep that ends an
+            episode has the last observation; ``ready_obs`` will have the first one of the next episode. ``truncated``
+            comes from the env, or from the manager if the episode could not be recovered after a loss. Then
+            ``info["abnormal"]`` is true, the reward is 0.0, and ``info["multienv"]`` has the reason.
 
         Raises:
-            UsageError: An id that does not exist, or an env that cannot be stepped now; nothing was sent.
-            EnvsFailedError: Some envs raised, or could not be reset in the background; its ``results`` has the
-                timesteps of the others, by id.
+            UsageError: An id does not exist, or an env cannot be stepped now; nothing was sent.
+            EnvsFailedError: Some envs raised, or could not be reset in the background; ``results`` has the timesteps of
+                the others, by id.
         """
         scheduler = self._launched("step()")
         self._send_steps(scheduler, actions)
@@ -309,12 +298,12 @@ class EnvManager:
 
     @property
     def env_num(self) -> int:
-        """Return how many envs there are."""
+        """Return the number of envs."""
         return len(self._env_fns)
 
     @property
     def env_ref(self) -> EnvReference:
-        """Return spaces, metadata, spec and render mode; before the first launch a process is started to read them."""
+        """Return spaces, metadata, spec and render mode. Before the first launch it starts a process to read them."""
         if self._reference is None:
             options: WorkerOptions = {**self._options, "hooks": ()}
             with SubprocessEnv(self._env_fns[0], **options) as env:
@@ -340,7 +329,7 @@ class EnvManager:
 
     @property
     def env_states(self) -> dict[int, EnvState]:
-        """Return the state of each env by id, according to the answers taken up so far."""
+        """Return the state of each env by id, after the answers that the manager has processed so far."""
         scheduler = self._scheduler
         if scheduler is None or scheduler.closed:
             return dict.fromkeys(range(self.env_num), EnvState.VOID)
@@ -348,12 +337,12 @@ class EnvManager:
 
     @property
     def active_env(self) -> list[int]:
-        """Return the ids of the envs in an episode, whether they are being stepped or not."""
+        """Return the ids of the envs in an episode, including those that are being stepped."""
         return [index for index, state in self.env_states.items() if state is EnvState.RUN]
 
     @property
     def ready_env(self) -> list[int]:
-        """Return the ids of the envs that can be stepped now; does not wait."""
+        """Return the ids of the envs that can be stepped now, without waiting."""
         scheduler = self._launched("ready_env")
         scheduler.turn(0.0)
         return scheduler.ready()
@@ -377,11 +366,11 @@ class EnvManager:
 
     @property
     def done(self) -> bool:
-        """Tell whether each env has run ``episode_num`` episodes."""
+        """Return whether each env has run ``episode_num`` episodes."""
         return self._scheduler is not None and self._scheduler.done()
 
     def env_state_done(self, env_id: int) -> bool:
-        """Tell whether this env has run ``episode_num`` episodes."""
+        """Return whether this env has run ``episode_num`` episodes."""
         return self.env_states[_checked_id("env_state_done()", env_id, self.env_num)] is EnvState.DONE
 
     def statistics(self) -> list[Statistics]:
@@ -391,26 +380,26 @@ class EnvManager:
     # --- the envs' own ----------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every env, side by side, once all requests under way are answered; return a list by id.
+        """Call a method of every env, in parallel, after all pending requests are answered; return a list by id.
 
         Raises:
-            EnvsFailedError: Some raised; its ``results`` has what the others returned.
+            EnvsFailedError: Some envs raised; ``results`` has the results of the others.
         """
         return self._call_all(f"call({name!r})", "call", call_message(name, args, kwargs))
 
     def get_attr(self, name: str) -> list[Any]:
-        """Read an attribute of every env, as :meth:`call` calls a method; return a list by id."""
+        """Return an attribute of every env, as a list by id. Waits and raises as :meth:`call` does."""
         values = self._call_all(f"get_attr({name!r})", "get_attr", GetAttribute(name))
         if any(isinstance(value, Method) for value in values):
             raise UsageError(f"get_attr({name!r}): it is a method of the envs; call({name!r}) calls it.")
         return values
 
     def set_attr(self, name: str, value: Any) -> None:
-        """Set an attribute of every env to this value, as :meth:`call` calls a method."""
+        """Set an attribute of every env to this value. Waits and raises as :meth:`call` does."""
         self._call_all(f"set_attr({name!r})", "set_attr", SetAttribute(name, (value,)))
 
     def render(self) -> list[Any]:
-        """Render every env, as :meth:`call` calls a method; return a list by id."""
+        """Render every env and return a list by id. Waits and raises as :meth:`call` does."""
         return self._call_all("render()", "render", Render())
 
     def _call_all(self, what: str, name: str, message: Message) -> list[Any]:
@@ -427,7 +416,7 @@ class EnvManager:
 
 
 class AsyncSubprocessEnvManager(EnvManager):
-    """Steps envs by id, and waits for some of them only.
+    """Steps envs by id, and waits for only some of them.
 
     ::
 
@@ -437,22 +426,35 @@ class AsyncSubprocessEnvManager(EnvManager):
                 for env_id, timestep in manager.step(actions).items():
                     ...
 
-    ``step()`` returns once ``wait_num`` timesteps are there and ``step_wait_timeout`` seconds are over, or all are;
-    in the first case not before an env is ready to be stepped. Given fewer actions than ``wait_num`` it waits for as
-    many timesteps, of any envs, so that the last fast env does not wait for the slow ones. A timestep that is not there
-    yet is returned by a later ``step()``.
+    Each env runs in its own process. The manager resets an env when its episode has ended, and counts its episodes.
 
-    See :class:`~multienv.managers.env_manager.EnvManager` for the arguments.
+    ``step()`` returns when all timesteps have arrived; or when ``wait_num`` timesteps have arrived,
+    ``step_wait_timeout`` seconds have passed and an env is ready to be stepped. If you give fewer actions than
+    ``wait_num``, it waits for as many timesteps as actions, of any envs: so the last fast env does not wait for the
+    slow ones. A later ``step()`` returns the timesteps that were missing.
+
+    One thread at a time may call the manager. Any thread may call ``close()``, and so may a signal handler.
+
+    Args:
+        env_fn: A list of functions that build the envs; the position in the list is the env's id.
+        cfg: An :class:`~multienv.EnvManagerConfig`, or a dict of its options.
+        restart, hooks, native_threads, worker_env, reports: See :class:`~multienv.WorkerOptions`.
+        backend: Where the processes run: ``"subprocess"``, beside the trainer, or ``"ray"``, on the nodes of a cluster.
+        ray: With ``backend="ray"``: a :class:`~multienv.RayOptions`; ``None``: the default options.
+        **options: Options of :class:`~multienv.EnvManagerConfig`, by name.
+
+    Raises:
+        UsageError: The list of functions is empty, or an option is unknown or invalid.
     """
 
 
 class SyncSubprocessEnvManager(EnvManager):
-    """Steps envs by id: ``step()`` returns the timesteps of exactly the ids it was given, any subset of those ready.
+    """Steps envs by id: ``step()`` takes any of the ready ids and returns the timesteps of exactly these ids.
 
-    With ``reset_inplace=True`` all envs are ready again after each step. ``wait_num`` and ``step_wait_timeout`` are the
-    asynchronous manager's, and mean nothing here.
+    With ``reset_inplace=True`` all envs are ready again after each step. ``wait_num`` and ``step_wait_timeout`` belong
+    to the asynchronous manager and have no effect here.
 
-    See :class:`~multienv.managers.env_manager.EnvManager` for the arguments.
+    See :class:`~multienv.AsyncSubprocessEnvManager` for the arguments.
     """
 
     _defaults = EnvManagerConfig(wait_num=math.inf, step_wait_timeout=None)

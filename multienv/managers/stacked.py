@@ -1,4 +1,4 @@
-"""Envs in batches whose order is that of the observations handed out."""
+"""Envs in batches, in the order of the observations that the manager returned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinar
 
 
 class StackedSubprocessEnvManager(EnvManager):
-    """Takes and gives batches of whichever envs are ready.
+    """Steps batches of the envs that are ready: it returns a batch of observations and takes a batch of actions.
 
     ::
 
@@ -30,9 +30,9 @@ class StackedSubprocessEnvManager(EnvManager):
                 for timestep in manager.step(actions):
                     timestep.env_id, timestep.reward, timestep.done
 
-    An env that becomes ready in between is in the next batch, and does not shift this one.
+    An env that becomes ready in between is in the next batch; it does not change this one.
 
-    See :class:`~multienv.managers.env_manager.EnvManager` for the arguments.
+    See :class:`~multienv.AsyncSubprocessEnvManager` for the arguments.
     """
 
     _defaults = EnvManagerConfig(wait_num=math.inf, step_wait_timeout=None)
@@ -45,11 +45,11 @@ class StackedSubprocessEnvManager(EnvManager):
     def ready_obs(self) -> Any:
         """Return the observations of the envs that can be stepped, as one batch; :attr:`ready_obs_id` has their ids.
 
-        Waits until there is one, unless none is being reset: then the batch is empty.
+        If no env is ready and one is being reset, it waits. If no env is being reset either, the batch is empty.
 
         Raises:
-            EnvsFailedError: Envs could not be reset in the background, or have returned what does not fit their space;
-                it holds the other observations.
+            EnvsFailedError: Some envs could not be reset in the background, or returned an observation that does not
+                fit their space; ``results`` has the other observations.
         """
         scheduler = self._launched("ready_obs")
         scheduler.until_some_are_ready()
@@ -67,7 +67,7 @@ class StackedSubprocessEnvManager(EnvManager):
 
     @property
     def ready_obs_id(self) -> list[int]:
-        """Return the ids of the envs in the last batch, in its order: the order of the actions."""
+        """Return the ids of the envs in the last batch. The actions must have this order."""
         if self._batch is None:
             _ = self.ready_obs
         return list(self._batch or [])
@@ -79,17 +79,17 @@ class StackedSubprocessEnvManager(EnvManager):
     def step(self, actions: Any) -> list[Timestep]:  # type: ignore[override]
         """Step the envs of the last batch.
 
-        It need not be read after ``launch()`` or a reset of all envs, which is a batch of all; nor after a step in
-        which no episode has ended, which is a batch of the same envs.
+        Two cases need no read of ``ready_obs`` before. After ``launch()`` or a reset of all envs, the batch is all
+        envs. After a step that ended no episode, the batch is the same envs.
 
         Args:
-            actions: One for each, as a list or as a batch, in the order of the batch.
+            actions: One action for each env of the batch, in its order, as a list or a batch.
 
         Returns:
-            Their timesteps, in the same order; each has an ``env_id``.
+            The timesteps of these envs, in the same order; each has an ``env_id``.
 
         Raises:
-            ActionError: A wrong number of actions; nothing was sent.
+            ActionError: The number of actions is wrong; nothing was sent.
             UsageError: ``ready_obs`` must be read first.
             EnvsFailedError: As for the other managers; ``results`` is by env id.
         """
@@ -107,14 +107,14 @@ class StackedSubprocessEnvManager(EnvManager):
         return scheduler.hand_over("step()", lambda steps: self._listed(scheduler, steps, order))  # type: ignore[no-any-return]
 
     def reset(self, reset_param: ResetParam | None = None) -> None:
-        """Reset envs as :meth:`EnvManager.reset` does; the last batch is out of date then."""
+        """Reset envs as :meth:`EnvManager.reset` does; the last batch is no longer valid after it."""
         self._batch = self._implied = None
         super().reset(reset_param)
         if reset_param is None or len(reset_param) == self.env_num:
             self._implied = list(range(self.env_num))
 
     def launch(self, reset_param: ResetParam | None = None) -> None:
-        """Launch as :meth:`EnvManager.launch` does; the first batch may be stepped without being read."""
+        """Launch as :meth:`EnvManager.launch` does; you can step the first batch without reading it."""
         self._batch = self._implied = None
         super().launch(reset_param)
         self._implied = list(range(self.env_num))

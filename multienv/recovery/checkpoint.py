@@ -54,13 +54,13 @@ class Standing:
 
 
 class Snapshot:
-    """A state of a worker's envs to come back to, any number of times: a frozen process, and what led there.
+    """Holds a state of a worker's envs that you can return to, any number of times: a frozen process and its journal.
 
-    It is freed by :meth:`free`, with the last reference to it, or when its env is closed.
+    It is freed by :meth:`free`, when you drop the last reference to it, or when its env is closed.
 
     Attributes:
-        token: The number that the frozen process is kept under.
-        standing: Where the worker stood.
+        token: Number of the frozen process.
+        standing: Journal, counters and last reply of the worker when the snapshot was taken.
     """
 
     __slots__ = ("__weakref__", "_finalizer", "standing", "token")
@@ -72,7 +72,7 @@ class Snapshot:
         self._finalizer.atexit = False
 
     def free(self) -> None:
-        """End the frozen process; a second call does nothing."""
+        """End the frozen process. A second call does nothing."""
         alive = self._finalizer.peek()
         if alive is not None:
             _, free, (token,), _ = alive
@@ -81,7 +81,7 @@ class Snapshot:
 
     @property
     def is_free(self) -> bool:
-        """Tell whether the snapshot has been freed and can no longer be restored."""
+        """Return whether the snapshot has been freed and can no longer be restored."""
         return not self._finalizer.alive
 
 

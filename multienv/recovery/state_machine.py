@@ -1,11 +1,11 @@
-"""What a supervised worker is doing, and what is to be done when something happens to it. Pure: no clock, no I/O.
+"""The state of a supervised worker, and what to do after each event. Pure: no clock, no I/O.
 
-Three things are told apart. The **process** is there, or being built, or lost. The **episode** of the worker's envs
-runs or does not. The **request** is what was asked and not yet answered; it outlives the process. ``decide`` takes
-a state and an event and returns the state after it and the instruction to carry out next. The supervisor commits
-the new state by one assignment and then carries the instruction out. An interruption (Ctrl-C) while it waits leaves
-the request pending: the next call asks ``instruction_of(state, rules)`` and goes on where the last one was. One that
-strikes while a process is being asked is a loss of that process, and the request was never made.
+A state has three parts. The **process** is ready, or being built, or lost. The **episode** of the worker's envs is
+running or not. The **request** was asked and is not yet answered; it outlives the process. ``decide`` takes a state and
+an event. It returns the state after the event, and the instruction to carry out next. The supervisor commits the new
+state with one assignment, and then carries the instruction out. If an interruption (Ctrl-C) comes while the supervisor
+waits, the request stays pending: the next call asks ``instruction_of(state, rules)`` and goes on from there. If the
+interruption comes while a process is being asked, the process counts as lost, and the request was never made.
 
 ``TABLE`` says which event leads from which process state to which. ``docs/states.py`` draws the diagram from it.
 """
@@ -27,30 +27,30 @@ from multienv.events import LossCause
 
 
 class Process(Enum):
-    """Names where the worker's process stands."""
+    """Names the states of the worker's process."""
 
-    NONE = "none"  # there is no process: none was started yet, or the last one is gone and is not brought back
-    BUILDING = "building"  # it is launched and asked to build its envs, which is waited for
-    READY = "ready"  # its envs are built and stand where the caller saw them last
-    LOST = "lost"  # it is gone, or not to be trusted; what the caller saw is brought back before anything else
-    CLOSED = "closed"  # close() was called; nothing is possible any more
+    NONE = "none"  # no process exists: none was started yet, or the last one is gone and is not recovered
+    BUILDING = "building"  # the process was launched and builds its envs; the trainer waits for it
+    READY = "ready"  # the envs are built, and are in the state that the caller saw last
+    LOST = "lost"  # the process is gone or cannot be trusted; first, the state that the caller saw is recovered
+    CLOSED = "closed"  # close() was called; nothing else is possible
 
 
 class Episode(Enum):
-    """Names where the episodes of the worker's envs stand, as far as the caller must care."""
+    """Names the states of the episodes of the worker's envs, as far as they matter to the caller."""
 
-    NONE = "none"  # no reset has been answered since the envs were built: step() is refused
-    RUNNING = "running"  # step() is possible; whose episodes have ended in a batch is not told here
+    NONE = "none"  # no reset was answered since the envs were built: step() is refused
+    RUNNING = "running"  # step() is possible; in a batch, this does not say which episodes have ended
     ENDED = "ended"  # the env's episode has ended and the caller has seen it: step() is refused
-    TRUNCATED = "truncated"  # a loss in a call, not in a step, ended it: the next step() returns truncated=True
+    TRUNCATED = "truncated"  # a loss in a call, not a step, ended the episode: the next step() returns truncated=True
 
 
 class Kind(Enum):
-    """Names what a request asks for, as far as a loss is concerned."""
+    """Names the kinds of requests, as far as they matter after a loss."""
 
     STEP = "step"
     RESET = "reset"
-    CALL = "call"  # any other: its loss cannot end an episode with a truncated step of its own
+    CALL = "call"  # any other request: it returns no step, so a loss during it cannot return a truncated one
 
 
 class Request(NamedTuple):
@@ -59,10 +59,10 @@ class Request(NamedTuple):
     Attributes:
         kind: Step, reset or call.
         name: What the caller called: ``"step"``, ``"get_attr"`` …
-        whole: The caller waits for the answer in the same call. If a later call finds the request pending, that call
-            was interrupted; if false, it is ``step_async`` or its like whose answer has not been collected.
-        touched: A reset: which slots it resets; ``None``: all.
-        steps: A rollout: how many steps it is, each of which begins the next episode after one that ended; else 0.
+        whole: True: the caller waits for the answer in the same call. If a later call finds the request pending, that
+            call was interrupted. False: the request is ``step_async`` or similar, and its answer is not yet collected.
+        touched: Of a reset: which slots it resets; ``None``: all.
+        steps: Of a rollout: its number of steps, each of which begins the next episode after one that ended. Else 0.
     """
 
     kind: Kind
@@ -73,7 +73,7 @@ class Request(NamedTuple):
 
     @property
     def is_plain_step(self) -> bool:
-        """Whether it is one step, which lies in its bank; anything else travels as a message."""
+        """Tell whether the request is one step, stored in its bank. All other requests are sent as messages."""
         return self.kind is Kind.STEP and not self.steps
 
 
@@ -81,16 +81,15 @@ class State(NamedTuple):
     """All that ``decide`` knows of one supervised worker.
 
     Attributes:
-        skipped: Slots that take no part in the pending request, and why.
-        not_reset: Those of the skipped slots that are not even reset in the pending step, because it is their reset
-            that ends processes.
-        pending_truncations: Slots whose episode is lost, which the caller is yet to be told, and why: the next step
-            skips them.
+        skipped: Slots that take no part in the pending request, and the reasons.
+        not_reset: Skipped slots that the pending step does not even reset, because their reset ends processes.
+        pending_truncations: Slots whose episode is lost, and the reasons. The caller does not know it yet: the next
+            step skips these slots.
         deaths: Slot and number of processes that ended while they executed the pending request for that slot. In a
-            rollout the slot behind the last one stands for the policy.
-        killed: The same for those killed from outside, which may have been the slot's doing (memory) or not.
-        losses: Processes lost since the pending request was asked, or since the envs were to be built.
-        what: What happened when the last of them was lost, in a sentence.
+            rollout, the slot after the last one stands for the policy.
+        killed: The same for processes killed from outside. The slot may be the cause (memory), or not.
+        losses: Number of processes lost since the pending request was asked, or since the envs were to be built.
+        what: A sentence that says how the last of these processes was lost.
     """
 
     process: Process = Process.NONE
@@ -107,12 +106,12 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Holds what a policy says, and what kind of worker it is said of.
+    """Holds the rules of a policy, and the kind of worker that they apply to.
 
     Attributes:
         slots: Number of envs.
         resets_itself: The worker begins the next episode of an env by itself, in or after the step that ends one.
-        poison_after: Processes that a slot may end with the same request before it is left out.
+        poison_after: Number of processes that a slot may end with the same request before the slot is left out.
         on_crash, on_timeout: See :class:`~multienv.RestartPolicy`.
     """
 
@@ -142,19 +141,19 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """Says that ``env_fn`` raised, or no process could be had: the error goes to the caller."""
+    """Says that ``env_fn`` raised, or that no process could be started. The caller gets the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Says that the caller asks for something."""
+    """Says that the caller makes a request."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Replied:
-    """Says that the request is answered; ``ended``: the episode of a worker that does not reset by itself is over."""
+    """Says that the request is answered. ``ended``: an episode is over, and the worker does not reset by itself."""
 
     ended: bool = False
     failed: bool = False  # the env raised
@@ -165,11 +164,11 @@ class Lost:
     """Says that the process is gone.
 
     Attributes:
-        cause: It died, hung, or answered what cannot be read.
-        slot: The slot whose env it was executing, in a rollout the one behind the last for the policy; -1: none (it had
-            died before it was asked), or not known.
-        outside: It was killed from outside (SIGKILL, the monitor's end), which says nothing against the request.
-        what: What happened, in a sentence.
+        cause: The process died, hung, or sent an unreadable answer.
+        slot: The slot whose env the process was executing. In a rollout, the slot after the last one stands for the
+            policy. -1: none (the process died before it was asked), or unknown.
+        outside: The process was killed from outside (SIGKILL, the end of the monitor). So the request is not suspect.
+        what: A sentence that says what happened.
     """
 
     cause: LossCause
@@ -180,19 +179,19 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Says that an exception struck while the process was being asked: what it does now belongs to no request."""
+    """Says that an exception came while the process was being asked: its current work belongs to no request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Says that the envs stand where the caller saw them last, but for ``mismatches``: slot → what differs."""
+    """Says that the envs are in the state that the caller saw last, except ``mismatches``: slot → difference."""
 
     mismatches: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
 class NotRecovered:
-    """Says that nothing brings the envs back, and for which ``reason``."""
+    """Says that the envs cannot be recovered, and the ``reason``."""
 
     reason: str
 
@@ -204,7 +203,7 @@ class BudgetSpent:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """Says that the caller gives the process up."""
+    """Says that the caller gives up the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,20 +238,21 @@ class Instruction(Enum):
     AWAIT_BUILD = "await build"  # wait until the envs are built
     ASK = "ask"  # publish the pending request, without its skipped slots, and wait for the answer
     RECOVER = "recover"  # try the methods in order: snapshot, then replays of the journal
-    DELIVER = "deliver"  # hand the answer to the caller, truncations overlaid
-    TRUNCATE = "truncate"  # hand the caller truncated=True for all slots without asking any process
+    DELIVER = "deliver"  # return the answer to the caller, with truncations written over it
+    TRUNCATE = "truncate"  # return truncated=True to the caller for all slots, without asking a process
     RAISE_LOST = "raise lost"  # raise the error of the loss
-    RAISE_POISON = "raise poison"  # raise that the request ends every process
-    RAISE_BUDGET = "raise budget"  # raise that no restart is left
+    RAISE_POISON = "raise poison"  # raise the error that the request ends every process
+    RAISE_BUDGET = "raise budget"  # raise the error that no restart is left
     RELEASE = "release"  # let go of the process
 
 
-# Lost so often before it answered, a request counts as the cause even if no process died executing it: an env may close
-# the worker's descriptors, return, and the worker ends of that. So many processes may also be killed from outside while
-# they build their envs, or at one place of a replay: such a death says nothing against the request.
+# After so many losses before an answer, the request counts as the cause, even if no process died while executing it.
+# For example, an env may close the worker's descriptors and return, and the worker then ends. The same number of
+# processes may be killed from outside while they build their envs, or at one place of a replay: such a death says
+# nothing about the request.
 LOSSES = 6
 
-# (process, event) → the process states it may lead to. What is not here cannot happen; decide() raises.
+# (process, event) → the process states that it may lead to. All other pairs cannot happen: decide() raises.
 TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
     (Process.NONE, Launched): (Process.BUILDING,),
     (Process.NONE, Asked): (Process.NONE,),
@@ -279,7 +279,7 @@ TABLE: Mapping[tuple[Process, type], tuple[Process, ...]] = {
 
 
 def instruction_of(state: State, rules: Rules) -> Instruction:
-    """Return the instruction that a state waits for: how an interrupted call goes on."""
+    """Return the instruction that a state waits for. An interrupted call goes on with it."""
     if state.process is Process.BUILDING:
         return Instruction.AWAIT_BUILD
     if state.process is Process.LOST:
@@ -292,7 +292,7 @@ def instruction_of(state: State, rules: Rules) -> Instruction:
 
 
 def _is_all_skipped(state: State, rules: Rules) -> bool:
-    """Tell whether a step needs no process: no slot takes part in it, and none is reset in it."""
+    """Tell whether a step needs no process: no slot takes part in it, and no slot is reset in it."""
     is_step = state.request is not None and state.request.kind is Kind.STEP
     return is_step and len(state.skipped) == rules.slots and not _resets_itself(state, rules)
 
@@ -317,12 +317,12 @@ def decide(state: State, event: Event, rules: Rules) -> tuple[State, Instruction
 
 
 def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception | None:
-    """Return the error for asking in this state, which says what to call instead; ``None``: it may be asked.
+    """Return the error for asking in this state, with the call to make instead; ``None``: asking is allowed.
 
     Args:
-        state: Of the worker.
-        kind: What is to be asked.
-        name: What the caller has called: ``"step"``, ``"step_wait"``, …
+        state: The worker's state.
+        kind: Kind of the request.
+        name: The method that the caller has called: ``"step"``, ``"step_wait"``, …
         is_built: The envs have been built.
     """
     is_wait = name.endswith("_wait")
@@ -349,7 +349,7 @@ def refusal(state: State, kind: Kind, name: str, *, is_built: bool) -> Exception
 
 
 def told(event: Event, after: State) -> str:
-    """Return an event and the state that it led to, in a line for a crash report."""
+    """Return an event and the state after it, as a line for a crash report."""
     request = "" if after.request is None else f", {after.request.name} pending"
     cause = f" ({event.cause}, slot {event.slot})" if isinstance(event, Lost) else ""
     return f"{type(event).__name__}{cause}: process {after.process.value}, episode {after.episode.value}{request}"
@@ -455,7 +455,7 @@ def _not_recovered(state: State, event: NotRecovered, rules: Rules) -> tuple[Sta
 
 
 def _ended(state: State, reason: str, rules: Rules) -> tuple[State, Instruction]:
-    """End all episodes of the worker: running ones are truncated, a pending reset begins in a new process."""
+    """End all episodes of the worker. Running ones are truncated; a pending reset begins in a new process."""
     everyone = dict.fromkeys(range(rules.slots), reason)
     request = state.request
     after = state._replace(process=Process.NONE)
@@ -492,12 +492,12 @@ def _closed(state: State, event: Closed, rules: Rules) -> tuple[State, Instructi
 
 
 def _poisoned(state: State, rules: Rules) -> dict[int, str]:
-    """Return the slots that end every process with the pending request, each with the reason for the caller."""
+    """Return the slots that end every process with the pending request, and the reasons for the caller."""
     if state.request is None:
         return {}
     found = {slot: count for slot, count in state.deaths if count >= rules.poison_after}
     if state.losses >= LOSSES and not found:
-        # The slot that most of them ended in is the cause; all are, where nothing is known.
+        # The slot in which most processes ended is the cause. If nothing is known, all slots are.
         suspects = Counter(dict(state.deaths)) + Counter(dict(state.killed))
         most = max(suspects.values(), default=0)
         found = {slot: count for slot, count in suspects.items() if count == most}
@@ -509,12 +509,12 @@ def _poisoned(state: State, rules: Rules) -> dict[int, str]:
 
 
 def _one_more(counts: tuple[tuple[int, int], ...], slot: int) -> tuple[tuple[int, int], ...]:
-    """Return the counts with one more for a slot; -1 is none."""
+    """Return the counts, with one more for the slot; -1: no slot."""
     return tuple(sorted((Counter(dict(counts)) + Counter([slot] if slot >= 0 else [])).items()))
 
 
 def _merged(known: tuple[tuple[int, str], ...], more: Mapping[int, str]) -> tuple[tuple[int, str], ...]:
-    """Merge slots and reasons; a slot keeps the reason that is known."""
+    """Merge slots and reasons. A slot keeps the reason that it already has."""
     return tuple(sorted({**more, **dict(known)}.items()))
 
 
@@ -523,7 +523,7 @@ def _without_request(state: State, **changes: object) -> State:
 
 
 def _given_up(state: State, pending_truncations: Mapping[int, str], *, running: bool) -> State:
-    """Return the state without process and request; running episodes are truncated in the next step."""
+    """Return the state without process and request. The next step truncates running episodes."""
     episode = Episode.TRUNCATED if pending_truncations and running else Episode.NONE
     return _without_request(
         state,

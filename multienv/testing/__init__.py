@@ -1,9 +1,9 @@
-"""Test what survives the death of its process: your env, or your training loop.
+"""Test how your env, or your training loop, survives the death of a process.
 
-- :func:`check_env_recovers`: does your env survive that bit for bit?
+- :func:`check_env_recovers`: checks that your env is recovered bit for bit.
 - :class:`FaultyEnv`: an env that dies, hangs, raises or leaks at the step you name.
 - :class:`Killer`: kills or stops workers while your code runs.
-- :func:`run_chaos`: kill workers at random moments for a long time; ``multienv chaos`` runs it.
+- :func:`run_chaos`: kills workers at random moments for a long time; ``multienv chaos`` runs it.
 """
 
 from multienv.testing.chaos import Chaos, run_chaos

@@ -1,4 +1,4 @@
-"""Kill workers at random moments for a long time, and hold what comes back against an undisturbed run."""
+"""Kill workers at random moments for a long time, and compare the trajectories with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class Chaos:
     """Holds the outcome of :func:`run_chaos`.
 
     Attributes:
-        steps: Env steps held against the undisturbed run.
+        steps: Env steps that were compared with the undisturbed run.
         strikes: Signals sent, by kind; ``"snapshot"`` is SIGKILL to a snapshot.
-        losses: Workers lost, by how: the cause, and the exit code in words.
-        methods: How often each was used: ``"snapshot"``, ``"journal"``, or the outcome where it was not exact.
-        seconds: Those of each recovery, from the loss being noticed to the answer.
-        inexact: Reasons given for episodes that were ended, or errors raised, because of a loss.
-        mismatches: What differed silently from the undisturbed run; must be empty.
-        undisturbed: What differed without any strike, looked for where something differed: the env itself is not
-            deterministic, and nothing can be told of recovery. ``""``: nothing.
+        losses: Lost workers, by cause and exit code in words.
+        methods: How often each source of recovery was used: ``"snapshot"`` or ``"journal"``; for a recovery that was
+            not exact, its outcome.
+        seconds: Duration of each recovery, from the moment the loss was noticed to the answer.
+        inexact: Reasons of the episodes that ended, or the errors that were raised, because of a loss.
+        mismatches: Differences from the undisturbed run that multienv did not report; must be empty.
+        undisturbed: A difference that appears without any kill, looked for after a mismatch; ``""`` if there is none.
+            The env itself is not deterministic then, and the run says nothing about recovery.
     """
 
     steps: int = 0
@@ -50,7 +51,7 @@ class Chaos:
 
     @property
     def kills(self) -> int:
-        """Return how many workers were lost; a strike may hit one that is dead or stopped already."""
+        """Return how many workers were lost. A signal may hit a worker that is dead or stopped already."""
         return self.losses.total()
 
     def quantile(self, share: float) -> float:
@@ -59,7 +60,7 @@ class Chaos:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
     def note(self, event: Event) -> None:
-        """Count a loss or its outcome: a hook."""
+        """Count a loss or its outcome; this is a hook."""
         if isinstance(event, Loss):
             self.losses[f"{event.cause}: {exit_text(event.exit_code).partition(' (')[0]}"] += 1
         elif isinstance(event, Recovery):
@@ -79,24 +80,24 @@ def run_chaos(
     progress: Callable[[Chaos], object] = lambda chaos: None,
     **options: Any,
 ) -> Chaos:
-    """Step a batch of an env while workers are struck, beside the same envs undisturbed.
+    """Step a batch of an env while its workers are killed or stopped, and compare it with undisturbed envs.
 
-    Both get the same seed at the first reset, none later, and the same random actions. When an episode is ended by a
-    loss, or a difference is found, all envs are built anew and go on with another seed. After a difference the same
-    steps are taken without strikes: an env that differs then too ends the run.
+    Both batches get the same seed at the first reset, no seed later, and the same random actions. After a loss that
+    ended an episode, or after a difference, all envs are built anew with another seed. After a difference the same
+    steps are also taken without kills: if the env differs then too, the run ends.
 
     Args:
-        env_fn: Builds the env, deterministic under its seed.
-        num_envs: How many.
-        kills: End when so many workers have been lost.
-        seconds: End after this time.
-        seed: Decides seeds, actions, victims, manners and pauses; not what a victim is doing at that moment.
-        manners: The signals; a stopped worker hangs, and is killed at its deadline.
-        interval: The least and greatest pause between two strikes, seconds.
-        progress: Called now and then.
-        options: For ``SubprocessEnv``; deadlines, without which a stopped worker would be waited for, are half a
-            second for a step and five for a reset unless they say otherwise. The undisturbed envs have the same
-            ``worker_env``.
+        env_fn: Function that builds the env, which must be deterministic under its seed.
+        num_envs: Number of envs.
+        kills: End the run when this many workers have been lost.
+        seconds: End the run after this time.
+        seed: Seed of the choice of env seeds, actions, victims, signals and pauses. It does not decide what a worker is
+            doing when a signal arrives.
+        manners: The signals to choose from. A worker stopped by SIGSTOP hangs, and is killed at its deadline.
+        interval: The shortest and the longest pause between two signals, in seconds.
+        progress: Function that is called with the :class:`Chaos` now and then.
+        options: Options for ``SubprocessEnv``. A stopped worker needs a deadline: the default is half a second for a
+            step and five seconds for a reset. The undisturbed envs have the same ``worker_env``.
     """
     worker_env = options.get("worker_env")
     chaos, until, dice = Chaos(), time.monotonic() + seconds, random.Random(seed)

@@ -1,4 +1,4 @@
-"""An env that fails at the step it is told to, in the way it is told."""
+"""An env that fails at the step and in the way that you choose."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _MOST = float(2**24)
 
 
 class FaultyEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
-    """Counts its steps and episodes, and fails for real; else it is deterministic under its seed.
+    """Counts its steps and episodes, and fails for real when you say; otherwise it is deterministic under its seed.
 
     The observation is the step in the episode, the number of the episode, a draw of ``np_random`` and the last action
-    (-1 after a reset): a lost, doubled or spliced step shows. The reward is the draw.
+    (-1 after a reset). So it shows a lost, repeated or misplaced step. The reward is the draw.
 
     ::
 
         env = SubprocessEnv(partial(FaultyEnv, fault="kill", at=7, once=tmp_path / "struck"))
 
     Args:
-        fault: What happens: ``"raise"`` a RuntimeError, ``"exit"`` with code 3, SIGKILL to itself (``"kill"``), a real
-            segmentation fault, a ``"hang"`` for ever, or a ``"leak"`` of ``leaked`` bytes in this and each later step;
-            ``None``: nothing.
-        at: The step of each episode, from 1, at which it happens, before the step changes anything.
-        once: A file: the fault strikes only while it does not exist, and creates it. A recovery then passes the step;
-            without it the step fails in every process.
-        horizon: Steps of an episode; the last one terminates it.
-        leaked: Bytes.
+        fault: How the env fails: ``"raise"`` raises a RuntimeError, ``"exit"`` exits with code 3, ``"kill"`` sends
+            SIGKILL to itself, ``"segfault"`` causes a real segmentation fault, ``"hang"`` hangs for ever, ``"leak"``
+            leaks ``leaked`` bytes in this and each later step; ``None``: it does not fail.
+        at: The step of each episode at which the env fails, counted from 1; it fails before the step changes anything.
+        once: Path of a file. The env fails only if the file does not exist, and creates it. So the step succeeds in a
+            recovery; without ``once`` it fails in every process.
+        horizon: Number of steps of an episode; the last step terminates it.
+        leaked: Number of bytes to leak in each step.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - gymnasium declares it so

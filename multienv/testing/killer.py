@@ -18,7 +18,7 @@ KillManner = Literal["SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"]
 
 
 def worker_pids(envs: Any) -> list[int]:
-    """Return the processes of the workers of an env, a batch or a manager that are alive, each once."""
+    """Return the process ids of the living workers of an env, a batch or a manager, each once."""
     found = envs.statistics()
     several = found.values() if isinstance(found, Mapping) else found if isinstance(found, Iterable) else [found]
     pids = [one.pid for one in several if one is not None and one.pid is not None]
@@ -45,20 +45,21 @@ class Killer:
             ...  # step the env
         assert killer.delivered > 0
 
-    Only descendants of this process are struck: a pid that is out of date does no harm. The order of victims, manners
-    and pauses is a function of the seed; what a victim is doing at that moment is not. For kills between two steps
-    call :meth:`strike` there, without opening the context.
+    It sends signals only to descendants of this process, so an outdated pid does no harm. The seed decides the order of
+    victims, signals and pauses; it does not decide what a victim is doing when the signal arrives. To kill between two
+    steps, call :meth:`strike` there and do not open the context.
 
     Args:
-        victims: An env, a batch or a manager of multienv; or a function that returns the processes that may be struck
-            now. It is called from the killer's thread; what it raises is raised when the context ends.
+        victims: An env, a batch or a manager of multienv; or a function that returns the ids of the processes that may
+            get a signal now. The function is called in the killer's thread; if it raises, the exception is raised when
+            the context ends.
         manners: The signals to choose from.
-        interval: The least and greatest pause before each strike, in seconds.
-        kills: End after so many signals delivered; ``None``: go on until the context ends.
-        seed: Of the killer's own generator.
+        interval: The shortest and the longest pause before each signal, in seconds.
+        kills: End after this many delivered signals; ``None``: go on until the context ends.
+        seed: Seed of the killer's own generator.
 
     Attributes:
-        strikes: How many signals were sent so far, by manner.
+        strikes: Number of signals sent so far, by signal.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Killer:
         return self.strikes.total()
 
     def strike(self) -> bool:
-        """Strike one of the victims now; return whether a signal was sent."""
+        """Send a signal to one of the victims now; return whether one was sent."""
         victims = self._pids()
         manner = self._random.choice(self._manners)
         sent = bool(victims) and send(self._random.choice(victims), manner)
@@ -100,12 +101,12 @@ class Killer:
         return sent
 
     def __enter__(self) -> Killer:  # noqa: PYI034 - Self needs Python 3.11
-        """Start the thread that strikes."""
+        """Start the thread that sends signals."""
         self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Stop the thread that strikes, and raise what it raised."""
+        """Stop the thread that sends signals, and raise the exception that it raised, if any."""
         self._stop.set()
         self._thread.join()
         if self._error is not None and error is None:  # what the block raised says more

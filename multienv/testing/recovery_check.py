@@ -1,4 +1,4 @@
-"""Check that an env survives the death of its process unnoticed.
+"""Check that an env is recovered exactly when its process dies.
 
 ::
 
@@ -20,14 +20,14 @@ from multienv.testing.side_by_side import ENOUGH_MISMATCHES, PATIENT, EnvFn, Sid
 
 @dataclass(frozen=True)
 class RecoveryCheck:
-    """Tells what became of an env whose process was killed again and again.
+    """Holds the outcome of :func:`check_env_recovers`: an env whose process was killed again and again.
 
     Attributes:
-        asked: How many kills were asked for.
-        kills: How many were delivered.
-        exact: After how many of them the trajectory went on, bit for bit as without.
-        truncated: After how many the episode was honestly truncated, because its recovery could not be shown exact.
-        mismatches: What differed silently from the undisturbed env; must be empty.
+        asked: Number of kills that you asked for.
+        kills: Number of kills that were delivered.
+        exact: Number of kills after which the trajectory went on bit for bit as without them.
+        truncated: Number of kills after which the episode was truncated, because its recovery could not be shown exact.
+        mismatches: Differences from the undisturbed env that multienv did not report; must be empty.
     """
 
     asked: int
@@ -38,12 +38,12 @@ class RecoveryCheck:
 
     @property
     def is_honest(self) -> bool:
-        """Tell whether nothing differed silently."""
+        """Return whether no difference went unreported."""
         return not self.mismatches
 
     @property
     def is_exact(self) -> bool:
-        """Tell whether every kill asked for was delivered, and recovered from exactly."""
+        """Return whether every kill that you asked for was delivered and recovered from exactly."""
         return self.is_honest and self.exact == self.kills == self.asked
 
     def raise_if_inexact(self) -> None:
@@ -52,7 +52,7 @@ class RecoveryCheck:
             raise AssertionError(self._described())
 
     def raise_if_dishonest(self) -> None:
-        """Raise AssertionError if anything differed silently; truncated episodes are allowed."""
+        """Raise AssertionError if a difference went unreported; truncated episodes are allowed."""
         if not self.is_honest:
             raise AssertionError(self._described())
 
@@ -72,23 +72,23 @@ def check_env_recovers(
     make_env: Callable[[EnvFn], Any] | None = None,
     **options: Any,
 ) -> RecoveryCheck:
-    """Run an env in a process that is killed, next to one that is not, and compare bit by bit.
+    """Run an env in a process that is killed, next to an undisturbed one, and compare the two bit by bit.
 
-    Both get the same seed at the first reset, none later, and the same random actions. The kills come just before
-    steps that the seed chooses; they may fall on the first step of an episode. When an episode is truncated by a
-    recovery (``info["multienv"]``), or a difference is found, both envs are built anew and go on with another seed.
-    After a few differences the check ends.
+    Both envs get the same seed at the first reset, no seed later, and the same random actions. The kills come just
+    before steps that the seed chooses, possibly the first step of an episode. When a recovery truncates an episode
+    (``info["multienv"]``), or a difference is found, both envs are built anew with another seed. After five differences
+    the check ends.
 
     Args:
-        env_fn: Builds your env, deterministic under its seed.
-        steps: How many steps in all.
-        kills: Before how many of them to kill; at most ``steps``.
-        seed: Decides seeds, actions and the steps to kill before.
+        env_fn: Function that builds your env, which must be deterministic under its seed.
+        steps: Number of steps in all.
+        kills: Number of steps before which the process is killed; at most ``steps``.
+        seed: Seed of the choice of env seeds, actions and steps to kill before.
         manner: The signal.
-        make_env: Wraps an ``env_fn`` into an env whose ``statistics().pid`` is the process to kill; ``None``:
+        make_env: Function that makes an env from ``env_fn``; its ``statistics().pid`` is the process to kill. ``None``:
             ``SubprocessEnv(env_fn, **options)``.
-        options: For SubprocessEnv; its deadlines are a minute unless they say otherwise. The undisturbed env has
-            the same ``worker_env``.
+        options: Options for SubprocessEnv; the default deadline is a minute for a step or a reset. The undisturbed env
+            has the same ``worker_env``.
     """
     if not 0 <= kills <= steps:
         raise ValueError(f"there must be at least as many steps as kills, not {steps} steps and {kills} kills")

@@ -68,18 +68,18 @@ _NOTHING: Array = np.empty(0)
 
 
 class BatchOptions(TypedDict, total=False):
-    """Has the options of all vector envs.
+    """Lists the options of all vector envs.
 
     Args:
-        shared_memory: Observations lie in shared memory where their space has a fixed layout, and travel pickled where
-            not. ``True`` refuses spaces without such a layout; ``False`` is accepted and changes nothing.
-        copy: Give out new arrays of observations. If False, two sets of arrays are used in turn: the step or reset
-            after the next one overwrites them; they may be written to.
-        observation_mode: ``"same"``: all envs have the same observation space. ``"different"``: they share shape and
-            dtype. Or a pair, the batched and the single space.
-        autoreset_mode: A mode of gymnasium's, or its name or value.
-        merge_infos: Merge the infos of all envs, as gymnasium does. If False, ``infos`` is a list with a dict for each
-            env, which has the values that the env gave.
+        shared_memory: Observations travel in shared memory if their space has a fixed layout, else pickled. ``True``
+            refuses spaces without a fixed layout; ``False`` is accepted and changes nothing.
+        copy: Return new arrays of observations. If False, two sets of arrays are used in turn: the next step or reset
+            but one overwrites them. You may write to them.
+        observation_mode: ``"same"``: all envs have the same observation space. ``"different"``: their spaces share
+            shape and dtype. Or a pair of the batched and the single space.
+        autoreset_mode: A mode of gymnasium, or its name or value.
+        merge_infos: Merge the infos of all envs, as gymnasium does. If False, ``infos`` is a list with one dict for
+            each env, with the values that the env returned.
     """
 
     shared_memory: bool | None
@@ -94,24 +94,24 @@ class VectorOptions(BatchOptions, WorkerOptions, total=False):
 
 
 class HostedVectorEnv(VectorEnv[Any, Any, Any]):
-    """Does what SubprocessVectorEnv and SerialVectorEnv share: a batch of envs in supervised workers.
+    """Base class of the vector envs: a batch of envs in workers that are recovered after a loss.
 
     Attributes:
-        num_envs: How many envs there are.
-        single_observation_space, single_action_space: Of each.
-        observation_space, action_space: Of all together.
-        metadata, render_mode: As the first env has them.
-        spec: What :func:`make_vec` makes the same again from; else ``None``, as in gymnasium.
+        num_envs: Number of envs.
+        single_observation_space, single_action_space: Spaces of one env.
+        observation_space, action_space: Spaces of the batch.
+        metadata, render_mode: Those of the first env.
+        spec: A spec from which :func:`make_vec` makes the same envs again; ``None`` for other envs, as in gymnasium.
         autoreset_mode: What happens when an episode ends.
-        envs_per_worker: How many envs each worker has.
+        envs_per_worker: Number of envs of each worker.
 
     Args:
-        env_fns: Builds each env.
-        sizes: How many envs each worker gets.
-        workers: Makes what makes the workers, given ``options``.
+        env_fns: One function for each env, which builds it.
+        sizes: Number of envs for each worker.
+        workers: Called with ``options``; returns the object that makes the workers.
         place: Gives the workers their cores.
         shared_memory, copy, observation_mode, autoreset_mode, merge_infos: See :class:`BatchOptions`.
-        **options: For ``workers``.
+        **options: Options for ``workers``.
     """
 
     def __init__(
@@ -183,11 +183,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._infos_of_some = InfosOfSome(self.num_envs)
 
     def __enter__(self) -> Self:
-        """Return this object, whose envs are built."""
+        """Return this object; its envs are built."""
         return self
 
     def __exit__(self, *error: object) -> Literal[False]:
-        """Close."""
+        """Close all envs."""
         self.close()
         return False
 
@@ -196,18 +196,19 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     # --- reset ------------------------------------------------------------------------------------
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, Any]:
-        """Begin an episode in every env, or in those of ``options["reset_mask"]``.
+        """Begin an episode in every env, or in the envs of ``options["reset_mask"]``.
 
-        A step that was interrupted is completed and dropped first.
+        An interrupted step is completed first, and its outcome is dropped.
 
         Args:
             seed: ``None``, one integer (env ``i`` gets ``seed + i``), or one for each env.
-            options: The envs' own; and ``reset_mask``, a bool array: the others stay as they are. Or a list, a dict or
-                ``None`` for each env.
+            options: Options for the envs' own ``reset``, as one dict for all envs. Its key ``reset_mask``, a bool
+                array, says which envs to reset; the others stay as they are. Or a list with a dict or ``None`` for each
+                env.
 
         Returns:
-            Observations, batched as ``observation_space`` says (those of envs that were left out are their last), and
-            infos, merged as :meth:`step` does.
+            Observations and infos. Observations are batched as ``observation_space`` says; an env that was not reset
+            has its last observation. Infos are merged as :meth:`step` does.
 
         Raises:
             EnvsFailedError: Some envs raised; the others are reset.
@@ -216,14 +217,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._collect_reset(None)
 
     def reset_async(self, seed: Any = None, options: Any = None) -> None:
-        """Send the resets; collect them with :meth:`reset_wait`, or with :meth:`recv`, the first that are ready first.
+        """Send the resets; collect the results with :meth:`reset_wait`, or with :meth:`recv`.
 
-        While envs are under way at their own pace, ``options["reset_mask"]`` says which of the others to reset.
+        :meth:`recv` returns the first envs that are ready. While some envs are under way after :meth:`send`,
+        ``options["reset_mask"]`` says which of the other envs to reset.
         """
         self._begin_reset("reset_async", seed, options)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Collect what the resets returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect the results of the resets. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         self._refuse_wait("reset")
         return self._collect_reset(timeout)
 
@@ -264,25 +266,25 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any) -> Batch:
         """Take one step in every env.
 
-        ``autoreset_mode`` says what happens to an env whose episode has ended. A step that Ctrl-C interrupted is
-        completed by the next call, whatever its actions; ``infos["multienv"]`` then says ``resumed``.
+        ``autoreset_mode`` says what happens to an env whose episode has ended. If Ctrl-C interrupts a step, the next
+        call completes it, whatever its own actions; ``infos["multienv"]`` then says ``resumed``.
 
         Args:
             actions: A batch of the action space.
 
         Returns:
-            Observations, batched as ``observation_space`` says; rewards (float64, ``(num_envs,)``); terminations and
-            truncations (bool, ``(num_envs,)``); and the infos of all envs in one dict, where a key has a value for each
-            env and ``_key`` says which envs gave it (``merge_infos=False``: a list of dicts). With ``copy=False`` the
-            next step but one overwrites the observations. An env is truncated where it says so itself; and where its
-            episode could not be brought back after a loss: with its last observation, reward 0.0 and the reason in
-            ``infos["multienv"]`` (with SAME_STEP in ``infos["final_info"]["multienv"]``, as all that is told of the end
-            of an episode).
+            Observations, rewards, terminations, truncations and infos. Observations are batched as
+            ``observation_space`` says; with ``copy=False`` the next step but one overwrites them. Rewards are float64
+            and the flags bool, each of shape ``(num_envs,)``. The infos of all envs are in one dict: a key has a value
+            for each env, and ``_key`` says which envs gave it (``merge_infos=False``: a list of dicts). An env is
+            truncated if it says so itself, or if its episode could not be recovered after a loss. Then it has its last
+            observation, reward 0.0 and the reason in ``infos["multienv"]``. With SAME_STEP the reason is in
+            ``infos["final_info"]["multienv"]``, like all infos of the end of an episode.
 
         Raises:
-            ActionError: The actions do not fit; nothing was sent.
-            EnvsFailedError: Some envs failed; ``results`` has of each other env observation, reward, terminated and
-                truncated, and their episodes go on.
+            ActionError: The actions do not fit the action space; nothing was sent.
+            EnvsFailedError: Some envs failed. For each other env, ``results`` has observation, reward, terminated and
+                truncated, and its episode goes on.
         """
         unfinished = self._fanout.unfinished
         if unfinished is not None or self.closed:
@@ -295,7 +297,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._outcome(self._fanout.ask("step", parts))
 
     def step_async(self, actions: Any) -> None:
-        """Send the steps; collect them with :meth:`step_wait`."""
+        """Send the steps; collect the results with :meth:`step_wait`."""
         self._settle("step_async")
         parts = self._split(actions)
         if not self._all_begun:
@@ -303,7 +305,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._fanout.send("step", parts, whole=False)
 
     def step_wait(self, timeout: float | None = None) -> Batch:
-        """Collect what the steps returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect the results of the steps. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         self._refuse_wait("step")
         return self._outcome(self._collected(timeout))
 
@@ -358,7 +360,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     # --- each env at its own pace -----------------------------------------------------------------
 
     def send(self, actions: Any, indices: Sequence[int] | None = None) -> None:
-        """Send actions to some envs; :meth:`recv` gives the results. Does not wait for any env.
+        """Send actions to some envs without waiting; :meth:`recv` returns the results.
 
         ::
 
@@ -367,18 +369,18 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 observations, rewards, terminations, truncations, infos, indices = envs.recv(16)
                 envs.send(policy(observations), indices)
 
-        This is EnvPool's asynchronous mode. Each env's own trajectory is that of ``step()``, whatever the order.
-        An env that is slow, hangs or is being brought back holds up those of its own process only, which are stepped
-        together once each has its action: so give ``envs_per_worker=1`` where step times differ.
+        This is EnvPool's asynchronous mode. Each env's own trajectory is the same as with ``step()``, in any order. A
+        slow, hanging or recovering env delays only the envs of its own process: envs that share a process are stepped
+        together once each has its action. If step times differ, set ``envs_per_worker=1``.
 
         Args:
-            actions: A batch, one for each of ``indices``.
+            actions: A batch with one action for each of ``indices``.
             indices: Different envs that are not under way; ``None``: all, in order.
 
         Raises:
-            ActionError: The actions do not fit; nothing was sent.
+            ActionError: The actions do not fit the action space; nothing was sent.
             CallPendingError: Some of the envs are under way; nothing was sent.
-            ResetNeededError: Some of the envs have no episode; nothing was sent.
+            ResetNeededError: Some of the envs have no running episode; nothing was sent.
         """
         if self.closed:
             self._refuse_closed("send")
@@ -397,20 +399,22 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             stream.give("step", {env: parts[place] for place, env in enumerate(envs)})
 
     def recv(self, k: int | None = None, timeout: float | None = None) -> Some:
-        """Wait for the first ``k`` envs that are ready, of those that :meth:`send` or ``reset_async`` has sent to.
+        """Wait for the first ``k`` envs that are ready, among those that :meth:`send` or ``reset_async`` has sent to.
 
         Args:
-            k: How many envs; ``None``: all that are under way.
-            timeout: Seconds to wait; ``None``: for ever.
+            k: Number of envs; ``None``: all that are under way.
+            timeout: Seconds to wait; ``None`` waits for ever.
 
         Returns:
-            As :meth:`step` does, but with ``k`` rows: observations, rewards, terminations, truncations and infos; and
-            the indices of the envs, an int array of ``k``. An env that was reset has reward 0.0, both flags False.
+            The same as :meth:`step`, but with ``k`` rows: observations, rewards, terminations, truncations and infos;
+            and the indices of the envs, an int array of length ``k``. An env that was reset has reward 0.0 and both
+            flags False.
 
         Raises:
-            WaitTimeout: Fewer are ready after ``timeout`` seconds; nothing is lost, call it again.
-            EnvsFailedError: Some of these envs failed; ``results`` has what the others of them returned.
-            UsageError: The results of so many envs cannot come.
+            WaitTimeout: Fewer than ``k`` envs are ready after ``timeout`` seconds. Nothing is lost; call it again.
+            EnvsFailedError: Some of these envs failed; ``results`` has the results of the others among them.
+            UsageError: ``k`` results cannot arrive: too few envs are under way, or some of them share a process with an
+                env that has no action yet.
         """
         if self.closed:
             self._refuse_closed("recv")
@@ -463,28 +467,28 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def rollout(self, policy: Policy, steps: int) -> Fragment:
         """Take many steps in one request to each worker: the policy runs beside the envs, in each worker's process.
 
-        It does what this loop does, to the bit, and what comes after it is the same as well::
+        The result equals this loop bit for bit, and so does everything after it::
 
             for _ in range(steps):
                 observations, rewards, terminations, truncations, infos = envs.step(policy(observations))
 
-        A rollout that Ctrl-C interrupted is completed by the next call, whatever its arguments; the fragment then is
-        ``resumed``.
+        If Ctrl-C interrupts a rollout, the next ``rollout()`` completes it, whatever its arguments, and the fragment
+        says ``resumed``.
 
         Args:
-            policy: A batch of observations → the batch of their actions, or a pair of these and a dict of arrays, with
-                a row for each observation. It gets the batch of its worker's envs, not of all, so each row should be
-                computed by itself. It travels by cloudpickle and is unpickled for each call: chance that it draws
-                should be from a generator that it carries, so that a fragment which is computed again after a loss is
-                the same.
-            steps: How many.
+            policy: A function that takes a batch of observations. It returns the batch of actions, or a pair of that
+                batch and a dict of arrays with one row for each observation. It gets the observations of its worker's
+                envs, not of all envs, so compute each row independently of the others. The policy travels by
+                cloudpickle and is unpickled for each call. If the policy draws random numbers, let it carry its own
+                generator: then a fragment that is computed again after a loss is the same.
+            steps: Number of steps.
 
         Raises:
-            PolicyError: The policy raised in some worker. Its envs stand where they were then.
-            EnvsFailedError: Some envs raised. ``results`` has the fragment of each other env. Of an env that raised
-                ``failures[index].fragment`` has all steps; the one that raised is ``truncated`` there, and the next
+            PolicyError: The policy raised in some worker. The envs of that worker stay where they were at that moment.
+            EnvsFailedError: Some envs raised. ``results`` has the fragment of each other env. For an env that raised,
+                ``failures[index].fragment`` has all steps: the step that raised is ``truncated`` there, and the next
                 episode follows it.
-            UsageError: With ``autoreset_mode="DISABLED"``, or the policy cannot be pickled.
+            UsageError: ``autoreset_mode`` is ``"DISABLED"``, or the policy cannot be pickled.
         """
         unfinished = self._fanout.unfinished
         if unfinished is not None and unfinished.name == "rollout" and unfinished.is_interrupted and not self.closed:
@@ -622,46 +626,47 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def call(
         self, name: str, /, *args: Any, indices: Sequence[int] | None = None, recorded: bool = True, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Call a method of each env, or of a wrapper of it; an attribute that is not callable is returned.
+        """Call a method of each env or of one of its wrappers. If the attribute is not callable, return it.
 
         Args:
-            name: The method; reset, step and close have methods of their own here.
-            *args: For the method.
-            indices: Which envs, in this order; ``None``: all.
-            recorded: The call may change the env: it is replayed when the env is brought back, so the method should be
-                as deterministic as the env. False for one that changes nothing: it takes no room in the journal, so
-                that it can be made at every step.
-            **kwargs: For the method.
+            name: Name of the method. For reset, step and close, call the methods of this object instead.
+            *args: Arguments for the method.
+            indices: Which envs to call, in this order; ``None``: all.
+            recorded: Whether the call may change the env. A recorded call is replayed when the env is recovered, so the
+                method should be as deterministic as the env. Give False for a method that changes nothing: it takes no
+                room in the journal, so you can call it at every step.
+            **kwargs: Keyword arguments for the method.
 
         Returns:
-            What each env returned.
+            The result of each env.
 
         Raises:
-            EnvsFailedError: Some envs raised; ``results`` has what the others returned, and all episodes go on.
+            EnvsFailedError: Some envs raised. ``results`` has the results of the others, and all episodes go on.
         """
         return self._ask("call", lambda slots: call_message(name, args, kwargs, slots, recorded=recorded), indices)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Send the calls; collect them with :meth:`call_wait`."""
+        """Send the calls; collect the results with :meth:`call_wait`."""
         self._settle("call_async")
         self._asked = range(self.num_envs)
         self._fanout.send("call", [call_message(name, args, kwargs)] * len(self._workers), whole=False)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Collect what the calls returned. Raises WaitTimeout after ``timeout`` seconds; wait again then."""
+        """Collect the results of the calls. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
         self._refuse_wait("call")
         return self._values(timeout)
 
     def get_attr(
         self, name: str, indices: Sequence[int] | None = None, *, calls_methods: bool = True
     ) -> tuple[Any, ...]:
-        """Return an attribute of every env, or of a wrapper of it.
+        """Return an attribute of every env or of one of its wrappers.
 
         Args:
-            name: The attribute.
-            indices: Of which envs, in this order; ``None``: all.
-            calls_methods: Return what a method returns, as gymnasium does: it is called then, and the call is recorded.
-                Else return of a method a function that calls it in its env. To look is not recorded.
+            name: Name of the attribute.
+            indices: Which envs to ask, in this order; ``None``: all.
+            calls_methods: If the attribute is a method, call it and return its result, as gymnasium does; the call is
+                recorded. If False, return a function that calls the method in its env. Reading an attribute is not
+                recorded.
         """
         values = self._ask("get_attr", lambda slots: GetAttribute(name, slots, calls_methods), indices)
         pairs = list(zip(range(self.num_envs) if indices is None else indices, values, strict=True))
@@ -679,9 +684,9 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Set an attribute on every env.
 
         Args:
-            name: It is set where it is found among the env and its wrappers, else on the outermost.
-            values: A list or tuple has one value for each env that is asked; anything else is for all.
-            indices: On which envs; ``None``: all.
+            name: Name of the attribute. It is set on the env or the wrapper that has it, else on the outermost one.
+            values: A list or tuple has one value for each env of ``indices``; any other value is for all.
+            indices: Which envs to change; ``None``: all.
         """
         self._settle("set_attr")
         asked = range(self.num_envs) if indices is None else checked_indices(indices, self.num_envs)
@@ -704,11 +709,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._values(None)
 
     def is_wrapped(self, wrapper_class: type[Any], indices: Sequence[int] | None = None) -> tuple[bool, ...]:
-        """Tell of every env whether it has a wrapper of this class, which is compared by its name.
+        """Return for every env whether it has a wrapper of this class. Classes are compared by name.
 
         Args:
-            wrapper_class: Of the wrapper, or a base of its class.
-            indices: Of which envs, in this order; ``None``: all.
+            wrapper_class: The class of the wrapper, or a base class of it.
+            indices: Which envs to ask, in this order; ``None``: all.
         """
         kind = (wrapper_class.__module__, wrapper_class.__name__)  # cloudpickle keeps no __qualname__
         return self._ask("is_wrapped", lambda slots: IsWrapped(kind, slots), indices)
@@ -750,7 +755,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     @property
     def np_random(self) -> Any:
-        """Copies of the generators of all envs, as AsyncVectorEnv has them."""
+        """Return copies of the random generators of all envs, as AsyncVectorEnv does."""
         return self.get_attr("np_random")
 
     @np_random.setter
@@ -759,13 +764,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
     @property
     def np_random_seed(self) -> Any:
-        """Return the seeds of the generators of all envs; -1 where it is not known."""
+        """Return the seeds of the random generators of all envs; -1 for a seed that is not known."""
         return self.get_attr("np_random_seed")
 
     def render(self) -> tuple[Any, ...]:
-        """Return what every env renders, as its ``render_mode`` says: with ``"rgb_array"`` one frame each.
+        """Render every env, as its ``render_mode`` says: ``"rgb_array"`` returns one frame for each env.
 
-        After an episode that was lost there may be no env to draw before the reset: the last frame is returned again.
+        After a lost episode an env may not be renderable until its next reset: its last frame is returned again.
         """
         lost = [worker.state.process is Process.NONE for worker in self._workers]
         lacks = [env for rows, one in zip(self._slices, lost, strict=True) if one for env in range(self.num_envs)[rows]]
@@ -778,7 +783,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return self._frames
 
     def get_images(self) -> list[Frame]:
-        """Return one frame of every env; UsageError if ``render_mode`` is another than ``"rgb_array"``."""
+        """Return one frame of every env. Raises UsageError if ``render_mode`` is not ``"rgb_array"``."""
         if self.render_mode != "rgb_array":
             raise UsageError(
                 f"get_images(): the envs draw no frames, render_mode is {self.render_mode!r}. Make them with "
@@ -787,13 +792,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return list(self.render())
 
     def render_tiled(self) -> Frame:
-        """Return the frames of all envs in one picture, as :func:`~multienv.vector.rendering.tile_images` does."""
+        """Return the frames of all envs in one image, as :func:`~multienv.vector.rendering.tile_images` does."""
         return tile_images(self.get_images())
 
     # --- checkpoints ------------------------------------------------------------------------------
 
     def snapshot(self) -> VectorSnapshot:
-        """Keep the envs as they are, in frozen copies of their processes, to come back to with :meth:`restore`.
+        """Keep the present state of all envs, in frozen copies of their processes. :meth:`restore` returns to it.
 
         Raises:
             EnvsFailedError: A process cannot be forked; ``failures`` says why.
@@ -802,11 +807,14 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         return VectorSnapshot(tuple(found), tuple(self._begun.tolist()))
 
     def restore(self, snapshot: VectorSnapshot) -> None:
-        """Go back to a snapshot, as often as is wanted.
+        """Bring all envs back to a snapshot. You can restore a snapshot any number of times.
+
+        Args:
+            snapshot: A snapshot that :meth:`snapshot` of these envs returned.
 
         Raises:
-            EnvsFailedError: A worker could not; the others are where the snapshot was taken. Restore another one, or
-                reset.
+            EnvsFailedError: Some workers could not be restored; the others are at the snapshot. Restore another
+                snapshot, or reset.
         """
         if not isinstance(snapshot, VectorSnapshot) or len(snapshot.workers) != len(self._workers):
             raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of these envs; snapshot() returns one.")
@@ -815,17 +823,21 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._stand(snapshot.begun)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what another trainer needs to go on from here, bit for bit: plain data that can be pickled."""
+        """Return the state as plain data that can be pickled, to continue bit for bit in another trainer."""
         found = self._each("state_dict", [worker.state_dict for worker in self._workers])
         return {"version": 1, "workers": found, "begun": self._begun.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring the envs to where they were when :meth:`state_dict` returned this, which is all that it takes.
+        """Bring the envs to the state in which :meth:`state_dict` was called. Nothing else is needed.
+
+        Args:
+            state: A dict that :meth:`state_dict` returned.
 
         Raises:
-            UsageError: It is no such state, or one of envs dealt to workers in another way.
-            EnvsFailedError: Some workers could not be brought there: their envs are as they were before. Those of the
-                other workers want a reset, by a ``reset_mask`` say; or load another state.
+            UsageError: ``state`` is not a dict of :meth:`state_dict`, or its envs were split over the workers
+                differently.
+            EnvsFailedError: Some workers could not reach the state: their envs are as they were before. The envs of the
+                other workers need a reset, for example with a ``reset_mask``; or load another state.
         """
         sizes = len(self._workers), self.num_envs
         found: list[Any] = [state.get(key) for key in ("workers", "begun")] if isinstance(state, Mapping) else []
@@ -895,19 +907,19 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     # --- the end ----------------------------------------------------------------------------------
 
     def statistics(self) -> list[Statistics]:
-        """Return counters and state of each worker; its steps are those of all its envs together."""
+        """Return counters and state of each worker. A step of the batch counts as one step of each worker."""
         return [worker.statistics() for worker in self._workers]
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
-        """End the workers: by asking, and after ``Deadlines.close`` seconds by force; again does nothing.
+        """Ask the workers to end, and kill them after ``Deadlines.close`` seconds. A second call does nothing.
 
         Args:
-            timeout: Seconds to wait for them, if that is less.
-            terminate: Do not ask.
-            **kwargs: Ignored, as gymnasium does.
+            timeout: Seconds to wait for the workers, if that is less.
+            terminate: Kill the workers without asking.
+            **kwargs: Ignored, as in gymnasium.
 
         Warns:
-            UserWarning: The answer to a call in two halves was not collected. All is closed nevertheless.
+            UserWarning: The result of a call in two halves was not collected. Everything is closed all the same.
         """
         patience = 0.0 if terminate else timeout
         close_at_once([partial(worker.close, patience) for worker in self._workers])
@@ -924,7 +936,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
 @dataclass(frozen=True, slots=True)
 class VectorSnapshot:
-    """Stands for what :meth:`HostedVectorEnv.snapshot` took: a snapshot of each worker."""
+    """Holds a snapshot of each worker, as :meth:`HostedVectorEnv.snapshot` returns it."""
 
     workers: tuple[Any, ...]
     begun: tuple[bool, ...]

@@ -54,23 +54,23 @@ def make_vec(
 
     Args:
         id: A registered id (``"module:Env-v0"`` imports the module first), an ``EnvSpec``, or a function that builds
-            one env. The ``spec`` of what this returned makes the same again.
-        num_envs: How many.
-        vectorization: ``"subprocess"``, a :class:`SubprocessVectorEnv`; ``"serial"``, a :class:`SerialVectorEnv`; or
-            ``"ray"``, a :class:`RayVectorEnv`. The first two are ``"async"`` and ``"sync"`` in gymnasium's words;
-            ``vectorization_mode=`` says the same.
-        vector_kwargs: What else the constructor of that class takes.
-        wrappers: Put around each env, the first innermost; each is called with the env alone.
-        **make_kwargs: For ``gymnasium.make``, or the function, in every process: the env's own, ``render_mode`` and
-            ``max_episode_steps``.
+            one env. The ``spec`` of the returned envs makes the same envs again.
+        num_envs: Number of envs.
+        vectorization: ``"subprocess"`` makes a :class:`SubprocessVectorEnv`, ``"serial"`` a :class:`SerialVectorEnv`,
+            ``"ray"`` a :class:`RayVectorEnv`. Gymnasium's names for the first two, ``"async"`` and ``"sync"``, work
+            too, and so does the keyword ``vectorization_mode=``.
+        vector_kwargs: Further arguments for the constructor of that class.
+        wrappers: Wrappers for each env, the first one innermost; each is called with the env as its only argument.
+        **make_kwargs: Arguments for ``gymnasium.make``, or for the function, in every process: the env's own,
+            ``render_mode`` and ``max_episode_steps``.
 
     Returns:
         The envs, built; call ``reset()`` next.
 
     Raises:
-        UsageError: There is no such vectorization, or fewer than one env are wanted.
+        UsageError: The vectorization is unknown, or ``num_envs`` is less than 1.
         EnvsFailedError: Some envs could not be built.
-        gymnasium.error.Error: There is no such id.
+        gymnasium.error.Error: The id is not registered.
     """
     vectorization = _word(make_kwargs.pop("vectorization_mode", None) or vectorization)
     if callable(id):

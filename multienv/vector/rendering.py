@@ -14,16 +14,16 @@ Frame = np.ndarray[Any, Any]
 
 
 def tile_images(frames: Sequence[Frame]) -> Frame:
-    """Put all frames into one, as OpenAI's baselines lay them out: a grid near to a square, row by row, the rest black.
+    """Put all frames into one image, as OpenAI's baselines do: a nearly square grid, row by row, black where empty.
 
     Args:
         frames: ``N`` arrays of one shape, ``(height, width, channels)`` or ``(height, width)``.
 
     Returns:
-        An array of ``ceil(sqrt(N))`` rows of frames, and as many columns as that leaves.
+        An array with ``ceil(sqrt(N))`` rows of frames, and as many columns as that needs.
 
     Raises:
-        UsageError: There are none, they are no pictures, or their shapes or types differ.
+        UsageError: The list is empty, a frame is not an image, or the shapes or types of the frames differ.
     """
     pictures = [np.asarray(frame) for frame in frames]
     kinds = sorted({f"{picture.dtype}{list(picture.shape)}" for picture in pictures})

@@ -1,4 +1,4 @@
-"""Vector envs: many envs in a few processes that may die at any moment; and the same in this process."""
+"""Vector envs: many envs in a few processes that may die at any moment; and the same in the trainer's process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SubprocessVectorEnv(HostedVectorEnv):
-    """A ``gymnasium.vector.VectorEnv`` whose envs live in processes, several in each, and survive their deaths.
+    """A ``gymnasium.vector.VectorEnv`` whose envs run in processes, several in each, and survive their deaths.
 
     ::
 
@@ -28,35 +28,37 @@ class SubprocessVectorEnv(HostedVectorEnv):
         observations, infos = envs.reset(seed=0)
         observations, rewards, terminations, truncations, infos = envs.step(envs.action_space.sample())
 
-    It takes the place of ``gymnasium.vector.AsyncVectorEnv`` and equals ``SyncVectorEnv`` to the bit; the design page
-    says what of the former is not here, and why. When a process dies, by any cause, its envs are brought back as
-    :class:`~multienv.SubprocessEnv` brings back one, and the step returns what it would have returned. An env that
-    cannot be brought back ends its episode with ``truncated``; the others of its process go on exactly.
+    It replaces ``gymnasium.vector.AsyncVectorEnv`` and equals ``SyncVectorEnv`` to the bit. The design page lists the
+    parts of AsyncVectorEnv that it leaves out, and why. When a process dies, from any cause, its envs are recovered, as
+    in :class:`~multienv.SubprocessEnv`. The step returns the same result as without the loss. An env that cannot be
+    recovered ends its episode with ``truncated``; the other envs of its process go on exactly.
 
     ``autoreset_mode`` says what happens at the end of an episode:
 
-    - ``NEXT_STEP``: the step that ends it returns its last observation; the next one ignores the env's action and
-      returns the first observation of the new episode, reward 0.0 and both flags False.
-    - ``SAME_STEP``: the step that ends it returns the first observation of the new one, with the old one's last in
-      ``infos["final_obs"]`` and its info in ``infos["final_info"]``.
-    - ``DISABLED``: the caller resets the envs that have ended, ``reset(options={"reset_mask": mask})``.
+    - ``NEXT_STEP``: the step that ends the episode returns its last observation. The next step ignores the env's action
+      and returns the first observation of the new episode, reward 0.0 and both flags False.
+    - ``SAME_STEP``: the step that ends the episode returns the first observation of the new episode. The last
+      observation of the old one is in ``infos["final_obs"]``, its info in ``infos["final_info"]``.
+    - ``DISABLED``: you reset the envs that have ended, with ``reset(options={"reset_mask": mask})``.
 
     Args:
-        env_fns: Each builds one env, in its process; they travel by cloudpickle. All envs have the same action space.
-        envs_per_worker: How many envs share a process; the last one has what is left. ``"auto"``: one process a core,
-            with the envs dealt out evenly. Envs that wait rather than compute do better with fewer in a process.
-        max_concurrency: How many envs may step or reset at a time: at most so many processes share all envs.
-        bind_cores: A process whose steps are short keeps to a core, and yields it to others; and each looks for its
-            next request for 0.2 ms before it sleeps. Neither with a single core or under a quota of CPU time.
-        daemon: Ignored: the processes end with the trainer in any case, and may start processes of their own.
+        env_fns: One function for each env, which builds it in its process. They travel by cloudpickle. All envs must
+            have the same action space.
+        envs_per_worker: Number of envs that share a process; the last process gets the rest. ``"auto"``: one process
+            per core, with the envs spread evenly. Use fewer per process for envs that wait rather than compute.
+        max_concurrency: How many envs may step or reset at a time: at most this many processes share all envs.
+        bind_cores: Let each process with short steps keep to one core, and yield that core to others. Each process also
+            polls for its next request for 0.2 ms before it sleeps. Both are off with a single core, or under a quota of
+            CPU time.
+        daemon: Ignored: the processes always end with the trainer, and may start processes of their own.
         worker: Refused: multienv's own worker hosts the envs.
         **options: See :class:`~multienv.BatchOptions` and :class:`~multienv.WorkerOptions`.
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.
-        RuntimeError: Their spaces differ.
+        RuntimeError: The spaces of the envs differ.
         TypeError: ``shared_memory=True``, and a space has no fixed layout in memory.
-        UsageError: An ``env_fn`` is not callable or cannot be pickled, or another argument makes no sense.
+        UsageError: An ``env_fn`` is not callable or cannot be pickled, or another argument is invalid.
     """
 
     @takes_options_of(HostedVectorEnv.__init__, Workers.__init__)
@@ -90,24 +92,24 @@ class SubprocessVectorEnv(HostedVectorEnv):
 
 
 class SerialVectorEnv(HostedVectorEnv):
-    """The same host, wire and supervisor with all envs in this very process: for debugging.
+    """A :class:`SubprocessVectorEnv` without processes, for debugging: all envs run in the trainer's process.
 
-    A :class:`SubprocessVectorEnv` returns the same, to the bit, infos and errors included. A breakpoint in an env stops
-    here. Deadlines are not enforced, and a crash of an env is a crash of this process.
+    It returns the same as :class:`SubprocessVectorEnv`, to the bit, including infos and errors. A breakpoint in an env
+    stops here. Deadlines are not enforced, and a crash of an env is a crash of your process.
 
     Attributes:
-        envs: The envs themselves, as ``gymnasium.vector.SyncVectorEnv`` has them. For reading
-            only: this class does not see what is done to them directly.
+        envs: The envs themselves, as in ``gymnasium.vector.SyncVectorEnv``. Only read from them: this class does not
+            see direct changes.
 
     Args:
-        env_fns: Each builds one env.
+        env_fns: One function for each env, which builds it.
         hooks: See :class:`~multienv.WorkerOptions`.
         **options: See :class:`~multienv.BatchOptions`.
 
     Raises:
         EnvsFailedError: Some envs could not be built; all have been closed.
-        RuntimeError: Their spaces differ.
-        UsageError: An argument makes no sense.
+        RuntimeError: The spaces of the envs differ.
+        UsageError: An argument is invalid.
     """
 
     @takes_options_of(HostedVectorEnv.__init__)

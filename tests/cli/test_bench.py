@@ -50,7 +50,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line() -> None:
     for arguments, said in {
         (f"{ODD_ENVS}:segfaulting",): "does not work: The env's process was killed by SIGSEGV during step()",
         (f"{ODD_ENVS}:raising",): "does not work: The env raised kit.faults.FaultError: fault at reset 1",
-        ("CartPole-v1", "--against", "baselines"): "choose some of gymnasium, sb3",
+        ("CartPole-v1", "--against", "baselines"): "choose from gymnasium, sb3",
     }.items():
         result, _ = run("bench", *arguments)
         assert result.exit_code == 2

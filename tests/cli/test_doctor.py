@@ -26,8 +26,8 @@ def test_a_sound_env_is_recoverable_and_the_line_of_code_works() -> None:
     done, _ = run("doctor", "CartPole-v1", "--env-kwargs", '{"sutton_barto_reward": true}')
     assert done.exit_code == 0, done.output
     assert [line[2:15].strip() for line in done.stdout.splitlines() if line[:1] == "✓"] == CHECKS
-    assert re.search(r"✓ forks +a killed worker comes back from its snapshot, exact, in \d", done.stdout)
-    assert re.search(r"✓ replays +a new process repeats 1\d\d requests, exact", done.stdout)
+    assert re.search(r"✓ forks +a killed worker is recovered exactly from its snapshot, in \d", done.stdout)
+    assert re.search(r"✓ replays +a new process repeats 1\d\d requests exactly", done.stdout)
     assert re.search(r"✓ a hung worker +costs its deadline, and then \d", done.stdout)
     code = done.stdout.partition("Use\n")[2]
     lines = "\n".join(line.strip() for line in code.splitlines())
@@ -45,7 +45,7 @@ def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay(without_a_hung
     assert list(rows) == without_a_hung_worker
     assert {name for name, row in rows.items() if row["verdict"] != "ok"} == {"forks", "leaks"}
     assert rows["forks"]["meaning"] == "no snapshot can be taken: threads"
-    assert rows["leaks"]["meaning"] == "grow with each episode: descriptors by 1"
+    assert rows["leaks"]["meaning"] == "each episode leaks: 1 descriptors"
     assert "recycle_after_steps" in told["code"]
     assert "from odd_envs import LeakyWithThread" in told["code"]
     assert "lambda: LeakyWithThread(horizon=7)" in told["code"]
@@ -59,7 +59,7 @@ def test_an_env_whose_episodes_may_outgrow_a_replay_is_told_which_option_helps(
     assert result.exit_code == 0, result.output
     row = {row["name"]: row for row in told["checks"]}["replays"]
     assert row["verdict"] == "note"
-    assert re.search(r"exact, in .*; an episode may take .*, a replay 10 s; no snapshot helps", row["meaning"])
+    assert re.search(r"exactly, in .*; but an episode may take .*, and a replay at most 10 s", row["meaning"])
     assert re.search(r"RestartPolicy\(.*replay_limit=\d+\.0\)", told["code"])
 
 
@@ -80,7 +80,7 @@ def test_an_env_that_is_another_one_after_a_fork_is_run_without_snapshots() -> N
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in told["checks"]}
     assert {name for name, row in rows.items() if row["verdict"] != "ok"} == {"forks"}
-    assert rows["forks"]["meaning"] == "after a snapshot was woken step 181 differs silently"
+    assert rows["forks"]["meaning"] == "after a recovery from a snapshot, step 181 differs silently"
     assert "restart=RestartPolicy(snapshots=False)" in told["code"]
 
 
@@ -169,12 +169,12 @@ def test_what_is_no_env_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text("import os\nnonsense\n")
     (tmp_path / "json.py").write_text("def make(): pass\n")
     for name, said in {
-        "Cartpole-v1": "Cartpole-v1: no env of that id is registered. Did you mean CartPole-v1?",
+        "Cartpole-v1": "Cartpole-v1: no env with this id is registered. Did you mean CartPole-v1?",
         "no_such_module:make": "No module named 'no_such_module'",
-        f"{tmp_path}/none.py:make": f"there is no file {tmp_path}/none.py",
+        f"{tmp_path}/none.py:make": f"the file {tmp_path}/none.py does not exist",
         f"{tmp_path}/faulty.py:make": f"NameError: name 'nonsense' is not defined ({tmp_path}/faulty.py, line 2)",
         f"{tmp_path}/json.py:make": "another module has the name json; rename the file",
-        f"{ODD_ENVS}": "say what builds the env in it",
+        f"{ODD_ENVS}": "also name the function or class that builds the env",
         f"{ODD_ENVS}:Chanse": f"Did you mean {ODD_ENVS}:Chance?",
     }.items():
         result, _ = run("doctor", name)

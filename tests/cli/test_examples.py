@@ -131,7 +131,7 @@ def test_two_players_learn_to_be_unpredictable_while_their_envs_are_killed(tmp_p
     killed = KILLED.search(told)
     assert killed is not None, told
     assert int(killed[1]) == int(killed[2]) > 0
-    before, after = re.search(r"wins went from ([\d.]+) to ([\d.]+) a round", told).groups()
+    before, after = re.search(r"won ([\d.]+) per round at first, and ([\d.]+) at the end", told).groups()
     assert float(after) < float(before) / 1.5
 
 

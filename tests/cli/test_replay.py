@@ -149,8 +149,8 @@ def test_poison_in_the_fifth_episode_with_calls_and_attributes() -> None:
     result = run_process("replay", info["multienv"]["report"], "--pdb", stdin=commands)
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "('counted', 3, 3)" in result.stdout
-    assert "All 30 answers are as they were recorded." in result.stdout
-    assert "Now what was fatal: step(3), after 3 steps of its episode, last seed 4" in result.stdout
+    assert "All 30 answers match the recorded ones." in result.stdout
+    assert "Now the fatal request: step(3), after 3 steps of its episode, last seed 4" in result.stdout
     assert "Segmentation fault" in result.stderr
     assert "in string_at" in result.stderr
 
@@ -180,7 +180,7 @@ def test_a_report_is_replayed_in_the_world_that_its_trainer_saw(tmp_path: Path, 
     (report,) = reports.glob("*.json")
     result = replay(report)
     assert result.exit_code == 0, result.output
-    assert "All 1 answers are as they were recorded." in result.stdout
+    assert "All 1 answers match the recorded ones." in result.stdout
 
 
 def test_a_journal_that_begins_in_the_middle_is_replayed(reports: Path, replay: Replay) -> None:
@@ -190,7 +190,7 @@ def test_a_journal_that_begins_in_the_middle_is_replayed(reports: Path, replay: 
     assert json.loads(report.read_text())["journal"]["steps"] < 8000
     result = replay(report)
     assert result.exit_code == 0, result.output
-    assert "answers are as they were recorded" in result.stdout
+    assert "answers match the recorded ones" in result.stdout
 
 
 def test_actions_options_and_observations_without_a_layout_are_replayed(reports: Path, replay: Replay) -> None:
@@ -208,7 +208,7 @@ def test_actions_options_and_observations_without_a_layout_are_replayed(reports:
     settle()
     result = replay("latest")
     assert result.exit_code == 0, result.output
-    assert "All 6 answers are as they were recorded." in result.stdout
+    assert "All 6 answers match the recorded ones." in result.stdout
 
 
 def test_a_journal_that_no_replay_can_begin_in_is_said_to_be_so(reports: Path, replay: Replay) -> None:
@@ -239,7 +239,8 @@ def test_a_named_env_takes_the_place_of_the_reports_own(reports: Path, module: A
         assert told[-1]["came_again"] is False
         other = replay(report, "--env", "mine:CounterEnv", "--env-kwargs", '{"horizon": 9}', path=where)
         assert (
-            "Not all 22 answers are as they were recorded: env 0: the flags differ at request 8 of 22." in other.stdout
+            "Some of the 22 answers differ from the recorded ones: env 0: the flags differ at request 8 of 22."
+            in other.stdout
         )
     finally:
         gymnasium.registry.pop("Mine-v0", None)
@@ -251,7 +252,7 @@ def test_an_env_that_cannot_be_had_is_refused_in_one_line(cartpole_report: Path,
         ((), "No module named 'no_such_module'. Give --env ID, --env module:ID or --env module:function"),
         (("--env", "no.such:make"), "cannot be imported"),
         (("--env", "json:nothing"), "no such function"),
-        (("--env", "Nix-v0"), "no env of that id"),
+        (("--env", "Nix-v0"), "no env with this id"),
         (("--env-kwargs", "{}"), "give both"),
         (("--env-kwargs", "{"), "--env-kwargs {: this is not JSON"),
         (("--env-kwargs", "[1]"), "--env-kwargs [1]: give a JSON object"),
@@ -261,7 +262,7 @@ def test_an_env_that_cannot_be_had_is_refused_in_one_line(cartpole_report: Path,
         assert said in result.stderr
         assert result.stderr.count("\n") == 1
     result = replay(cartpole_report, "--env", "CartPole-v1")
-    assert "All 5 answers are as they were recorded." in result.stdout
+    assert "All 5 answers match the recorded ones." in result.stdout
 
 
 def test_without_an_argument_reports_are_listed_and_latest_is_the_newest(
@@ -390,7 +391,7 @@ def test_the_culprit_among_several_is_named_and_its_fault_comes_again(reports: P
     result = run_process("replay", str(path), "--pdb", stdin="p len(env), action.tolist()\nc\n")
     assert result.returncode == -signal.SIGSEGV, result.stdout + result.stderr
     assert "(3, [1, 3, 2])" in result.stdout
-    assert "All 6 answers are as they were recorded." in result.stdout
+    assert "All 6 answers match the recorded ones." in result.stdout
 
 
 def test_a_batch_is_replayed_past_a_truncation(replay: Replay) -> None:
@@ -407,5 +408,5 @@ def test_a_batch_is_replayed_past_a_truncation(replay: Replay) -> None:
     settle()
     result = replay("latest")
     assert result.exit_code == 0, result.output
-    assert "All 8 answers are as they were recorded." in result.stdout
-    assert "The fault did not come again: the request returned." in result.stdout
+    assert "All 8 answers match the recorded ones." in result.stdout
+    assert "The fault did not happen again: the request returned." in result.stdout

@@ -75,7 +75,7 @@ def test_the_worker_that_hangs_in_a_step_is_named_with_its_env_and_shows_its_sta
     assert (second["step_seconds"], second["busy"]) == (None, 1.0)
     assert (first["state"], first["busy"], first["awaited"]) == ("idle", 0.0, 0.0)
     text = top(trainer.pid, "--once", "--every", "0.1").output
-    assert "It waits for envs 2-3 (100% of the time)" in text
+    assert "The trainer waits for envs 2-3 (100% of the time)" in text
     assert "busy: step of env 3" in text
 
     for _ in range(2):  # the second is not the first once more, with the other behind it
@@ -164,7 +164,7 @@ def test_a_trainer_of_another_user_is_refused() -> None:
     us = os.getpid()
     assert refusal(2**22 + 1)  # all is imported now: the other user may not read where it lies
     if os.geteuid():
-        assert "belongs to another user: only that user, and root, may look." in refusal(1)
+        assert "belongs to another user. Only that user and root may look at it." in refusal(1)
         return
     read, write = os.pipe()
     child = os.fork()
@@ -176,7 +176,7 @@ def test_a_trainer_of_another_user_is_refused() -> None:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
-        assert answer.read() == f"Process {us} belongs to another user: only that user, and root, may look."
+        assert answer.read() == f"Process {us} belongs to another user. Only that user and root may look at it."
     os.waitpid(child, 0)
 
 
@@ -186,7 +186,7 @@ def test_a_trainer_that_is_busy_itself_and_the_list_where_several_run(trainer: T
         env.reset(seed=0)
         seen = table_where(os.getpid(), lambda seen: [row["state"] for row in seen["workers"]] == ["idle"])
         assert (seen["waited_for"], seen["workers"][0]["name"]) == (None, "env")
-        assert "The workers wait for it." in top(os.getpid(), "--once", "--every", "0.1").output
+        assert "The workers wait for the trainer." in top(os.getpid(), "--once", "--every", "0.1").output
         first, *lines = refusal().splitlines()
     assert first == "Several trainers run here; give the PID of one:"
     assert {str(trainer.pid), str(os.getpid())} <= {line.split()[0] for line in lines}
