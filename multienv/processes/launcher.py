@@ -38,6 +38,7 @@ from multienv.processes.leftovers import end_orphans
 from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order, tell_fate
 from multienv.processes.worker_process import ProcessChannel, live, undisturbed
 from multienv.sometimes import sometimes
+from multienv.threads import Lock
 
 METHODS = ("forkserver", "spawn")
 PRELOAD = (
@@ -151,7 +152,7 @@ class MonitorClient:
         except BaseException:
             self._control.close()
             raise
-        self._closing = threading.RLock()  # held for moments: the socket is not closed while another thread sends
+        self._closing = Lock()  # held for moments: the socket is not closed while another thread sends
         self._waiter = threading.Thread(target=self._await_end, name="multienv-monitor", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread is to be had: is_alive() takes note of its end
             self._waiter.start()

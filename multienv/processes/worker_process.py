@@ -34,7 +34,7 @@ from multienv.processes.channel import (
     give_way,
 )
 from multienv.processes.protocol import KILL, NO_SIGNAL, STACK, WAKE, Order, Told
-from multienv.threads import Task
+from multienv.threads import Lock, Task
 from multienv.wire.segment import (
     BUSY,
     NUMBERED,
@@ -105,7 +105,7 @@ class ProcessChannel(Channel):
         self._told = Told()
         self._rung = 0  # the newest request whose number was sent over the wake socket
         self._heard = [b""]  # what was received there last, as the last item
-        self._lock = threading.RLock()  # held for moments; a signal handler may come in between
+        self._lock = Lock()  # held for moments; a signal handler may come in between
         self._is_released = False
         self._ended = False
         self._gone: Callable[[], Gone] | None = None  # not the exception: its traceback would hold everything
@@ -326,7 +326,7 @@ class ProcessChannel(Channel):
 
     def abandon(self) -> None:
         """Close the copies of the descriptors in a forked child of the trainer. The process is the trainer's."""
-        self._lock = threading.RLock()  # a thread of the trainer may hold the old one
+        self._lock = Lock()  # a thread of the trainer may hold the old one
         self._is_released = True
         self._wake_socket.close()
         self._fate.close()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import threading
 import time
 import weakref
 from collections import deque
@@ -80,6 +79,7 @@ from multienv.recovery.state_machine import (
     refusal,
 )
 from multienv.sometimes import sometimes
+from multienv.threads import Lock
 from multienv.wire.banks import FAILED, entry_of
 from multienv.wire.codecs import Codec, ExactCodec, RowsReply
 from multienv.wire.infos import Illegible
@@ -192,7 +192,7 @@ class Supervisor:
         self._policy, self._deadlines = policy, deadlines
         self._limits = Limits(deadlines, resets_in_steps=build.autoreset in ("NEXT_STEP", "SAME_STEP"))
         self._owner = os.getpid()
-        self.lock = threading.RLock()
+        self.lock = Lock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
         self.record = Record(index, hooks, reports, slots=len(build.draws))
         self.maintenance = Maintenance(policy)

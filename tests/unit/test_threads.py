@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import weakref
+from types import FrameType
 
 import pytest
 
+from kit.interruption import Interrupted
 from multienv.errors import UsageError
-from multienv.threads import Bell, Pool, Task, close_at_once, side_by_side
+from multienv.threads import Bell, Lock, Pool, Task, close_at_once, side_by_side
 
 
 def test_a_task_that_has_ended_does_not_keep_the_bell_that_it_rang() -> None:
@@ -49,3 +52,24 @@ def test_slow_closes_run_beside_each_other_and_what_is_no_error_of_ours_is_raise
         close_at_once([lambda number=number: close(number) for number in range(3)])  # type: ignore[misc]
     assert sorted(done) == [0, 1, 2]
     close_at_once([])
+
+
+def test_a_signal_handler_that_raises_at_any_moment_leaves_no_lock_held() -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    lock, interrupted = Lock(), 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        while interrupted < 3000:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.00005)
+                while True:
+                    with lock:
+                        pass
+            except Interrupted:
+                interrupted += 1
+                assert not lock._is_owned()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
