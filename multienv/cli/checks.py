@@ -283,16 +283,16 @@ def replays(patient: Patient) -> Row:
     return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice)
 
 
-def a_hung_worker(patient: Patient) -> Row:
+def hangs(patient: Patient) -> Row:
     """Stop the worker with SIGSTOP, with default options: it does not answer any more."""
     deadline = max(0.5, 5 * patient.first.slowest_step)
     struck = strike(patient, "SIGSTOP", restart=RestartPolicy(), step_deadline=deadline)
-    took = f"its deadline, and then {duration(struck.recovery.seconds)}"
+    took = f"{duration(struck.recovery.seconds)} after its deadline"
     if struck.outcome == "exact":
-        return Row("ok", f"costs {took}")
+        return Row("ok", f"a hung worker is recovered exactly, {took}")
     if struck.outcome == "differs":
-        return Row(_unless_recoverable(patient), f"costs a silent difference, {took}", "Use the options below.")
-    return Row(_unless_recoverable(patient), f"costs the rest of its episode (truncated=True), {took}")
+        return Row(_unless_recoverable(patient), f"after a hang, {struck.difference} differs", "Use the options below.")
+    return Row(_unless_recoverable(patient), f"the episode of a hung worker is truncated, {took}")
 
 
 # --- leaks ----------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
 
 
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    builds, steps, repeats, renders, forks, replays, a_hung_worker, leaks,
+    builds, steps, repeats, renders, forks, replays, hangs, leaks,
 )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ _MARKS: dict[Verdict, tuple[str, str]] = {
     "truncates": ("✗", "yellow"),
     "broken": ("✗", "red"),
 }
-_NAME_WIDTH = 13
+_NAME_WIDTH = 8
 
 
 def doctor(

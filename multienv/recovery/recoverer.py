@@ -42,8 +42,8 @@ _LOOK = 0.02
 _BUILDING = -2
 # What is said of a slot that no replay leads back to.
 _UNKNOWN = (
-    "what drove it is not all known: mostly its episode has outgrown RestartPolicy.replay_limit or journal_limit, and "
-    "there is no snapshot"
+    "its episode is no longer recorded from its beginning, and there is no snapshot. It has probably outgrown "
+    "RestartPolicy.replay_limit or journal_limit"
 )
 
 
