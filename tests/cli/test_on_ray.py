@@ -55,8 +55,8 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     for arguments, said in {
         ("--backend", "ray"): 'need the extra "ray"',
-        ("--address", "auto"): "--address that of a Ray cluster",
-        ("--backend", "dask"): "--backend is subprocess or ray",
+        ("--address", "auto"): "--address needs --backend ray",
+        ("--backend", "dask"): "--backend must be subprocess or ray",
     }.items():
         result, _ = run("bench", "CartPole-v1", *arguments)
         assert result.exit_code == 2

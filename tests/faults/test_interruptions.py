@@ -128,6 +128,7 @@ def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
     def alive() -> set[int]:
         return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
 
+    others = alive()  # a forkserver of multiprocessing that gymnasium has started, for instance
     fired = 0
     for interruption in every_place(stride=17):
         with SubprocessEnv(ENDLESS, restart=NO_SNAPSHOTS) as env:
@@ -142,7 +143,7 @@ def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
                 env.snapshot().free()
                 # The worker may have been replaced.
                 assert becomes_true(lambda before=before: len(alive()) <= len(before)), interruption.where  # type: ignore[misc]
-        assert becomes_true(lambda: alive() <= {monitor_pid()}), interruption.where
+        assert becomes_true(lambda: alive() <= {monitor_pid(), *others}), interruption.where
     assert fired > 5
 
 
