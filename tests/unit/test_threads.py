@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from kit.interruption import Interrupted
+from kit.interruption import Interrupted, disarm
 from multienv.errors import UsageError
 from multienv.threads import Bell, Lock, Pool, Task, close_at_once, side_by_side
 
@@ -61,15 +61,16 @@ def test_a_signal_handler_that_raises_at_any_moment_leaves_no_lock_held() -> Non
     lock, interrupted = Lock(), 0
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        while interrupted < 3000:
+        for _ in range(3000):
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.00005)
-                while True:
+                for _ in range(5000):
                     with lock:
                         pass
+                disarm()
             except Interrupted:
                 interrupted += 1
-                assert not lock._is_owned()
+            assert not lock._is_owned()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    assert interrupted > 1000
