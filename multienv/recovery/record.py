@@ -174,13 +174,11 @@ class Record:
         return loss
 
     def recovering(self, doing: str, effort: Effort) -> None:
-        """Log what a recovery that takes long is doing; of a replacement by plan as information only."""
-        level, what = logging.WARNING, "being recovered"
-        if effort.planned:
-            level, what = logging.INFO, "being moved to a new process"
+        """Log what a recovery or a replacement by plan is doing if it takes long."""
+        what = "being moved to a new process" if effort.planned else "being recovered"
         seconds = time.monotonic() - effort.began
         verb = "are" if len(self.envs) > 1 else "is"
-        logger.log(level, "%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
+        logger.warning("%s %s %s, %.0f s so far: %s.", self.name, verb, what, seconds, doing)
 
     def recovery(self, loss: Loss, outcome: Outcome, reason: str, effort: Effort) -> Recovery:
         """Note the outcome of a loss, and log the one warning that tells of both."""

@@ -13,7 +13,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -25,14 +25,16 @@ from multienv.recovery.policy import Effort, RestartBudget
 from multienv.recovery.state_machine import LOSSES
 from multienv.recovery.verification import differences
 from multienv.sometimes import sometimes
-from multienv.wire.banks import FAILED, HEAD, MESSAGE, U32
+from multienv.wire.banks import BEGIN, FAILED, HEAD, MESSAGE, STEP, U32, split_entries
 from multienv.wire.codecs import Codec, codec_of
 from multienv.wire.infos import Illegible
 from multienv.wire.messages import Build, Description, Failure, Message, Replay, drawn_seeds, foreign, pack_message
-from multienv.wire.segment import REPLAYING, RESTARTS
+from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
+# So many times in the limit of a request of a replay the trainer looks whether it gets on.
+_LOOKS = 8
 # Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
 _UP_WITHIN = 10.0
 # Seconds that a recovery takes in silence. Then the log says what it is doing, and again when that time has doubled.
@@ -153,7 +155,7 @@ class Recoverer:
         channel: Channel,
         message: Message,
         until: float | None,
-        each: float | None = None,
+        limit_at: Callable[[int], float] | None = None,
         effort: Effort | None = None,
     ) -> Any:
         """Send a request of our own to a process and return its answer.
@@ -162,7 +164,7 @@ class Recoverer:
             channel: To the process.
             message: The request.
             until: When to give up, by ``time.monotonic()``; ``None``: never.
-            each: Seconds in which a replay gets on by a request, or hangs; ``None``: no limit.
+            limit_at: Returns the seconds that an env may take at a place of a replay; ``None``: no limit.
             effort: The recovery that it belongs to; the log is told if that takes long.
 
         Raises:
@@ -171,26 +173,31 @@ class Recoverer:
         """
         number = self.next_number()
         self.publish(channel, number, pack_message(message))
-        return self.answer(channel, number, until, each, effort)
+        return self.answer(channel, number, until, limit_at, effort)
 
     def answer(
         self,
         channel: Channel,
         number: int,
         until: float | None,
-        each: float | None = None,
+        limit_at: Callable[[int], float] | None = None,
         effort: Effort | None = None,
     ) -> Any:
         """Wait for the answer to a request of our own, and return it; see :meth:`ask`."""
         banks, words = channel.segment.banks, channel.segment.words
-        until, each = math.inf if until is None else until, math.inf if each is None else each
+        until = math.inf if until is None else until
+        mark, since = (-1, -1), 0.0
         while True:
-            place, limit = words[REPLAYING], min(until, time.monotonic() + each)
-            if self._wait(channel, number, limit, effort):
-                break
-            if limit == until or words[REPLAYING] == place:
+            now, before = time.monotonic(), mark
+            mark = words[REPLAYING], words[SLOT]  # the env that is being called, and in which request
+            if mark != before:
+                since = now
+            limit = math.inf if limit_at is None else limit_at(mark[0])
+            if now >= min(until, since + limit):
                 sometimes("a request of our own hangs")
                 raise channel.kill(cause="hung", stack=True)
+            if self._wait(channel, number, min(until, since + limit, now + limit / _LOOKS), effort):
+                break
         try:
             payload = channel.segment.read_reply_payload(number)
             value = foreign(partial(pickle.loads, payload), Illegible)
@@ -479,19 +486,30 @@ class Recoverer:
         self._check_time(effort)
         message, codec = plan.message, self.codec
         effort.doing = f"replaying {plan.requests} requests"
-        replayed = self.ask(channel, message, until, self._longest_request(plan), effort)
+        replayed = self.ask(channel, message, until, self._limits_of(plan), effort)
         effort.replayed += plan.requests
         starts = {start.slot: start.entry for start in message.starts}
         found = differences(plan.entries, replayed, codec.layout, exact=codec.exact, starts=starts)
         differ = {slot: f"the replay does not match what was seen: {what}" for slot, what in found.items()}
         return differ | dict.fromkeys(plan.missing, _UNKNOWN)
 
-    def _longest_request(self, plan: Plan) -> float | None:
-        """Return the seconds after which a request of a replay hangs; ``None``: one of them has no deadline."""
-        deadlines = self._deadlines
-        limits = [deadlines.step, deadlines.reset, *([deadlines.call] if plan.lasting else [])]
-        known = [limit for limit in limits if isinstance(limit, int | float)]  # one that is "auto" ends no replay
-        return max(known) + REPLAY_GRACE if len(known) == len(limits) else None
+    def _limits_of(self, plan: Plan) -> Callable[[int], float]:
+        """Return what tells after how many seconds at a place, as ``REPLAYING`` says it, an env hangs in a replay."""
+        assert self.codec is not None
+        end = self.codec.layout.end
+        # One that is "auto" ends no replay.
+        step, reset, call = (
+            limit + REPLAY_GRACE if isinstance(limit, int | float) else math.inf
+            for limit in (self._deadlines.step, self._deadlines.reset, self._deadlines.call)
+        )
+        of_kinds = {STEP: step, BEGIN: reset}
+
+        @cache
+        def limits() -> list[float]:
+            begin = max(step, reset, call * len(plan.lasting) if plan.lasting else 0.0)
+            return [begin, *(of_kinds.get(entry.record[0], call) for entry in split_entries(plan.entries, end))]
+
+        return lambda place: limits()[min(place, plan.requests)]
 
     def _count_death(self, effort: Effort, place: int, gone: Gone) -> str:
         """Count a death; return why this method is given up if too many died at this place, else ``""``."""

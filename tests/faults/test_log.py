@@ -41,7 +41,7 @@ def test_each_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog:
     assert told.endswith(f"s. To see it again: multienv replay {report}")
 
 
-def test_a_replacement_by_plan_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_quick_replacement_by_plan_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     env_fn, policy = partial(CounterEnv, horizon=3), RestartPolicy(recycle_after_episodes=1)
     with caplog.at_level(logging.INFO, "multienv"), SubprocessEnv(env_fn, env_index=3, restart=policy) as env:
         for _ in range(2):

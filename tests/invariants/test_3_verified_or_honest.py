@@ -162,7 +162,7 @@ def test_what_a_journal_without_its_beginning_cannot_prove_is_truncated(
         (record,) = face.record(counts(steps, 1), 3, lambda step: face.signal() if step == steps - 1 else None)
         assert face.losses() == 1
         assert record[-2].observation[0] == last
-        assert_honest_truncation(record[-1], record[-2], "SIGKILL", *(["not all known"] if last == 199 else []))
+        assert_honest_truncation(record[-1], record[-2], "SIGKILL", *(["no longer recorded"] if last == 199 else []))
         if last == 199:
             lost_early = face.record(counts(9, 1), 4, lambda step: face.signal() if step == 5 else None)
             assert_as_without_losses(face, lost_early, counts(9, 1), 4)

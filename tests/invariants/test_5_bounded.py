@@ -182,7 +182,7 @@ def test_a_replay_that_hangs_is_given_up_by_the_deadline_of_a_step(
 ) -> None:
     """Then another process is tried: the whole of Deadlines.recovery, two minutes, is not waited for."""
     monkeypatch.setattr(recoverer, "REPLAY_GRACE", 0.2)
-    limits = Deadlines(step=0.5, reset=0.5)
+    limits = Deadlines(step=0.5, reset=60.0)
     with Face("vector_env", [partial(hangs_in_its_second_life, marker)], deadlines=limits, restart=REPLAY) as face:
         face.reset(0)
         for _ in range(4):
