@@ -223,6 +223,11 @@ class Journal:
         found = [plan for plan in tried if plan is not None]
         return found[:1] if len(found) == 2 and found[0].begun == found[1].begun else found
 
+    def can_be_shorter(self, plan: Plan | None) -> bool:
+        """Tell whether a replay can begin later than this one; ``None`` stands for a woken snapshot."""
+        near = self._plan(near=True)
+        return near is not None and (plan is None or plan.begun != near.begun)
+
     def _plan(self, *, near: bool) -> Plan | None:
         """Return the replay from the last starts, or from the first ones; ``None`` if no slot has any."""
         last, begun, missing, from_construction = self.last, {}, [], False

@@ -81,6 +81,10 @@ class Lifecycle:
         self._fate: Fate | None = None  # not the Gone itself: its traceback would keep the segment mapped
         self._effort: Effort | None = None
         self._processes_lost = 0  # by the request that the last recovery was for
+        self._committed = 0  # number of the last request that was answered before the loss
+        # The same before the last recovery, if that has repeated more of the past than must be.
+        self._repeated_at: int | None = None
+        self._repeats = False  # the process that is lost had been brought back so, for the same request
 
     # --- the first process ------------------------------------------------------------------------
 
@@ -159,7 +163,9 @@ class Lifecycle:
             self.loss, self._lost = loss, channel
         self._effort = self.recoverer.begin()
         slot = slots if is_policy else slot
-        return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss))
+        self._committed, self._repeats = committed, self._repeated_at == committed
+        is_spared = self._repeats and gone.cause == "died"
+        return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss), is_spared)
 
     def drop_lost(self, instruction: Instruction, state: State) -> None:
         """Drop a lost process whose envs are not brought back, and record the outcome."""
@@ -183,8 +189,7 @@ class Lifecycle:
         recoverer.arm(effort)
         try:
             recoverer.admit(effort, self._record.steps)
-            found = recoverer.wake(channel, self._journal.since, effort, fate)
-            self.found = found or recoverer.bring_back(self._journal.plans(), effort)
+            self.found = self._ways_back(channel, effort, fate)
             self._go_on_from(self.found, effort)
         except BudgetSpentError:
             return self._budget_spent(effort)
@@ -196,6 +201,32 @@ class Lifecycle:
                 for slot, what in self.found.mismatches.items()
             }
         )
+
+    def _ways_back(self, lost: Channel, effort: Effort, fate: Fate) -> Found:
+        """Bring the envs back from the snapshot, else by the journal; the second time by a short replay if possible.
+
+        A simulator may fail because of what has piled up in its process. A snapshot has all of that too, and a replay
+        from the construction on repeats it. Raises Unrecoverable.
+        """
+        found = self._shortly_replayed(effort) if self._repeats else None
+        found = found or self.recoverer.wake(lost, self._journal.since, effort, fate)
+        found = found or self.recoverer.bring_back(self._journal.plans(), effort)
+        self._repeated_at = self._committed if self._journal.can_be_shorter(found.plan) else None
+        return found
+
+    def _shortly_replayed(self, effort: Effort) -> Found | None:
+        sometimes("a process in which more than must be was repeated is lost with the next request")
+        try:
+            found = self.recoverer.bring_back(self._journal.plans(near=True), effort)
+        except Unrecoverable:
+            sometimes("no short replay leads back")
+            return None
+        if not found.mismatches:
+            return found
+        sometimes("a short replay differs")
+        found.channel.kill()
+        found.channel.release()
+        return None
 
     def _budget_spent(self, effort: Effort) -> Event:
         assert self.loss is not None

@@ -88,6 +88,8 @@ class State(NamedTuple):
         deaths: Slot and number of processes that ended while they executed the pending request for that slot. In a
             rollout, the slot after the last one stands for the policy.
         killed: The same for processes killed from outside. The slot may be the cause (memory), or not.
+        spared: One of them is not in ``deaths``, because more of the past had been repeated in it than must be: what
+            has piled up in the process may be the cause, and not the request.
         losses: Number of processes lost since the pending request was asked, or since the envs were to be built.
         what: A sentence that says how the last of these processes was lost.
     """
@@ -100,6 +102,7 @@ class State(NamedTuple):
     pending_truncations: tuple[tuple[int, str], ...] = ()
     deaths: tuple[tuple[int, int], ...] = ()
     killed: tuple[tuple[int, int], ...] = ()
+    spared: bool = False
     losses: int = 0
     what: str = ""
 
@@ -169,12 +172,15 @@ class Lost:
             policy. -1: none (the process died before it was asked), or unknown.
         outside: The process was killed from outside (SIGKILL, the end of the monitor). So the request is not suspect.
         what: A sentence that says what happened.
+        repeated: The process died, and for the pending request more of the past had been repeated in it than must be:
+            it was a woken snapshot, or a replay from the construction on.
     """
 
     cause: LossCause
     slot: int = -1
     outside: bool = False
     what: str = ""
+    repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +409,9 @@ def _lost(state: State, event: Lost, rules: Rules) -> tuple[State, Instruction]:
             return after, Instruction.LAUNCH
         return _without_request(after), Instruction.RAISE_LOST
     after = state._replace(process=Process.LOST, losses=state.losses + 1, what=event.what)
-    if event.outside:
+    if event.repeated and not state.spared:
+        after = after._replace(spared=True)
+    elif event.outside:
         after = after._replace(killed=_one_more(state.killed, event.slot))
     else:
         after = after._replace(deaths=_one_more(state.deaths, event.slot))
@@ -518,8 +526,14 @@ def _merged(known: tuple[tuple[int, str], ...], more: Mapping[int, str]) -> tupl
     return tuple(sorted({**more, **dict(known)}.items()))
 
 
-def _without_request(state: State, **changes: object) -> State:
-    return state._replace(request=None, skipped=(), not_reset=(), deaths=(), killed=(), losses=0, what="", **changes)  # type: ignore[arg-type]
+_NO_REQUEST = {
+    name: State._field_defaults[name]
+    for name in ("request", "skipped", "not_reset", "deaths", "killed", "spared", "losses", "what")
+}
+
+
+def _without_request(state: State, **changes: Any) -> State:
+    return state._replace(**_NO_REQUEST, **changes)
 
 
 def _given_up(state: State, pending_truncations: Mapping[int, str], *, running: bool) -> State:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ import pytest
 from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
 from kit.trainer_process import becomes_true
-from multienv import RestartPolicy, SerialEnv, SubprocessEnv
+from multienv import RestartPolicy, SerialEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ClosedError, UsageError
 from multienv.events import Event, Recovery
 from multienv.processes.launcher import Launch
@@ -164,6 +165,45 @@ def test_an_env_that_a_snapshot_does_not_bring_back_costs_the_others_of_its_proc
 
 
 # --- when there is none ------------------------------------------------------------------------------------
+
+
+class Fills(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Ends its process in each step once it has been reset ten times in it, as with a table of handles that is full."""
+
+    resets = 0
+
+    def reset(self, **options: Any) -> Any:
+        self.resets += 1
+        return super().reset(**options)
+
+    def step(self, action: Any) -> Any:
+        if self.resets > 10:
+            os.abort()
+        time.sleep(0.002)  # or the worker is young for all the test, and has no reset to begin at
+        return super().step(action)
+
+
+def filling() -> gymnasium.Env[Any, Any]:
+    return Fills(gymnasium.make("CartPole-v1"))
+
+
+@pytest.mark.parametrize("restart", [RestartPolicy(), OFTEN, RestartPolicy(snapshots=False)], ids=str)
+@pytest.mark.parametrize("envs", [1, 3])
+def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_past(
+    envs: int, restart: RestartPolicy
+) -> None:
+    """A snapshot, and a replay of the whole past, would end in the same step again, and so would each later step."""
+    steps = 400
+    plain = gymnasium.vector.SyncVectorEnv([partial(gymnasium.make, "CartPole-v1")] * envs)
+    with SubprocessVectorEnv([filling] * envs, envs_per_worker=envs, restart=restart, reports="") as ours:
+        ours.action_space.seed(1)
+        assert first_difference(ours.reset(seed=1)[0], plain.reset(seed=1)[0]) is None
+        for _ in range(steps):
+            actions = ours.action_space.sample()
+            assert first_difference(ours.step(actions)[:4], plain.step(actions)[:4]) is None
+        told = ours.statistics()[0]
+    assert told.truncated_recoveries == 0
+    assert told.losses > 1
 
 
 class Obstructed(CounterEnv):
