@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
@@ -22,13 +23,14 @@ import numpy as np
 import psutil
 from rich.filesize import decimal
 
+import multienv
 from multienv import SubprocessEnv
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, Walk, walk
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import EnvError, MultienvError, UsageError, WorkerLostError
-from multienv.events import Recovery, Statistics
+from multienv.errors import EnvError, MultienvError, UsageError, WorkerHungError, WorkerLostError
+from multienv.events import Event, Loss, Recovery, Statistics
 from multienv.testing.killer import KillManner, send
 from multienv.testing.side_by_side import EnvFn
 
@@ -43,6 +45,16 @@ _ANNOUNCED = 0.2
 _EPISODE_STEPS, _LEAST_EPISODES, _MOST_EPISODES, _EPISODES_SECONDS = 20, 3, 50, 0.5
 # Memory that comes and goes in a process without a leak.
 _NOISE = 256 * 2**10
+# A check ends if the env itself loses more workers than this in one walk, or one in a walk of so many seconds.
+_OWN_LOSSES, _OWN_LOSSES_SECONDS = 3, 60.0
+# A check that the env itself spoils is tried once more, but not when the examination has taken so many seconds.
+_SECOND_TRIES_UNTIL = 120.0
+# Recommended deadlines: so many times the slowest step or reset, and at least so many seconds.
+_TIMES_THE_SLOWEST, _LEAST_DEADLINE = 10.0, 1.0
+# Recommended max_rss: so many times the memory of a worker, in units of so many MiB, and at least so many MiB.
+_TIMES_THE_MEMORY, _MEMORY_UNIT, _LEAST_MEMORY = 4, 64, 512
+# About how many leaked descriptors, threads or processes of one env may pile up; least and greatest number of steps.
+_PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
 # Number of stderr lines shown of a lost worker.
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Take random numbers only from self.np_random."
@@ -51,8 +63,20 @@ _NO_DISPLAY = ("OpenGL", "DISPLAY")
 _ON_THE_CPU = (
     "The CPU renders. For a GPU: install its driver's EGL library, and give each worker a device by worker_env."
 )
-# The frames of multienv's own worker code in a traceback or a stack.
-_FRAMES_OF_THE_WORKER = re.compile(r'^  File "[^"\n]*/multienv/worker/.*\n?(?:    .*\n?)*', re.MULTILINE)
+# The frames of multienv's own code in a traceback or a stack of a worker.
+_OUR_FRAMES = re.compile(
+    rf'(?:^  File "{re.escape(str(Path(multienv.__file__).parent))}/(?:worker|processes|wire)/.*\n?(?:    .*\n?)*)+'
+    r'(?:  File "<string>", line 1 in <module>\n?)?',
+    re.MULTILINE,
+)
+
+
+class SpoiledError(Exception):
+    """Raised when a check cannot tell anything: the env itself crashed or hung, and was not recovered exactly."""
+
+
+class LostAgainError(Exception):
+    """Raised when the env itself loses worker after worker."""
 
 
 class Row(NamedTuple):
@@ -85,7 +109,11 @@ class Patient:
         first: The first walk. All others are compared with it.
         again: Whether another process walks the same way.
         ways: The outcome of recovery by a snapshot and by the journal.
-        leaks: Whether the env leaks.
+        memory: Bytes of a worker that has just built the env.
+        recycling: The options of RestartPolicy that help against the env's leaks.
+        crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
+        obstacle: Why the env has no snapshots, or ``""``.
+        began: When the examination began.
         episode_seconds: Env time of the longest episode that its spec allows; 0.0: unknown.
         variables: Environment variables that the env needs to render frames.
     """
@@ -97,7 +125,12 @@ class Patient:
     first: Walk = field(default_factory=Walk)
     again: bool = True
     ways: dict[str, Outcome] = field(default_factory=dict)
-    leaks: bool = False
+    memory: int = 0
+    recycling: list[str] = field(default_factory=list)
+    crashed: int = 0
+    hung: int = 0
+    obstacle: str = ""
+    began: float = field(default_factory=time.monotonic)
     episode_seconds: float = 0.0
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -106,14 +139,28 @@ class Patient:
         """Return the verdict on recovery: ``"ok"`` if one way of recovery is exact."""
         return "ok" if "exact" in self.ways.values() and self.ways.get("journal") != "differs" else "truncates"
 
+    @property
+    def own_faults(self) -> str:
+        """Return what the env did by itself: ``"crashed"``, ``"hung"``, ``"crashed and hung"`` or ``""``."""
+        return " and ".join(["crashed"] * bool(self.crashed) + ["hung"] * bool(self.hung))
+
+    def note_own_loss(self, *, hung: bool) -> None:
+        """Count a crash or a hang of the env itself."""
+        self.hung += hung
+        self.crashed += not hung
+
     def worker(
         self, *, env_fn: EnvFn | None = None, step_deadline: float | None = None, **options: Any
     ) -> SubprocessEnv:
-        """Return the env (or another one) in a worker that is not yet started. By default a loss raises."""
+        """Return the env (or another one) in a worker that is not yet started. By default a loss raises.
+
+        If the env has hung, the recommended deadlines apply: otherwise each further hang would take 10 s.
+        """
         most = self.reset_deadline
-        deadlines = Deadlines(
-            start=most, reset=most, step=step_deadline or self.step_deadline, call=most, recovery=most
-        )
+        step, reset = step_deadline or self.step_deadline, most
+        if self.hung and self.first.steps:
+            step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
+        deadlines = Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
         return SubprocessEnv(env_fn or self.env_fn, **{"restart": RAISE, "deadlines": deadlines, **options})
 
 
@@ -121,10 +168,7 @@ def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
     """Run all checks that make sense. Call ``told`` with the row of each check that has a finding."""
     rows: list[Row] = []
     for check in CHECKS:
-        try:
-            found = check(patient)
-        except Exception as error:  # the env caused it, and multienv raised it
-            found = _failed(patient, error)
+        found = _tried(check, patient)
         if found is None:
             continue
         rows.append(found._replace(name=check.__name__.replace("_", " ")))
@@ -134,9 +178,27 @@ def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
     return rows
 
 
+def _tried(check: Callable[[Patient], Row | None], patient: Patient) -> Row | None:
+    """Run a check. If the env itself crashed or hung, run it once more: that may have been chance."""
+    for is_last in (False, True):
+        try:
+            return check(patient)
+        except LostAgainError as error:
+            return Row("note", f"not known: {error}")
+        except Exception as error:  # the env caused it, and multienv raised it
+            if isinstance(error, WorkerLostError) and check is not renders:
+                patient.note_own_loss(hung=isinstance(error, WorkerHungError))
+            is_chance = isinstance(error, WorkerLostError | SpoiledError) and check is not builds
+            if is_last or not is_chance or time.monotonic() > patient.began + _SECOND_TRIES_UNTIL:
+                return _failed(patient, error)
+    raise AssertionError
+
+
 def _failed(patient: Patient, error: Exception) -> Row:
     """Return the row of a check that raised: what happened, and in which line of the env."""
     text = (str(error) or type(error).__name__).splitlines()[0]
+    if isinstance(error, SpoiledError):
+        return Row("note", f"not known: {text}")
     verdict: Verdict = "broken"
     advice, detail = "Run the env without multienv, and fix it first.", str(getattr(error, "remote_traceback", ""))
     if not isinstance(error, MultienvError):
@@ -155,7 +217,14 @@ def _failed(patient: Patient, error: Exception) -> Row:
         if error.report:
             env = f" --env {patient.name}" if ":" in patient.name else ""
             advice = f"To run it again: multienv replay {error.report}{env}"
-    return Row(verdict, text, advice, _FRAMES_OF_THE_WORKER.sub("", detail).strip("\n"))
+    return Row(verdict, text, advice, _foreign_frames(detail))
+
+
+def _foreign_frames(text: str) -> str:
+    """Return a traceback or a stack without the frames of multienv; a stack keeps them if it has no others."""
+    left = _OUR_FRAMES.sub("", text)
+    is_bare = "most recent call first" in text and '  File "' not in left
+    return (text if is_bare else left).strip("\n")
 
 
 # --- does it run at all? --------------------------------------------------------------------------
@@ -165,9 +234,9 @@ def builds(patient: Patient) -> Row:
     """Send ``env_fn`` to a worker, and build the env there."""
     began = time.perf_counter()
     with patient.worker() as env:
-        ready, memory = duration(time.perf_counter() - began), decimal(env.statistics().rss or 0)
+        ready, patient.memory = duration(time.perf_counter() - began), env.statistics().rss or 0
     size = decimal(len(cloudpickle.dumps(patient.env_fn)))
-    return Row("ok", f"env_fn takes {size}; its worker is ready after {ready}, and takes {memory}")
+    return Row("ok", f"env_fn takes {size}; its worker is ready after {ready}, and takes {decimal(patient.memory)}")
 
 
 def steps(patient: Patient) -> Row:
@@ -213,8 +282,8 @@ def renders(patient: Patient) -> Row | None:
             _, other = _frame(env)
         except EnvError as error:
             text = f"no frame. {error}".splitlines()[0]
-            detail = _FRAMES_OF_THE_WORKER.sub("", error.remote_traceback).strip("\n")
-            return Row("note", text, f"Is there no display? {_OFFSCREEN}", detail)
+            advice = f"Is there no display? {_OFFSCREEN}"
+            return Row("note", text, advice, _foreign_frames(error.remote_traceback))
         known = env.call("drawn_by")
         name = "MUJOCO_GL"
         if f"{name}={os.environ.get(name)}" in known:
@@ -243,19 +312,20 @@ def _frame(env: SubprocessEnv) -> tuple[Any, float]:
 def forks(patient: Patient) -> Row:
     """Kill the worker with SIGKILL after it has forked a snapshot of itself."""
     struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshot_every=max(1, patient.first.steps // 4)))
-    recovery, obstacle = struck.recovery, struck.statistics.no_snapshots
+    recovery, patient.obstacle = struck.recovery, struck.statistics.no_snapshots
     if recovery.method == "snapshot":
         patient.ways["snapshot"] = struck.outcome
         if struck.outcome == "exact":
             return Row("ok", f"a killed worker is recovered exactly from its snapshot, in {duration(recovery.seconds)}")
         advice = "Use RestartPolicy(snapshots=False): this env changes when its process is forked."
         return Row("note", f"after a recovery from a snapshot, {struck.difference} differs silently", advice)
-    if obstacle:
+    if patient.obstacle:
         advice = "No snapshot is needed if replays are exact: see the next line."
-        return Row("note", f"no snapshot can be taken: {obstacle}", advice)
+        return Row("note", f"no snapshot can be taken: {patient.obstacle}", advice)
     if struck.outcome == "truncated":
-        return Row("note", f"a recovery from a snapshot is not exact: {struck.reason}", _USE_NP_RANDOM)
-    return Row("note", "no snapshot was ready, or it was not exact; a new process was exact", _USE_NP_RANDOM)
+        return Row("note", f"a recovery from a snapshot is not exact: {struck.reason}", struck.advice)
+    advice = "" if patient.own_faults else _USE_NP_RANDOM  # a copy that crashes or hangs is not exact either
+    return Row("note", "no snapshot was ready, or it was not exact; a new process was exact", advice)
 
 
 def replays(patient: Patient) -> Row:
@@ -279,8 +349,8 @@ def replays(patient: Patient) -> Row:
             f"after a replay, {struck.difference} differs silently",
             'Use RestartPolicy(on_crash="truncate", on_timeout="truncate"). Is its state outside its process?',
         )
-    advice = f"Only snapshots recover it. {_USE_NP_RANDOM}" if patient.verdict == "ok" else _USE_NP_RANDOM
-    return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice)
+    advice = f"Only snapshots recover it. {struck.advice}" if patient.verdict == "ok" else struck.advice
+    return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice.rstrip())
 
 
 def hangs(patient: Patient) -> Row:
@@ -308,32 +378,54 @@ def leaks(patient: Patient) -> Row:
         began = time.perf_counter()
         _episode(env, most)
         wanted = _EPISODES_SECONDS / (time.perf_counter() - began)
-        episodes = int(min(max(_LEAST_EPISODES, wanted), _MOST_EPISODES))
+        most_episodes = _LEAST_EPISODES if patient.own_faults else _MOST_EPISODES  # few, so that it may get through
+        episodes = int(min(max(_LEAST_EPISODES, wanted), most_episodes))
+        taken = 0
         for _ in range(4):  # the first round allocates what the env keeps for good
-            for _ in range(episodes):
-                _episode(env, most)
+            taken += sum(_episode(env, most) for _ in range(episodes))
             counts.append(_usage(env))
-    found = []
+    found, recycling, piling = [], [], 0.0
     for name in counts[0]:
         each = min(after[name] - before[name] for before, after in pairwise(counts)) / episodes
-        if each > (_NOISE / episodes if name == "memory" else 0):
-            found.append(f"{decimal(int(each)) if name == 'memory' else f'{each:.3g}'} {name}")
+        if each <= (_NOISE / episodes if name == "memory" else 0):
+            continue
+        if name == "memory":
+            found.append(f"{decimal(int(each))} {name}")
+            recycling.append(_max_rss(max(patient.memory, counts[0][name] - each * episodes)))
+        else:
+            found.append(f"{each:.3g} {name}")
+            piling = max(piling, each * 4 * episodes / taken)
     if not found:
         return Row("ok", f"no leak in {3 * episodes} episodes")
-    patient.leaks = True
-    return Row(
-        "note",
-        f"each episode leaks: {', '.join(found)}",
-        "RestartPolicy(recycle_after_steps=100_000) replaces the process in time; its episode goes on.",
-    )
+    if piling:
+        recycling.append(_recycle_after_steps(piling))
+    patient.recycling = recycling
+    advice = f"RestartPolicy({', '.join(recycling)}) replaces the process in time; its episode goes on."
+    advice += " max_rss counts a worker: all its envs together." if "max_rss" in advice else ""
+    return Row("note", f"each episode leaks: {', '.join(found)}", advice)
 
 
-def _episode(env: SubprocessEnv, most: int) -> None:
+def _episode(env: SubprocessEnv, most: int) -> int:
+    """Reset, and step at random until the episode ends, or this many times; return the number of steps."""
     env.reset()
-    for _ in range(most):
+    for step in range(most):
         _, _, terminated, truncated, _ = env.step(env.action_space.sample())
         if terminated or truncated:
-            return
+            return step + 1
+    return most
+
+
+def _max_rss(memory: float) -> str:
+    """Return the option for an env that leaks memory. A worker without leaked memory has so many bytes."""
+    mebibytes = _MEMORY_UNIT * math.ceil(_TIMES_THE_MEMORY * memory / 2**20 / _MEMORY_UNIT)
+    return f"max_rss={max(_LEAST_MEMORY, mebibytes)} * 2**20"
+
+
+def _recycle_after_steps(piling: float) -> str:
+    """Return the option for an env that leaks so many descriptors, threads or processes with each step."""
+    steps = int(min(max(_FEWEST_STEPS, _PILE / piling), _MOST_STEPS))
+    unit = 10 ** (len(str(steps)) - 1)
+    return f"recycle_after_steps={steps // unit * unit:_}"
 
 
 def _usage(env: SubprocessEnv) -> dict[str, int]:
@@ -373,6 +465,11 @@ class Struck:
         reason = self.recovery.reason
         return reason.partition("It cannot be brought back: ")[2] or reason
 
+    @property
+    def advice(self) -> str:
+        """Return what the user can do about it: a replay that crashed or hung says nothing about random numbers."""
+        return _USE_NP_RANDOM if "does not match" in self.reason else ""
+
 
 def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
     """Walk like the first walk, and send the worker a signal when most of the steps are done.
@@ -381,23 +478,43 @@ def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
         patient: The env.
         manner: The signal.
         **options: Options of the worker.
+
+    Raises:
+        LostAgainError: The env itself lost worker after worker.
+        SpoiledError: The env itself crashed or hung, and was not recovered exactly.
     """
-    late = patient.first.steps * 17 // 20
+    late, began = patient.first.steps * 17 // 20, time.monotonic()
+    events: list[Event] = []
+    victims: list[int] = []
+
+    def own_losses() -> list[Loss]:
+        return [event for event in events if isinstance(event, Loss) and event.pid not in victims]
 
     def before_step(step: int) -> None:
+        lost, took = len(own_losses()), time.monotonic() - began
+        if lost > _OWN_LOSSES or (lost and took > _OWN_LOSSES_SECONDS):
+            raise LostAgainError(f"its workers are lost again and again ({lost} in {duration(took)})")
         if step == late:
             time.sleep(_ANNOUNCED)
-            send(_pid(env), manner)
+            victims.append(_pid(env))
+            send(victims[0], manner)
 
-    with patient.worker(reports="", **options) as env:
-        found = walk(env, patient.first.steps, before_step=before_step)
-        known = env.statistics()
-    assert known.last_recovery is not None
+    try:
+        with patient.worker(reports="", hooks=[events.append], **options) as env:
+            found = walk(env, patient.first.steps, before_step=before_step)
+            known = env.statistics()
+    finally:
+        for loss in own_losses():
+            patient.note_own_loss(hung=loss.cause == "hung")
+    recoveries = [event for event in events if isinstance(event, Recovery)]
+    ours = next((one for one in recoveries if one.loss.pid in victims), None)
+    if ours is None or any(one.outcome != "exact" for one in recoveries if one is not ours):
+        raise SpoiledError("the env itself crashed or hung during this check, and was not recovered exactly")
     difference = found.differs_at(patient.first) if patient.again else ""
     outcome: Outcome = "differs" if difference else "exact"
-    if known.exact_recoveries < known.losses:
+    if ours.outcome != "exact":
         outcome = "truncated"
-    return Struck(outcome, difference, known.last_recovery, known)
+    return Struck(outcome, difference, ours, known)
 
 
 def _outgrows_replays(patient: Patient) -> bool:
@@ -420,6 +537,11 @@ def _pid(env: SubprocessEnv) -> int:
 def options_for(patient: Patient) -> str:
     """Return the recommended options for this env, as Python."""
     options = ['deadlines=Deadlines(step="auto", reset="auto")']
+    if patient.hung:
+        step, reset = _deadline(patient.first.slowest_step), _deadline(patient.first.slowest_reset)
+        options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]
+    if patient.own_faults:
+        options.append("envs_per_worker=1")
     if patient.variables:
         options.append(f"worker_env={patient.variables!r}".replace("'", '"'))
     restart = []
@@ -427,10 +549,16 @@ def options_for(patient: Patient) -> str:
         restart += ['on_crash="truncate"', 'on_timeout="truncate"']
     elif patient.ways.get("snapshot") == "differs":
         restart += ["snapshots=False"]
+    elif patient.own_faults and not patient.obstacle:
+        restart += ["snapshot_every=20"]
     if patient.ways.get("journal") == "exact" and _outgrows_replays(patient):
         restart += [f"replay_limit={math.ceil(4 * patient.episode_seconds):.1f}"]
-    if patient.leaks:
-        restart += ["recycle_after_steps=100_000"]
+    restart += patient.recycling
     if restart:
         options.append(f"restart=RestartPolicy({', '.join(restart)})")
     return ", ".join(options)
+
+
+def _deadline(slowest: float) -> float:
+    """Return the recommended deadline, in seconds, if the slowest step or reset took so long."""
+    return float(max(_LEAST_DEADLINE, math.ceil(_TIMES_THE_SLOWEST * slowest)))

@@ -65,11 +65,12 @@ def doctor(
         checks = [row._asdict() for row in rows]
         seconds = {"slowest_reset": patient.first.slowest_reset, "slowest_step": patient.first.slowest_step}
         document = {"env": env, "verdict": verdict, "checks": checks, "seconds": seconds, "code": code}
+        document["own_faults"] = {"crashed": patient.crashed, "hung": patient.hung}
         document["printed"] = work.printed
         print(json.dumps(document, indent=1))
     else:
         work.show_printed(plain_console())
-        _conclude(plain_console(), verdict, code)
+        _conclude(plain_console(), verdict, code, patient)
     raise typer.Exit({"recoverable": 0, "truncates": 1, "broken": 2}[verdict])
 
 
@@ -87,13 +88,18 @@ def _show(console: Console, row: Row) -> None:
         console.print(Text(f"    {line}", "dim"), soft_wrap=True)
 
 
-def _conclude(console: Console, verdict: str, code: str) -> None:
+def _conclude(console: Console, verdict: str, code: str, patient: Patient) -> None:
     console.print()
     if verdict == "broken":
         console.print("Broken: multienv cannot run this env as it is.", style="red")
         return
+    if patient.own_faults:
+        cost = "is recovered, and costs time" if verdict == "recoverable" else "costs time, and may end an episode"
+        console.print(f"The env itself {patient.own_faults} during the examination; each loss {cost}.", style="yellow")
     if verdict == "recoverable":
         console.print("Recoverable: your training loop does not notice a lost worker. Use", style="green")
+    elif not patient.ways:
+        console.print("Not known to be recoverable: expect that a lost worker ends its episode.", style="yellow")
     else:
         console.print("Truncates: a lost worker ends its episode, with truncated=True and a reason.", style="yellow")
     for line in code.splitlines():

@@ -39,6 +39,8 @@ _KINDS = {STEP: "step", BEGIN: "reset"}
 _TITLE = re.compile(r"multienv (envs? (\d+)\S*)")
 # Seconds between two samples of a worker's words.
 _SAMPLING = 0.02
+# Seconds between two searches for new workers.
+_SEARCHING = 0.2
 # Seconds that faulthandler has; and seconds without new output after which a stack counts as complete.
 _STACK_PATIENCE = 1.0
 _QUIET = 0.05
@@ -213,16 +215,22 @@ class Trainer:
         return sorted(self._workers.values(), key=lambda one: -1 if one.first is None else one.first)
 
     def watch(self, seconds: float) -> None:
-        """Sample all workers for this time, make a row of each, and find new workers."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        """Sample all workers for this time, also those that start meanwhile, and make a row of each."""
+        began = searched = time.monotonic()
+        while (now := time.monotonic()) < began + seconds:
+            if now > searched + _SEARCHING:
+                searched = now
+                self._find_workers_now()
             for worker in self._workers.values():
                 worker.sample()
             time.sleep(_SAMPLING)
+        self._find_workers_now()
         self.rows = []
         for worker in self.workers:
             with contextlib.suppress(psutil.Error):
                 self.rows.append(worker.row())
+
+    def _find_workers_now(self) -> None:
         with contextlib.suppress(psutil.Error, OSError):  # the trainer has ended
             self._find_workers()
 

@@ -49,8 +49,8 @@ _TRIAL_STEPS = 20
 # emptied whenever it has grown by the third number, in bytes.
 _LAST_LINES, _TAIL, _MOST = 5, 2**14, 2**24
 
-# Text from an env is shown unchanged.
-plain_console = partial(Console, markup=False, highlight=False)
+# Text from an env is shown unchanged; with emoji codes, "file.py:Ferry:" would show a ferry.
+plain_console = partial(Console, markup=False, highlight=False, emoji=False)
 
 
 def refusing(command: Callable[..., None]) -> Callable[..., None]:
@@ -114,7 +114,7 @@ class Work:
 
     def update(self, doing: str) -> None:
         """Show what is being done now."""
-        self._status.update(doing)
+        self._status.update(Text(doing))
         if self._output is not None and (size := os.fstat(self._output.fileno()).st_size) > self._emptied_at + _MOST:
             self._output.truncate(0)  # it then grows on as a file with a hole
             self._emptied_at = size
@@ -159,7 +159,7 @@ def at_work(doing: str, *, as_json: bool, verbose: bool) -> Iterator[Work]:
             stack.callback(os.dup2, saved, number)
             stack.callback(stream.flush)
             os.dup2(hidden, number)
-        work = Work(stack.enter_context(plain_console(file=own).status(doing)), output)
+        work = Work(stack.enter_context(plain_console(file=own).status(Text(doing))), output)
         try:
             yield work
         except UsageError as error:

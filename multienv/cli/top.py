@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from multienv.cli.onlooker import Trainer
-from multienv.cli.options import JsonOption, ReportsOption
+from multienv.cli.options import JsonOption, ReportsOption, plain_console
 from multienv.cli.texts import duration, report_line
 from multienv.reports import store
 from multienv.reports.read import summary_of
@@ -56,9 +56,9 @@ def top(
             if as_json:
                 print(json.dumps(document, indent=1))
             else:
-                Console().print(_drawn(document))
+                plain_console().print(_drawn(document))
             return
-        with Live(screen=True, auto_refresh=False) as live:
+        with Live(console=plain_console(), screen=True, auto_refresh=False) as live:
             while trainer.is_there:
                 trainer.watch(every)
                 live.update(_drawn(_document(trainer, directory)), refresh=True)

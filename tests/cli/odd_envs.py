@@ -6,6 +6,8 @@ import functools
 import os
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -38,6 +40,52 @@ class LeakyWithThread(CounterEnv):
     def reset(self, **options: Any) -> Any:
         os.dup(2)
         return super().reset(**options)
+
+
+class Hoarder(CounterEnv):
+    """Keeps a mebibyte for each episode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hoard: list[bytes] = []
+
+    def reset(self, **options: Any) -> Any:
+        self.hoard.append(os.urandom(2**20))
+        return super().reset(**options)
+
+
+class Doomed(CounterEnv):
+    """Crashes or hangs in steps of the env that is built as number *first*, and of those built later.
+
+    Args:
+        directory: Where builds and faults are counted; each is a file there.
+        first: The number of the first env with faults.
+        times: How many faults there are.
+        hangs: Hang instead of a crash.
+    """
+
+    def __init__(self, directory: str, first: int, times: int = 1000, hangs: bool = False) -> None:
+        super().__init__()
+        self.directory, self.times, self.hangs = Path(directory), times, hangs
+        self.is_doomed = self._count("build") >= first
+        self.taken = 0
+
+    def _count(self, what: str) -> int:
+        number = len(list(self.directory.glob(f"{what}-*"))) + 1
+        (self.directory / f"{what}-{number}").touch()
+        return number
+
+    def step(self, action: Any) -> Any:
+        self.taken += 1
+        if self.is_doomed and self.taken > 50 and self._count("fault") <= self.times:
+            if self.hangs:
+                time.sleep(60)
+            os.abort()
+        return super().step(action)
+
+
+class Ferry(CounterEnv):
+    """Has the name of an emoji."""
 
 
 class Loud(CounterEnv):

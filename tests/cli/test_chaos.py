@@ -97,3 +97,9 @@ def test_every_command_has_help_with_an_example_and_the_version_is_told() -> Non
         told = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "120"}).stdout
         assert f"multienv {name} CartPole-v1" in told
         assert "--json" in told
+
+
+def test_the_name_of_an_env_is_no_emoji_code() -> None:
+    result = chaos(f"{ODD_ENVS}:Ferry", "--kills", "1")
+    assert result.exit_code == 0, result.output
+    assert ":Ferry: " in " ".join(result.stdout.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -21,6 +22,7 @@ from kit import CounterEnv
 from kit.trainer_process import PATH, Trainer
 from multienv import SubprocessEnv
 from multienv.cli import app
+from multienv.cli.onlooker import Trainer as Onlooker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what processes do is read from /proc")
 
@@ -111,6 +113,17 @@ def test_a_killed_worker_comes_back_with_its_loss_in_the_table_and_no_stack_of_o
     assert "exact" in top(trainer.pid, "--once", "--every", "0.1").output
     again = table_where(trainer.pid, lambda seen: all(row["step_seconds"] for row in seen["workers"]))
     assert again["workers"][0]["pid"] == row["pid"]
+
+
+def test_a_worker_that_is_replaced_while_they_are_watched_has_a_row(trainer: Trainer) -> None:
+    trainer.expect("ready")
+    with contextlib.closing(Onlooker(trainer.pid)) as onlooker:
+        before = onlooker.workers[0].pid
+        os.kill(before, signal.SIGKILL)
+        onlooker.watch(2.0)
+        assert [row["name"] for row in onlooker.rows] == ["envs 0-1", "envs 2-3"]
+        assert onlooker.rows[0]["pid"] != before
+        assert onlooker.rows[0]["step_seconds"] is not None
 
 
 def test_envs_that_are_being_built(tmp_path: Path) -> None:
