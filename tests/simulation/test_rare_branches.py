@@ -41,6 +41,12 @@ DIRECTED: dict[str, Case | ManagerCase] = {
         (Fault(1, "request", 6, "before"), Fault(1, "replay", 1, "raises")),
         rare=430622,
     ),
+    "a short replay differs": Case(
+        "DISABLED",
+        "snapshot",
+        EPISODES,
+        (Fault(0, "request", 4, "in the env", code=CRASHED, times=2), Fault(0, "replay", 2, "raises")),
+    ),
     "no descriptor is left to wake a snapshot": Case(
         "subprocess_env",
         "snapshot",
