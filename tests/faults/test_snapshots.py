@@ -203,7 +203,7 @@ def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_p
             assert first_difference(ours.step(actions)[:4], plain.step(actions)[:4]) is None
         told = ours.statistics()[0]
     assert told.truncated_recoveries == 0
-    assert told.losses > 1
+    assert told.losses > 0
 
 
 class Obstructed(CounterEnv):
