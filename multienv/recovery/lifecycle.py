@@ -82,9 +82,9 @@ class Lifecycle:
         self._effort: Effort | None = None
         self._processes_lost = 0  # by the request that the last recovery was for
         self._committed = 0  # number of the last request that was answered before the loss
-        # The same before the last recovery, if that has repeated more of the past than must be.
+        # The same number before the last recovery, if that recovery repeated more of the past than it had to.
         self._repeated_at: int | None = None
-        self._repeats = False  # the process that is lost had been brought back so, for the same request
+        self._repeats = False  # the lost process came from such a recovery, for the same request
 
     # --- the first process ------------------------------------------------------------------------
 
@@ -205,8 +205,8 @@ class Lifecycle:
     def _ways_back(self, lost: Channel, effort: Effort, fate: Fate) -> Found:
         """Bring the envs back from the snapshot, else by the journal; the second time by a short replay if possible.
 
-        A simulator may fail because of what has piled up in its process. A snapshot has all of that too, and a replay
-        from the construction on repeats it. Raises Unrecoverable.
+        A simulator may fail because something has piled up in its process. A snapshot has the same pile, and a replay
+        from the construction builds it again. Raises Unrecoverable.
         """
         found = self._shortly_replayed(effort) if self._repeats else None
         found = found or self.recoverer.wake(lost, self._journal.since, effort, fate)
@@ -215,7 +215,7 @@ class Lifecycle:
         return found
 
     def _shortly_replayed(self, effort: Effort) -> Found | None:
-        sometimes("a process in which more than must be was repeated is lost with the next request")
+        sometimes("a process with all of its past is lost with the next request")
         try:
             found = self.recoverer.bring_back(self._journal.plans(near=True), effort)
         except Unrecoverable:

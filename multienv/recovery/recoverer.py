@@ -33,11 +33,11 @@ from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
 REPLAY_GRACE = 1.0
-# So many times in the limit of a request of a replay the trainer looks whether it gets on.
+# How often the trainer looks, within the limit of a replayed request, whether the replay moves on.
 _LOOKS = 8
 # Seconds until a forked snapshot that does not wake is given up; waking takes some milliseconds.
 _UP_WITHIN = 10.0
-# Seconds that a recovery takes in silence. Then the log says what it is doing, and again when that time has doubled.
+# After this many seconds the log says what a recovery is doing, and again each time that they have doubled.
 _SILENCE = 2.0
 # Seconds between two looks whether the worker was closed during a back-off.
 _LOOK = 0.02

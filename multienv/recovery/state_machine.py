@@ -88,8 +88,8 @@ class State(NamedTuple):
         deaths: Slot and number of processes that ended while they executed the pending request for that slot. In a
             rollout, the slot after the last one stands for the policy.
         killed: The same for processes killed from outside. The slot may be the cause (memory), or not.
-        spared: One of them is not in ``deaths``, because more of the past had been repeated in it than must be: what
-            has piled up in the process may be the cause, and not the request.
+        spared: One of them is not in ``deaths``: its recovery had repeated more of the past than it had to. Something
+            that has piled up in the process may be the cause, not the request.
         losses: Number of processes lost since the pending request was asked, or since the envs were to be built.
         what: A sentence that says how the last of these processes was lost.
     """
@@ -172,8 +172,8 @@ class Lost:
             policy. -1: none (the process died before it was asked), or unknown.
         outside: The process was killed from outside (SIGKILL, the end of the monitor). So the request is not suspect.
         what: A sentence that says what happened.
-        repeated: The process died, and for the pending request more of the past had been repeated in it than must be:
-            it was a woken snapshot, or a replay from the construction on.
+        repeated: The process died, and it came from a recovery for this request that had repeated more of the past than
+            it had to: from a snapshot, or from a replay that began at the construction.
     """
 
     cause: LossCause
