@@ -81,9 +81,7 @@ class Lifecycle:
         self._fate: Fate | None = None  # not the Gone itself: its traceback would keep the segment mapped
         self._effort: Effort | None = None
         self._processes_lost = 0  # by the request that the last recovery was for
-        self._committed = 0  # number of the last request that was answered before the loss
-        # The same number before the last recovery, if that recovery repeated more of the past than it had to.
-        self._repeated_at: int | None = None
+        self._is_long = False  # the last recovery repeated more of the past than it had to
         self._repeats = False  # the lost process came from such a recovery, for the same request
 
     # --- the first process ------------------------------------------------------------------------
@@ -163,7 +161,7 @@ class Lifecycle:
             self.loss, self._lost = loss, channel
         self._effort = self.recoverer.begin()
         slot = slots if is_policy else slot
-        self._committed, self._repeats = committed, self._repeated_at == committed
+        self._repeats = self._is_long and state.losses > 0
         is_spared = self._repeats and gone.cause == "died"
         return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss), is_spared)
 
@@ -208,10 +206,11 @@ class Lifecycle:
         A simulator may fail because something has piled up in its process. A snapshot has the same pile, and a replay
         from the construction builds it again. Raises Unrecoverable.
         """
+        self._is_long = False
         found = self._shortly_replayed(effort) if self._repeats else None
         found = found or self.recoverer.wake(lost, self._journal.since, effort, fate)
         found = found or self.recoverer.bring_back(self._journal.plans(), effort)
-        self._repeated_at = self._committed if self._journal.can_be_shorter(found.plan) else None
+        self._is_long = self._journal.can_be_shorter(found.plan)
         return found
 
     def _shortly_replayed(self, effort: Effort) -> Found | None:
