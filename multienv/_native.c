@@ -9,6 +9,7 @@ The Python code is the reference, line for line:
     RowsStep        a worker's step of several envs     worker/rows.py
     ExactStep       a worker's step of one env          worker/exact.py
     serve           a worker's loop                     worker/main.py
+    write_digests   digests of observations             wire/digests.py
 
 This file knows segments, words, records and buffers. States, policies and errors stay Python: whatever is not plain is
 left to the reference, for one worker or one result at a time.
@@ -185,7 +186,8 @@ typedef struct {
     X(words)
 #define NAMES(X)                                                                                                       \
     X(acquire) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout) X(look_at_limits) X(note_beginning)           \
-    X(note_ends) X(note_starts) X(release) X(rewards) X(ring) X(rows) X(terminated) X(view) X(with_infos)
+    X(note_ends) X(note_starts) X(release) X(rewards) X(ring) X(rows) X(shown) X(terminated) X(view)    \
+    X(with_infos)
 #define CONSTANTS(X) X(LOOKING) X(MISSING) X(MultienvError) X(RUNNING) X(SAMPLE) X(monotonic) X(_BEGINS) X(_PATIENCE)
 
 #define DECLARE_FIELD(word) static Field f_##word;
@@ -1491,7 +1493,7 @@ to functions of the reference, result by result. */
 typedef struct {
     Py_buffer bank, place, whole; /* place: of the payload; whole: of all observations, if they are arrays */
     PyObject *dtype, *cells, *key, *digest, *side;
-    Py_ssize_t rewards, flags;
+    Py_ssize_t rewards, flags, unset; /* unset: bytes of flags and of digests of final observations */
 } Side;
 
 #define STEPPER(X)                                                                                                     \
@@ -1778,7 +1780,7 @@ step_rows(Stepper *self, PyObject *number, int64_t request)
     }
     _Atomic int64_t *words = ((Words *)self->words)->words;
     atomic_store(&words[BUSY], request);
-    memset(bank + side->flags, 0, 3 * self->slots);
+    memset(bank + side->flags, 0, side->unset);
     Beside beside = {0};
     PyObject *zero = PyLong_FromLong(0), *tag = PyLong_FromLong(bank[1]);
     PyObject *actions = NULL;
@@ -1949,7 +1951,9 @@ take_side(Side *side, PyObject *given, Py_ssize_t slots)
                  PyObject_GetBuffer(view, &side->bank, PyBUF_WRITABLE) < 0 ||
                  PyObject_GetBuffer(place, &side->place, PyBUF_WRITABLE) < 0 ||
                  get_offset(layout, s_rewards, &side->rewards) < 0 ||
-                 get_offset(layout, s_terminated, &side->flags) < 0;
+                 get_offset(layout, s_terminated, &side->flags) < 0 ||
+                 get_offset(layout, s_shown, &side->unset) < 0;
+    side->unset -= side->flags;
     if (!failed && whole != Py_None) {
         failed = (side->dtype = PyObject_GetAttr(whole, s_dtype)) == NULL ||
                  PyObject_GetBuffer(whole, &side->whole, PyBUF_ND | PyBUF_WRITABLE) < 0;
@@ -1960,7 +1964,7 @@ take_side(Side *side, PyObject *given, Py_ssize_t slots)
         return -1;
     }
     if (side->rewards < HEAD || side->rewards + 8 * slots > side->bank.len || side->flags < HEAD ||
-        side->flags + 8 * ((3 * slots + 7) / 8) > side->bank.len || PyList_GET_SIZE(side->cells) != slots ||
+        side->unset < 3 * slots || side->flags + side->unset > side->bank.len || PyList_GET_SIZE(side->cells) != slots ||
         (side->whole.buf != NULL && (side->whole.ndim < 1 || side->whole.shape[0] != slots))) {
         PyErr_SetString(PyExc_ValueError, "a bank has a place for each slot");
         return -1;
@@ -2090,6 +2094,82 @@ serve(PyObject *module, PyObject *args)
     return PyLong_FromLongLong(last);
 }
 
+/* --- digests ------------------------------------------------------------------------------------------------------ */
+
+#define BLOCK_WORDS 128
+static uint64_t keys[BLOCK_WORDS];
+
+static inline uint64_t
+mixed(uint64_t word)
+{
+    word = (word ^ word >> 32) * 0xBF58476D1CE4E5B9u;
+    return word ^ word >> 32;
+}
+
+static uint64_t
+block_sum(const unsigned char *block)
+{
+    uint64_t sum = 0;
+    for (int place = 0; place < BLOCK_WORDS; place++) { /* compilers make vector instructions of it */
+        uint64_t word, keyed;
+        memcpy(&word, block + 8 * place, 8);
+        keyed = word ^ keys[place];
+        sum += (keyed & 0xFFFFFFFFu) * (keyed >> 32) + word;
+    }
+    return mixed(sum);
+}
+
+static uint64_t
+row_digest(const unsigned char *row, Py_ssize_t width)
+{
+    const Py_ssize_t size = 8 * BLOCK_WORDS;
+    const uint64_t next = 0xD6E8FEB86659FD93u;
+    uint64_t total = 0;
+    for (; width >= size; row += size, width -= size) {
+        total = total * next + block_sum(row);
+    }
+    if (width > 0) {
+        unsigned char rest[8 * BLOCK_WORDS] = {0};
+        memcpy(rest, row, (size_t)width);
+        total = total * next + block_sum(rest);
+    }
+    return total;
+}
+
+PyDoc_STRVAR(write_digests_doc, "write_digests(shown, *leaves)\n--\n\n\
+Write a digest of each slot's observation to the numbers in shown; each leaf has a row of bytes for each slot.");
+
+static PyObject *
+write_digests(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    Py_buffer shown, leaf;
+    if (count < 1) {
+        PyErr_SetString(PyExc_TypeError, "write_digests() wants the place of the digests first");
+        return NULL;
+    }
+    if (PyObject_GetBuffer(args[0], &shown, PyBUF_WRITABLE) < 0) {
+        return NULL;
+    }
+    Py_ssize_t slots = shown.len / 8;
+    memset(shown.buf, 0, (size_t)shown.len);
+    for (Py_ssize_t each = 1; each < count; each++) {
+        if (PyObject_GetBuffer(args[each], &leaf, PyBUF_SIMPLE) < 0) {
+            PyBuffer_Release(&shown);
+            return NULL;
+        }
+        Py_ssize_t width = slots ? leaf.len / slots : 0;
+        for (Py_ssize_t slot = 0; slot < slots; slot++) {
+            uint64_t total;
+            memcpy(&total, (char *)shown.buf + 8 * slot, 8);
+            total = total * 0xD6E8FEB86659FD93u + row_digest((unsigned char *)leaf.buf + slot * width, width);
+            memcpy((char *)shown.buf + 8 * slot, &total, 8);
+        }
+        PyBuffer_Release(&leaf);
+    }
+    PyBuffer_Release(&shown);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(core_doc, "core()\n--\n\nTell which core the calling thread runs on; -1 where the system does not tell.");
 
 static PyObject *
@@ -2108,6 +2188,7 @@ static PyMethodDef methods[] = {
     {"take", take, METH_VARARGS, take_doc},
     {"follow", follow, METH_O, follow_doc},
     {"serve", serve, METH_VARARGS, serve_doc},
+    {"write_digests", (PyCFunction)(void (*)(void))write_digests, METH_FASTCALL, write_digests_doc},
     {NULL},
 };
 static struct PyModuleDef definition = {
@@ -2128,6 +2209,9 @@ PyInit__native(void)
 #define INTERN_NAME(word)                                                                                              \
     if ((s_##word = PyUnicode_InternFromString(#word)) == NULL) {                                                      \
         return NULL;                                                                                                   \
+    }
+    for (uint64_t place = 0; place < BLOCK_WORDS; place++) {
+        keys[place] = mixed((place + 1) * 0x9E3779B97F4A7C15u);
     }
     FIELDS(INTERN_FIELD)
     f_limit_of_pending.name = f_limit.name;

@@ -132,8 +132,7 @@ class Rerun:
         if kind == FAILED:
             failures = {0: pickle.loads(segment.read_reply_payload(fatal.number))}
         elif kind == STEPPED and not self._exact:
-            _, extras = payload_of(segment, fatal.number)
-            failures = unpack_extras(extras)[0].failures
+            failures = unpack_extras(payload_of(segment, fatal.number).rest)[0].failures
         for slot, failure in failures.items():
             who = "it" if self._exact else f"env {slot}"
             raise EnvRaised(f"{who} raised {failure.type_name}: {failure.text}", failure)

@@ -50,7 +50,7 @@ class ExactAnswers:
         reading: What these two become with the reply that is being read.
         started: Number of the last reply that tells how random generators stood before resets; 0: none did.
         generators: What it tells: slot → state.
-        irregular: Of the last reply, if its observation travelled as a payload.
+        evidence, irregular: Of the last reply, if its observation travelled as a payload.
         ended: The last step ended an episode.
     """
 
@@ -63,13 +63,13 @@ class ExactAnswers:
         self.loose: Any = (0, b"")
         self.reading: tuple[int, Any] = (0, self.loose)
         self.started, self.generators = 0, NONE
-        self.irregular = b""
+        self.evidence = self.irregular = b""
         self.ended = False
 
     def read(self, segment: Segment, number: int) -> bytes:
         """Return the payload after its irregular part, which is kept. Raises nothing: both are bytes."""
         self.reading = self.seen, self.loose
-        self.irregular, rest = payload_of(segment, number)
+        self.evidence, self.irregular, rest = payload_of(segment, number)
         return rest
 
     def step(self, segment: Segment, number: int, rest: bytes, skipped: Skipped) -> Transition | Exception:
@@ -153,14 +153,14 @@ class RowsAnswers:
         self.loose: list[bytes | None] = [None] * codec.slots  # observations that have no rows, as they travelled
         self.reading: tuple[int, Any] = (0, self.loose)
         self.started, self.generators = 0, NONE
-        self.irregular = b""
+        self.evidence = self.irregular = b""
         self.ended = False
         self.truncated_errors: dict[int, Exception] = {}
 
     def read(self, segment: Segment, number: int) -> bytes:
         """Return the payload after its irregular part, which is kept."""
         self.reading = self.seen, self.loose
-        self.irregular, rest = payload_of(segment, number)
+        self.evidence, self.irregular, rest = payload_of(segment, number)
         return rest
 
     def step(self, segment: Segment, number: int, rest: bytes, skipped: Skipped) -> RowsReply | Exception:

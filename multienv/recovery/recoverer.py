@@ -253,7 +253,8 @@ class Recoverer:
     def note(self, description: Description) -> None:
         """Keep the description of the envs; raise Unrecoverable if their spaces differ from the first time."""
         if self.description is None:
-            self.codec = codec_of(description, self.build.exact, self.build.space)
+            build = self.build
+            self.codec = codec_of(description, build.exact, build.space, build.autoreset)
             self.description = description
         elif self.description.spaces != description.spaces:
             raise Unrecoverable("env_fn built an env with other spaces than the first time")

@@ -115,7 +115,7 @@ class RolloutReader:
                 continue
             aside.write_reply_payload(number, payload)
             rest = answers.read(aside, number)
-            reply.entries.append(entry_of(bank, request_payload, answers.irregular, exact=self._codec.exact))
+            reply.entries.append(entry_of(bank, request_payload, answers.evidence))
             take(number, rest, skipped, reply, shown)
             if answers.started == number:
                 reply.starts.append((number, answers.generators))

@@ -638,11 +638,11 @@ class Supervisor:
         failed = bank.view[2] == FAILED
         self.answers.reading = self.answers.seen, self.answers.loose
         rest = segment.read_reply_payload(number) if is_call else self.answers.read(segment, number)
-        irregular = b"" if is_call or failed else self.answers.irregular
+        evidence = b"" if is_call or failed else self.answers.evidence
         # Once, and before anything is laid over the rows: an interruption may have this reply read again.
         if (not is_call or is_recorded(message)) and number not in self.journal.entries:
-            payload, exact = self.pending.payload_of(segment, number, request), self.recoverer.build.exact
-            entry = entry_of(bank, payload, irregular, exact=exact)
+            payload = self.pending.payload_of(segment, number, request)
+            entry = entry_of(bank, payload, evidence)
             self.journal.log(number, entry, payload if isinstance(message, LASTING) else b"")
         try:
             answer = foreign(partial(self._answer, number, request, message, rest), Illegible)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from multienv.wire.banks import RAISED, STEPPED, BankLayout, Entry, are_digests, slot_digests, split_entries
+from multienv.wire.banks import RAISED, STEPPED, BankLayout, Entry, split_entries
+from multienv.wire.digests import MARK, unpack_evidence
 
 
 def differences(
@@ -23,6 +24,8 @@ def differences(
 ) -> dict[int, str]:
     """Return the first difference for each slot that is replayed otherwise; ``{}`` when all agree to the bit.
 
+    What cannot be compared counts as a difference: nothing shows that it is the same.
+
     Args:
         recorded: Journal entries.
         replayed: The entries of the same requests, run again.
@@ -31,14 +34,14 @@ def differences(
         starts: Slot → index of the entry in which it was reset. It took no part in the replay before. Of that entry its
             observation alone is compared: the rest may be of the step that ended the episode before.
     """
-    if recorded == replayed:
+    if recorded == replayed and MARK not in recorded:
         return {}
     found: dict[int, str] = {}
     before, after = list(split_entries(recorded, layout.end)), list(split_entries(replayed, layout.end))
     if len(before) != len(after):
         return dict.fromkeys(range(layout.slots), f"{len(before)} requests were replayed as {len(after)}")
     for place, (one, other) in enumerate(zip(before, after, strict=True)):
-        if one != other:
+        if one != other or MARK in one.record or MARK in one.evidence:
             waiting = {slot for slot, start in starts.items() if place < start}
             starting = set() if exact else {slot for slot, start in starts.items() if place == start}
             for slot, what in _of_entries(one, other, layout, exact, waiting, starting).items():
@@ -56,7 +59,20 @@ def _of_entries(
         differs = (one.record[3] ^ other.record[3]) & RAISED
         return dict.fromkeys(everyone, "one call raised and the other did not") if differs else {}
     found: dict[int, str] = {}
-    n = layout.slots
+    for slot, what in _of_records(one.record, other.record, layout, everyone, starting):
+        found.setdefault(slot, what)
+    if one.record[:8] != other.record[:8] and not (found or waiting or starting):
+        return dict.fromkeys(everyone, "the type of what it returned differs")
+    for slot, what in _of_evidence(one.evidence, other.evidence):
+        if slot not in waiting:
+            found.setdefault(slot, what)
+    return found
+
+
+def _of_records(
+    one: bytes, other: bytes, layout: BankLayout, everyone: list[int], starting: AbstractSet[int]
+) -> Iterator[tuple[int, str]]:
+    """Yield each slot whose row differs, or cannot be compared, and in what."""
     going_on = [slot for slot in everyone if slot not in starting]
     parts = [
         ("the flags differ", layout.terminated, 1, going_on),
@@ -64,6 +80,8 @@ def _of_entries(
         ("one raised and the other did not", layout.failed, 1, going_on),
         ("the reward differs", layout.rewards, 8, going_on),
     ]
+    if layout.has_finals:
+        parts.append(("the final observation differs", layout.finals, 8, going_on))
     if layout.is_digested:
         parts.append(("the observation differs", layout.shown, 8, everyone))
     else:
@@ -72,45 +90,24 @@ def _of_entries(
             for start, width in zip(layout.leaves, layout.leaf_bytes, strict=True)
         ]
     for what, start, width, slots in parts:
-        size = n * width
-        if one.record[start : start + size] != other.record[start : start + size]:
-            for slot in slots:
-                part = slice(start + slot * width, start + (slot + 1) * width)
-                if one.record[part] != other.record[part]:
-                    found.setdefault(slot, what)
-    if one.record[:8] != other.record[:8] and not (found or waiting or starting):
-        return dict.fromkeys(everyone, "the type of what it returned differs")
-    if one.irregular != other.irregular:
-        for slot in _of_irregular(one.irregular, other.irregular, layout.slots, exact):
-            if slot not in waiting:
-                found.setdefault(slot, "the observation differs")
-    return found
+        for slot in slots:
+            part = slice(start + slot * width, start + (slot + 1) * width)
+            if one[part] != other[part]:
+                yield slot, what
+    if layout.has_finals:
+        for slot in going_on:
+            if one[layout.finals + 8 * slot :].startswith(MARK):
+                yield slot, "the final observation cannot be compared"
 
 
-def _of_irregular(one: bytes, other: bytes, slots: int, exact: bool) -> list[int]:
-    """Return the slots whose observations differ: equal values do not always pickle to equal bytes."""
-    if not one or not other:  # too large to be kept
-        return []
-    if exact:
-        return [] if alike(one, other) else [0]
-    if are_digests(one) or are_digests(other):
-        digests = zip(slot_digests(one), slot_digests(other), strict=True)
-        return [slot for slot, (before, after) in enumerate(digests) if before != after]
-    try:
-        pairs = list(zip(pickle.loads(one), pickle.loads(other), strict=True))
-    except Exception:  # foreign code
-        return list(range(slots))
-    return [slot for slot, (before, after) in enumerate(pairs) if not alike(before, after)]
-
-
-def alike(one: bytes, other: bytes) -> bool:
-    """Tell whether two pickles hold equal values. Pickles that cannot be read here are compared as bytes."""
-    if one == other:
-        return True
-    try:
-        return same(pickle.loads(one), pickle.loads(other))
-    except Exception:  # foreign code
-        return False
+def _of_evidence(one: bytes, other: bytes) -> Iterator[tuple[int, str]]:
+    """Yield each slot whose observation differs, or cannot be compared, and which of the two."""
+    for slot, (before, after) in enumerate(zip(unpack_evidence(one), unpack_evidence(other), strict=False)):
+        if before.startswith(MARK):
+            name = before[len(MARK) :].decode(errors="replace")
+            yield slot, f"the observation holds a value of type {name}, which cannot be compared"
+        elif before != after:
+            yield slot, "the observation differs"
 
 
 def same(one: Any, other: Any) -> bool:

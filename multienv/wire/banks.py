@@ -7,24 +7,23 @@
     skipped    n   1: this slot takes no part in the request; 2: nor does its next episode begin in it
     rewards   8n  float64
     terminated, truncated, failed: n bytes each; failed: the env raised
+    finals    8n  digests of observations that ended an episode, where the next one begins in the same step
     shown         observations, or a digest of 8 bytes for each slot where they take more than 1 KiB a slot
     ------------- here the record ends that is journalled and compared
     large         the observations whose digests are shown
 
 A journal entry is this record, alone for a plain step. Any other request has behind it what its payload said:
-``EXTRAS`` (two lengths), the payload of the request, and the *irregular part* of the reply: what does not fit into the
-bank, pickled, with which the payload of a reply begins. Of a message whose reply has no rows the head alone is kept of
-the record.
+``EXTRAS`` (two lengths), the payload of the request, and the evidence of what does not fit into the bank: a digest for
+each slot. The value itself travels pickled behind this evidence, with which the payload of a reply begins: both are
+the *irregular part*. Of a message whose reply has no rows the head alone is kept of the record.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ HEAD = struct.Struct("<BBBBBxxxII")
 U32 = 0xFFFF_FFFF
 EXTRAS = struct.Struct("<II")
 NUMBER_AT, IRREGULAR_AT = 8, 12
-_NUMBER = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 
 # Kinds of request.
 STEP = 1
@@ -61,8 +60,6 @@ IRREGULAR = 4  # observations (and the reward of a single env) are in the payloa
 # Up to so many bytes a slot observations are in the record themselves.
 INLINE_LIMIT = 1024
 _LINE = 64
-# A digest reads at most this many words of 4 bytes, evenly spread: about 5 µs for a stack of four 84×84 frames.
-_DIGEST_WORDS = 16_384
 
 Array = np.ndarray[Any, Any]
 
@@ -79,6 +76,7 @@ class BankLayout:
         slots: Number of envs; 0 for the small banks.
         action_bytes: Bytes of the actions of all slots; 0 where they travel as a payload.
         leaf_bytes: For each array of a slot's observation its bytes; empty where observations travel as a payload.
+        has_finals: A step may end an episode and begin the next one.
 
     Attributes:
         end: Length of the record that is journalled.
@@ -89,12 +87,14 @@ class BankLayout:
     slots: int = 0
     action_bytes: int = 0
     leaf_bytes: tuple[int, ...] = ()
+    has_finals: bool = False
     actions: int = field(init=False, default=HEAD.size)
     skipped: int = field(init=False)
     rewards: int = field(init=False)
     terminated: int = field(init=False)
     truncated: int = field(init=False)
     failed: int = field(init=False)
+    finals: int = field(init=False)
     shown: int = field(init=False)
     end: int = field(init=False)
     leaves: tuple[int, ...] = field(init=False)  # where the array of all slots begins, for each leaf
@@ -108,7 +108,8 @@ class BankLayout:
         skipped = HEAD.size + _aligned(self.action_bytes)
         rewards = skipped + _aligned(n)
         terminated = rewards + 8 * n
-        shown = terminated + _aligned(3 * n)
+        finals = terminated + _aligned(3 * n)
+        shown = finals + 8 * n * self.has_finals
         digested = sum(self.leaf_bytes) > INLINE_LIMIT
         widths = [_aligned(n * width, _LINE if digested else 8) for width in self.leaf_bytes]
         end = shown + (8 * n if digested else sum(widths))
@@ -118,6 +119,7 @@ class BankLayout:
         put("terminated", terminated)
         put("truncated", terminated + n)
         put("failed", terminated + 2 * n)
+        put("finals", finals)
         put("shown", shown)
         put("end", end)
         put("leaves", tuple(start + sum(widths[:place]) for place in range(len(widths))))
@@ -138,11 +140,13 @@ class Bank:
         head: The head as two integers: kind, action tag, reply kind, flags, reward tag; number, irregular part.
         skipped, rewards, terminated, truncated, failed: One value for each slot.
         digests: One integer for each slot, where observations are digested.
+        finals: One integer for each slot, where a step may end an episode and begin the next one.
     """
 
     __slots__ = (
         "digests",
         "failed",
+        "finals",
         "head",
         "layout",
         "record",
@@ -165,6 +169,7 @@ class Bank:
         self.terminated = array(layout.terminated, np.bool_)
         self.truncated = array(layout.truncated, np.bool_)
         self.failed = array(layout.failed, np.bool_)
+        self.finals = array(layout.finals, np.uint64) if layout.has_finals else None
         self.digests = array(layout.shown, np.uint64) if layout.is_digested else None
 
     def leaf(self, place: int, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -183,12 +188,12 @@ class Entry:
 
     record: bytes
     request_payload: bytes = b""
-    irregular: bytes = b""
+    evidence: bytes = b""
 
     @property
     def number(self) -> int:
         """Return the number of the request."""
-        return int(_NUMBER.unpack_from(self.record, NUMBER_AT)[0])
+        return int(LENGTH.unpack_from(self.record, NUMBER_AT)[0])
 
     @property
     def is_step(self) -> bool:
@@ -199,38 +204,21 @@ class Entry:
         """Return the bytes of the entry."""
         if is_plain(self.record):
             return self.record
-        sizes = EXTRAS.pack(len(self.request_payload), len(self.irregular))
+        sizes = EXTRAS.pack(len(self.request_payload), len(self.evidence))
         record = self.record[: HEAD.size] if _is_head_alone(self.record) else self.record
-        return record + sizes + self.request_payload + self.irregular
+        return record + sizes + self.request_payload + self.evidence
 
 
-# Evidence longer than this is not kept. Of rows a digest of each slot's observation is; of a single env rewards and
-# flags alone, which are in the bank too, are held against a replay: its observations may be tensors, whose pickles hold
-# the address of their memory.
-LARGE_IRREGULAR = 4096
-# No pickle of today's protocols begins so.
-_DIGESTS = b"#"
-_DIGEST_BYTES = 8
-
-
-def slot_digests(irregular: bytes) -> list[bytes]:
-    """Return a digest of each slot's observation; ``irregular`` is that of rows, or the digests of one."""
-    if irregular.startswith(_DIGESTS):
-        places = range(len(_DIGESTS), len(irregular), _DIGEST_BYTES)
-        return [irregular[place : place + _DIGEST_BYTES] for place in places]
-    return [blake2b(one or b"", digest_size=_DIGEST_BYTES).digest() for one in pickle.loads(irregular)]
-
-
-def are_digests(irregular: bytes) -> bool:
-    """Tell whether irregular part was too large to be kept, and these are digests in its place."""
-    return irregular.startswith(_DIGESTS)
-
-
-def entry_of(bank: Bank, request_payload: bytes, irregular: bytes, *, exact: bool) -> bytes:
+def entry_of(bank: Bank, request_payload: bytes, evidence: bytes) -> bytes:
     """Return the journal entry of the request and the reply in a bank; trainer and worker both make it so.
 
     What the request or the reply does not use is zero in it, whatever an earlier request left there: entries of equal
-    requests with equal outcomes are equal bytes. ``exact``: it is of the exact codec.
+    requests with equal outcomes are equal bytes.
+
+    Args:
+        bank: Holds both.
+        request_payload: What the request carries beside it.
+        evidence: Of what the reply carries beside it in the place of observations; ``b""``: nothing.
     """
     record, layout = bank.record, bank.layout
     tag, reply_kind, flags = record[1:4]
@@ -245,11 +233,14 @@ def entry_of(bank: Bank, request_payload: bytes, irregular: bytes, *, exact: boo
         if reply_kind == STEPPED and not flags & IRREGULAR
         else bytes(layout.end - layout.shown),
     ]
-    if len(irregular) > LARGE_IRREGULAR:
-        irregular = b"" if exact else _DIGESTS + b"".join(slot_digests(irregular))
     head = bytearray(parts[0])
-    _NUMBER.pack_into(head, IRREGULAR_AT, len(irregular))
-    return Entry(bytes(head) + b"".join(parts[1:]), request_payload, irregular).packed()
+    LENGTH.pack_into(head, IRREGULAR_AT, len(evidence))
+    return Entry(bytes(head) + b"".join(parts[1:]), request_payload, evidence).packed()
+
+
+def pack_irregular(evidence: bytes, irregular: bytes) -> bytes:
+    """Return the irregular part of a payload, with which it begins; ``b""`` if there is none."""
+    return LENGTH.pack(len(evidence)) + evidence + irregular if evidence else b""
 
 
 def is_plain(record: bytes | memoryview, start: int = 0) -> bool:
@@ -282,54 +273,10 @@ def split_entries(data: bytes | bytearray | memoryview, end: int) -> Iterator[En
             place += HEAD.size
         else:
             place += end
-        request, irregular = EXTRAS.unpack_from(data, place)
+        request, evidence = EXTRAS.unpack_from(data, place)
         place += EXTRAS.size
-        yield Entry(
-            record, bytes(data[place : place + request]), bytes(data[place + request : place + request + irregular])
-        )
-        place += request + irregular
+        middle, end_of_entry = place + request, place + request + evidence
+        yield Entry(record, bytes(data[place:middle]), bytes(data[middle:end_of_entry]))
+        place = end_of_entry
     if place != stop:
         raise ValueError("the last request is cut short")
-
-
-# --- digests ----------------------------------------------------------------------------------
-
-
-def digester(shown: Array, leaves: Sequence[Array]) -> Callable[[], None]:
-    """Return a function that writes a digest of each slot's observation to ``shown``.
-
-    A digest is a weighted sum of words: cheap enough for every step and, unlike a plain sum, it changes when equal
-    words trade places, as the pixels of a moving sprite do.
-    """
-    sums = [_weighted_sums(leaf) for leaf in leaves if leaf.nbytes]
-
-    def digest() -> None:
-        total = sums[0]()
-        for place, more in enumerate(sums[1:], 2):
-            total += np.uint64(place) * more()
-        shown[:] = total
-
-    return digest
-
-
-def _weighted_sums(leaf: Array) -> Callable[[], Array]:
-    octets = leaf.reshape(len(leaf), -1).view(np.uint8)
-    width = octets.shape[1]
-    words = octets.view(np.uint32 if width % 4 == 0 else np.uint16 if width % 2 == 0 else np.uint8)
-    seen = words[:, :: max(1, words.shape[1] // _DIGEST_WORDS)]
-    # The same in every process, and in no simple relation to each other.
-    weights = np.random.default_rng(0).integers(1, 2**32, seen.shape[1], dtype=np.uint32)
-    scratch, half, shift_up = np.empty(seen.shape, np.uint32), np.uint32(16), np.uint64(32)
-    shift, multiply, add = np.right_shift, np.multiply, np.add.reduce
-
-    def sums() -> Array:
-        multiply(seen, weights, out=scratch)
-        low: Array = add(scratch, axis=1, dtype=np.uint32).astype(np.uint64)
-        # The upper halves once more: a word like 1.0f, all zeros below, loses most of its weight modulo 2**32.
-        shift(seen, half, out=scratch, casting="unsafe")
-        multiply(scratch, weights, out=scratch)
-        high: Array = add(scratch, axis=1, dtype=np.uint32).astype(np.uint64)
-        total: Array = low | high << shift_up
-        return total
-
-    return sums

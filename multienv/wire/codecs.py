@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_space
 
 from multienv.native import native
 from multienv.wire.actions import Encode, action_bytes, action_encoder, number_of
-from multienv.wire.banks import IRREGULAR, IRREGULAR_AT, BankLayout
+from multienv.wire.banks import IRREGULAR, IRREGULAR_AT, LENGTH, BankLayout
 from multienv.wire.infos import NO_COLUMNS, Extras, NumberInfos, described, numbers_in
 from multienv.wire.layout import layout_of
 from multienv.wire.messages import Description
@@ -36,7 +36,9 @@ EXACT_INTEGER = 2**53
 Transition = tuple[Any, Any, bool, bool, dict[str, Any]]
 
 
-def layout_of_envs(exact: bool, observation_space: Any, action_space: Any, slots: int) -> BankLayout:
+def layout_of_envs(
+    exact: bool, observation_space: Any, action_space: Any, slots: int, autoreset: str = ""
+) -> BankLayout:
     """Return the layout of the banks; worker and trainer call this with the same arguments.
 
     Args:
@@ -44,12 +46,14 @@ def layout_of_envs(exact: bool, observation_space: Any, action_space: Any, slots
         observation_space: Of one env; for rows, the space that the batch has.
         action_space: Of one env.
         slots: Number of envs.
+        autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
     """
     if exact:
         layout = layout_of(observation_space)
         return BankLayout(1, action_bytes(action_space), () if layout is None else (layout.size,))
     leaves = row_bytes(observation_space) if has_rows(observation_space) else ()
-    return BankLayout(slots, action_bytes(batch_space(action_space, slots)), leaves)
+    has_finals = autoreset == "SAME_STEP"
+    return BankLayout(slots, action_bytes(batch_space(action_space, slots)), leaves, has_finals)
 
 
 @dataclass(slots=True)
@@ -80,14 +84,30 @@ def _reward_of(tag: int, number: float) -> Any:
     return number if tag == 0 else REWARD_TYPES[tag](number)
 
 
-def payload_of(segment: Segment, number: int) -> tuple[bytes, bytes]:
-    """Return the irregular part and the rest of the payload of a reply."""
+class ReplyPayload(NamedTuple):
+    """What the payload of a reply holds.
+
+    Attributes:
+        evidence: Of the irregular part, a digest for each slot, packed.
+        irregular: What does not fit into the bank, pickled.
+        rest: Infos and other extras.
+    """
+
+    evidence: bytes = b""
+    irregular: bytes = b""
+    rest: bytes = b""
+
+
+def payload_of(segment: Segment, number: int) -> ReplyPayload:
+    """Return the payload of a reply, taken apart."""
     if not segment.words[REPLY_PAYLOAD + (number & 1)]:
-        return b"", b""
+        return ReplyPayload()
     payload = segment.read_reply_payload(number)
-    view = segment.banks[number & 1].view
-    length = int.from_bytes(view[IRREGULAR_AT : IRREGULAR_AT + 4], "little")
-    return payload[:length], payload[length:]
+    (end,) = LENGTH.unpack_from(segment.banks[number & 1].view, IRREGULAR_AT)
+    if not end:
+        return ReplyPayload(rest=payload)
+    middle = LENGTH.size + LENGTH.unpack_from(payload)[0]
+    return ReplyPayload(payload[LENGTH.size : middle], payload[middle:end], payload[end:])
 
 
 class ExactCodec:
@@ -181,12 +201,12 @@ class RowsCodec:
 
     exact = False
 
-    def __init__(self, description: Description, space: Any = None) -> None:
+    def __init__(self, description: Description, space: Any = None, autoreset: str = "") -> None:
         self.slots = len(description.spaces)
         first_observation_space, self.action_space = description.spaces[0]
         self.space = first_observation_space if space is None else space
         self.has_rows = has_rows(self.space)
-        self.layout = layout_of_envs(False, self.space, self.action_space, self.slots)
+        self.layout = layout_of_envs(False, self.space, self.action_space, self.slots, autoreset)
         self._batch_space: Any = batch_space(self.action_space, self.slots)
         self.elements = number_of(self._batch_space)
 
@@ -230,6 +250,6 @@ class RowsCodec:
 Codec = ExactCodec | RowsCodec
 
 
-def codec_of(description: Description, exact: bool, space: Any = None) -> Codec:
+def codec_of(description: Description, exact: bool, space: Any = None, autoreset: str = "") -> Codec:
     """Return the codec for envs that describe themselves so."""
-    return ExactCodec(description) if exact else RowsCodec(description, space)
+    return ExactCodec(description) if exact else RowsCodec(description, space, autoreset)

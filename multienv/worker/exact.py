@@ -1,7 +1,7 @@
 """The worker's half of the exact codec: one env, whose values reach the trainer as the env returned them.
 
 What does not fit the bank to the bit (another dtype, shape or type than the space says) is pickled: the reply is then
-irregular, and what was pickled is its irregular part.
+irregular. A digest of it is the evidence that a replay is compared with.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from gymnasium import spaces
 
 from multienv.native import native
 from multienv.wire.actions import INT, action_decoder
-from multienv.wire.banks import ENDED, HEAD, IRREGULAR, SKIPPED, STEP, digester
+from multienv.wire.banks import ENDED, HEAD, IRREGULAR, SKIPPED, STEP
 from multienv.wire.codecs import EXACT_INTEGER, INTEGER_REWARDS, REWARD_TAGS
+from multienv.wire.digests import digester, evidence_of, pack_evidence
 from multienv.wire.infos import InfoPacker
 from multienv.wire.layout import Layout, layout_of
 from multienv.wire.messages import Reset
@@ -189,7 +190,7 @@ class ExactStepper:
     def _write(self, number: int, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
         """Write the reply to a step or a reset, whatever the env has returned."""
         side = number & 1
-        bank, flags, irregular = self._segment.banks[side], 0, b""
+        bank, flags, evidence, irregular = self._segment.banks[side], 0, b"", b""
         tag = REWARD_TAGS.get(type(reward), -1)
         regular = (
             tag >= 0
@@ -200,15 +201,23 @@ class ExactStepper:
         )
         if not regular:
             tag, flags = 0, IRREGULAR
-            irregular = pickled("step", (observation, reward, terminated, truncated))
+            told = observation, reward, terminated, truncated
+            evidence, irregular = pack_evidence([evidence_of(told)]), pickled("step", told)
         bank.rewards[0] = reward if regular else _number(reward)
         bank.terminated[0], bank.truncated[0] = terminated, truncated = bool(terminated), bool(truncated)
         if terminated or truncated:
             flags |= ENDED
         infos = [(0, info if type(info) is dict else pickled("step", info))] if info else []
-        told = self._group.starts.take()
         answer_rows(
-            self._segment, number, self._packer, infos, flags=flags, tag=tag, irregular=irregular, generators=told
+            self._segment,
+            number,
+            self._packer,
+            infos,
+            flags=flags,
+            tag=tag,
+            evidence=evidence,
+            irregular=irregular,
+            generators=self._group.starts.take(),
         )
 
     def _put(self, side: int, observation: Any) -> bool:
@@ -223,12 +232,12 @@ class ExactStepper:
         return True
 
     def _blank(self, side: int) -> None:
-        bank = self._segment.banks[side]
+        bank, digest = self._segment.banks[side], self._digests[side]
         if self._layout is not None:
             start = bank.layout.leaves[0]
             bank.view[start : start + self._layout.size] = bytes(self._layout.size)
-        if bank.digests is not None:
-            bank.digests[0] = 0  # as of zeros
+        if digest is not None:
+            digest()
 
 
 class _Cell:
@@ -246,7 +255,7 @@ class _Cell:
 
 
 def _number(reward: Any) -> float:
-    """Return about what a reward is, as irregular part where the rest is too large to be kept; 0.0 for no number."""
+    """Return about what an irregular reward is, for the stacks of a rollout; 0.0 for no number."""
     try:
         return float(reward)
     except (TypeError, ValueError, OverflowError):

@@ -186,7 +186,7 @@ class Host:
                 return
         segment.words[SLOT] = 0
         group = EnvGroup(envs, message, segment)
-        layout = layout_of_envs(group.exact, group.observation_space, group.action_space, group.slots)
+        layout = layout_of_envs(group.exact, group.observation_space, group.action_space, group.slots, group.autoreset)
         # The reply lies in the small bank: the trainer knows no other yet.
         self._answer(number, group.describe(), "its constructor (spaces, metadata, spec)")
         self._group = group
@@ -268,8 +268,8 @@ class Host:
                 bank.view[bank.layout.skipped : bank.layout.rewards] = entry.record[
                     bank.layout.skipped : bank.layout.rewards
                 ]
-            irregular = payload_of(segment, again)[0] if bank.view[3] & IRREGULAR else b""
-            came.append(entry_of(bank, entry.request_payload, irregular, exact=group.exact))
+            evidence = payload_of(segment, again).evidence if bank.view[3] & IRREGULAR else b""
+            came.append(entry_of(bank, entry.request_payload, evidence))
         words[REPLAYING] = 0
         if skipped:
             group.starts.look_at_generators()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multienv.wire.banks import FAILED, HEAD, STEPPED, U32
+from multienv.wire.banks import FAILED, HEAD, STEPPED, U32, pack_irregular
 from multienv.wire.infos import NONE, InfoPacker, pack_extras
 from multienv.wire.messages import Failure, dumps
 from multienv.wire.segment import Segment
@@ -34,6 +34,7 @@ def answer_rows(
     *,
     flags: int = 0,
     tag: int = 0,
+    evidence: bytes = b"",
     irregular: bytes = b"",
     failures: Mapping[int, Failure] | None = None,
     generators: Mapping[int, bytes] = NONE,
@@ -47,6 +48,7 @@ def answer_rows(
         infos: Slot and info, or the pickle of an info.
         flags: Of the reply.
         tag: That of the reward.
+        evidence: Of what the rows do not hold, packed.
         irregular: What the rows do not hold.
         failures: What envs have raised, by slot.
         generators: Slot → state of its random generators before it was reset.
@@ -57,4 +59,5 @@ def answer_rows(
     if not rest:
         taken = [(slot, info if type(info) is bytes else pickled("step", info)) for slot, info in infos]
         rest = pack_extras(taken, failures or {}, generators)
-    answer(segment, number, STEPPED, irregular + rest, flags=flags, tag=tag, irregular=len(irregular))
+    first = pack_irregular(evidence, irregular)
+    answer(segment, number, STEPPED, first + rest, flags=flags, tag=tag, irregular=len(first))

@@ -202,7 +202,7 @@ class RolloutRunner:
     def _show(self, number: int, missing: Array | None) -> None:
         """Write into the bank of a request, where it shows nothing, what was shown last once more."""
         bank, before = self._aside.banks[number & 1], self._aside.banks[(number - 1) & 1]
-        irregular = payload_of(self._aside, number)[0] if bank.view[3] & IRREGULAR else b""
+        irregular = payload_of(self._aside, number).irregular if bank.view[3] & IRREGULAR else b""
         if self._codec is not None:
             if bank.view[2] == FAILED or missing is not None:
                 bank.view[bank.layout.rewards :] = before.view[bank.layout.rewards :]

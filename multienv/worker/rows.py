@@ -19,7 +19,8 @@ from gymnasium.vector import utils
 
 from multienv.native import native
 from multienv.wire.actions import action_decoder
-from multienv.wire.banks import ENDED, IRREGULAR, NOT_RESET, RAISED, SKIPPED, STEP, Bank, digester
+from multienv.wire.banks import ENDED, IRREGULAR, NOT_RESET, RAISED, SKIPPED, STEP, Bank
+from multienv.wire.digests import MARK, digester, evidence_of, pack_evidence
 from multienv.wire.infos import NUMBERS, InfoPacker
 from multienv.wire.messages import Failure, Reset
 from multienv.wire.rows import Cell, cells, has_rows, leaf_arrays, nested, row_writer
@@ -171,19 +172,20 @@ class RowsStepper:
             raise wrong_reward(reward) from None
         if terminated or truncated:
             side.note_end(slot, terminated, truncated)
-            observation, info = self._end(slot, result)
+            observation, info = self._end(side, slot, result)
         try:
             side.cells[slot][side.key] = observation
         except (TypeError, ValueError):
             side.write(slot, observation)  # it may fit all the same
         return info
 
-    def _end(self, slot: int, result: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _end(self, side: _Side, slot: int, result: tuple[Any, ...]) -> tuple[Any, Any]:
         """Note that an episode has ended with what ``step`` returned; return observation and info for the caller."""
         self._group.end(slot)
         observation, reward, terminated, truncated, info = result
         if self._group.autoreset != "SAME_STEP":
             return observation, info
+        side.note_final(slot, observation)
         data = pickled("step", (observation, reward, bool(terminated), bool(truncated), info))
         final_observation, _, _, _, final_info = pickle.loads(data)  # the env may change its own in reset()
         try:
@@ -238,12 +240,14 @@ class RowsStepper:
         if side.digest is not None:
             side.digest()
         irregular = b"" if side.loose is None else pickle.dumps(side.loose, protocol=5)
+        evidence = b"" if side.loose is None else pack_evidence(side.evidence)
         answer_rows(
             self._segment,
             number,
             self._packer,
             infos,
             flags=side.flags | (IRREGULAR if irregular else 0),
+            evidence=evidence,
             irregular=irregular,
             failures=failures,
             generators=self._group.starts.take(),
@@ -260,6 +264,7 @@ class _Side:
         rewards: What rewards are assigned to.
         flags: Those of the reply, as far as they are known.
         loose: Where observations have no rows: each of them pickled, ``None`` for a blank one. Else ``None``.
+        evidence: Where observations have no rows: a digest of each, ``b""`` for a blank one.
         digest: Computes the digests, where observations are digested.
     """
 
@@ -270,6 +275,7 @@ class _Side:
         "bank",
         "cells",
         "digest",
+        "evidence",
         "flags",
         "key",
         "loose",
@@ -284,13 +290,14 @@ class _Side:
         self.whole: Any = None
         self.flags = 0
         self.loose: list[bytes | None] | None = None
+        self.evidence = [b""] * group.slots
         self.digest: Callable[[], None] | None = None
         self.key: Any = _WHOLE
         self.write: Callable[[int, Any], None]
         self._leaves: list[Any] = []
         layout = bank.layout
-        self._flags = bank.view[layout.terminated : layout.terminated + 3 * layout.slots]
-        self._unset = bytes(3 * layout.slots)
+        self._flags = bank.view[layout.terminated : layout.shown]
+        self._unset = bytes(layout.shown - layout.terminated)
         space = group.observation_space
         if not has_rows(space):
             self.loose = [None] * group.slots
@@ -311,13 +318,14 @@ class _Side:
     def _keep(self, slot: int, observation: Any) -> None:
         assert self.loose is not None
         self.loose[slot] = pickled("step", observation)
+        self.evidence[slot] = evidence_of(observation)
 
     def blank(self, slot: int) -> None:
         """Write the row of an env of which there is nothing to tell."""
         self.bank.rewards[slot] = 0.0
         self._flags[slot] = self._flags[len(self.cells) + slot] = 0
         if self.loose is not None:
-            self.loose[slot] = None
+            self.loose[slot], self.evidence[slot] = None, b""
         for leaf in self._leaves:
             leaf[slot] = 0
 
@@ -326,13 +334,18 @@ class _Side:
         self.flags |= ENDED
         self.bank.terminated[slot], self.bank.truncated[slot] = terminated, truncated
 
+    def note_final(self, slot: int, observation: Any) -> None:
+        """Write a digest of an observation that ended an episode, if the next one begins in the same step."""
+        assert self.bank.finals is not None
+        self.bank.finals[slot] = int.from_bytes(evidence_of(observation)[: len(MARK)], "little")
+
     def note_failure(self, slot: int) -> None:
         """Set the flag of an env that has raised."""
         self.flags |= RAISED
         self.bank.failed[slot] = True
 
     def clear_flags(self) -> None:
-        """Unset the flags of all envs: an earlier request, or the trainer, may have set some."""
+        """Unset flags and final digests of all envs: an earlier request, or the trainer, may have set some."""
         self._flags[:] = self._unset
         self.flags = 0
 

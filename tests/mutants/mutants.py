@@ -286,8 +286,8 @@ MUTANTS = [
         "A replay is compared without observations that travel as a payload.",
         3,
         "recovery/verification.py",
-        "    if one.irregular != other.irregular:\n",
-        "    if len(one.irregular) != len(other.irregular):\n",
+        "        elif before != after:\n",
+        "        elif len(before) != len(after):\n",
     ),
     Mutant(
         "A call that raises in a replay alone is not seen.",

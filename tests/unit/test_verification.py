@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import enum
 import math
 import pickle
+import threading
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -12,7 +17,7 @@ from gymnasium.spaces import GraphInstance
 from hypothesis import given
 from wire_strategies import fingerprint, spaces_with_values
 
-from multienv.recovery.verification import alike, differences, same
+from multienv.recovery.verification import differences, same
 from multienv.wire.banks import (
     BEGIN,
     ENDED,
@@ -27,24 +32,26 @@ from multienv.wire.banks import (
     BankLayout,
     entry_of,
 )
+from multienv.wire.digests import MARK, evidence_of, pack_evidence
 
 SLOTS = 3
 INLINE = BankLayout(SLOTS, 8 * SLOTS, (4, 8))
 DIGESTED = BankLayout(SLOTS, 8 * SLOTS, (4, 4096))
+SAME_STEP = BankLayout(SLOTS, 8 * SLOTS, (4, 8), has_finals=True)
 EXACT = BankLayout(1, 8, (8,))
 
 
 def entry(layout: BankLayout, *, number: int = 1, kind: int = STEP, reply: int = STEPPED, tag: int = 1, flags: int = 0,
-          reward_tag: int = 0, irregular: bytes = b"", **change: Any) -> bytes:  # fmt: skip
+          reward_tag: int = 0, evidence: bytes = b"", **change: Any) -> bytes:  # fmt: skip
     """One entry; ``change``: where in the bank, which slot and what value."""
     bank = Bank(layout, memoryview(bytearray(layout.size)), 0)
-    HEAD.pack_into(bank.view, 0, kind, tag, reply, flags, reward_tag, number, len(irregular))
+    HEAD.pack_into(bank.view, 0, kind, tag, reply, flags, reward_tag, number, 0)
     for name, (slot, value) in change.items():
         if name.startswith("leaf"):
             bank.leaf(int(name[4:]), (layout.leaf_bytes[int(name[4:])],), np.uint8)[slot, -1] = value
         else:
             getattr(bank, name)[slot] = value
-    return entry_of(bank, b"payload", irregular, exact=layout is EXACT)
+    return entry_of(bank, b"payload", evidence)
 
 
 CHANGES = [
@@ -117,13 +124,22 @@ def test_one_that_raises_and_one_that_returns_differ_but_what_was_raised_is_not_
     assert differences(one, other, layout, exact=exact) == {}
 
 
+def test_an_observation_that_ended_an_episode_in_a_step_that_began_the_next_one_is_compared():
+    plain, other = entry(SAME_STEP, finals=(1, 7)), entry(SAME_STEP, finals=(1, 8))
+    assert differences(plain, other, SAME_STEP, exact=False) == {1: "the final observation differs at request 1 of 1"}
+    assert differences(plain, other, SAME_STEP, exact=False, starts={1: 0}) == {}, "it is of the episode before"
+    unknown = entry(SAME_STEP, finals=(2, int.from_bytes(MARK, "little")))
+    (found,) = differences(unknown, unknown, SAME_STEP, exact=False).items()
+    assert found == (2, "the final observation cannot be compared at request 1 of 1")
+
+
 def rows(*values: Any) -> bytes:
     """An entry whose rows fit no layout; None: that env raised."""
-    told = [None if value is None else pickle.dumps(value) for value in values]
-    return entry(INLINE, flags=IRREGULAR, irregular=pickle.dumps(told))
+    told = [b"" if value is None else evidence_of(value) for value in values]
+    return entry(INLINE, flags=IRREGULAR, evidence=pack_evidence(told))
 
 
-LARGE, OTHER = np.zeros(1000), np.ones(1000)  # kept by their digests
+LARGE, OTHER = np.zeros(1000), np.ones(1000)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +164,23 @@ def test_irregular_rows_are_compared_slot_by_slot_from_their_start_on(before, af
         assert list(differences(one * 3, b"".join(replayed), INLINE, exact=False, starts=starts)) == expected
 
 
+class Ticket:
+    """Pickles to other bytes each time: no copy of it can be told from another."""
+
+    count = 0
+
+    def __reduce__(self) -> Any:
+        Ticket.count += 1
+        return Ticket, (), {"number": Ticket.count}
+
+
+def test_what_cannot_be_compared_is_a_difference_though_all_bytes_are_equal():
+    one = rows("a", {"deep": [Ticket()]}, "c")
+    (found,) = differences(one, one, INLINE, exact=False).items()
+    assert found == (1, "the observation holds a value of type Ticket, which cannot be compared at request 1 of 1")
+    assert differences(one, one, INLINE, exact=False, starts={1: 1}) == {}, "it takes no part yet"
+
+
 # --- values -----------------------------------------------------------------------------------
 
 
@@ -155,8 +188,10 @@ def test_irregular_rows_are_compared_slot_by_slot_from_their_start_on(before, af
 def test_samples_are_the_same_as_their_copies_and_as_nothing_else(pair, other):
     value = pair[1]
     assert same(value, pickle.loads(pickle.dumps(value)))
+    assert evidence_of(value) == evidence_of(pickle.loads(pickle.dumps(value)))
     if fingerprint(value) != fingerprint(other[1]):
         assert not same(value, other[1])
+        assert evidence_of(value) != evidence_of(other[1])
 
 
 @pytest.mark.parametrize(
@@ -171,8 +206,9 @@ def test_samples_are_the_same_as_their_copies_and_as_nothing_else(pair, other):
 )  # fmt: skip
 def test_values_that_differ_in_type_order_or_any_bit_are_not_the_same(one, other):
     assert not same(one, other)
-    assert not alike(pickle.dumps(one), pickle.dumps(other))
+    assert evidence_of(one) != evidence_of(other)
     assert not same({"x": [one]}, {"x": [other]})
+    assert evidence_of({"x": [one]}) != evidence_of({"x": [other]})
 
 
 @pytest.mark.parametrize(
@@ -189,7 +225,7 @@ def test_values_that_differ_in_type_order_or_any_bit_are_not_the_same(one, other
 )
 def test_values_that_are_equal_to_the_bit_are_the_same(one, other):
     assert same(one, other)
-    assert alike(pickle.dumps(one), pickle.dumps(other))
+    assert evidence_of(one) == evidence_of(other)
 
 
 class Tensor:
@@ -218,15 +254,55 @@ class Tensor:
 
 def test_tensors_go_by_their_values():
     assert same({"x": [Tensor([1, 2])]}, {"x": [Tensor([1, 2])]})
+    assert evidence_of({"x": [Tensor([1, 2])]}) == evidence_of({"x": [Tensor([1, 2])]})
     assert same(Tensor([np.nan]), Tensor([np.nan]))
     for other in (Tensor([1, 3]), Tensor([1, 2, 3]), Tensor([1, 2], np.float64), Tensor([[1, 2]]), np.array([1, 2])):
         assert not same(Tensor([1, 2]), other)
+        assert evidence_of(Tensor([1, 2])) != evidence_of(other)
 
 
-def test_what_cannot_be_compared_here_is_not_alike_and_no_error():
-    tensors = [Tensor([1, 2], readable=False) for _ in range(2)]
-    one, other = map(pickle.dumps, tensors)
-    assert one != other
-    assert not alike(one, other)
-    assert alike(one, one)
-    assert not alike(b"no pickle", b"nor this")
+@dataclasses.dataclass
+class Seen:
+    """An observation of a class of its own."""
+
+    frame: Any
+    words: str = ""
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    OTHER = 2
+
+
+def masked(mask: list[bool]) -> Any:
+    return np.ma.MaskedArray([1.0, 2.0], mask)
+
+
+def test_values_of_any_other_kind_go_by_what_they_hold():
+    itself: list[Any] = []
+    itself.append(itself)
+    pairs = [
+        (Seen(np.zeros(2)), Seen(np.ones(2))),
+        (Seen(None, "a"), Seen(None, "b")),
+        (masked([False, True]), masked([True, False])),
+        (np.array([(1, 2.0)], "i4,f8"), np.array([(1, 3.0)], "i4,f8")),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+        (b"ab", bytearray(b"ab")),
+        (["ab", "c"], ["a", "bc"]),
+        (1j, -1j),
+        (10**5000, 10**5000 + 1),
+        (Kind.ONE, Kind.OTHER),
+        (itself, [[]]),
+        (np.zeros((600, 600), np.uint8), np.eye(600, dtype=np.uint8) * 0 + (np.arange(600) == 599)),
+    ]
+    for one, other in pairs:
+        assert evidence_of(one) == evidence_of(copy.deepcopy(one))
+        assert evidence_of(one) != evidence_of(other)
+        assert not evidence_of(one).startswith(MARK)
+
+
+def test_what_does_not_pickle_to_the_same_bytes_twice_cannot_be_compared():
+    for value, name in ((threading.Lock(), "lock"), (Ticket(), "Ticket")):
+        assert evidence_of({"a": (value,)}) == evidence_of(value) == MARK + name.encode()
+    tensor = Tensor([1], readable=False)  # goes by its pickle, which has its address in it
+    assert evidence_of(tensor) == evidence_of(tensor) != evidence_of(Tensor([1], readable=False))

@@ -1,0 +1,238 @@
+"""Digests of what an env returned: two digests are equal if all bytes are, and practically only then.
+
+The digest of memory is one number of 64 bits. It is a sum over words of 8 bytes, of which each is mixed with a key of
+its place and multiplied, half by half, as NH does (Black et al., "UMAC: Fast and Secure Message Authentication", 1999;
+XXH3 is built on it). ``_native.c`` computes the same at the speed of memory; this module is the reference.
+
+The digest of a value that has no fixed layout has 16 bytes. Containers are walked, arrays go by their memory. What
+cannot be walked goes by its pickle, if the value pickles twice to the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from multienv.native import native
+from multienv.wire.messages import dumps
+
+Array = np.ndarray[Any, Any]
+
+_WORDS = 128  # of 8 bytes in a block: each has a key of its own
+_BLOCK = 8 * _WORDS
+_HALF, _LOW = np.uint64(32), np.uint64(0xFFFF_FFFF)
+# The multiplier of SplitMix64's first step, that of its state, and an odd one by which blocks are put together.
+_MIX, _STEP, _NEXT = (
+    np.uint64(0xBF58_476D_1CE4_E5B9),
+    np.uint64(0x9E37_79B9_7F4A_7C15),
+    np.uint64(0xD6E8_FEB8_6659_FD93),
+)
+
+
+def _mixed(words: Array) -> Array:
+    words = (words ^ (words >> _HALF)) * _MIX
+    mixed: Array = words ^ (words >> _HALF)
+    return mixed
+
+
+_KEYS = _mixed(np.arange(1, _WORDS + 1, dtype=np.uint64) * _STEP)
+
+# Begins what stands in the place of a digest for a value that cannot be compared; the name of its type follows.
+MARK = b"no bytes"
+_DIGEST_BYTES = 16
+# Bytes of an array from which on it goes by the digest of its memory.
+_LONG = 1024
+_NAME_BYTES = 200  # of the name of a type, at the most
+_FLOAT = struct.Struct("<d")
+
+
+def digester(shown: Array, leaves: Sequence[Array]) -> Callable[[], None]:
+    """Return a function that writes a digest of each slot's observation to ``shown``.
+
+    Args:
+        shown: One number for each slot.
+        leaves: For each leaf of the observation an array with a row for each slot.
+    """
+    leaves = [leaf for leaf in leaves if leaf.nbytes]
+    if native is not None:
+        return partial(native.write_digests, shown, *(leaf.reshape(-1).view(np.uint8) for leaf in leaves))
+    rows = [_row_digests(leaf) for leaf in leaves]
+
+    def digest() -> None:
+        total = np.zeros(len(shown), np.uint64)
+        for digests in rows:
+            total = total * _NEXT + digests()
+        shown[:] = total
+
+    return digest
+
+
+def _row_digests(leaf: Array) -> Callable[[], Array]:
+    """Return a function that computes the digest of each row of an array."""
+    octets = leaf.reshape(len(leaf), -1).view(np.uint8)
+    slots, width = octets.shape
+    blocks = -(-width // _BLOCK)
+    padded = np.zeros((slots, blocks * _BLOCK), np.uint8)
+    words = padded.view(np.uint64).reshape(slots, blocks, _WORDS)
+    weights = np.ones(blocks, np.uint64)
+    weights[1:] = _NEXT
+    weights = np.cumprod(weights, dtype=np.uint64)[::-1]
+
+    def digests() -> Array:
+        padded[:, :width] = octets
+        keyed = words ^ _KEYS
+        sums = ((keyed & _LOW) * (keyed >> _HALF) + words).sum(axis=2, dtype=np.uint64)
+        total: Array = (_mixed(sums) * weights).sum(axis=1, dtype=np.uint64)
+        return total
+
+    return digests
+
+
+def digest_of_memory(memory: Array) -> int:
+    """Return the digest of a contiguous array's bytes, a number of 64 bits."""
+    shown = np.zeros(1, np.uint64)
+    digester(shown, [memory.reshape(1, -1)])()
+    return int(shown[0])
+
+
+# --- values -----------------------------------------------------------------------------------
+
+
+class IncomparableError(Exception):
+    """Raised for a value of which no copy can be told from another one; its argument is the name of its type."""
+
+
+def evidence_of(value: Any) -> bytes:
+    """Return a digest of a value, whatever its type; for one that cannot be compared ``MARK`` and its type.
+
+    Equal digests mean equal types, order, shapes and bits. NaN equals NaN.
+    """
+    for parts in (_parts_of, _pickled_parts_of):  # a value that cannot be walked, or holds itself, goes by its pickle
+        try:
+            return blake2b(b"".join(parts(value)), digest_size=_DIGEST_BYTES).digest()
+        except IncomparableError as error:
+            return MARK + str(error).encode()[:_NAME_BYTES]
+        except Exception:  # noqa: S112 - foreign code
+            continue
+    return MARK + type(value).__name__.encode()[:_NAME_BYTES]
+
+
+def _parts_of(value: Any) -> Iterator[bytes]:
+    """Yield bytes that tell a value from any other: its type, its length, and what it holds."""
+    kind = type(value)
+    yield f"<{kind.__module__}.{kind.__qualname__}>".encode()
+    parts = _PARTS.get(kind)
+    if parts is None:
+        parts = next((parts for base, parts in _PARTS_OF_SUBCLASSES.items() if isinstance(value, base)), None)
+    if parts is not None:
+        yield from parts(value)
+    elif hasattr(value, "__dlpack__") and hasattr(value, "__array__"):
+        yield from _parts_of_tensor(value)
+    elif dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            yield each.name.encode()
+            yield from _parts_of(getattr(value, each.name))
+    else:
+        yield from _pickled_parts_of(value)
+
+
+def _written(value: Any) -> Iterator[bytes]:
+    yield repr(value).encode()
+
+
+def _counted(data: bytes) -> Iterator[bytes]:
+    yield b"%d:" % len(data)
+    yield data
+
+
+def _parts_of_items(value: Any) -> Iterator[bytes]:
+    yield b"%d:" % len(value)
+    for item in value:
+        yield from _parts_of(item)
+
+
+def _parts_of_pairs(value: Any) -> Iterator[bytes]:
+    yield b"%d:" % len(value)
+    for pair in value.items():
+        yield from _parts_of_items(pair)
+
+
+def _parts_of_set(value: Any) -> Iterator[bytes]:
+    yield b"%d:" % len(value)
+    yield from sorted(b"".join(_parts_of(item)) for item in value)
+
+
+def _parts_of_tensor(value: Any) -> Iterator[bytes]:
+    """Yield the parts of a tensor of torch or the like; one with gradients, or on a device, is first copied."""
+    yield str(value.dtype).encode()
+    for bring in ("detach", "cpu"):
+        value = getattr(value, bring, lambda same=value: same)()
+    yield from _parts_of_array(np.asarray(value))
+
+
+def _parts_of_array(array: Array) -> Iterator[bytes]:
+    dtype = array.dtype
+    yield f"{dtype.descr if dtype.names else dtype.str}{array.shape}".encode()
+    if dtype.hasobject:
+        for item in array.flat:
+            yield from _parts_of(item)
+    elif array.nbytes < _LONG:
+        yield array.tobytes()
+    else:
+        yield digest_of_memory(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).to_bytes(8, "little")
+
+
+def _pickled_parts_of(value: Any) -> Iterator[bytes]:
+    """Yield the pickle of a value if that is the same twice; raise :class:`IncomparableError` if it is not."""
+    try:
+        one, other = dumps(value), dumps(value)
+    except Exception as error:  # foreign code
+        raise IncomparableError(type(value).__name__) from error
+    if one != other:
+        raise IncomparableError(type(value).__name__)
+    yield one
+
+
+_Parts = Callable[[Any], Iterator[bytes]]
+_PARTS: dict[type, _Parts] = {
+    **dict.fromkeys((type(None), bool, int, type(Ellipsis)), _written),
+    float: lambda value: iter((_FLOAT.pack(value),)),
+    complex: lambda value: iter((_FLOAT.pack(value.real), _FLOAT.pack(value.imag))),
+    str: lambda value: _counted(value.encode("utf-8", "surrogatepass")),
+    bytes: _counted,
+    bytearray: _counted,
+    np.ndarray: _parts_of_array,
+    set: _parts_of_set,
+    frozenset: _parts_of_set,
+}
+_PARTS_OF_SUBCLASSES: dict[type, _Parts] = {
+    np.generic: lambda value: _parts_of_array(np.asarray(value)),
+    np.ndarray: _pickled_parts_of,  # a masked array, for instance
+    tuple: _parts_of_items,
+    list: _parts_of_items,
+    dict: _parts_of_pairs,
+}
+
+
+# --- several slots ----------------------------------------------------------------------------
+
+
+def pack_evidence(slots: Sequence[bytes]) -> bytes:
+    """Return the evidence of all slots end to end, each behind its length; ``b""`` stands for a slot without any."""
+    return b"".join([bytes((len(one),)) + one for one in slots])
+
+
+def unpack_evidence(packed: bytes) -> list[bytes]:
+    """Return the evidence of each slot."""
+    found, place = [], 0
+    while place < len(packed):
+        end = place + 1 + packed[place]
+        found.append(packed[place + 1 : end])
+        place = end
+    return found
