@@ -16,7 +16,13 @@ OnLoss = Literal["replay", "truncate", "raise"]
 # Longer than any use; a clock in float64 still counts seconds exactly up to there.
 _LONGEST = 10**15
 _ON_LOSS = ("replay", "truncate", "raise")
-_ON_ERROR = ("raise", "truncate")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "on_crash": _ON_LOSS,
+    "on_timeout": _ON_LOSS,
+    "on_error": ("raise", "truncate"),
+    "accept": ("replayed", "exact"),
+    "begins_anew": (False, True),
+}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -155,6 +161,13 @@ class RestartPolicy(Named):
         on_timeout: What to do if a deadline passed: one of these three.
         on_error: What to do if the env raised an exception in ``step()``; its process is alive. ``"raise"``, or
             ``"truncate"`` to end the env's episode at this step and log the traceback.
+        accept: Which recoveries are taken, if the action is ``"replay"``. ``"exact"``: only those that go on from a
+            forked copy of the lost process, or repeat all that happened since the env was built; an episode that can
+            only be repeated from a reset is truncated. ``"replayed"``: those from a reset too, if at least one whole
+            episode compares equal.
+        begins_anew: Say that nothing of the env survives ``reset()``, not even in the simulator. Then a recovery from a
+            reset is exact, and shorter ones are preferred. ``multienv doctor`` tests it. If a replay from a reset
+            differs all the same, this option is ignored from then on.
         max_restarts: Restarts of a worker allowed within ``window``; one more raises
             :class:`~multienv.errors.RestartBudgetExceeded`.
         window: Length of the window, in seconds.
@@ -162,11 +175,11 @@ class RestartPolicy(Named):
             restart, with jitter. The first restart is immediate.
         max_backoff: The longest such wait, in seconds.
         poison_after: How many processes the same request may kill before it counts as poison.
-        journal_limit: Bytes of memory for the journal of each env. A replay needs the journal: each env is replayed
-            from one of its own resets, about two episodes back, however long the run is (in a young worker from the
-            construction of the env). An episode that exceeds this limit or ``replay_limit`` cannot be replayed: without
-            a snapshot, a loss truncates it. The other envs of the worker are recovered. With 0 and a policy that never
-            replays, crash reports have no journal either.
+        journal_limit: Bytes of memory for the journal of each env. A replay needs the journal: it begins with the
+            construction of the env while that is affordable, later with one of the env's own resets, about two episodes
+            back, however long the run is. An episode that exceeds this limit or ``replay_limit`` cannot be replayed:
+            without a snapshot, a loss truncates it. The other envs of the worker are recovered. With 0 and a policy
+            that never replays, crash reports have no journal either.
         replay_limit: Seconds of env time that a replay may take for each env, including resets, calls and renderings.
         snapshots: Workers fork themselves now and then (Linux only), and a lost worker is recovered from its frozen
             copy, exactly, for any kind of env. An env with threads, child processes, sockets, shared memory or a GPU
@@ -187,6 +200,8 @@ class RestartPolicy(Named):
     on_crash: OnLoss = "replay"
     on_timeout: OnLoss = "replay"
     on_error: Literal["raise", "truncate"] = "raise"
+    accept: Literal["replayed", "exact"] = "replayed"
+    begins_anew: bool = False
     max_restarts: int = 10_000
     window: float = 3600.0
     backoff: float = 0.1
@@ -204,7 +219,7 @@ class RestartPolicy(Named):
 
     def __post_init__(self) -> None:
         """Raise UsageError for an unknown action or a number out of range."""
-        for name, allowed in (("on_crash", _ON_LOSS), ("on_timeout", _ON_LOSS), ("on_error", _ON_ERROR)):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 choices = ", ".join(map(repr, allowed))
                 raise UsageError(f"RestartPolicy.{name} is {getattr(self, name)!r}; choose one of {choices}.")

@@ -15,7 +15,7 @@ logger = logging.getLogger("multienv")
 # How a process is lost; and why an episode ends that cannot go on.
 LossCause = Literal["died", "hung", "broken"]
 Cause = LossCause | Literal["error"]
-Outcome = Literal["exact", "truncated", "reset", "raised"]
+Outcome = Literal["exact", "replayed", "truncated", "reset", "raised"]
 RecoveryMethod = Literal["snapshot", "journal", ""]
 
 
@@ -64,9 +64,11 @@ class Recovery:
 
     Attributes:
         loss: The loss.
-        outcome: ``"exact"``: the same episode goes on, verified. ``"truncated"``: the episode ended, and the transition
-            says so. ``"reset"``: you had called for a new episode anyway and got a clean one. ``"raised"``: an error
-            was raised.
+        outcome: ``"exact"``: the same episode goes on, from a forked copy of the lost process or from all that happened
+            since the env was built, verified. ``"replayed"``: the same episode goes on, repeated from a reset; at least
+            one whole episode compared equal, but an env that remembers something from before that reset may go on
+            otherwise. ``"truncated"``: the episode ended, and the transition says so. ``"reset"``: you had called for a
+            new episode anyway and got a clean one. ``"raised"``: an error was raised.
         reason: Why the recovery is not exact, or ``""``.
         replayed: Number of requests that were run again, in all attempts together.
         attempts: Number of processes that the recovery took.
@@ -94,10 +96,10 @@ class Recycled:
     Attributes:
         env_index: Index in the batch of the worker's first env, or ``None``.
         why: The limit that was reached, in words.
-        outcome: ``"exact"``: the same episodes go on, verified. ``"reset"``: the episodes could not be replayed, and
-            the new process started with a reset of all envs that you had called for. ``"put off"``: the episodes could
-            not be replayed and you called for no such reset, so the old process goes on until you do, or until some
-            more episodes have ended.
+        outcome: ``"exact"`` or ``"replayed"``: the same episodes go on; see :class:`Recovery` for the difference.
+            ``"reset"``: the episodes could not be replayed, and the new process started with a reset of all envs that
+            you had called for. ``"put off"``: the episodes could not be replayed and you called for no such reset, so
+            the old process goes on until you do, or until some more episodes have ended.
         reason: Why the outcome is not exact, or ``""``.
         replayed: Number of requests that were run again.
         seconds: Seconds that the replacement took.
@@ -105,7 +107,7 @@ class Recycled:
 
     env_index: int | None
     why: str
-    outcome: Literal["exact", "reset", "put off"]
+    outcome: Literal["exact", "replayed", "reset", "put off"]
     reason: str
     replayed: int
     seconds: float
@@ -123,7 +125,8 @@ class Statistics:
         losses: Lost workers, plus episodes that ``on_error="truncate"`` ended.
         restarts: Processes started in place of lost ones.
         recycled: Processes started in place of ones that reached a limit of the ``RestartPolicy``.
-        exact_recoveries: Losses after which the same episode went on, verified.
+        exact_recoveries: Losses after which the same episodes went on, exactly: see :class:`Recovery`.
+        replayed_recoveries: Losses after which the same episodes went on, repeated from a reset.
         truncated_recoveries: Losses that ended their episode.
         replayed_steps: Requests run again, in all replays together.
         recovery_seconds: Seconds that each recovery took; the newest is last; at most 1000 of them.
@@ -146,6 +149,7 @@ class Statistics:
     restarts: int
     recycled: int
     exact_recoveries: int
+    replayed_recoveries: int
     truncated_recoveries: int
     replayed_steps: int
     recovery_seconds: tuple[float, ...] = field(repr=False)
@@ -160,7 +164,8 @@ class Statistics:
 
 # Of Statistics: added up over the workers by flat_statistics().
 COUNTERS = (
-    "steps", "episodes", "losses", "restarts", "recycled", "exact_recoveries", "truncated_recoveries", "replayed_steps",
+    "steps", "episodes", "losses", "restarts", "recycled", "exact_recoveries", "replayed_recoveries",
+    "truncated_recoveries", "replayed_steps",
 )  # fmt: skip
 
 
@@ -173,10 +178,10 @@ def flat_statistics(statistics: Statistics | Iterable[Statistics | None]) -> dic
     Returns:
         A dict with these keys. ``workers``: the number of workers that have a process. Sums over the workers: ``steps``
         (step requests; a step of a batch counts once for each worker), ``episodes``, ``losses``, ``restarts``,
-        ``recycled``, ``exact_recoveries``, ``truncated_recoveries``, ``replayed_steps``, ``journal_bytes`` and
-        ``rss_bytes``. ``rss_bytes_max``: the memory of the largest worker. ``step_seconds_mean`` and
-        ``step_seconds_max``: seconds that a step takes in the worker, over the workers. ``recovery_seconds_mean`` and
-        ``recovery_seconds_max``: over the last recoveries of all workers. A value that is not known is 0.
+        ``recycled``, ``exact_recoveries``, ``replayed_recoveries``, ``truncated_recoveries``, ``replayed_steps``,
+        ``journal_bytes`` and ``rss_bytes``. ``rss_bytes_max``: the memory of the largest worker. ``step_seconds_mean``
+        and ``step_seconds_max``: seconds that a step takes in the worker, over the workers. ``recovery_seconds_mean``
+        and ``recovery_seconds_max``: over the last recoveries of all workers. A value that is not known is 0.
     """
     every = [statistics] if isinstance(statistics, Statistics) else [one for one in statistics if one is not None]
     found: dict[str, float] = {"workers": sum(one.pid is not None for one in every)}

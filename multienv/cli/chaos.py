@@ -42,9 +42,9 @@ def chaos(
     """Step an env while its workers are killed, and compare every transition with an undisturbed run.
 
     Workers are killed, crashed and stopped at random moments.
-    If an episode cannot be recovered exactly, it is truncated, with a reason.
+    A recovery is exact, or replayed from a reset, or the episode is truncated with a reason.
 
-    Exit code 0: nothing differed silently.
+    Exit code 0: nothing differed silently: there was no difference after exact recoveries.
     1: something differed silently.
     2: the env is not deterministic, does not work, or does not exist.
 
@@ -88,8 +88,9 @@ def chaos(
         console = plain_console()
         console.print(_table(document))
         work.show_printed(console)
-        for mismatch in result.mismatches:
-            console.print(mismatch, style="red")
+        for style, differences in (("yellow", result.strayed), ("red", result.mismatches)):
+            for difference in differences:
+                console.print(difference, style=style)
     raise typer.Exit(1 if result.mismatches else 0)
 
 
@@ -98,7 +99,12 @@ def _table(told: dict[str, Any]) -> Table:
     table = Table(title=title, show_header=False, min_width=len(title))
     table.add_column("")
     table.add_column("", justify="right")
-    for name, counts in (("signal sent", "strikes"), ("lost", "losses"), ("recovery", "methods")):
+    for name, counts in (
+        ("signal sent", "strikes"),
+        ("lost", "losses"),
+        ("outcome", "outcomes"),
+        ("recovered by", "methods"),
+    ):
         for kind, number in sorted(told[counts].items()):
             table.add_row(f"{name}: {kind}", f"{number:,}")
     table.add_section()
@@ -106,5 +112,7 @@ def _table(told: dict[str, Any]) -> Table:
     table.add_row("time to recover, 99th percentile", f"{1000 * told['seconds']['p99']:.1f} ms")
     table.add_section()
     table.add_row("episodes not recovered", f"{len(told['inexact']):,}")
+    if told["strayed"]:
+        table.add_row("went another way after 'replayed'", f"{len(told['strayed']):,}", style="yellow")
     table.add_row("mismatches", f"{len(told['mismatches']):,}", style="red" if told["mismatches"] else "green")
     return table

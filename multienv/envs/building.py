@@ -184,6 +184,7 @@ class Workers:
         )
         self._setting = self._backend.setting()
         self._worker_env, self._numbers = worker_env, count()
+        self._first: Supervisor | None = None
 
     def make(
         self,
@@ -229,7 +230,10 @@ class Workers:
             snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,
             title=title,
         )
-        return self._supervisor(self._backend.launcher(title), build, index=index)
+        worker = self._supervisor(self._backend.launcher(title), build, index=index)
+        self._first = self._first or worker
+        worker.share_memory(self._first)
+        return worker
 
 
 class SerialWorkers:

@@ -490,6 +490,8 @@ def built_envs(what: str, envs: list[Face]) -> list[Face]:
     Raises:
         EnvsFailedError: Some could not be built.
     """
+    for env in envs[1:]:
+        env._supervisor.share_memory(envs[0]._supervisor)
     try:
         failures = initialize_all(envs)
     except BaseException:

@@ -100,6 +100,11 @@ class Gone(Exception):  # noqa: N818 - internal: becomes a recovery, a truncatio
         self.replaying = replaying
         self.detail = detail
 
+    @property
+    def is_from_outside(self) -> bool:
+        """Return whether the process was killed from outside: by SIGKILL, or because the monitor has ended."""
+        return self.cause == "died" and self.fate.code in (None, -9)
+
 
 class Channel(ABC):
     """Connects the trainer to one host: the trainer's end.

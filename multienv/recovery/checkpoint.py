@@ -18,7 +18,7 @@ from multienv.sometimes import sometimes
 from multienv.wire.messages import KeepSnapshot
 
 # Version of the dict that state_dict() returns.
-_VERSION = 5
+_VERSION = 6
 # Seconds that taking a snapshot may last; a fork of a large process takes some of them.
 _SNAPSHOT_LIMIT = 30.0
 _tokens = count(1)
@@ -226,12 +226,12 @@ class Checkpoints:
     def _replayed(self, standing: Standing, effort: Any) -> Channel:
         """Return a new process with envs replayed to ``standing``; the worker keeps its own process."""
         worker = self._supervisor
-        journal = Journal(recording=True)
+        journal = Journal(recording=True, policy=worker.policy, memory=worker.journal.memory)
         journal.load(standing.journal)
         recoverer, before = worker.recoverer, worker.recoverer.build
         recoverer.build = replace(before, seeds=standing.process_seeds, draws=standing.draws)
         try:
-            found = recoverer.bring_back(journal.plans(), effort)
+            found = recoverer.bring_back(journal.plans(), effort, journal.why_no_plan())
         finally:
             recoverer.build = before
         if found.mismatches:

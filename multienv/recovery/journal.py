@@ -3,11 +3,15 @@
 The entries lie by the number of their request (see ``wire.banks`` for what is in one). The supervisor puts that of a
 plain step there itself: a copy of its bank. Whatever an interrupted call repeats, the same number gets the same entry.
 
-Each slot has a history of its own. It can be replayed from a *start*: a reset of that slot, whoever asked for it, of
-which the worker has told how the slot's random generators stood before it. Until its start a slot takes no part in a
-replay. The first starts after the construction are kept while a replay from there is short: that is exact whatever the
-env remembers. Later the last two starts are kept after which a whole episode was seen, or a long part of one. Only the
-comparison with what the caller saw tells whether an env remembers more than that.
+Each slot has a history of its own. A replay from the construction of its env is exact, whatever the env remembers. It
+is kept while it is affordable: as long as the worker can be forked and has no snapshot yet; then for about two seconds
+of the envs' time; without snapshots as long as a replay may take at all.
+
+Later a slot is replayed from a *start*: a reset of that slot, whether the caller or the worker asked for it, of which
+the worker has told how the slot's random generators stood before it. Until its start a slot takes no part in a replay.
+A start is proven by an episode that has ended since: it will be compared. The last two proven starts are kept. An env
+that remembers something from before its start may go on otherwise. So such a replay is not exact, unless the user says
+that the env begins anew in each reset.
 
 So what is held is bounded by episodes, not by the length of the run.
 """
@@ -20,14 +24,21 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from multienv.config import RestartPolicy
+from multienv.recovery.memory import MemoryAcrossResets
 from multienv.sometimes import sometimes
 from multienv.wire.banks import HEAD
 from multienv.wire.messages import Replay, ReplayStart
 
-# Seconds that the envs of a worker took since their construction, up to which a replay begins there.
-SHORT = 0.1
-# Requests that prove a start if no episode has ended since.
-PROOF = 512
+# Seconds that the envs of a worker took since their construction, up to which a replay begins there; or twice what the
+# construction took, if that is more.
+AFFORDABLE = 2.0
+# What is said of a slot that no replay leads back to.
+UNKNOWN = (
+    "its episode is no longer recorded from its beginning, and there is no snapshot. It has probably outgrown "
+    "RestartPolicy.replay_limit or journal_limit"
+)
+NOT_ACCEPTED = "it can only be replayed from a reset, which RestartPolicy(accept='exact') does not take"
 # Starts of a slot that are kept, of those that are proven: if a replay from the last one differs, the one before is
 # tried.
 _KEPT = 2
@@ -65,9 +76,9 @@ class History:
     ended: int = 0
     is_whole: bool = True
 
-    def proven(self, last: int) -> tuple[Start, ...]:
-        """Return the starts since which enough was seen, up to the request ``last``, to believe a replay."""
-        return tuple(one for one in self.starts if one.number < self.ended or last - one.number >= PROOF)
+    def proven(self) -> tuple[Start, ...]:
+        """Return the starts after which an episode has ended: a replay from there compares at least one."""
+        return tuple(one for one in self.starts if one.number < self.ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +88,20 @@ class Plan:
     Attributes:
         entries: Entries to run again; what comes of them must be the same bytes.
         starts: Where slots begin. Those not named take part from the first entry on.
-        missing: Slots that take no part in it: nothing is known that leads back to them.
+        missing: Slots that take no part in it, and why.
         lasting: Calls and attributes set before the first entry.
         requests: Number of the entries.
         begun: The starts, by slot.
+        resets: Slots that are replayed from a reset, and not from the construction of their envs.
     """
 
     entries: bytes
     starts: tuple[ReplayStart, ...] = ()
-    missing: tuple[int, ...] = ()
+    missing: Mapping[int, str] = field(default_factory=dict)
     lasting: tuple[bytes, ...] = ()
     requests: int = 0
     begun: Mapping[int, Start] = field(default_factory=dict)
+    resets: tuple[int, ...] = ()
 
     @property
     def message(self) -> Replay:
@@ -102,10 +115,12 @@ class Journal:
 
     Args:
         recording: Entries are kept at all.
-        replaying: They are kept for recoveries, and not for crash reports alone.
+        policy: Says whether they are kept for recoveries, or for crash reports alone, and which replays are taken.
+        memory: Whether the env has shown a memory across resets.
 
     Attributes:
         entries: By number, in order; the supervisor puts plain steps here itself.
+        memory: As given; a batch shares it.
         first: Number of the oldest request that is wholly known, with all that came after it.
         stride: Length of a plain step.
         histories: Of each slot.
@@ -113,15 +128,22 @@ class Journal:
 
     __slots__ = ("__dict__", "__weakref__", "entries", "recording")  # those of the hot path have a place of their own
 
-    def __init__(self, *, recording: bool, replaying: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        recording: bool,
+        policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        memory: MemoryAcrossResets | None = None,
+    ) -> None:
         self.recording = recording
-        self.replaying = replaying and recording
-        self.stride, self.slots = HEAD.size, 1
+        self.replaying = policy.replays and recording
+        self._policy, self.memory = policy, memory or MemoryAcrossResets()
+        self.stride, self.slots, self._affordable = HEAD.size, 1, AFFORDABLE
         self.begin(0)
 
-    def lay_out(self, stride: int, slots: int) -> None:
-        """Note how long a plain step is, and how many envs there are."""
-        self.stride, self.slots = stride, slots
+    def lay_out(self, stride: int, slots: int, construction: float = 0.0) -> None:
+        """Note how long a plain step is, how many envs there are, and the seconds that their construction took."""
+        self.stride, self.slots, self._affordable = stride, slots, max(AFFORDABLE, 2 * construction)
 
     def begin(self, number: int, lasting: Iterable[bytes] = ()) -> None:
         """Hold nothing: the envs were built, and the next request is ``number + 1`` or later.
@@ -135,6 +157,7 @@ class Journal:
         self.first = self._oldest = number + 1
         self.histories = [History(is_whole=self.recording) for _ in range(self.slots)]
         self._built: float | None = None  # time of the envs at their construction; noted at the first look
+        self._is_affordable = True  # a replay from the construction, as far as time goes
         self._longer: dict[int, int] = {}  # by how much an entry is longer than a plain step, or shorter
         self._lasting = dict(enumerate(repeated, number + 1 - len(repeated)))
 
@@ -210,6 +233,11 @@ class Journal:
         later = [entry for one, entry in self.entries.items() if one > number]
         return Plan(b"".join(later), requests=len(later))
 
+    @property
+    def begins_anew(self) -> bool:
+        """Return whether a replay from a reset is exact: the user says so, and the env has not shown otherwise."""
+        return self._policy.begins_anew and not self.memory.has_shown
+
     def plans(self, *, near: bool = False) -> list[Plan]:
         """Return the replays to try, in order.
 
@@ -219,7 +247,8 @@ class Journal:
         if not self.recording:
             return []
         far_plan, near_plan = self._plan(near=False), self._plan(near=True)
-        tried = [far_plan, near_plan] if self.is_whole and not near else [near_plan, far_plan]
+        is_far = self.is_whole and not self.begins_anew and (self._is_affordable or self.memory.has_shown)
+        tried = [far_plan, near_plan] if is_far and not near else [near_plan, far_plan]
         found = [plan for plan in tried if plan is not None]
         return found[:1] if len(found) == 2 and found[0].begun == found[1].begun else found
 
@@ -230,17 +259,20 @@ class Journal:
 
     def _plan(self, *, near: bool) -> Plan | None:
         """Return the replay from the last starts, or from the first ones; ``None`` if no slot has any."""
-        last, begun, missing, from_construction = self.last, {}, [], False
+        begun, missing, resets, from_construction = {}, {}, [], False
+        only_whole = self._policy.accept == "exact" and not self.begins_anew
         for slot, history in enumerate(self.histories):
-            starts = history.proven(last)
-            if history.is_whole and (not starts or not near):
-                starts = history.starts
-            from_construction |= history.is_whole and (not starts or not near)
-            if starts:
-                begun[slot] = starts[-1 if near and history.proven(last) else 0]
-            elif not history.is_whole:
+            proven = history.proven()
+            if history.is_whole and (only_whole or not near or proven[-1:] in ((), history.starts[:1])):
+                from_construction = True
+                if history.starts:
+                    begun[slot] = history.starts[0]
+            elif proven and not only_whole:
+                begun[slot] = proven[-1 if near else 0]
+                resets.append(slot)
+            else:
                 sometimes("nothing leads back to a slot")
-                missing.append(slot)
+                missing[slot] = NOT_ACCEPTED if proven else UNKNOWN
         if len(missing) == self.slots:
             return None
         front = self.first if from_construction else min(one.number for one in begun.values())
@@ -248,11 +280,16 @@ class Journal:
         return Plan(
             b"".join([self.entries[number] for number in numbers]),
             tuple(ReplayStart(slot, bisect_left(numbers, one.number), one.generators) for slot, one in begun.items()),
-            tuple(missing),
+            missing,
             tuple(payload for number, payload in self._lasting.items() if number < front),
             len(numbers),
             begun,
+            tuple(resets),
         )
+
+    def why_no_plan(self) -> str:
+        """Return why nothing leads back to any slot."""
+        return NOT_ACCEPTED if any(history.proven() for history in self.histories) else UNKNOWN
 
     def all_lasting(self) -> tuple[bytes, ...]:
         """Return all calls and attributes set, pickled: they hold in a new life of the envs too."""
@@ -260,7 +297,7 @@ class Journal:
 
     # --- limits -----------------------------------------------------------------------------------
 
-    def trim(self, limit: int, seconds: float, longest: float, snapshot: int) -> None:
+    def trim(self, limit: int, seconds: float, longest: float, snapshot: int, *, forks: bool = False) -> None:
         """Forget what no recovery begins with any more.
 
         Args:
@@ -268,22 +305,30 @@ class Journal:
             seconds: Time of the worker's envs so far.
             longest: Time of the envs that a replay may take.
             snapshot: Number of the last request executed in the newest forked snapshot; 0: there is none.
+            forks: The worker can be forked, as far as is known.
         """
         self._built = seconds if self._built is None else self._built
-        last, since_built, room = self.last, seconds - self._built, self._front_within(limit)
-        is_short = since_built <= longest and room == self.first
-        if since_built > SHORT and all(history.proven(last) for history in self.histories if history.is_whole):
-            is_short = False
+        since_built, room = seconds - self._built, self._front_within(limit)
+        self._is_affordable = since_built <= min(self._affordable, longest)
+        if snapshot and not self.memory.has_shown:
+            is_kept = self._is_affordable
+        else:  # nothing else leads back exactly
+            is_kept = since_built <= longest or (forks and not snapshot)
+        if self.begins_anew and all(history.proven() for history in self.histories if history.is_whole):
+            is_kept = False
+        is_kept = is_kept and room == self.first
         front, histories = self.first, []
         for history in self.histories:
+            is_whole = history.is_whole and is_kept
             kept = [one for one in history.starts if one.number >= room and seconds - one.seconds <= longest]
-            is_whole = history.is_whole and is_short
-            proven = () if is_whole else history.proven(last)[-_KEPT:]
+            proven = history.proven()[-_KEPT:]
             kept = [one for one in kept if not proven or one.number >= proven[0].number]
+            if is_whole and history.starts[:1] != tuple(kept[:1]):
+                kept = [*history.starts[:1], *kept]
             histories.append(History(tuple(kept), history.ended, is_whole))
         if not any(history.is_whole for history in histories):
             wanted = [history.starts[0].number for history in histories if history.starts]
-            front = max(room, min(wanted + [snapshot + 1] * bool(snapshot), default=last + 1))
+            front = max(room, min(wanted + [snapshot + 1] * bool(snapshot), default=self.last + 1))
         # Adjacent stores: no signal handler comes in between. The entries that no plan uses any more are dropped below,
         # or next time.
         self.histories, self.first = histories, front
@@ -329,6 +374,7 @@ class Journal:
             "entries": dict(self.entries),
             "first": self.first,
             "built": self._built,
+            "is_affordable": self._is_affordable,
             "stride": self.stride,
             "lasting": dict(self._lasting),
             "histories": tuple((tuple(map(tuple, of.starts)), of.ended, of.is_whole) for of in self.histories),
@@ -343,7 +389,7 @@ class Journal:
         self.entries, self._lasting, self.histories = dict(data["entries"]), dict(data["lasting"]), histories
         self.first = data["first"]
         self._oldest = next(iter(self.entries), self.first)  # there may be some that an interrupted trim has left
-        self._built = data["built"]
+        self._built, self._is_affordable = data["built"], data["is_affordable"]
 
 
 def furthest_replay(data: Mapping[str, Any] | None) -> Replay | None:

@@ -37,6 +37,9 @@ from multienv.reports.texts import what_happened
 from multienv.sometimes import sometimes
 from multienv.wire.messages import Build
 
+# After so many losses for one request, all killed from outside, their common past may be to blame.
+_OUTSIDE_LOSSES = 3
+
 
 class Lifecycle:
     """Has a worker's process, and each that replaces it.
@@ -69,7 +72,7 @@ class Lifecycle:
         pending: Pending,
         path: Iterable[tuple[Event, State]],
     ) -> None:
-        self.recoverer = Recoverer(launcher, build, policy, deadlines, record.recovering)
+        self.recoverer = Recoverer(launcher, build, policy, deadlines, record.recovering, self._strayed)
         self.channel: Channel | None = None
         self.building = 0
         self.found: Found | None = None
@@ -122,7 +125,7 @@ class Lifecycle:
         except Gone as gone:
             self.loss = self._record.loss(gone, "initialize", gone.slot, self._pending.limit, self._case(b""))
             self._effort = self._effort or self.recoverer.begin()
-            return Lost(gone.cause, -1, _is_from_outside(gone))
+            return Lost(gone.cause, -1, gone.is_from_outside)
         if self._effort is not None and self.loss is not None:
             self._record.recovery(self.loss, "exact", "", self._effort)
         self.forget_loss()
@@ -161,9 +164,10 @@ class Lifecycle:
             self.loss, self._lost = loss, channel
         self._effort = self.recoverer.begin()
         slot = slots if is_policy else slot
-        self._repeats = self._is_long and state.losses > 0
+        # One that is killed from outside need not have failed by its past; but memory that piles up also ends so.
+        self._repeats = self._is_long and state.losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)
         is_spared = self._repeats and gone.cause == "died"
-        return Lost(gone.cause, slot, _is_from_outside(gone), what_happened(self.loss), is_spared)
+        return Lost(gone.cause, slot, gone.is_from_outside, what_happened(self.loss), is_spared)
 
     def drop_lost(self, instruction: Instruction, state: State) -> None:
         """Drop a lost process whose envs are not brought back, and record the outcome."""
@@ -209,7 +213,7 @@ class Lifecycle:
         self._is_long = False
         found = self._shortly_replayed(effort) if self._repeats else None
         found = found or self.recoverer.wake(lost, self._journal.since, effort, fate)
-        found = found or self.recoverer.bring_back(self._journal.plans(), effort)
+        found = found or self.recoverer.bring_back(self._journal.plans(), effort, self._journal.why_no_plan())
         self._is_long = self._journal.can_be_shorter(found.plan)
         return found
 
@@ -246,10 +250,10 @@ class Lifecycle:
         elif isinstance(event, Recovered):
             truncated = [reason for slot, reason in after.pending_truncations if slot in event.mismatches]
             reasons = [*dict(after.skipped).values(), *truncated, *event.mismatches.values()]
-            outcome: Outcome = "exact"
+            outcome: Outcome = "exact" if effort.is_exact else "replayed"
             if reasons:  # all that differs may be about to be reset
                 outcome = "truncated" if after.skipped or truncated else "reset"
-            reason = next(iter(reasons), "")
+            reason = next(iter(reasons), "" if effort.is_exact else self._journal.memory.reservation)
             if instruction is Instruction.RAISE_POISON:
                 outcome, reason = "raised", f"The same {loss.command}() ended process after process."
             self._record.recovery(loss, outcome, reason, effort)
@@ -274,10 +278,13 @@ class Lifecycle:
 
     def replace(self) -> tuple[Channel | None, Effort, str]:
         """Replay the envs, which are not lost, in a new process; return it, or ``None`` and the reason."""
-        effort = self.recoverer.begin(planned=True)
+        effort, memory = self.recoverer.begin(planned=True), self._journal.memory
+        if memory.has_shown:
+            return None, effort, memory.reservation
         try:
             # A short replay: a replay of the whole past would repeat what leaked.
-            found = self.recoverer.bring_back(self._journal.plans(near=True), effort)
+            plans, why = self._journal.plans(near=True), self._journal.why_no_plan()
+            found = self.recoverer.bring_back(plans, effort, why)
         except (Unrecoverable, OSError) as reason:
             if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
                 raise
@@ -289,11 +296,19 @@ class Lifecycle:
             found.channel.release()
             return None, effort, next(iter(found.mismatches.values()))
         self._go_on_from(found, effort)
-        return found.channel, effort, ""
+        return found.channel, effort, "" if effort.is_exact else memory.reservation
+
+    def _strayed(self, slot: int, what: str) -> None:
+        """Note that a slot was replayed from a reset otherwise than it was seen."""
+        description = self.recoverer.description
+        spec = None if description is None else description.spec
+        env = self._record.env_in(slot)
+        self._journal.memory.note(env if spec is None else f"{spec.id} ({env})", what)
 
     def _go_on_from(self, found: Found, effort: Effort) -> None:
         """Have later replays begin where this one did, or after it."""
         self.replayed = effort.replayed
+        effort.is_exact = found.plan is None or not found.plan.resets or self._journal.begins_anew
         if found.plan is not None:
             self._journal.go_on_from(found.plan)
             self._journal.lose(found.mismatches)
@@ -354,8 +369,3 @@ class Lifecycle:
             layout=None if codec is None else codec.layout,
             path=tuple(told(event, after) for event, after in tuple(self._path)),
         )
-
-
-def _is_from_outside(gone: Gone) -> bool:
-    """Tell whether a process was killed from outside: SIGKILL, or the monitor's end."""
-    return gone.cause == "died" and gone.fate.code in (None, -9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from multienv.config import RestartPolicy
@@ -33,6 +34,7 @@ class Maintenance:
         self.seconds = 0.0
         self.is_due = False
         self.recycling_due = ""
+        self._forks = policy.snapshots and policy.replays and sys.platform == "linux"
         self._steps, self._others = 0, 0.0  # counted in ``seconds``: steps, and other time in the present process
         self._step = 0.0  # time of a step, at the last count
 
@@ -64,7 +66,9 @@ class Maintenance:
         policy, slots, words = self._policy, journal.slots, channel.segment.words
         seconds = self.count(record, channel)
         if journal.recording:
-            journal.trim(policy.journal_limit * slots, seconds, policy.replay_limit * slots, words[SNAPSHOT])
+            limit, longest = policy.journal_limit * slots, policy.replay_limit * slots
+            forks = self._forks and not words[OBSTACLE]
+            journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
         if self.recycling.wanted and not self.recycling_due:
             self.recycling_due = self.recycling.due(record.steps, record.episodes, lambda: memory_of(channel))
         self.is_due = bool(self.recycling_due) and not self.recycling.is_put_off(record.episodes)

@@ -21,6 +21,8 @@ class Effort:
         until: When it is given up; ``None``: never.
         planned: No process was lost: nothing is charged to the budget.
         turn: When it may begin, seconds of the clock; ``None``: it is not charged yet.
+        method: What brought the envs back.
+        is_exact: The envs go on as they were, whatever they remember.
         doing: What it waits for, in words.
     """
 
@@ -32,6 +34,7 @@ class Effort:
     attempts: int = 0
     replayed: int = 0
     method: RecoveryMethod = ""
+    is_exact: bool = True
     doing: str = ""
     deaths: Counter[tuple[int, bool]] = field(default_factory=Counter)
 

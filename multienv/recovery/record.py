@@ -54,7 +54,7 @@ class Record:
         self.last_recovery: Recovery | None = None
         self.told: deque[tuple[Callable[[Any], object], Any]] = deque()
         self._hooks = hooks
-        self._losses = self._exact = self._truncated = self._replayed = self._recycled = 0
+        self._losses = self._exact = self._repeated = self._truncated = self._replayed = self._recycled = 0
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
 
     # --- names and positions ----------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Record:
             effort.replayed,
             effort.attempts,
             time.monotonic() - effort.began,
-            effort.method if outcome == "exact" else "",
+            effort.method if outcome in ("exact", "replayed") else "",
             self.reports.path,
         )
         self.reports.close(recovery)
@@ -199,6 +199,7 @@ class Record:
         # Nothing is called from here until the caller has committed the state, as in loss().
         self.last_recovery = recovery
         self._exact += outcome == "exact"
+        self._repeated += outcome == "replayed"
         self._truncated += outcome == "truncated"
         self._replayed += effort.replayed
         self.told += news
@@ -222,7 +223,9 @@ class Record:
         self.last_recovery = Recovery(loss, "truncated", str(error), 0, 0, 0.0)
         self.told += [*self._news(loss), *self._news(self.last_recovery)]
 
-    def recycling(self, why: str, outcome: Literal["exact", "reset", "put off"], reason: str, effort: Effort) -> None:
+    def recycling(
+        self, why: str, outcome: Literal["exact", "replayed", "reset", "put off"], reason: str, effort: Effort
+    ) -> None:
         """Note that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - effort.began
         self._recycled += outcome != "put off"
@@ -257,6 +260,7 @@ class Record:
             restarts=restarts,
             recycled=self._recycled,
             exact_recoveries=self._exact,
+            replayed_recoveries=self._repeated,
             truncated_recoveries=self._truncated,
             replayed_steps=self._replayed,
             recovery_seconds=tuple(self._times),

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import NoCapacityError
-from multienv.processes.channel import Channel, Gone
-from multienv.recovery.journal import Plan
+from multienv.processes.channel import Channel, Fate, Gone
+from multienv.recovery.journal import UNKNOWN, Plan
 from multienv.recovery.policy import Effort, RestartBudget
 from multienv.recovery.state_machine import LOSSES
-from multienv.recovery.verification import differences
+from multienv.recovery.verification import differences, is_comparable
 from multienv.sometimes import sometimes
 from multienv.wire.banks import BEGIN, FAILED, HEAD, MESSAGE, STEP, U32, split_entries
 from multienv.wire.codecs import Codec, codec_of
@@ -42,11 +42,6 @@ _SILENCE = 2.0
 # Seconds between two looks whether the worker was closed during a back-off.
 _LOOK = 0.02
 _BUILDING = -2
-# What is said of a slot that no replay leads back to.
-_UNKNOWN = (
-    "its episode is no longer recorded from its beginning, and there is no snapshot. It has probably outgrown "
-    "RestartPolicy.replay_limit or journal_limit"
-)
 
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
@@ -108,6 +103,7 @@ class Recoverer:
         build: The request that builds the envs.
         policy, deadlines: The limits.
         tell: Logs what a recovery that takes long is doing.
+        strayed: Told of a slot, and the difference, that was replayed from a reset otherwise than it was seen.
 
     Attributes:
         build: The request that builds the envs; its seeds are those of the present life.
@@ -123,6 +119,7 @@ class Recoverer:
         policy: RestartPolicy,
         deadlines: Deadlines,
         tell: Callable[[str, Effort], object],
+        strayed: Callable[[int, str], object],
     ) -> None:
         self.build = build
         self.description: Description | None = None
@@ -131,7 +128,7 @@ class Recoverer:
         self._launcher = launcher
         self._policy = policy
         self._deadlines = deadlines
-        self._tell = tell
+        self._tell, self._strayed = tell, strayed
         self._budget = RestartBudget(policy)
         self._numbers = count(-1, -1)
         self._current: Channel | None = None  # being started; the worker does not own it yet
@@ -321,11 +318,18 @@ class Recoverer:
         if self._closed:
             raise Unrecoverable("it was closed")
 
-    def wake(self, lost: Channel, since: Callable[[int], Plan | None], effort: Effort, fate: Any) -> Found | None:
-        """Bring the envs back from the forked snapshot that a lost process left; ``None`` if that fails."""
+    def wake(
+        self, lost: Channel, since: Callable[[int], Plan | None], effort: Effort, fate: Fate, tries: int = LOSSES
+    ) -> Found | None:
+        """Bring the envs back from the forked snapshot that a lost process left; ``None`` if that fails.
+
+        A woken copy first takes another snapshot. If the copy is killed from outside before it is handed over, that
+        one is woken, up to so many times.
+        """
         plan = None if fate.snapshot is None else since(fate.snapshot)
         if plan is None:
             return None
+        assert fate.snapshot is not None
         try:
             channel = self._current = lost.wake()
         except OSError as error:  # no descriptor is left, or the monitor is gone
@@ -337,15 +341,33 @@ class Recoverer:
             sometimes("the snapshot of a lost process is gone")
             return None
         self.restarts += not effort.planned
-        return self._follow(channel, fate.snapshot, plan, effort)
+        try:
+            return self._follow(channel, fate.snapshot, plan, effort)
+        except Gone as gone:
+            if not gone.is_from_outside or tries == 1:
+                self._let_go(channel)
+                return None
+            fate = gone.fate
+        sometimes("a woken snapshot is killed before it is handed over")
+        try:
+            return self.wake(channel, since, effort, fate, tries - 1)
+        finally:
+            channel.release()
 
     def wake_kept(self, token: int, number: int, effort: Effort) -> Channel | None:
         """Wake the snapshot kept under this token; ``None``: it is gone."""
         channel = self._current = self._launcher.wake_kept(token)
-        found = None if channel is None else self._follow(channel, number, Plan(b""), effort)
+        if channel is None:
+            return None
+        try:
+            found = self._follow(channel, number, Plan(b""), effort)
+        except Gone:
+            self._let_go(channel)
+            return None
         return None if found is None else found.channel
 
     def _follow(self, channel: Channel, number: int, plan: Plan, effort: Effort) -> Found | None:
+        """Have a woken snapshot execute what came after it; ``None``: it is otherwise. Raises ``Gone``."""
         assert self.codec is not None
         effort.attempts += 1
         until, limit = effort.until, time.monotonic() + _UP_WITHIN
@@ -359,8 +381,9 @@ class Recoverer:
             if not self._wait(channel, number, limit, effort):
                 raise channel.kill(cause="hung")
             mismatches = self._replay(channel, plan, effort, until)
-        except (Gone, RequestFailedError):
-            sometimes("a snapshot does not wake, or its replay fails")
+        except Gone:
+            raise
+        except RequestFailedError:
             self._let_go(channel)
             return None
         except BaseException:
@@ -374,14 +397,18 @@ class Recoverer:
         effort.method = "snapshot"
         return Found(channel, {})
 
-    def bring_back(self, plans: Iterable[Plan], effort: Effort) -> Found:
+    def bring_back(self, plans: Iterable[Plan], effort: Effort, reason: str = UNKNOWN) -> Found:
         """Bring the envs back in a new process, by the first of these plans on which no slot differs, else by the last.
+
+        Args:
+            plans: The replays to try, in order.
+            effort: Counts what it takes.
+            reason: Why there is no plan, if there is none.
 
         Raises:
             Unrecoverable: All plans failed: a replay ended its process or raised, or all slots differ.
         """
         assert self.codec is not None
-        reason = _UNKNOWN
         tried = list(plans)
         for index, plan in enumerate(tried):
             is_last = index == len(tried) - 1
@@ -491,8 +518,11 @@ class Recoverer:
         effort.replayed += plan.requests
         starts = {start.slot: start.entry for start in message.starts}
         found = differences(plan.entries, replayed, codec.layout, exact=codec.exact, starts=starts)
+        for slot in plan.resets:
+            if slot in found and is_comparable(found[slot]):
+                self._strayed(slot, found[slot])
         differ = {slot: f"the replay does not match what was seen: {what}" for slot, what in found.items()}
-        return differ | dict.fromkeys(plan.missing, _UNKNOWN)
+        return {**differ, **plan.missing}
 
     def _limits_of(self, plan: Plan) -> Callable[[int], float]:
         """Return what tells after how many seconds at a place, as ``REPLAYING`` says it, an env hangs in a replay."""

@@ -189,7 +189,7 @@ class Supervisor:
         self.path: deque[tuple[Event, State]] = deque(maxlen=_PATH)
         self.index = index
         self._sharing = 0
-        self._policy, self._deadlines = policy, deadlines
+        self.policy, self._deadlines = policy, deadlines
         self._limits = Limits(deadlines, resets_in_steps=build.autoreset in ("NEXT_STEP", "SAME_STEP"))
         self._owner = os.getpid()
         self.lock = Lock()
@@ -198,7 +198,7 @@ class Supervisor:
         self.maintenance = Maintenance(policy)
         self.journal = Journal(
             recording=policy.replays or (reports is not None and policy.journal_limit > 0),
-            replaying=policy.replays,
+            policy=policy,
         )
         share = LARGE_SHARE if self.maintenance.recycling.wanted else SHARE
         build = replace(build, starts=share if self.journal.recording else 0.0)
@@ -242,6 +242,10 @@ class Supervisor:
     def description(self) -> Description | None:
         """Return what the envs are, once they were built."""
         return self.recoverer.description
+
+    def share_memory(self, other: Supervisor) -> None:
+        """Share with another worker of the batch whether the env has shown a memory across resets."""
+        self.journal.memory = other.journal.memory
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -658,7 +662,7 @@ class Supervisor:
                 for slot, reason in skipped:
                     answer.errors[slot] = self.record.lost_error(self.lifecycle.loss, reason)
         ended = request.kind is Kind.STEP and self.answers.ended
-        if failed and request.kind is Kind.STEP and self._policy.on_error == "truncate":
+        if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
             self.record.truncated_error(0, answer, channel.pid)
             answer = self.answers.truncation(segment, ((0, str(answer)),))
         # A reply that shows no rows takes up two numbers. So the next request does not lie in the bank with the rows
@@ -687,7 +691,7 @@ class Supervisor:
                 self._new_answers(codec),
                 self.record.truncation,
                 same_step=self.recoverer.build.autoreset == "SAME_STEP",
-                truncates=self._policy.on_error == "truncate",
+                truncates=self.policy.on_error == "truncate",
             )
         reply = self._rollout_reader.read(number, message, rolled, self.state.skipped)
         journal.cut(self.number)
@@ -827,7 +831,8 @@ class Supervisor:
         assert codec is not None
         if self.codec is not None:
             return
-        self.journal.lay_out(codec.layout.end, codec.slots)
+        assert self.description is not None
+        self.journal.lay_out(codec.layout.end, codec.slots, self.description.seconds)
         self.rules = replace(self.rules, slots=codec.slots)
         self.answers = self._new_answers(codec)
         self.codec = codec  # last: an interruption leaves all to do again
@@ -908,7 +913,7 @@ class Supervisor:
         if channel is not None:
             sometimes("a process is replaced by plan")
             self.adopt(channel)
-            self.record.recycling(why, "exact", "", effort)
+            self.record.recycling(why, "exact" if effort.is_exact else "replayed", reason, effort)
             return
         self.maintenance.recycling_due = ""
         if resetting:  # the next request begins anew in any case

@@ -13,6 +13,14 @@ import numpy as np
 from multienv.wire.banks import RAISED, STEPPED, BankLayout, Entry, split_entries
 from multienv.wire.digests import MARK, unpack_evidence
 
+# How a difference ends that says nothing of the env: no value of this type can be compared.
+_INCOMPARABLE = "cannot be compared"
+
+
+def is_comparable(what: str) -> bool:
+    """Tell whether a difference, as :func:`differences` words it, was found by comparing."""
+    return _INCOMPARABLE not in what
+
 
 def differences(
     recorded: bytes,
@@ -97,7 +105,7 @@ def _of_records(
     if layout.has_finals:
         for slot in going_on:
             if one[layout.finals + 8 * slot :].startswith(MARK):
-                yield slot, "the final observation cannot be compared"
+                yield slot, f"the final observation {_INCOMPARABLE}"
 
 
 def _of_evidence(one: bytes, other: bytes) -> Iterator[tuple[int, str]]:
@@ -105,7 +113,7 @@ def _of_evidence(one: bytes, other: bytes) -> Iterator[tuple[int, str]]:
     for slot, (before, after) in enumerate(zip(unpack_evidence(one), unpack_evidence(other), strict=False)):
         if before.startswith(MARK):
             name = before[len(MARK) :].decode(errors="replace")
-            yield slot, f"the observation holds a value of type {name}, which cannot be compared"
+            yield slot, f"the observation holds a value of type {name}, which {_INCOMPARABLE}"
         elif before != after:
             yield slot, "the observation differs"
 

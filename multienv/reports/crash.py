@@ -31,7 +31,7 @@ from multienv.wire.messages import Build, Description, Replay, message_of
 from multienv.wire.segment import Segment
 
 FORMAT = "multienv-report"
-VERSION = 6
+VERSION = 7
 # Bytes for the document, about.
 _OVERHEAD = 2**19
 _NO_JOURNAL = (

@@ -31,10 +31,13 @@ class Chaos:
         steps: Env steps that were compared with the undisturbed run.
         strikes: Signals sent, by kind; ``"snapshot"`` is SIGKILL to a snapshot.
         losses: Lost workers, by cause and exit code in words.
-        methods: How often each source of recovery was used: ``"snapshot"`` or ``"journal"``; for a recovery that was
-            not exact, its outcome.
+        outcomes: How often each outcome of a loss came: ``"exact"``, ``"replayed"``, ``"truncated"``, ``"reset"`` or
+            ``"raised"``.
+        methods: How often each source of recovery was used: ``"snapshot"`` or ``"journal"``.
         seconds: Duration of each recovery, from the moment the loss was noticed to the answer.
         inexact: Reasons of the episodes that ended, or the errors that were raised, because of a loss.
+        strayed: Differences from the undisturbed run after a recovery that was only ``"replayed"``: the env carries
+            memory across resets.
         mismatches: Differences from the undisturbed run that multienv did not report; must be empty.
         undisturbed: A difference that appears without any kill, looked for after a mismatch; ``""`` if there is none.
             The env itself is not deterministic then, and the run says nothing about recovery.
@@ -43,9 +46,11 @@ class Chaos:
     steps: int = 0
     strikes: Counter[str] = field(default_factory=Counter)
     losses: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
     methods: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
     inexact: list[str] = field(default_factory=list)
+    strayed: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     undisturbed: str = ""
 
@@ -64,7 +69,8 @@ class Chaos:
         if isinstance(event, Loss):
             self.losses[f"{event.cause}: {exit_text(event.exit_code).partition(' (')[0]}"] += 1
         elif isinstance(event, Recovery):
-            self.methods[event.method or event.outcome] += 1
+            self.outcomes[event.outcome] += 1
+            self.methods[event.method] += bool(event.method)
             self.seconds.append(event.seconds)
 
 
@@ -125,8 +131,8 @@ def run_chaos(
                 return []
         return [worker]
 
-    while goes_on() and len(chaos.mismatches) < ENOUGH_MISMATCHES and not chaos.undisturbed:
-        before = chaos.steps
+    while goes_on() and len(chaos.mismatches + chaos.strayed) < ENOUGH_MISMATCHES and not chaos.undisturbed:
+        before, replayed = chaos.steps, chaos.outcomes["replayed"]
         with side_by_side(**options) as pair:
             try:
                 with Killer(victims, manners=manners, interval=interval, seed=dice.randrange(2**32)) as killer:
@@ -143,7 +149,8 @@ def run_chaos(
             with side_by_side(worker_env=worker_env, **UNDISTURBED) as again:
                 place = _differs_after(again, (chaos.steps - before) // num_envs + 1)
             if place is None:
-                chaos.mismatches.append(f"after {chaos.steps} steps (seed {attempt}): {pair.mismatch}")
+                found = chaos.mismatches if chaos.outcomes["replayed"] == replayed else chaos.strayed
+                found.append(f"after {chaos.steps} steps (seed {attempt}): {pair.mismatch}")
             else:
                 chaos.undisturbed = f"after {place} steps (seed {attempt}): {again.mismatch}"
         attempt += 1000

@@ -25,8 +25,13 @@ class RecoveryCheck:
     Attributes:
         asked: Number of kills that you asked for.
         kills: Number of kills that were delivered.
-        exact: Number of kills after which the trajectory went on bit for bit as without them.
+        exact: Number of kills after which the trajectory went on bit for bit as without them, from a snapshot or from
+            all that happened since the env was built.
+        replayed: Number of kills after which the trajectory went on so far bit for bit, repeated from a reset. An env
+            that remembers something from before that reset may go on otherwise.
         truncated: Number of kills after which the episode was truncated, because its recovery could not be shown exact.
+        strayed: Differences from the undisturbed env after a recovery that was only ``"replayed"``: the env carries
+            memory across resets.
         mismatches: Differences from the undisturbed env that multienv did not report; must be empty.
     """
 
@@ -34,6 +39,8 @@ class RecoveryCheck:
     kills: int = 0
     exact: int = 0
     truncated: int = 0
+    replayed: int = 0
+    strayed: tuple[str, ...] = ()
     mismatches: tuple[str, ...] = ()
 
     @property
@@ -58,8 +65,9 @@ class RecoveryCheck:
 
     def _described(self) -> str:
         count = f"of {self.asked} kills asked for {self.kills} were delivered"
-        outcome = f"{self.exact} recovered from exactly, {self.truncated} by truncation"
-        return "\n  ".join([f"{count}, {outcome}", *self.mismatches])
+        outcome = f"{self.exact} recovered from exactly, {self.replayed} replayed from a reset, "
+        outcome += f"{self.truncated} by truncation"
+        return "\n  ".join([f"{count}, {outcome}", *self.strayed, *self.mismatches])
 
 
 def check_env_recovers(
@@ -96,21 +104,33 @@ def check_env_recovers(
     make = make_env or (lambda env_fn: SubprocessEnv(env_fn, **{"reports": "", "deadlines": PATIENT, **options}))
     doomed = frozenset(random.Random(seed).sample(range(steps), kills))
     check, step, attempt = RecoveryCheck(asked=kills), 0, seed
-    while step < steps and len(check.mismatches) < ENOUGH_MISMATCHES:
+    while step < steps and len(check.mismatches + check.strayed) < ENOUGH_MISMATCHES:
         with SideBySide(env_fn, lambda: [make(env_fn)], 1, attempt, options.get("worker_env")) as pair:
-            killer = Killer(pair.struck.envs[0], manners=(manner,))
+            killer, replays = Killer(pair.struck.envs[0], manners=(manner,)), 0
             while step < steps and pair.agree:
                 killed = step in doomed and killer.strike()
                 pair.step()
                 step += 1
+                was_replayed = killed and _outcome(pair.struck.envs[0]) == "replayed"
+                replays += was_replayed
                 check = replace(
                     check,
                     kills=check.kills + killed,
-                    exact=check.exact + (killed and pair.agree),
+                    exact=check.exact + (killed and pair.agree and not was_replayed),
+                    replayed=check.replayed + (was_replayed and pair.agree),
                     truncated=check.truncated + bool(pair.reasons),
                 )
             if pair.mismatch:
                 text = f"after step {step} (seed {attempt}): {pair.mismatch}"
-                check = replace(check, mismatches=(*check.mismatches, text))
+                if replays:
+                    check = replace(check, strayed=(*check.strayed, text))
+                else:
+                    check = replace(check, mismatches=(*check.mismatches, text))
         attempt += 1
     return check
+
+
+def _outcome(env: Any) -> str:
+    """Return the outcome of the last recovery of an env."""
+    last = env.statistics().last_recovery
+    return "" if last is None else str(last.outcome)

@@ -84,12 +84,14 @@ class Description:
     Attributes:
         spaces: Observation and action space of each slot.
         metadata, spec, render_mode: Of the first env.
+        seconds: What the construction took, with its imports.
     """
 
     spaces: tuple[tuple[Any, Any], ...]
     metadata: dict[str, Any]
     spec: Any
     render_mode: str | None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,7 @@ class Host:
         if message.seeds is not None:
             seeding.seed_process(message.seeds)
         specs = b"" if message.setting is None else message.setting.registrations
+        began = perf_counter()
         env_fns = cloudpickle.loads(message.env_fns) if self._env_fns is None else self._env_fns
         envs: list[Any] = []
         for env_fn in env_fns:
@@ -188,7 +189,8 @@ class Host:
         group = EnvGroup(envs, message, segment)
         layout = layout_of_envs(group.exact, group.observation_space, group.action_space, group.slots, group.autoreset)
         # The reply lies in the small bank: the trainer knows no other yet.
-        self._answer(number, group.describe(), "its constructor (spaces, metadata, spec)")
+        described = replace(group.describe(), seconds=perf_counter() - began)
+        self._answer(number, described, "its constructor (spaces, metadata, spec)")
         self._group = group
         self._lay_out(layout)
 

@@ -176,8 +176,8 @@ class Snapshots:
         theirs.close()
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # worker and copy both do this, because either may be first
-        self._announce(ANNOUNCEMENT.pack(pid, number, token), ours)
-        if not token:
+        is_announced = self._announce(ANNOUNCEMENT.pack(pid, number, token), ours)
+        if not token and is_announced:  # what was recorded since the one before is needed no more
             self._segment.words[SNAPSHOT] = number
         self._pids.add(pid)
         self._segment.words[SNAPSHOTS] += 1
@@ -186,11 +186,16 @@ class Snapshots:
         self._interval = min(max(_SHORTEST, _MULTIPLE * self._cost), longest)
         return 0
 
-    def _announce(self, message: bytes, channel: socket.socket) -> None:
-        """Announce a snapshot to the monitor, which ends the one before. If that fails, the copy's socket ends."""
+    def _announce(self, message: bytes, channel: socket.socket) -> bool:
+        """Announce a snapshot to the monitor, which ends the one before; return whether that succeeded.
+
+        If it fails, the copy's socket ends.
+        """
         handed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [channel.fileno()]))
         with channel, contextlib.suppress(OSError):
             self._ends.announcements.sendmsg([message], [handed], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return True
+        return False
 
     def _reap(self) -> None:
         for pid in list(self._pids):

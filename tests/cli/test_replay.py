@@ -80,7 +80,7 @@ def killed(env_fn: Any, steps: int, reports: Path, *, seed: int = 3, **options: 
                 env.reset()
         recovery = env.statistics().last_recovery
         assert recovery is not None
-        assert recovery.outcome == "exact"
+        assert recovery.outcome in ("exact", "replayed")
     settle()
     return Path(recovery.report)
 
@@ -185,7 +185,7 @@ def test_a_report_is_replayed_in_the_world_that_its_trainer_saw(tmp_path: Path, 
 
 def test_a_journal_that_begins_in_the_middle_is_replayed(reports: Path, replay: Replay) -> None:
     # With a limit of memory more resets are told of.
-    policy = RestartPolicy(replay_limit=0.02, max_rss=2**40)
+    policy = RestartPolicy(snapshots=False, replay_limit=0.02, max_rss=2**40)
     report = killed(partial(gymnasium.make, "CartPole-v1"), 12_000, reports, restart=policy)
     assert json.loads(report.read_text())["journal"]["steps"] < 8000
     result = replay(report)

@@ -280,7 +280,7 @@ def test_replay_is_bounded_by_the_time_of_resets_and_begins_where_the_worker_tol
 ) -> None:
     events: list[Any] = []
     _, options = clusters.make()
-    policy = RestartPolicy(snapshots=False, replay_limit=0.4)
+    policy = RestartPolicy(snapshots=False, replay_limit=0.4, begins_anew=True)
     twin = CounterEnv(horizon=4, count_episodes=False)
     env_fn = partial(SlowEnv, reset_seconds=0.05, horizon=4, count_episodes=False)
     with RayEnv(env_fn, ray=options, restart=policy, hooks=[events.append]) as env:

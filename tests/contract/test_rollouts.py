@@ -172,10 +172,10 @@ def _ones(most: int, observations: Any) -> Any:
 @pytest.mark.parametrize("face", [SubprocessEnv, partial(SubprocessVectorEnv, envs_per_worker=1)])
 def test_a_process_is_replaced_by_plan_between_two_rollouts_without_a_trace(face: Any) -> None:
     restart = RestartPolicy(recycle_after_steps=30)
-    one = face is SubprocessEnv
+    one, env_fn = face is SubprocessEnv, partial(CounterEnv, count_episodes=False)
     with (
-        face(CounterEnv if one else [CounterEnv], restart=restart) as env,
-        SerialEnv(CounterEnv) if one else SerialVectorEnv([CounterEnv]) as twin,
+        face(env_fn if one else [env_fn], restart=restart) as env,
+        SerialEnv(env_fn) if one else SerialVectorEnv([env_fn]) as twin,
     ):
         for each in (env, twin):
             each.initialize() if one else None

@@ -115,7 +115,8 @@ class TakesAMillisecond(CounterEnv):
 
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_a_journal_that_has_forgotten_its_beginning_brings_the_envs_back_exactly(kind: str) -> None:
-    policy = RestartPolicy(snapshots=False, max_rss=2**40)  # with a limit of memory more resets are told of
+    # With a limit of memory more resets are told of.
+    policy = RestartPolicy(snapshots=False, begins_anew=True, max_rss=2**40)
     with Face(kind, [partial(TakesAMillisecond, horizon=None)] * 2, restart=policy) as face:
         actions, lost = counts(6, 2), (20, 29)
         for seed in range(30):

@@ -21,7 +21,7 @@ from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEn
 from kit.trainer_process import becomes_true
 from multienv import Recovery, Recycled, RestartPolicy, SubprocessVectorEnv
 from multienv.errors import WorkerLostError
-from multienv.recovery import journal, supervisor
+from multienv.recovery import supervisor
 
 STAY = np.zeros(3, np.int64)
 
@@ -199,11 +199,10 @@ def test_what_envs_draw_from_generators_that_they_share_is_never_taken_for_exact
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay in which some of them begin later draws otherwise; it shows at the end of the episode alone."""
-    monkeypatch.setattr(journal, "SHORT", 0.001)
     monkeypatch.setattr(supervisor, "SHARE", 1.0)
     monkeypatch.setattr(supervisor, "LARGE_SHARE", 1.0)
     env_fns = [partial(HiddenGoalEnv, horizon=horizon, count_episodes=False) for horizon in (60, 7, 9)]
-    policy = RestartPolicy(snapshots=False, recycle_after_steps=70 if way == "recycled" else None)
+    policy = RestartPolicy(snapshots=False, begins_anew=True, recycle_after_steps=70 if way == "recycled" else None)
     events: list[Any] = []
     twin = SubprocessVectorEnv(env_fns, envs_per_worker=3)
     with twin, SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=policy, hooks=[events.append]) as envs:
@@ -228,13 +227,12 @@ def test_what_envs_draw_from_generators_that_they_share_is_never_taken_for_exact
 def test_a_replay_in_which_envs_draw_what_they_drew_from_shared_generators_is_exact(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "SHORT", 0.001)
     monkeypatch.setattr(supervisor, "SHARE", 1.0)
     horizons = (60, 7, 9) if case == "one draws" else (9, 9, 9)
     kinds = [HiddenGoalEnv if case != "one draws" or place == 1 else CounterEnv for place in range(3)]
     env_fns = [partial(kind, horizon=most, count_episodes=False) for kind, most in zip(kinds, horizons, strict=True)]
-    twin = SubprocessVectorEnv(env_fns, envs_per_worker=3)
-    with twin, SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=RestartPolicy(snapshots=False)) as envs:
+    twin, policy = SubprocessVectorEnv(env_fns, envs_per_worker=3), RestartPolicy(snapshots=False, begins_anew=True)
+    with twin, SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=policy) as envs:
         for one in (envs, twin):
             one.reset(seed=5)
         for step in range(400):

@@ -18,11 +18,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from kit import CounterEnv, SlowEnv
 from multienv import Deadlines, Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
-from multienv.recovery import journal, supervisor
+from multienv.recovery import supervisor
 
 gymnasium.register_envs(ale_py)
 
 HORIZONS = (23, 31, 37)
+ANEW = RestartPolicy(snapshots=False, begins_anew=True)
 MIB = 2**20
 
 
@@ -73,8 +74,7 @@ class Leaking(CounterEnv):
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the past be long after a millisecond, and every reset told of: the envs of a test are fast."""
-    monkeypatch.setattr(journal, "SHORT", 0.001)
+    """Have every reset told of: the envs of a test are fast."""
     monkeypatch.setattr(supervisor, "SHARE", 1.0)
 
 
@@ -110,7 +110,7 @@ def same(seen: list[Any], expected: list[Any]) -> bool:
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_a_replay_of_a_batch_is_two_episodes_long_whatever_the_length_of_the_run(mode: str, brief: None) -> None:
     events: list[Any] = []
-    policy = RestartPolicy(snapshots=False)
+    policy = RestartPolicy(snapshots=False, begins_anew=True)
     with SubprocessVectorEnv(
         envs_of(CounterEnv), envs_per_worker=3, autoreset_mode=mode, restart=policy, hooks=[events.append]
     ) as envs:
@@ -136,7 +136,7 @@ def test_a_leak_in_a_batch_is_bounded_by_max_rss_and_leaves_no_trace(mode: str) 
         envs_of(Leaking),
         envs_per_worker=3,
         autoreset_mode=mode,
-        restart=RestartPolicy(max_rss=limit, snapshots=False),
+        restart=RestartPolicy(max_rss=limit, snapshots=False, begins_anew=True),
         hooks=[events.append],
     ) as envs:
         largest = 0
@@ -156,10 +156,9 @@ def test_a_leak_in_a_batch_is_bounded_by_max_rss_and_leaves_no_trace(mode: str) 
 
 def test_what_came_before_a_replacement_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the envs are young: or what a replacement had got rid of would leak again."""
-    monkeypatch.setattr(journal, "SHORT", math.inf)
     monkeypatch.setattr(supervisor, "LARGE_SHARE", math.inf)  # every reset is told of
     events: list[Any] = []
-    policy = RestartPolicy(snapshots=False, recycle_after_steps=100)
+    policy = RestartPolicy(snapshots=False, recycle_after_steps=100, begins_anew=True)
     with SubprocessEnv(
         partial(CounterEnv, horizon=10, count_episodes=False), restart=policy, hooks=[events.append]
     ) as env:
@@ -179,7 +178,7 @@ def test_the_chance_of_an_atari_emulator_is_put_back_at_a_reset(brief: None) -> 
     """Its "sticky" actions draw from a generator in C."""
     env_fns = [partial(gymnasium.make, "ALE/Pong-v5", obs_type="ram", max_episode_steps=most) for most in (40, 50)]
     twin = SyncVectorEnv(env_fns)
-    with SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=RestartPolicy(snapshots=False)) as envs:
+    with SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=ANEW) as envs:
         assert np.array_equal(*[one.reset(seed=4)[0] for one in (envs, twin)])
         for step in range(230):
             if step in (150, 220):
@@ -198,7 +197,7 @@ def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(sl
     kind = {"reset": partial(SlowEnv, reset_seconds=0.05), "render": SlowToRender}[slow]
     requests = {"reset": 5, "render": 9}[slow]  # of an episode
     events: list[Any] = []
-    policy = RestartPolicy(snapshots=False, replay_limit=0.25)
+    policy = RestartPolicy(snapshots=False, replay_limit=0.25, begins_anew=True)
     with SubprocessEnv(partial(kind, horizon=4, count_episodes=False), restart=policy, hooks=[events.append]) as env:
         for episode in range(14):
             env.reset(seed=episode)
@@ -216,7 +215,6 @@ def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(sl
 def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one begins at the construction, because so little was done since; it has no deadline of its own."""
     monkeypatch.setattr(supervisor, "SHARE", math.inf)  # every reset is told of
-    monkeypatch.setattr(journal, "SHORT", math.inf)
     events: list[Any] = []
     env_fn = partial(HangsInLongReplays, tmp_path / "marker")
     options: dict[str, Any] = {"restart": RestartPolicy(snapshots=False), "deadlines": Deadlines(recovery=5.0)}
@@ -229,7 +227,7 @@ def test_a_replay_that_hangs_leaves_time_for_a_shorter_one(tmp_path: Path, monke
                 observation, *_ = env.step(step % 4)
                 assert observation[0] == step + 1
     (recovery,) = [one for one in events if isinstance(one, Recovery)]
-    assert recovery.outcome == "exact"
+    assert recovery.outcome == "replayed"
     assert recovery.replayed <= 2 * 6
 
 
@@ -248,14 +246,16 @@ def test_calls_that_cannot_be_repeated_end_the_episode_and_the_next_one_begins_w
 def test_large_requests_leave_a_start_in_the_journal() -> None:
     """By the time of the env alone one would be told of after many megabytes, more than the journal takes."""
     options = {"large": bytes(2**20)}
-    with SubprocessEnv(partial(CounterEnv, horizon=3), restart=RestartPolicy(snapshots=False)) as env:
+    with SubprocessEnv(
+        partial(CounterEnv, horizon=3, count_episodes=False), restart=RestartPolicy(snapshots=False)
+    ) as env:
         for episode in range(40):
             env.reset(seed=episode, options=options)
             for _ in range(3):
                 if episode == 39:
                     os.kill(env.statistics().pid or 0, signal.SIGKILL)
                 assert not env.step(np.int64(1))[3]
-        assert env.statistics().exact_recoveries == 3
+        assert env.statistics().replayed_recoveries == 3
 
 
 def test_an_env_whose_episode_has_outgrown_its_journal_is_truncated_alone() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from kit.interruption import Interruption
 from multienv import AsyncSubprocessEnvManager, StackedSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import EnvsFailedError, WorkerLostError
-from simulation.programs import HORIZONS, POLICIES, STEP_LIMIT, Row, assert_same, is_forced, of_worker
+from simulation.programs import ANEW, HORIZONS, POLICIES, STEP_LIMIT, Row, assert_same, is_forced, of_worker
 from simulation.rare import constants_of
 from simulation.simulation import Fault, SimulatedEnv, Simulation, is_in_process
 
@@ -140,7 +140,7 @@ class ManagerRun:
         self.case = case
         # These envs remember earlier episodes; and a reset in the background may begin a new life, of which nothing is
         # told, but in which calls are repeated.
-        constants = replace(constants_of(case.rare), proof=512, lasting=1000, journal_limit=None)
+        constants = replace(constants_of(case.rare), lasting=1000, journal_limit=None)
         is_forgetful = constants.forgets or case.policy == "short journal"
         self.constants = replace(constants, recycle_after_steps=None) if is_forgetful else constants
         self.simulation = Simulation(case.faults, case.eager)
@@ -303,7 +303,7 @@ class ManagerRun:
 
 def manager_bases() -> Iterator[ManagerCase]:
     """Yield a program for each manager, policy and timing."""
-    policies = [policy for policy in POLICIES if policy != "budget"]
+    policies = [policy for policy in POLICIES if policy not in ("budget", *ANEW)]
     for manager, policy, eager in product(MANAGERS, policies, (False, True)):
         ops = tuple(op for op in OPS if op[0] != "call") if policy in ("truncate", "raise") else OPS
         yield ManagerCase(manager, policy, ops, eager=eager)

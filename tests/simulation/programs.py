@@ -31,6 +31,7 @@ from multienv.errors import (
     UsageError,
     WorkerLostError,
 )
+from multienv.events import Recovery, Recycled
 from multienv.recovery import journal, supervisor
 from simulation.rare import Constants, constants_of
 from simulation.simulation import CRASHED, Fault, SimulatedEnv, Simulation, is_in_process
@@ -44,15 +45,19 @@ POLICIES = {
     "snapshot": RestartPolicy(snapshot_every=2, backoff=0.0),
     "journal": RestartPolicy(snapshots=False, backoff=0.0),
     # Each slot is replayed from resets of its own as soon as that can be: see Run.play().
-    "starts": RestartPolicy(snapshots=False, backoff=0.0),
+    "starts": RestartPolicy(snapshots=False, backoff=0.0, begins_anew=True),
     # Forgets the beginning of its journal: what it has left may not lead to the envs as they are.
     "short journal": RestartPolicy(snapshots=False, journal_limit=600, backoff=0.0),
     "truncate": RestartPolicy(on_crash="truncate", on_timeout="truncate", backoff=0.0),
     "raise": RestartPolicy(on_crash="raise", on_timeout="raise", backoff=0.0),
     "budget": RestartPolicy(snapshots=False, backoff=0.0, max_restarts=1, window=50.0),
+    # The envs remember something across resets, which shows after a while, or never.
+    "memory": RestartPolicy(snapshot_every=2, backoff=0.0),
 }
 # Policies whose errors the trainer answers by a reset, and "truncate".
 RAISING = ("truncate", "raise", "budget")
+# Policies under which a replay begins at resets.
+ANEW = ("starts", "memory")
 # Kind of face → its options, and the worker of each env.
 FACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "subprocess_env": ({}, (0,)),
@@ -125,11 +130,12 @@ class World:
         has_ended: Its episode is over, and nothing has begun the next one.
         is_known: What it draws is that of the bare env.
         is_forgetful: The worker may forget what was called and set.
+        is_lost: What the env remembers across resets is not what the bare one does, for good.
     """
 
-    def __init__(self, who: int, mode: str, chance: bool, forgets: bool, is_forgetful: bool) -> None:
-        self.chance, self.is_forgetful = chance, is_forgetful
-        self.bare = SimulatedEnv(who, horizon=HORIZONS[who], forgets=forgets)
+    def __init__(self, bare: SimulatedEnv, mode: str, chance: bool, is_forgetful: bool, remembers: bool) -> None:
+        self.chance, self.is_forgetful, self.remembers = chance, is_forgetful, remembers
+        self.bare, self.is_lost = bare, False
         self.mode = mode
         self.last: Any = None
         self.has_ended = False
@@ -138,7 +144,9 @@ class World:
     def reset(self, seed: int | None, row: Row, *, is_anew: bool = False) -> None:
         """Check what a reset returned; ``is_anew``: of a new life, whose generator is another one."""
         observation, info = self.bare.reset(seed=seed)
-        self.is_known = not self.chance and (seed is not None or (self.is_known and not is_anew))
+        if is_anew:
+            self.lose_memory()
+        self.is_known = not self.chance and not self.is_lost and (seed is not None or (self.is_known and not is_anew))
         if is_anew and self.is_forgetful and self.bare.offset:
             self.is_known = False  # what was called and set need not have been repeated
         if self.is_known:
@@ -146,6 +154,11 @@ class World:
         else:
             assert (row.observation[0], row.observation[3]) == (0, -1), f"no new episode: {row}"
         self.last, self.has_ended = row.observation, False
+
+    def lose_memory(self) -> None:
+        """Note that the env goes on in another process, whose memory of earlier episodes need not be the same."""
+        if self.remembers:
+            self.is_lost, self.is_known = True, False
 
     def step(self, action: Any, row: Row) -> None:
         """Check what a step returned."""
@@ -176,6 +189,7 @@ class World:
         if is_begun:
             assert row.observation[0] == 0, row
         self.last, self.is_known = row.observation, False
+        self.lose_memory()
         self.has_ended = self.mode != "SAME_STEP" or not is_begun
 
 
@@ -199,17 +213,21 @@ class Run:
         self.simulation = Simulation(case.faults, case.eager)
         self.workers = FACES[case.face][1]
         mode = case.face if case.face.isupper() else "DISABLED"
-        self.forgets = case.policy == "starts"
-        if not self.forgets:  # what an env remembers of earlier episodes is no part of what proves a start
-            self.constants = replace(self.constants, proof=512)
-        is_forgetful = self.constants.forgets or case.policy == "short journal"
-        self.worlds = [World(env, mode, case.chance, self.forgets, is_forgetful) for env in range(len(self.workers))]
+        remembers, is_forgetful = case.policy == "memory", self.constants.forgets or case.policy == "short journal"
+        shows_after = self.constants.shows_after if remembers else None
+        self.options_of_env = [
+            (env, case.chance, HORIZONS[env], case.policy in ANEW, shows_after) for env in range(len(self.workers))
+        ]
+        self.worlds = [
+            World(SimulatedEnv(*options), mode, case.chance, is_forgetful, remembers) for options in self.options_of_env
+        ]
         self.truncated = 0
         self.interruption = Interruption(case.interrupted, skips=is_in_process)
         self.envs: Any = None
         self._kept: dict[str, Any] = {}
         self._interrupted = 0  # how often Ctrl-C came in the last call
         self._failed: list[set[int]] = []  # envs that failed in each try of the last call; the others answered
+        self._recycled: set[int] = set()  # workers whose envs began a new life in the last call, as was planned
         self._waited = 0.0  # seconds in which the trainer itself did nothing
         self._struck = 0  # faults before the last op: the loss of a process may be noticed in the next one
 
@@ -241,22 +259,22 @@ class Run:
         Else only the first: an env that remembers earlier episodes, on a slow machine, could not be replayed from a
         later reset. Nothing in here depends on how long something takes.
         """
-        before = journal.SHORT, supervisor.SHARE, supervisor.LARGE_SHARE
-        short, share = (0.0, inf) if self.case.policy == "starts" else (inf, _HARDLY)
-        journal.SHORT, supervisor.SHARE, supervisor.LARGE_SHARE = short, share, share
+        before = journal.AFFORDABLE, supervisor.SHARE, supervisor.LARGE_SHARE
+        affordable, share = (0.0, inf) if self.case.policy in ANEW else (inf, _HARDLY)
+        journal.AFFORDABLE, supervisor.SHARE, supervisor.LARGE_SHARE = affordable, share, share
         try:
             yield
         finally:
-            journal.SHORT, supervisor.SHARE, supervisor.LARGE_SHARE = before
+            journal.AFFORDABLE, supervisor.SHARE, supervisor.LARGE_SHARE = before
 
     def _make(self) -> None:
         case, (options, _) = self.case, FACES[self.case.face]
-        options_of_env = [(env, case.chance, HORIZONS[env], self.forgets) for env in range(len(self.workers))]
-        env_fns = [partial(SimulatedEnv, *options) for options in options_of_env]
+        env_fns = [partial(SimulatedEnv, *options) for options in self.options_of_env]
         settings = {
             "restart": self.constants.policy(POLICIES[case.policy]),
             "deadlines": self.constants.deadlines(DEADLINES),
             "reports": "",
+            "hooks": [self._note],
             **options,
         }
         if case.face == "subprocess_env":
@@ -276,6 +294,21 @@ class Run:
                 assert len(self.simulation.struck) > struck
                 self._await_budget()
         self.envs = made
+
+    def _note(self, event: Any) -> None:
+        """Note what multienv says of a recovery, before it returns what the env went on with."""
+        is_replayed = isinstance(event, Recovery | Recycled) and event.outcome == "replayed"
+        if not is_replayed and not (isinstance(event, Recycled) and event.outcome == "reset"):
+            return
+        first = (event.loss.envs[:1] or (0,))[0] if isinstance(event, Recovery) else event.env_index or 0
+        worker = self.workers[first]
+        if event.outcome == "reset":
+            self._recycled.add(worker)
+        if isinstance(event, Recovery) and self.case.policy == "memory" and not self.constants.forgets:
+            assert self.constants.recycle_after_steps or may_be_replayed(self._struck_by(worker)), event
+        for env, world in enumerate(self.worlds):
+            if self.workers[env] == worker:
+                world.lose_memory()
 
     @staticmethod
     def _initialized(env: Any) -> Any:
@@ -316,6 +349,7 @@ class Run:
             and op[0] in ("step", "pace", "halves", "roll", "call", "set")
         ):
             self._do_reset(None, ended)
+        self._recycled.clear()
         began, struck = self.simulation.now - self._waited, len(self.simulation.struck)
         getattr(self, f"_do_{op[0]}")(*op[1:])
         self._struck = struck
@@ -353,8 +387,8 @@ class Run:
         struck = self._struck_by(worker)
         if struck and self.case.policy in ("raise", "budget"):
             return True  # the error may have been that of a reset that was interrupted, which is dropped
-        if self.constants.recycle_after_steps is not None:  # given up because it could not be replaced
-            return bool(struck) or self.constants.forgets or self.case.policy == "short journal"
+        if worker in self._recycled:  # given up because it could not be replaced
+            return True
         return self._is_forced(worker)
 
     def _was_begun(self, nth: int, differs: Any, env: int) -> bool:
@@ -609,6 +643,8 @@ def is_forced(struck: Sequence[Fault], policy: str, constants: Constants, *, cha
     """Tell whether what has happened to a worker makes an exact recovery impossible."""
     if not struck or policy in ("truncate", "short journal") or chance or constants.forgets:
         return bool(struck)
+    if policy == "memory" and may_be_replayed(struck):
+        return True  # nothing else may lead back to what the envs remember
     if any(fault.point == "hang" and fault.event in ("ask", "build") for fault in struck):
         return True  # a replay may take as long as Deadlines.recovery, and no other follows
     if any(fault.point == "raises" for fault in struck):
@@ -621,6 +657,12 @@ def is_forced(struck: Sequence[Fault], policy: str, constants: Constants, *, cha
         if fault.code == CRASHED or (fault.event == "request" and fault.point in ("hang", "late", "garbage"))
     )
     return max(deaths.values()) >= constants.losses or max(blamed.values(), default=0) >= constants.poison_after
+
+
+def may_be_replayed(struck: Sequence[Fault]) -> bool:
+    """Tell whether more than a worker may be lost: its snapshot too, or what the snapshot would lead to."""
+    is_more = any(fault.event != "request" or fault.point == "garbage" for fault in struck)
+    return is_more or len(struck) > 1 or any(fault.point.startswith("interrupted") for fault in struck)
 
 
 def part_of(infos: dict[str, Any], env: int) -> dict[str, Any]:

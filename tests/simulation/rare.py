@@ -21,7 +21,8 @@ class Constants:
         snapshot_every: The same, for policies with snapshots.
         journal_limit, replay_limit: The same; ``None``: as the policy has them.
         losses: ``state_machine.LOSSES``.
-        proof, lasting: ``journal.PROOF``, ``journal.LASTING``.
+        shows_after: When an env that remembers something across resets shows it, see ``SimulatedEnv``.
+        lasting: ``journal.LASTING``.
         sample: ``hot_path.SAMPLE``.
         payload: Bytes of a payload that have a place among the control words.
         auto: The deadlines of steps and resets are found from the times seen, from the first one on.
@@ -34,7 +35,7 @@ class Constants:
     journal_limit: int | None = None
     replay_limit: float | None = None
     losses: int = 6
-    proof: int = 512
+    shows_after: int | None = 5
     lasting: int = 1000
     sample: int = 63
     payload: int = 512
@@ -67,7 +68,6 @@ class Constants:
         changes = [
             (state_machine, "LOSSES", self.losses),
             (recoverer, "LOSSES", self.losses),
-            (journal, "PROOF", self.proof),
             (journal, "LASTING", self.lasting),
             (hot_path, "SAMPLE", self.sample),
             (supervisor, "SAMPLE", self.sample),
@@ -105,7 +105,7 @@ def constants_of(seed: int) -> Constants:
         # Rarer still: nothing is replayed then, and little is left to be checked.
         replay_limit=rarely(0.0, None) if dice.random() < 0.3 else None,
         losses=rarely(dice.choice([3, 4]), 6),
-        proof=rarely(dice.choice([2, 4]), 512),
+        shows_after=rarely(dice.choice([1, None]), 5),
         lasting=rarely(dice.choice([0, 1]), 1000),
         sample=dice.choice([0, 1, 3, 63]),
         payload=dice.choice([16, 64, 512]),

@@ -108,18 +108,22 @@ def faults_of(simulation: Simulation, workers: Sequence[int]) -> Iterator[Fault]
 
 def bases() -> Iterator[Case]:
     """Yield a program for each face, policy and timing."""
-    for face, policy, eager in product(FACES, POLICIES, (False, True)):
+    policies = [policy for policy in POLICIES if policy != "memory"]
+    for face, policy, eager in product(FACES, policies, (False, True)):
         yield Case(face, policy, WITHOUT_REPLAY if policy in RAISING else EPISODES, eager=eager)
     for face, policy, eager in product(BRANCHING, REPLAYS, (False, True)):
         yield Case(face, policy, BRANCHES, eager=eager)
-    for face, policy, eager in product(ROLLING, POLICIES, (False, True)):
+    for face, policy, eager in product(ROLLING, policies, (False, True)):
         ops = tuple(op for op in ROLLOUTS if op[0] != "call" or policy in REPLAYS)
         yield Case(face, policy, ops, eager=eager)
-    for face, policy, eager in product(PACING, POLICIES, (False, True)):
+    for face, policy, eager in product(PACING, policies, (False, True)):
         ops = tuple(op for op in PACES if op[0] != "call" or policy in REPLAYS)
         yield Case(face, policy, ops, eager=eager)
     for face in FACES:
         yield Case(face, "starts", LASTING)
+    for face, eager in product(FACES, (False, True)):
+        for ops in (EPISODES, LASTING, *[ROLLOUTS] * (face in ROLLING), *[PACES] * (face in PACING)):
+            yield Case(face, "memory", ops, eager=eager)
 
 
 def name_of(case: Case) -> str:

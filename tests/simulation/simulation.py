@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from kit import CounterEnv
-from multienv import fanout
+from multienv import cores, fanout
 from multienv.envs import building
 from multienv.events import LossCause
 from multienv.processes import launcher
@@ -35,7 +35,18 @@ from multienv.recovery import hot_path
 from multienv.threads import Bell
 from multienv.wire.banks import STEP, STEPPED
 from multienv.wire.messages import Build
-from multienv.wire.segment import BUSY, PID, REPLAYING, REPLY, REPLY_PAYLOAD, REQUEST, SLOT, WORKER_SLEEPS, Segment
+from multienv.wire.segment import (
+    BUSY,
+    PID,
+    REPLAYING,
+    REPLY,
+    REPLY_PAYLOAD,
+    REQUEST,
+    SLOT,
+    SNAPSHOT,
+    WORKER_SLEEPS,
+    Segment,
+)
 from multienv.worker.host import Host
 
 KILLED, CRASHED = -9, -11
@@ -102,10 +113,15 @@ class SimulatedEnv(CounterEnv):
         chance: Draw from what no process has in common with another: it cannot be replayed.
         horizon: Steps in an episode.
         forgets: Remember nothing of earlier episodes.
+        shows_after: From this number of steps on, counted since the construction, what it draws depends on that number:
+            it remembers something across resets, seeded ones too. ``None``: that never shows.
     """
 
-    def __init__(self, who: int, chance: bool = False, horizon: int = 5, forgets: bool = False) -> None:
+    def __init__(
+        self, who: int, chance: bool = False, horizon: int = 5, forgets: bool = False, shows_after: int | None = None
+    ) -> None:
         super().__init__(horizon=horizon, count_episodes=not forgets)
+        self.shows_after, self.steps_ever = shows_after, 0
         self.who = who
         _strike()
         process = getattr(_running, "process", None)
@@ -114,6 +130,7 @@ class SimulatedEnv(CounterEnv):
 
     def step(self, action: Any) -> Any:
         _strike()
+        self.steps_ever += 1
         return super().step(action)
 
     def reset(self, **options: Any) -> Any:
@@ -131,7 +148,8 @@ class SimulatedEnv(CounterEnv):
         return self.who
 
     def _next_draw(self) -> float:
-        return (super()._next_draw() + self._chance) % 1
+        shown = 0.01 * self.steps_ever if self.shows_after is not None and self.steps_ever >= self.shows_after else 0.0
+        return (super()._next_draw() + self._chance + shown) % 1
 
     def _info(self) -> dict[str, Any]:
         if self.first_draw < 0:
@@ -256,7 +274,8 @@ class Simulation:
     def running(self) -> Iterator[None]:
         """Have faces that are made meanwhile use this simulation, and its clock."""
         kept = building.Launch, fanout.wait_any, time.monotonic, random.getstate(), np.random.get_state()
-        processes = launcher._monitor, launcher._ordered, time.sleep
+        processes = launcher._monitor, launcher._ordered, time.sleep, cores._here
+        cores._here = lambda: -1  # workers are asked in their order, wherever this process runs
         building.Launch = self.launcher  # type: ignore[assignment, misc]
         fanout.wait_any = self.wait_any
         launcher._monitor = lambda ended=None: self  # type: ignore[assignment, misc]
@@ -268,7 +287,7 @@ class Simulation:
             yield
         finally:
             building.Launch, fanout.wait_any, clock, generator, legacy = kept  # type: ignore[misc]
-            launcher._monitor, launcher._ordered, time.sleep = processes
+            launcher._monitor, launcher._ordered, time.sleep, cores._here = processes
             for module in (time, fanout, hot_path):
                 module.monotonic = clock  # type: ignore[attr-defined]
             random.setstate(generator)
@@ -368,6 +387,7 @@ class SimulatedProcess:
             self.is_copied = False
             self.snapshot = fork  # a woken copy takes another snapshot in its place
             self.segment.words[REPLY] = self.segment.words[REQUEST] = fork[0]
+            self.segment.words[SNAPSHOT] = fork[0] if self.every > 0 else 0
 
     def end(self, code: int) -> None:
         """Be dead from now on."""
@@ -426,6 +446,7 @@ class SimulatedProcess:
             last = number if rolled is None else rolled[0]
             if 0 < self.every <= last - (self.snapshot or (0, 0))[0] and (side.view[0] == STEP or rolled is not None):
                 self.snapshot = last, len(self.past)
+                words[SNAPSHOT] = last
         if fault is not None and point == "replied":
             self.end(fault.code)
         if point == "interrupted after":

@@ -47,6 +47,15 @@ DIRECTED: dict[str, Case | ManagerCase] = {
         EPISODES,
         (Fault(0, "request", 4, "in the env", code=CRASHED, times=2), Fault(0, "replay", 2, "raises")),
     ),
+    "no short replay leads back": Case(
+        "subprocess_env",
+        "snapshot",
+        EPISODES,
+        (Fault(0, "request", 3, "in the env", code=CRASHED, times=2), Fault(0, "replay", 1, "raises")),
+    ),
+    "a woken snapshot is killed before it is handed over": Case(
+        "subprocess_env", "snapshot", EPISODES, (Fault(0, "request", 4, "before"), Fault(0, "wake", 1, "dead"))
+    ),
     "no descriptor is left to wake a snapshot": Case(
         "subprocess_env",
         "snapshot",

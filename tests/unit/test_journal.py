@@ -17,18 +17,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kit.interruption import Interruption
+from multienv.config import RestartPolicy
 from multienv.recovery import journal as journal_module
 from multienv.recovery.journal import Journal, Plan, Start, furthest_replay
 
 STRIDE, SLOTS = 16, 2
-SHORT, PROOF, LASTING = 1.0, 5, 2
+AFFORDABLE, LASTING = 2.0, 2
+POLICIES = [RestartPolicy(), RestartPolicy(accept="exact"), RestartPolicy(begins_anew=True),
+            RestartPolicy(accept="exact", begins_anew=True)]  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_numbers():
     """A few requests are enough for all that the journal decides."""
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in (("SHORT", SHORT), ("PROOF", PROOF), ("LASTING", LASTING)):
+        for name, value in (("AFFORDABLE", AFFORDABLE), ("LASTING", LASTING)):
             patched.setattr(journal_module, name, value)
         yield
 
@@ -40,7 +43,7 @@ def interrupted(call: Callable[[], Any], place: int | None) -> None:
 
 
 def copy_of(journal: Journal) -> Journal:
-    copy = Journal(recording=True)
+    copy = Journal(recording=True, policy=journal._policy, memory=journal.memory)
     copy.load(pickle.loads(pickle.dumps(journal.dump())))
     return copy
 
@@ -59,9 +62,10 @@ SOME_SLOTS = st.sets(st.integers(0, SLOTS - 1))
 class Model(RuleBasedStateMachine):
     """Asks the journal, and a list that forgets nothing, the same."""
 
-    @initialize(number=st.integers(1, 2**33), episodes=st.integers(0, 3))
-    def build(self, number: int, episodes: int) -> None:
-        self.journal, self.number, self.seconds = Journal(recording=True), number, 10.0
+    @initialize(number=st.integers(1, 2**33), episodes=st.integers(0, 3), policy=st.sampled_from(POLICIES))
+    def build(self, number: int, episodes: int, policy: RestartPolicy) -> None:
+        self.journal, self.number, self.seconds = Journal(recording=True, policy=policy), number, 10.0
+        self.policy = policy
         self.journal.lay_out(STRIDE, SLOTS)
         self.lasting: list[Asked] = []
         self.begin()
@@ -75,7 +79,7 @@ class Model(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         self.starts: list[list[Start]] = [[] for _ in range(SLOTS)]
         self.ended = [0] * SLOTS
-        self.whole, self.built = [True] * SLOTS, None
+        self.whole, self.built, self.is_affordable = [True] * SLOTS, None, True
         self.front = self.snapshot = self.trimmed = 0  # numbers
 
     def repeat(self, call: Callable[[], Any], cuts: list[int | None]) -> None:
@@ -155,24 +159,29 @@ class Model(RuleBasedStateMachine):
         longest=st.integers(1, 12),
         limit=st.just(10**9) | st.integers(0, 150),
         snapshot=st.integers(0, 9),
+        forks=st.booleans(),
         place=st.none() | st.integers(0, 200),
     )
-    def trim(self, passed: int, longest: int, limit: int, snapshot: int, place: int | None) -> None:
+    def trim(self, passed: int, longest: int, limit: int, snapshot: int, forks: bool, place: int | None) -> None:
         self.seconds += passed
         self.built = self.built or self.seconds
         taken = [self.snapshot, *(one.number for one in self.asked if one.number >= self.trimmed)]
         newest = self.snapshot = taken[min(snapshot, len(taken) - 1)]
         self.trimmed = self.asked[-1].number if self.asked else 0
-        trim = lambda journal: journal.trim(limit, self.seconds, longest, newest)  # noqa: E731
+        trim = lambda journal: journal.trim(limit, self.seconds, longest, newest, forks=forks)  # noqa: E731
         expected = copy_of(self.journal)
         trim(expected)
 
         since_built, sizes = self.seconds - self.built, [len(one.data) for one in self.asked]
         room = next(index for index in range(len(sizes) + 1) if sum(sizes[index:]) <= limit)
         forced = self.asked[room - 1].number + 1 if room else 0
-        is_short = since_built <= longest and not room
-        is_short &= since_built <= SHORT or not all(self.proven(slot) for slot in range(SLOTS) if self.whole[slot])
-        self.whole = [whole and is_short for whole in self.whole]
+        self.is_affordable = since_built <= min(AFFORDABLE, longest)
+        if newest and not self.journal.memory.has_shown:
+            is_kept = self.is_affordable
+        else:
+            is_kept = since_built <= longest or (forks and not newest)
+        needs_it = not self.begins_anew or not all(self.proven(slot) for slot in range(SLOTS) if self.whole[slot])
+        self.whole = [whole and is_kept and needs_it and not room for whole in self.whole]
         if place is not None:  # what is right after an interruption is right at any moment of the call
             interrupted(partial(trim, self.journal), place)
             self.plans_are_right()
@@ -181,9 +190,10 @@ class Model(RuleBasedStateMachine):
             assert copy.dump() == expected.dump()
         self.front = max(self.front, forced)
         self.starts = [
-            [one for one in of if one.number >= self.front and self.seconds - one.seconds <= longest]
-            for of in self.starts
-        ]
+            [one for place, one in enumerate(of)
+             if (one.number >= self.front and self.seconds - one.seconds <= longest) or (whole and not place)]
+            for of, whole in zip(self.starts, self.whole, strict=True)
+        ]  # fmt: skip
         trim(self.journal)
         assert self.journal.dump() == expected.dump()
         while len(self.lasting) > LASTING or sum(len(one.data) for one in self.lasting) > limit // 4:
@@ -196,12 +206,17 @@ class Model(RuleBasedStateMachine):
             assert all(one in self.starts[slot] for one in history.starts)
             wanted += [one.number for one in history.starts[:1]]
             if not self.whole[slot]:
-                assert list(history.proven(self.journal.last)) == self.proven(slot)[-2:]
+                assert list(history.proven()) == self.proven(slot)[-2:]
         if not any(self.whole) and self.journal.entries:
             assert next(iter(self.journal.entries)) >= min(wanted)
         # And what the newest snapshot needs is there.
         if newest:
             assert (self.journal.since(newest) is None) == (newest + 1 < self.front)
+
+    @rule()
+    def show_a_memory(self) -> None:
+        """Another worker of the batch finds that the env remembers something across resets."""
+        self.journal.memory.has_shown = True
 
     @rule()
     def begin_anew(self) -> None:
@@ -218,9 +233,12 @@ class Model(RuleBasedStateMachine):
 
     # --- what the list says -----------------------------------------------------------------------
 
+    @property
+    def begins_anew(self) -> bool:
+        return self.policy.begins_anew and not self.journal.memory.has_shown
+
     def proven(self, slot: int) -> list[Start]:
-        last = self.asked[-1].number if self.asked else 0
-        return [one for one in self.starts[slot] if one.number < self.ended[slot] or last - one.number >= PROOF]
+        return [one for one in self.starts[slot] if one.number < self.ended[slot]]
 
     @invariant()
     def plans_are_right(self) -> None:
@@ -241,6 +259,8 @@ class Model(RuleBasedStateMachine):
             start = plan.begun[slot]
             assert (replayed[entry].number, generators) == (start.number, start.generators)
             assert start in (self.starts[slot] if whole[slot] else self.proven(slot)), "believed too early"
+            assert (slot in plan.resets) == (not whole[slot] or start != self.starts[slot][0])
+            assert slot in plan.resets or not before, "not from the construction on"
         for slot in {*range(SLOTS)} - plan.begun.keys():  # it takes part from the construction on, or not at all
             assert (slot in plan.missing) == (not whole[slot])
             assert slot in plan.missing or not before
@@ -255,21 +275,25 @@ class Model(RuleBasedStateMachine):
         journal = self.journal
         assert [history.is_whole for history in journal.histories] == self.whole
         assert journal.all_lasting() == tuple(one.data for one in self.lasting)
-        proven = {slot: found for slot in range(SLOTS) if (found := self.proven(slot))}
-        far, near = journal.plans(), journal.plans(near=True)
-        if any(self.whole):
-            assert far[0].requests == len(self.asked)
-            for slot in range(SLOTS):  # those proven: see plan_is_right, and below
-                assert not self.whole[slot] or far[0].begun.get(slot) == next(iter(self.starts[slot]), None)
-            assert [*far[0].missing] == [slot for slot in range(SLOTS) if not self.whole[slot] and slot not in proven]
-        elif not proven:
-            assert far == near == []
+        takes_resets = self.policy.accept == "replayed" or self.begins_anew
+        proven = {slot: found for slot in range(SLOTS) if takes_resets and (found := self.proven(slot))}
+        plans, near = journal.plans(), journal.plans(near=True)
+        if not any(self.whole) and not proven:
+            assert plans == near == []
+            assert ("accept" in journal.why_no_plan()) == any(map(self.proven, range(SLOTS)))
             return
+        prefers_whole = any(self.whole) and not self.begins_anew and (self.is_affordable or journal.memory.has_shown)
+        far = plans[0 if prefers_whole else -1]
+        if any(self.whole):
+            assert far.requests == len(self.asked)
+            for slot in range(SLOTS):  # those proven: see plan_is_right, and below
+                assert not self.whole[slot] or far.begun.get(slot) == next(iter(self.starts[slot]), None)
+            assert [*far.missing] == [slot for slot in range(SLOTS) if not self.whole[slot] and slot not in proven]
         for slot, starts in proven.items():
             assert near[0].begun[slot] == starts[-1]
-            assert far[0 if any(self.whole) else -1].begun[slot].number <= starts[-2:][0].number
-        furthest = max(far, key=lambda plan: plan.requests)
-        assert furthest_replay(journal.dump()) == furthest.message
+            assert far.begun[slot].number <= starts[-2:][0].number
+        if self.policy == RestartPolicy() and not journal.memory.has_shown:
+            assert furthest_replay(journal.dump()) == max(plans, key=lambda plan: plan.requests).message
 
     @invariant()
     def since_any_request_is_the_rest_of_the_list_or_not_known(self) -> None:

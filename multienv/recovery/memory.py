@@ -1,0 +1,45 @@
+"""Whether an env has shown that it remembers something across resets; all workers of one batch share the answer."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("multienv")
+
+
+class MemoryAcrossResets:
+    """Holds whether a replay from a reset has come out otherwise than what the caller saw.
+
+    Attributes:
+        has_shown: It has, in a worker of the batch. It never becomes false again.
+    """
+
+    def __init__(self) -> None:
+        self.has_shown = False
+
+    @property
+    def reservation(self) -> str:
+        """Return what is to be said of a replay from a reset that came out as it was seen."""
+        if self.has_shown:
+            return "This env carries memory across resets: a replay that begins at a reset may go on otherwise."
+        return "An env that remembers something from before the reset where its replay began may go on otherwise."
+
+    def note(self, env: str, what: str) -> None:
+        """Note that a replay from a reset differs; the first time, tell the log.
+
+        Args:
+            env: Names the env.
+            what: The difference.
+        """
+        if self.has_shown:
+            return
+        self.has_shown = True
+        logger.warning(
+            "%s carries memory across resets, or draws random numbers that multienv does not know: a replay from a "
+            "reset came out otherwise (%s). From now on such replays count as 'replayed' even with "
+            "RestartPolicy(begins_anew=True), and planned replacements wait for a reset of all envs of a worker. "
+            "To have only recoveries that are shown to be exact, give RestartPolicy(accept='exact'). "
+            "`multienv doctor` examines the env.",
+            env,
+            what,
+        )
