@@ -51,7 +51,7 @@ def test_a_deterministic_env(reports: Path) -> None:
     assert row(result, "mismatches") == "0"
     assert row(result, "episodes not recovered") == "0"
     assert int(row(result, "recovered by: snapshot")) > 0
-    assert int(row(result, "recovery: journal")) > 0
+    assert int(row(result, "recovered by: journal")) > 0
     assert not list(reports.iterdir())  # they would push out those of real losses
 
 
