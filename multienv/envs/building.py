@@ -18,6 +18,7 @@ from gymnasium.vector import AutoresetMode
 
 from multienv.config import Deadlines, RestartPolicy, integer
 from multienv.envs.pickling import pickled
+from multienv.envs.process_seeds import ProcessSeeds, seeds_of_trainer
 from multienv.errors import UsageError
 from multienv.events import Hook, checked_hooks
 from multienv.processes.channel import Channel
@@ -28,7 +29,7 @@ from multienv.recovery.recoverer import Launcher
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
-from multienv.wire.messages import Build, Setting, drawn_seeds
+from multienv.wire.messages import Build, Setting, seeds_from
 from multienv.worker.host import Host
 from multienv.worker.registrations import registrations
 
@@ -131,6 +132,10 @@ class WorkerOptions(TypedDict, total=False):
             for each worker. The index counts the processes of a vector env; for a single env it is ``env_index``, or 0.
             A replacement process gets the same variables. They are set before ``env_fn`` and its imports run; gymnasium
             and numpy are loaded by then.
+        worker_seed: Seed of ``random`` and ``numpy.random`` in the processes, a non-negative integer; each process gets
+            its own, derived from this and its index. ``None``: they are derived from the trainer's ``random`` and
+            ``numpy.random``, which are not advanced. So a script that seeds these two first gives the same run each
+            time.
         hooks: Functions that are called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery`
             and :class:`~multienv.events.Recycled`.
         reports: Directory for crash reports, one for each loss, for ``multienv replay``; the newest 100 are kept.
@@ -143,6 +148,7 @@ class WorkerOptions(TypedDict, total=False):
     context: Any
     native_threads: int | None
     worker_env: WorkerEnv
+    worker_seed: int | None
     hooks: Sequence[Hook]
     reports: str | os.PathLike[str] | None
 
@@ -152,7 +158,8 @@ class Workers:
 
     Args:
         backend: Makes what says where they live, given ``context`` and ``native_threads``.
-        restart, deadlines, context, native_threads, worker_env, hooks, reports: See :class:`WorkerOptions`.
+        restart, deadlines, context, native_threads, worker_env, worker_seed, hooks, reports: See
+            :class:`WorkerOptions`.
 
     Raises:
         UsageError: An option makes no sense.
@@ -167,6 +174,7 @@ class Workers:
         context: Any = None,
         native_threads: int | None = 1,
         worker_env: WorkerEnv = None,
+        worker_seed: int | None = None,
         hooks: Sequence[Hook] = (),
         reports: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -184,6 +192,9 @@ class Workers:
         )
         self._setting = self._backend.setting()
         self._worker_env, self._numbers = worker_env, count()
+        self._seed = None if worker_seed is None else integer(worker_seed)
+        if worker_seed is not None and (self._seed is None or self._seed < 0):
+            raise UsageError(f"worker_seed is {worker_seed!r:.100}; give a non-negative integer, or None.")
         self._first: Supervisor | None = None
 
     def make(
@@ -218,11 +229,12 @@ class Workers:
         if index is not None and len(env_fns) > 1:
             title = f"multienv envs {index}-{index + len(env_fns) - 1}"
         variables = checked_variables(self._worker_env, (index or 0) if exact else next(self._numbers))
+        seeds = ProcessSeeds(seeds_from(self._seed, index or 0)) if self._seed is not None else seeds_of_trainer()
         build = Build(
             env_fns=_pickled(tuple(env_fns)),
             exact=exact,
             autoreset=autoreset,
-            seeds=drawn_seeds(),
+            seeds=seeds.values,
             draws=_draws(len(env_fns)),
             setting=replace(self._setting, variables=variables),
             space=space,
@@ -233,6 +245,7 @@ class Workers:
         worker = self._supervisor(self._backend.launcher(title), build, index=index)
         self._first = self._first or worker
         worker.share_memory(self._first)
+        worker.seeds = seeds
         return worker
 
 

@@ -28,7 +28,7 @@ from multienv.sometimes import sometimes
 from multienv.wire.banks import BEGIN, FAILED, HEAD, MESSAGE, STEP, U32, split_entries
 from multienv.wire.codecs import Codec, codec_of
 from multienv.wire.infos import Illegible
-from multienv.wire.messages import Build, Description, Failure, Message, Replay, drawn_seeds, foreign, pack_message
+from multienv.wire.messages import Build, Description, Failure, Message, Replay, foreign, pack_message, seeds_from
 from multienv.wire.segment import REPLAYING, RESTARTS, SLOT
 
 # Seconds that a request of a replay may take longer than its deadline: the replay may have to be read first.
@@ -488,7 +488,7 @@ class Recoverer:
     def renew(self, effort: Effort, lasting: tuple[bytes, ...]) -> Channel:
         """Launch a process with other random numbers; of the past only calls and attributes set are repeated."""
         if self.build.seeds is not None:
-            self.build = replace(self.build, seeds=drawn_seeds())
+            self.build = replace(self.build, seeds=seeds_from(*self.build.seeds))
         self.build = replace(self.build, draws=tuple(draw + 1 for draw in self.build.draws))
         effort.deaths.clear()
         channel = self.restart(effort)

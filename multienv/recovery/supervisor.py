@@ -152,6 +152,7 @@ class Supervisor:
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
         path: The last events and the states that they led to, but for those of plain steps.
         journal, record: What drove the envs, and what happened to them.
+        seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
     """
 
     __slots__ = (
@@ -186,6 +187,7 @@ class Supervisor:
         self.last_answer: Any = None
         self.core: int | None = None
         self.asked_by: Any = None
+        self.seeds: Any = None
         self.path: deque[tuple[Event, State]] = deque(maxlen=_PATH)
         self.index = index
         self._sharing = 0
@@ -1096,7 +1098,7 @@ class Supervisor:
         """Let go of the process, of snapshots, and of what keeps memory mapped."""
         self.note_closed()
         self._checkpoints.free_all()
-        channel = self.channel
+        channel, self.seeds = self.channel, None
         self.lifecycle.channel = self.last_answer = self.segment = self.buffers = None
         with SystemErrors():
             if channel is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
+import numpy as np
 
 from multienv.wire.banks import BEGIN
 
@@ -72,9 +72,10 @@ class Build:
     title: str = ""
 
 
-def drawn_seeds() -> tuple[int, int]:
-    """Draw seeds for ``random`` and ``numpy.random`` of a process."""
-    return secrets.randbits(64), secrets.randbits(32)
+def seeds_from(*numbers: int) -> tuple[int, int]:
+    """Return seeds for ``random`` and ``numpy.random`` of a process; equal numbers give equal seeds."""
+    of_random, of_numpy = np.random.SeedSequence(numbers).generate_state(2, np.uint64).tolist()
+    return of_random, of_numpy & 0xFFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ recorded shows twice: in the crash report, and in a recovery after which the env
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from multienv import (
     MultiEnv,
     Recovery,
     RestartPolicy,
+    SubprocessEnv,
     SubprocessVectorEnv,
     create_subprocess_envs,
 )
@@ -30,15 +33,15 @@ from multienv import (
 ENV = partial(GlobalRandomEnv, horizon=7)
 
 
-def draws_of_workers(kind: str, context: str, num_envs: int) -> list[tuple[float, float]]:
+def draws_of_workers(kind: str, context: str, num_envs: int, **options: Any) -> list[tuple[float, float]]:
     """Return a draw of ``random`` and one of ``numpy.random`` of each of so many workers."""
     if kind == "manager":
-        with AsyncSubprocessEnvManager([ENV] * num_envs, context=context) as manager:
+        with AsyncSubprocessEnvManager([ENV] * num_envs, context=context, **options) as manager:
             return [tuple(drawn) for drawn in manager.call("draws")]
     if kind == "vector_env":
-        envs: Any = SubprocessVectorEnv([ENV] * num_envs, envs_per_worker=1, context=context)
+        envs: Any = SubprocessVectorEnv([ENV] * num_envs, envs_per_worker=1, context=context, **options)
     else:
-        envs = MultiEnv(create_subprocess_envs([ENV] * num_envs, context=context))
+        envs = MultiEnv(create_subprocess_envs([ENV] * num_envs, context=context, **options))
     try:
         envs.reset(seed=[0] * num_envs)  # the env's own seed has nothing to do with it
         return [tuple(drawn) for drawn in envs.call("draws")]
@@ -56,11 +59,49 @@ def draws_of_workers(kind: str, context: str, num_envs: int) -> list[tuple[float
     ],
 )
 def test_no_two_workers_share_a_global_generator(kind: str, context: str, num_envs: int) -> None:
-    random.seed(1)
-    np.random.seed(1)
-    drawn = draws_of_workers(kind, context, num_envs) + draws_of_workers(kind, context, num_envs)
+    drawn = draws_of_workers(kind, context, num_envs)
+    with SubprocessEnv(ENV) as living:
+        living.reset(seed=0)
+        drawn.append(tuple(living.call("draws")))
+        drawn += draws_of_workers(kind, context, num_envs)
     for draws in zip(*drawn, strict=True):
-        assert len(set(draws)) == 2 * num_envs
+        assert len(set(draws[num_envs:])) == num_envs + 1, "two of the workers that live have the same seeds"
+        assert len(set(draws[:num_envs])) == num_envs
+
+
+@pytest.mark.parametrize("kind", ["multi_env", "vector_env", "manager"])
+def test_a_seeded_script_gives_the_same_run_each_time(kind: str) -> None:
+    def seeded(number: int, **options: Any) -> list[tuple[float, float]]:
+        random.seed(number)
+        np.random.seed(number)
+        return draws_of_workers(kind, "forkserver", 2, **options)
+
+    first = seeded(3)
+    assert seeded(3) == first
+    assert set(seeded(4)).isdisjoint(first)
+    assert seeded(3, worker_seed=8) == seeded(4, worker_seed=8)
+    assert set(seeded(3, worker_seed=8)).isdisjoint(first)
+    random.random()
+    assert set(draws_of_workers(kind, "forkserver", 2)).isdisjoint(first)
+
+
+def test_a_new_life_of_the_envs_is_the_same_in_each_run_too() -> None:
+    """After a loss that ends the episode, the replacement draws other numbers than the lost worker, but recorded ones."""
+
+    def run() -> list[Any]:
+        random.seed(3)
+        np.random.seed(3)
+        with SubprocessEnv(ENV, restart=RestartPolicy(on_crash="truncate")) as env:
+            env.reset(seed=1)
+            drawn = [env.call("draws")]
+            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            assert env.step(1)[3]
+            env.reset(seed=1)
+            return [*drawn, env.call("draws")]
+
+    first, second = run()
+    assert first != second
+    assert run() == [first, second]
 
 
 @pytest.mark.parametrize("kind", KINDS)
