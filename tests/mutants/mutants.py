@@ -32,6 +32,8 @@ class Mutant(NamedTuple):
 
 SIMULATED_STARTS = ("tests/simulation/test_single_faults.py", "tests/simulation/test_faults_and_programs.py")
 UNIT_JOURNAL = ("tests/unit/test_journal.py",)
+EVIDENCE = ("tests/invariants/test_3_all_bytes_are_evidence.py",)
+REPLAYED = ("tests/invariants/test_3_replayed_is_said.py",)
 SEVEN = "tests/invariants/test_7_nothing_left_behind.py"
 
 
@@ -288,6 +290,118 @@ MUTANTS = [
         "recovery/verification.py",
         "        elif before != after:\n",
         "        elif len(before) != len(after):\n",
+    ),
+    Mutant(
+        "A digest covers half of the bytes of a row.",
+        3,
+        "wire/digests.py",
+        "        padded[:, :width] = octets\n",
+        "        padded[:, : width // 2] = octets[:, : width // 2]\n",
+        EVIDENCE,
+    ),
+    Mutant(
+        "The native digest covers half of the bytes of a block.",
+        3,
+        "_native.c",
+        "place < BLOCK_WORDS; place++) { /* compilers",
+        "place < BLOCK_WORDS / 2; place++) { /* compilers",
+        ("tests/unit/test_wire_banks.py",),
+    ),
+    Mutant(
+        "A value that does not pickle to the same bytes twice counts as comparable.",
+        3,
+        "wire/digests.py",
+        "    if one != other:\n        raise IncomparableError(type(value).__name__)\n",
+        "",
+        EVIDENCE,
+    ),
+    Mutant(
+        "Values that cannot be compared count as equal where all bytes of the entries are equal.",
+        3,
+        "recovery/verification.py",
+        "if recorded == replayed and MARK not in recorded:",
+        "if recorded == replayed:",
+        EVIDENCE,
+    ),
+    Mutant(
+        "The observation that ends an episode is not compared if the next one begins in the same step.",
+        3,
+        "recovery/verification.py",
+        '        parts.append(("the final observation differs", layout.finals, 8, going_on))\n',
+        "        pass\n",
+        EVIDENCE,
+    ),
+    Mutant(
+        "A replay from a reset counts as exact.",
+        3,
+        "recovery/lifecycle.py",
+        "effort.is_exact = found.plan is None or not found.plan.resets or self._journal.begins_anew",
+        "effort.is_exact = True",
+        REPLAYED,
+    ),
+    Mutant(
+        "A replay from a reset is taken by a user who accepts exact recoveries alone.",
+        3,
+        "recovery/journal.py",
+        'only_whole = self._policy.accept == "exact" and not self.begins_anew',
+        "only_whole = False",
+        REPLAYED,
+    ),
+    Mutant(
+        "A replay that strays from what was seen leaves no trace of the memory that it shows.",
+        3,
+        "recovery/recoverer.py",
+        "            if slot in found and is_comparable(found[slot]):\n",
+        "            if False:\n",
+        REPLAYED,
+    ),
+    Mutant(
+        "The workers of a batch do not tell each other of a memory.",
+        3,
+        "recovery/supervisor.py",
+        "        self.journal.memory = other.journal.memory\n",
+        "        pass\n",
+        REPLAYED,
+    ),
+    Mutant(
+        "A user's word that the env begins anew counts though a memory has shown.",
+        3,
+        "recovery/journal.py",
+        "return self._policy.begins_anew and not self.memory.has_shown",
+        "return self._policy.begins_anew",
+        REPLAYED,
+    ),
+    Mutant(
+        "An env that has shown a memory is replaced by plan in the middle of an episode.",
+        3,
+        "recovery/lifecycle.py",
+        "        if memory.has_shown:\n            return None, effort, memory.reservation\n",
+        "",
+        REPLAYED,
+    ),
+    Mutant(
+        "The construction is forgotten before the first snapshot stands.",
+        2,
+        "recovery/journal.py",
+        "is_kept = since_built <= longest or (forks and not snapshot)",
+        "is_kept = since_built <= longest",
+        UNIT_JOURNAL,
+    ),
+    Mutant(
+        "A woken snapshot that is killed at once leads to a replay, though its own snapshot stands.",
+        2,
+        "recovery/recoverer.py",
+        "            if not gone.is_from_outside or tries == 1:\n",
+        "            if tries:\n",
+        ("tests/simulation/test_rare_branches.py", *REPLAYED),
+    ),
+    Mutant(
+        "A second SIGKILL in the same request gives up what the env remembers.",
+        2,
+        "recovery/lifecycle.py",
+        "state.losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)",
+        "state.losses >= 1",
+        REPLAYED,
     ),
     Mutant(
         "A call that raises in a replay alone is not seen.",
@@ -681,10 +795,24 @@ MUTANTS = [
     ),
     # --- 10: isolation ----------------------------------------------------------------------------
     Mutant(
+        "Workers that live at the same time have the same seeds.",
+        10,
+        "envs/process_seeds.py",
+        "        while (origin, number) in _living:\n            number += 1\n",
+        "",
+    ),
+    Mutant(
+        "The seeds of workers do not depend on the trainer's generators.",
+        10,
+        "envs/process_seeds.py",
+        "blake2b(pickle.dumps(state_of_process()), digest_size=16)",
+        "blake2b(b'', digest_size=16)",
+    ),
+    Mutant(
         "All workers have the same seeds.",
         10,
         "wire/messages.py",
-        "return secrets.randbits(64), secrets.randbits(32)",
+        "return of_random, of_numpy & 0xFFFF_FFFF",
         "return 0, 0",
     ),
     Mutant(

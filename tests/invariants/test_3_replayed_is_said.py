@@ -1,0 +1,263 @@
+"""Invariant 3, of the outcomes: exact is what was shown, a replay from a reset says what it is, and a memory that shows
+is remembered."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kit import CounterEnv
+from kit.monitor import monitor_pid
+from multienv import (
+    MultiEnv,
+    Recovery,
+    Recycled,
+    RestartPolicy,
+    SubprocessEnv,
+    SubprocessVectorEnv,
+    create_subprocess_envs,
+    flat_statistics,
+)
+from multienv.recovery import journal, supervisor
+
+NO_SNAPSHOTS = {"snapshots": False, "backoff": 0.0}
+
+
+class MemoryEnv(CounterEnv):
+    """Counts all its steps, which a reset does not end; from some step on what it draws depends on the count."""
+
+    def __init__(self, shows_after: float = math.inf, horizon: int = 5) -> None:
+        super().__init__(horizon=horizon, count_episodes=False)
+        self.shows_after, self.steps_ever = shows_after, 0
+
+    def step(self, action: Any) -> Any:
+        self.steps_ever += 1
+        return super().step(action)
+
+    def _next_draw(self) -> float:
+        shown = 0.001 * self.steps_ever if self.steps_ever >= self.shows_after else 0.0
+        return super()._next_draw() + shown
+
+
+@pytest.fixture
+def dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a replay from the construction be no longer affordable at once, and every reset told of."""
+    monkeypatch.setattr(journal, "AFFORDABLE", 0.0)
+    lay_out = journal.Journal.lay_out
+    monkeypatch.setattr(
+        journal.Journal, "lay_out", lambda self, stride, slots, seconds=0.0: lay_out(self, stride, slots)
+    )
+    monkeypatch.setattr(supervisor, "SHARE", math.inf)
+    monkeypatch.setattr(supervisor, "LARGE_SHARE", math.inf)
+
+
+class Play:
+    """Walks through an env beside a bare one.
+
+    Attributes:
+        events: All that the hooks were told.
+        differs: The first step that was not as the bare env's; ``None``: all were.
+    """
+
+    def __init__(self, env_fn: Any, seed: int = 3, **options: Any) -> None:
+        self.events: list[Any] = []
+        self.env = SubprocessEnv(env_fn, hooks=[self.events.append], **options)
+        self.twin, self.differs = env_fn(), None
+        self.steps = 0
+        self.truncated: list[str] = []
+        self.env.initialize()
+        self.env.reset(seed=seed)
+        self.twin.reset(seed=seed)
+
+    def walk(self, steps: int, *, kills: Any = (), victims: Any = lambda pid: [pid]) -> Play:
+        for _ in range(steps):
+            if self.steps in kills:
+                for victim in victims(self.env.statistics().pid):
+                    os.kill(victim, signal.SIGKILL)
+            self.steps += 1
+            one, other = self.env.step(self.steps % 4), self.twin.step(self.steps % 4)
+            reason = one[4].get("multienv", {}).get("reason")
+            if reason:
+                self.truncated.append(reason)
+            elif self.differs is None and not (np.array_equal(one[0], other[0]) and one[1:4] == other[1:4]):
+                self.differs = self.steps
+            if one[2] or one[3]:
+                self.env.reset()
+            if other[2] or other[3] or reason:
+                self.twin.reset()
+        return self
+
+    def close(self) -> Play:
+        self.env.close()
+        return self
+
+    def outcomes(self, kind: type = Recovery) -> list[str]:
+        return [event.outcome for event in self.events if isinstance(event, kind)]
+
+
+# --- replayed, and what a user may say of it ------------------------------------------------------------
+
+
+def test_replay_from_a_reset_counts_as_replayed_and_says_so_everywhere(dear: None, caplog: Any) -> None:
+    play = Play(partial(MemoryEnv, shows_after=60), restart=RestartPolicy(**NO_SNAPSHOTS))
+    play.walk(45, kills=[41])
+    (recovery,) = [event for event in play.events if isinstance(event, Recovery)]
+    assert (recovery.outcome, recovery.method) == ("replayed", "journal")
+    assert "remembers something from before the reset" in recovery.reason
+    statistics = play.env.statistics()
+    assert (statistics.exact_recoveries, statistics.replayed_recoveries, statistics.truncated_recoveries) == (0, 1, 0)
+    assert flat_statistics(statistics)["replayed_recoveries"] == 1
+    assert "Outcome: replayed, from the journal" in caplog.text
+    assert play.differs is None
+    assert play.walk(40).close().differs == 60, "what it remembers was lost, as the outcome says"
+
+
+def test_a_user_who_accepts_exact_recoveries_alone_gets_a_truncation_instead(dear: None) -> None:
+    # The construction soon lies too far back.
+    policy = RestartPolicy(accept="exact", journal_limit=3000, **NO_SNAPSHOTS)
+    play = Play(MemoryEnv, restart=policy).walk(90, kills=[85]).close()
+    assert play.outcomes() == ["truncated"]
+    assert "RestartPolicy(accept='exact')" in play.truncated[0]
+
+
+def test_accepting_exact_recoveries_alone_changes_nothing_where_the_construction_is_known(dear: None) -> None:
+    play = Play(partial(MemoryEnv, 20), restart=RestartPolicy(accept="exact", **NO_SNAPSHOTS))
+    play.walk(80, kills=[23, 24, 61]).close()
+    assert (play.outcomes(), play.differs) == (["exact"] * 3, None)
+
+
+def test_replay_of_an_env_that_begins_anew_is_exact_if_the_user_says_so(dear: None) -> None:
+    env_fn = partial(CounterEnv, horizon=5, count_episodes=False)
+    play = Play(env_fn, restart=RestartPolicy(accept="exact", begins_anew=True, **NO_SNAPSHOTS))
+    play.walk(100, kills=[31, 77]).close()
+    assert (play.outcomes(), play.differs) == (["exact"] * 2, None)
+    assert max(event.replayed for event in play.events if isinstance(event, Recovery)) <= 12, "not the shortest replay"
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_start_is_proven_by_a_whole_episode(batch: bool, dear: None) -> None:
+    """In an episode that has lasted for long, the replay begins with the one before."""
+    env_fn = partial(MemoryEnv, horizon=700)
+    restart = RestartPolicy(snapshots=False, journal_limit=2**20, replay_limit=10.0)
+    events: list[Any] = []
+    if batch:
+        env: Any = SubprocessVectorEnv([env_fn] * 2, envs_per_worker=2, restart=restart, hooks=[events.append])
+        action: Any = np.zeros(2, np.int64)
+    else:
+        env, action = SubprocessEnv(env_fn, restart=restart, hooks=[events.append]), 0
+    with env:
+        env.reset(seed=1)
+        for _ in range(1350):
+            _, _, ended, *_ = env.step(action)
+            if not batch and ended:
+                env.reset()
+        told = env.statistics()[0] if batch else env.statistics()
+        os.kill(told.pid, signal.SIGKILL)
+        env.step(action)
+    (recovery,) = [event for event in events if isinstance(event, Recovery)]
+    assert recovery.outcome == "exact"
+    assert recovery.replayed > 1300
+
+
+# --- where exact can be had, it is had ------------------------------------------------------------------
+
+
+def test_deaths_of_an_env_that_can_be_forked_are_exact_in_any_run(dear: None) -> None:
+    """Many episodes begin between two snapshots, and what it remembers shows at once."""
+    play = Play(partial(MemoryEnv, 1), restart=RestartPolicy(snapshot_every=40, backoff=0.0))
+    play.walk(900, kills=[7, 8, 55, *range(200, 900, 13)]).close()
+    assert (set(play.outcomes()), play.differs) == ({"exact"}, None)
+    assert len(play.outcomes()) == 57
+
+
+def test_deaths_however_soon_after_each_other_are_exact(dear: None) -> None:
+    """Each recovered worker is killed before the call that recovered it returns, and once more while it waits."""
+    play = Play(partial(MemoryEnv, 1), restart=RestartPolicy(snapshot_every=25, backoff=0.0))
+    left = [12]
+
+    def strike(event: Any) -> None:
+        if isinstance(event, Recovery) and left[0]:
+            left[0] -= 1
+            os.kill(play.env.statistics().pid or 0, signal.SIGKILL)
+
+    play.env._supervisor.record._hooks += (strike,)
+    play.walk(300, kills=[*range(60, 300, 50)]).close()
+    assert (set(play.outcomes()), play.differs, left) == ({"exact"}, None, [0])
+    assert len(play.outcomes()) == 12 + 5
+
+
+def test_replay_that_strays_is_tried_from_the_construction(dear: None, caplog: Any) -> None:
+    play = Play(partial(MemoryEnv, 20), restart=RestartPolicy(**NO_SNAPSHOTS))
+    play.walk(80, kills=[61]).close()
+    assert (play.outcomes(), play.differs) == (["exact"], None)
+    assert caplog.text.count("carries memory across resets") == 1
+
+
+def with_thread(shows_after: float) -> MemoryEnv:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return MemoryEnv(shows_after)
+
+
+def test_env_that_cannot_be_forked_is_replayed_from_its_construction_while_that_is_affordable() -> None:
+    play = Play(partial(with_thread, 1), restart=RestartPolicy(backoff=0.0))
+    play.walk(700, kills=range(90, 700, 60)).close()
+    assert (set(play.outcomes()), play.differs) == ({"exact"}, None)
+
+
+def test_loss_of_worker_and_snapshot_is_replayed_or_truncated_and_never_called_exact(dear: None) -> None:
+    for shows_after, expected in ((math.inf, "replayed"), (90, "replayed"), (20, "truncated")):
+        play = Play(partial(MemoryEnv, shows_after), restart=RestartPolicy(snapshot_every=10, backoff=0.0))
+        play.walk(120, kills=[61], victims=lambda pid: [pid, monitor_pid()]).close()
+        assert play.outcomes() == [expected], shows_after
+        assert (play.differs is None) == (shows_after == math.inf) or expected == "truncated"
+
+
+# --- a memory that shows is remembered ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("face", ["MultiEnv", "batch"])
+def test_memory_that_has_shown_in_one_worker_is_known_to_all_of_its_batch(face: str, dear: None, caplog: Any) -> None:
+    events: list[Any] = []
+    env_fns = [partial(MemoryEnv, shows_after) for shows_after in (20, math.inf)]
+    options: dict[str, Any] = {"restart": RestartPolicy(begins_anew=True, **NO_SNAPSHOTS), "hooks": [events.append]}
+    if face == "batch":
+        envs: Any = SubprocessVectorEnv(env_fns, envs_per_worker=1, **options)
+    else:
+        envs = MultiEnv(create_subprocess_envs(env_fns, **options), autoreset_mode="NEXT_STEP")
+    actions: Any = np.zeros(2, np.int64) if face == "batch" else [0, 0]
+    try:
+        envs.reset(seed=1)
+        for step in range(120):
+            if step in (30, 60, 75, 90):
+                victim = envs.statistics()[{30: 1, 60: 0, 75: 0, 90: 1}[step]].pid
+                assert victim
+                os.kill(victim, signal.SIGKILL)
+            envs.step(actions)
+    finally:
+        envs.close()
+    outcomes = [(event.loss.envs[0], event.outcome) for event in events if isinstance(event, Recovery)]
+    assert outcomes[0] == (1, "exact"), "it begins anew, says the user"
+    assert outcomes[1] == (0, "truncated"), "it does not"
+    assert outcomes[3] == (1, "replayed"), "and so the other one may not either"
+    warnings = [one for one in caplog.records if "From now on such replays" in one.getMessage()]
+    assert [one.levelno for one in warnings] == [logging.WARNING]
+    assert "env 0" in warnings[0].getMessage()
+
+
+def test_recycling_of_an_env_with_a_memory_waits_for_a_reset(dear: None, caplog: Any) -> None:
+    play = Play(partial(MemoryEnv, 20, horizon=40), restart=RestartPolicy(recycle_after_steps=64, **NO_SNAPSHOTS))
+    while "carries memory across resets" not in caplog.text:  # the construction is tried next, and leads back
+        play.walk(1)
+    assert set(play.outcomes(Recycled)) <= {"exact"}
+    assert play.differs is None
+    before = len(play.outcomes(Recycled))
+    play.walk(300).close()
+    assert set(play.outcomes(Recycled)[before:]) == {"put off", "reset"}
