@@ -302,8 +302,8 @@ def measure(row: Row, leak: str, steps: int, max_rss: int) -> dict[str, Any]:
         first, last = watch.seconds(0, WINDOW), watch.seconds(steps - WINDOW, steps)
         figures |= {"first": first, "last": last, "ratio": last / first}
     outcomes = Counter(event.outcome for event in watch.replacements)
-    figures |= {outcome: outcomes[outcome] for outcome in ("exact", "put off", "reset")}
-    figures["replaced"] = outcomes["exact"] + outcomes["reset"]
+    figures |= {outcome: outcomes[outcome] for outcome in ("exact", "replayed", "put off", "reset")}
+    figures["replaced"] = outcomes["exact"] + outcomes["replayed"] + outcomes["reset"]
     figures["replay"] = max(replays, default=0.0)
     figures["equal"] = [(one.dtype, one.tobytes()) for one in record] == [
         (one.dtype, one.tobytes()) for one in expected
@@ -316,7 +316,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
     return [name for name, bar in BARS.items() if figures.get(name, 0.0) > bar] + ["equal"] * (not figures["equal"])
 
 
-COLUMNS = ("peak", "first", "last", "ratio", "replaced", "exact", "put off", "reset", "replay", "equal")
+COLUMNS = ("peak", "first", "last", "ratio", "replaced", "exact", "replayed", "put off", "reset", "replay", "equal")
 
 
 def shown(figures: dict[str, Any], name: str) -> str:

@@ -1,4 +1,4 @@
-"""Kill the workers of an env that keeps something from episode to episode: BipedalWalker-v3, whose Box2D world lives on.
+"""Kill the workers of an env that remembers something across resets: BipedalWalker-v3, whose Box2D world lives on.
 
 A recovery called exact must be followed by what an undisturbed env shows, to the bit, until the end of the run. After
 one called ``"replayed"``, or a truncation, an env may go another way, so it is not compared for the rest of that run.
@@ -7,7 +7,7 @@ one called ``"replayed"``, or a truncation, an env may go another way, so it is 
 
     pip install -e ".[examples]" "gymnasium[box2d]"
     python benchmarks/memory.py                     # 200 recoveries of envs a row, about two minutes
-    python benchmarks/memory.py --steps 40000       # so long that a replay from the construction is no longer affordable
+    python benchmarks/memory.py --steps 40000       # a replay from the construction is no longer affordable
 
 Exit code 1: an env differed although all its recoveries were called exact.
 """

@@ -239,11 +239,10 @@ def measured(row: Row, build: Callable[[], Env], variables: Mapping[str, str], k
     chaos = run_chaos(
         env_fn, num_envs=1, kills=kills, manners=("SIGKILL",), interval=pause, deadlines=limits, **options
     )
-    exact = sum(chaos.methods[method] for method in ("snapshot", "journal"))
+    exact, replayed = chaos.outcomes["exact"], chaos.outcomes["replayed"]
     ways = ", ".join(f"{count} by {method}" for method, count in sorted(chaos.methods.items()))
-    row.kills = f"{exact} of {chaos.kills} exact ({ways})" + f"; {len(chaos.mismatches)} DIFFER" * bool(
-        chaos.mismatches
-    )
+    differ = f"; {len(chaos.mismatches)} DIFFER" if chaos.mismatches else ""
+    row.kills = f"{exact} of {chaos.kills} exact, {replayed} replayed ({ways}){differ}"
     if chaos.undisturbed:
         row.kills += f"; undisturbed too: {chaos.undisturbed:.200}"
     row.recovery = f"{chaos.quantile(0.5):.2f} s"

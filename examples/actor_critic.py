@@ -59,6 +59,7 @@ CRITIC_RATE = 4e-3
 ENTROPY_BONUS = 0.01
 GRADIENT_NORM = 0.5
 CHAOS = 0.5  # kills per 1000 steps, if --chaos gives no number
+RECOVERIES = ("exact_recoveries", "replayed_recoveries", "truncated_recoveries")
 WINDOW = 100  # episodes in the mean return that decides whether the task is solved
 
 
@@ -304,7 +305,7 @@ def train(options: argparse.Namespace, title: str, rate: float | None, progress:
                 run.solved = len(run.episodes) >= WINDOW and run.mean_return >= options.threshold
                 run.statistics = envs.statistics()
                 run.seconds = time.monotonic() - began
-                healed = run.count("exact_recoveries") + run.count("truncated_recoveries")
+                healed = sum(map(run.count, RECOVERIES))
                 told = f"return {run.mean_return:5.1f}  {run.steps / run.seconds:6.0f} steps/s"
                 told += f"  lost {run.count('losses')} healed {healed}"
                 progress.update(bar, completed=run.steps, told=told)
@@ -412,9 +413,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif calm is not None:
         counts = f"{len(run.episodes)} episodes, {run.steps} steps"
         print(f"identical to the undisturbed run: {counts}, weights equal to the bit")
-    died, exact, cut = map(run.count, ("losses", "exact_recoveries", "truncated_recoveries"))
+    died, exact, replayed, cut = map(run.count, ("losses", *RECOVERIES))
     lost = f"{cut} episodes were cut short" if cut else "nothing was lost"
-    print(f"{died} workers died; {exact} recoveries were exact, {cut} truncated; {lost}.")
+    print(f"{died} workers died; {exact} recoveries were exact, {replayed} replayed, {cut} truncated; {lost}.")
     if options.chaos is not None:
         print('no crash reports were written (reports=""): these deaths were intended')
     for report in (each.last_recovery.report for each in run.statistics if each.last_recovery is not None):

@@ -56,10 +56,10 @@ def main() -> None:
             returns.append(float(np.mean([episode["r"] for episode in model.ep_info_buffer])))
             workers = envs.statistics()
             deaths = sum(one.losses for one in workers)
-            exact = sum(one.exact_recoveries for one in workers)
+            exact = sum(one.exact_recoveries + one.replayed_recoveries for one in workers)
             print(
                 f"{model.num_timesteps:7} steps: mean return {returns[-1]:6.1f}; {deaths} workers died, {exact} "
-                "episodes went on exactly",
+                "episodes went on",
                 flush=True,
             )
     print(f"The return went from {returns[0]:.1f} to {returns[-1]:.1f}; {deaths} workers died meanwhile.")

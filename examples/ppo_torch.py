@@ -260,11 +260,10 @@ def main() -> None:
     with envs, chaos, writer or contextlib.nullcontext():
         train(options, envs, writer)
         workers = envs.statistics()
-    died, exact, cut = (
-        sum(getattr(one, name) for one in workers) for name in ("losses", "exact_recoveries", "truncated_recoveries")
-    )
+    names = ("losses", "exact_recoveries", "replayed_recoveries", "truncated_recoveries")
+    died, exact, replayed, cut = (sum(getattr(one, name) for one in workers) for name in names)
     lost = "their episodes were cut short" if cut else "nothing was lost"
-    print(f"{died} workers died; {exact} recoveries were exact, {cut} truncated; {lost}.")
+    print(f"{died} workers died; {exact} recoveries were exact, {replayed} replayed, {cut} truncated; {lost}.")
 
 
 if __name__ == "__main__":

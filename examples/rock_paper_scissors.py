@@ -98,11 +98,10 @@ def main() -> None:
         exploited = play(envs, options)
         workers = [env.statistics() for env in envs]
     print(f"The best response won {exploited[0]:.2f} per round at first, and {exploited[-1]:.2f} at the end.")
-    died, exact, cut = (
-        sum(getattr(one, name) for one in workers) for name in ("losses", "exact_recoveries", "truncated_recoveries")
-    )
+    names = ("losses", "exact_recoveries", "replayed_recoveries", "truncated_recoveries")
+    died, exact, replayed, cut = (sum(getattr(one, name) for one in workers) for name in names)
     told = f"{cut} games were cut short" if cut else "nothing was lost"
-    print(f"{died} workers died; {exact} recoveries were exact, {cut} truncated; {told}.")
+    print(f"{died} workers died; {exact} recoveries were exact, {replayed} replayed, {cut} truncated; {told}.")
 
 
 if __name__ == "__main__":

@@ -210,11 +210,10 @@ def main() -> None:
         workers = envs.statistics()
     for name, (won, drawn, lost) in (("at first", before), (f"after {games} games", after)):
         print(f"Against a random player, {name}: won {won:.1%}, drew {drawn:.1%}, lost {lost:.1%}.")
-    died, exact, cut = (
-        sum(getattr(one, name) for one in workers) for name in ("losses", "exact_recoveries", "truncated_recoveries")
-    )
+    names = ("losses", "exact_recoveries", "replayed_recoveries", "truncated_recoveries")
+    died, exact, replayed, cut = (sum(getattr(one, name) for one in workers) for name in names)
     told = f"{cut} games were cut short" if cut else "nothing was lost"
-    print(f"{died} workers died; {exact} recoveries were exact, {cut} truncated; {told}.")
+    print(f"{died} workers died; {exact} recoveries were exact, {replayed} replayed, {cut} truncated; {told}.")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import multienv
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(multienv.__file__).parents[1])
-KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 truncated; nothing was lost\.")
+KILLED = re.compile(r"(\d+) workers died; (\d+) recoveries were exact, 0 replayed, 0 truncated; nothing was lost\.")
 QUOTING = ("learners.md", "recipes.md")  # they quote code that tests/recipes runs
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in QUOTING)]
 

@@ -163,9 +163,14 @@ def lost(way: str, chance: str, policy: str, *, batch: bool, **options: Any) -> 
             env.step(action)
             twin.step(action)
         told = env.statistics()[0] if batch else env.statistics()
-        os.kill(told.pid, signal.SIGKILL)
+        kill(told.pid)
         found, expected = env.step(action), twin.step(action)
     return found, expected, [event for event in events if isinstance(event, Recovery)]
+
+
+def kill(worker: int | None) -> None:
+    assert worker
+    os.kill(worker, signal.SIGKILL)
 
 
 CASES = [(way, batch) for way in WAYS for batch in (False, True) if not batch or way in IN_ROWS]
@@ -225,7 +230,7 @@ def test_observation_that_ended_an_episode_is_compared_though_the_next_one_began
             envs.reset(seed=1)
             for step in range(9):
                 if step == 8:
-                    os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+                    kill(envs.statistics()[0].pid)
                 *_, infos = envs.step(np.zeros(2, np.int64))
         (recovery,) = [event for event in events if isinstance(event, Recovery)]
         assert recovery.outcome == expected, chance
@@ -249,7 +254,7 @@ def test_a_vector_reward_is_compared(chance: str) -> None:
         env.reset(seed=1)
         for _ in range(3):
             env.step(0)
-        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill(env.statistics().pid)
         env.step(0)
     (recovery,) = [event for event in events if isinstance(event, Recovery)]
     assert recovery.outcome == ("truncated" if chance else "exact")

@@ -81,6 +81,7 @@ class Play:
         for _ in range(steps):
             if self.steps in kills:
                 for victim in victims(self.env.statistics().pid):
+                    assert victim, "there is no worker to kill"
                     os.kill(victim, signal.SIGKILL)
             self.steps += 1
             one, other = self.env.step(self.steps % 4), self.twin.step(self.steps % 4)
@@ -186,7 +187,9 @@ def test_deaths_however_soon_after_each_other_are_exact(dear: None) -> None:
     def strike(event: Any) -> None:
         if isinstance(event, Recovery) and left[0]:
             left[0] -= 1
-            os.kill(play.env.statistics().pid or 0, signal.SIGKILL)
+            victim = play.env.statistics().pid
+            assert victim
+            os.kill(victim, signal.SIGKILL)
 
     play.env._supervisor.record._hooks += (strike,)
     play.walk(300, kills=[*range(60, 300, 50)]).close()
