@@ -2106,6 +2106,10 @@ mixed(uint64_t word)
     return word ^ word >> 32;
 }
 
+/* Wider vectors where the processor has them: with those that every x86-64 has, it takes twice as long. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+__attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
 static uint64_t
 block_sum(const unsigned char *block)
 {
