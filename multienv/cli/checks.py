@@ -25,20 +25,36 @@ from rich.filesize import decimal
 
 import multienv
 from multienv import SubprocessEnv
+from multienv.cli.anew import resumed
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
 from multienv.cli.walking import RAISE, Walk, walk
+from multienv.cli.watching import Noticed, seeded, watched
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvError, MultienvError, UsageError, WorkerHungError, WorkerLostError
 from multienv.events import Event, Loss, Recovery, Statistics
+from multienv.recovery.verification import is_comparable
 from multienv.testing.killer import KillManner, send
 from multienv.testing.side_by_side import EnvFn
 
 Verdict = Literal["ok", "note", "truncates", "broken"]
-Outcome = Literal["exact", "truncated", "differs"]
+Outcome = Literal["exact", "replayed", "unknown", "truncated", "differs", "strayed"]
+Conclusion = Literal["recoverable", "truncates", "unknown", "broken"]
 
 # Limits of the first walk. Later walks take the same number of steps.
 _STEPS, _SECONDS = 200, 2.0
+# An env that crashes is tried again with half the steps, so often; it is broken if it never gets so far.
+_TRIES, _FEW = 5, 12
+# It is not tried again after so many seconds: it may hang each time.
+_TRIES_UNTIL = 25.0
+# So many crashes in the same step are no chance.
+_NO_CHANCE = 3
+# Steps between two looks into a worker: what was learnt of an env outlives its crash.
+_LOOK_EVERY = 16
+# Episodes that show a memory across resets: steps in all and seconds, for each of two walks; about how many episodes
+# there should be, and least number; least and greatest number of steps of each.
+_ANEW_STEPS, _ANEW_SECONDS, _ANEW_EPISODES, _ANEW_LEAST = 5000, 1.5, 8, 4
+_SHORTEST, _LONGEST = 20, 100
 # Seconds that a snapshot has to announce itself before its worker is killed.
 _ANNOUNCED = 0.2
 # Short episodes that show a leak: steps of each, least and greatest number of episodes, and about how many seconds.
@@ -58,6 +74,11 @@ _PILE, _FEWEST_STEPS, _MOST_STEPS = 300, 100, 100_000
 # Number of stderr lines shown of a lost worker.
 _LAST_WORDS = 10
 _USE_NP_RANDOM = "Take random numbers only from self.np_random."
+_DOES_NOT_REPEAT = "the env does not repeat itself"
+_UNSEEN = f"whether exactly cannot be seen, because {_DOES_NOT_REPEAT}"
+_THOUGH = "it does not repeat itself, though two earlier walks agreed"
+_EQUAL = "from a reset, all equal"
+_MEMORY = "the env carries memory across resets"
 _OFFSCREEN = "For MuJoCo, set MUJOCO_GL=egl or MUJOCO_GL=osmesa; see docs/robot_simulators.md."
 _NO_DISPLAY = ("OpenGL", "DISPLAY")
 _ON_THE_CPU = (
@@ -72,7 +93,7 @@ _OUR_FRAMES = re.compile(
 
 
 class SpoiledError(Exception):
-    """Raised when a check cannot tell anything: the env itself crashed or hung, and was not recovered exactly."""
+    """Raised when a check cannot tell anything: the env itself crashed or hung, and its episode was lost."""
 
 
 class LostAgainError(Exception):
@@ -107,11 +128,18 @@ class Patient:
         env_fn: Builds the env.
         step_deadline, reset_deadline: Seconds until a step, or any other request, counts as hung.
         first: The first walk. All others are compared with it.
-        again: Whether another process walks the same way.
-        ways: The outcome of recovery by a snapshot and by the journal.
+        other: The walk of another process.
+        again: Whether another process walks the same way, as far as is known.
+        noticed: What it draws from, and whether what it returns can be compared.
+        anew: Whether the env begins anew in each reset; ``None``: not known.
+        ways: The outcome of recovery by a snapshot and by the journal. ``"unknown"``: the worker comes back, but an env
+            that does not repeat itself does not show whether exactly. ``"strayed"``: repeated from a reset, and then
+            otherwise. ``"differs"``: otherwise, though it counted as exact.
         memory: Bytes of a worker that has just built the env.
         recycling: The options of RestartPolicy that help against the env's leaks.
         crashed, hung: How often the env itself crashed or hung; the doctor's own strikes do not count.
+        last_loss: The last such loss of a worker that was left alone.
+        is_doomed: Whether it crashed in the same step each time: then it crashes in each replay, too.
         obstacle: Why the env has no snapshots, or ``""``.
         began: When the examination began.
         episode_seconds: Env time of the longest episode that its spec allows; 0.0: unknown.
@@ -123,12 +151,17 @@ class Patient:
     step_deadline: float
     reset_deadline: float
     first: Walk = field(default_factory=Walk)
+    other: Walk = field(default_factory=Walk)
     again: bool = True
+    noticed: Noticed = field(default_factory=Noticed)
+    anew: bool | None = None
     ways: dict[str, Outcome] = field(default_factory=dict)
     memory: int = 0
     recycling: list[str] = field(default_factory=list)
     crashed: int = 0
     hung: int = 0
+    last_loss: WorkerLostError | None = None
+    is_doomed: bool = False
     obstacle: str = ""
     began: float = field(default_factory=time.monotonic)
     episode_seconds: float = 0.0
@@ -136,32 +169,62 @@ class Patient:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the verdict on recovery: ``"ok"`` if one way of recovery is exact."""
-        return "ok" if "exact" in self.ways.values() and self.ways.get("journal") != "differs" else "truncates"
+        """Return the verdict on recovery: ``"ok"`` if the env repeats itself, and one way leads back.
+
+        A replay is no such way for an env that carries memory across resets: late in a run, it begins at a reset.
+        """
+        is_in_vain = not self.again or self.noticed.incomparable or self.is_doomed
+        if is_in_vain or self.ways.get("journal") == "differs":
+            return "truncates"
+        ways = ["snapshot"] if self.anew is False else ["snapshot", "journal"]
+        return "ok" if any(self.ways.get(way) in ("exact", "replayed") for way in ways) else "truncates"
+
+    @property
+    def conclusion(self) -> Conclusion:
+        """Return what is said of the env in the end, if it runs at all."""
+        if self.verdict == "ok":
+            return "recoverable"
+        return "unknown" if not self.ways or self.unseen_ways else "truncates"
+
+    @property
+    def unseen_ways(self) -> list[str]:
+        """Return the ways by which an env comes back that does not show whether exactly."""
+        came_back = ("exact", "replayed", "unknown")
+        return [] if self.again else [way for way, outcome in self.ways.items() if outcome in came_back]
 
     @property
     def own_faults(self) -> str:
-        """Return what the env did by itself: ``"crashed"``, ``"hung"``, ``"crashed and hung"`` or ``""``."""
-        return " and ".join(["crashed"] * bool(self.crashed) + ["hung"] * bool(self.hung))
+        """Return what the env did by itself, such as ``"crashed 3 times and hung once"``; or ``""``."""
+        counts = (("crashed", self.crashed), ("hung", self.hung))
+        return " and ".join(f"{what} {_times(count)}" for what, count in counts if count)
 
-    def note_own_loss(self, *, hung: bool) -> None:
+    def note_own_loss(self, loss: WorkerLostError | Loss) -> None:
         """Count a crash or a hang of the env itself."""
-        self.hung += hung
-        self.crashed += not hung
+        is_hung = isinstance(loss, WorkerHungError) or (isinstance(loss, Loss) and loss.cause == "hung")
+        self.hung += is_hung
+        self.crashed += not is_hung
+        if isinstance(loss, WorkerLostError):
+            self.last_loss = loss.with_traceback(None)
+
+    def differs_at(self, walk: Walk) -> str:
+        """Return the name of the first reset or step of a walk that is not as in the first one."""
+        return walk.differs_at(self.first, observations=not self.noticed.incomparable)
 
     def worker(
         self, *, env_fn: EnvFn | None = None, step_deadline: float | None = None, **options: Any
     ) -> SubprocessEnv:
         """Return the env (or another one) in a worker that is not yet started. By default a loss raises.
 
-        If the env has hung, the recommended deadlines apply: otherwise each further hang would take 10 s.
+        All workers begin with the same states of ``random`` and ``numpy.random``. If the env has hung, the recommended
+        deadlines apply: otherwise each further hang would take 10 s.
         """
         most = self.reset_deadline
         step, reset = step_deadline or self.step_deadline, most
         if self.hung and self.first.steps:
             step, reset = min(step, _deadline(self.first.slowest_step)), min(reset, _deadline(self.first.slowest_reset))
         deadlines = Deadlines(start=most, reset=reset, step=step, call=most, recovery=most)
-        return SubprocessEnv(env_fn or self.env_fn, **{"restart": RAISE, "deadlines": deadlines, **options})
+        build = seeded(env_fn or self.env_fn)
+        return SubprocessEnv(build, **{"restart": RAISE, "deadlines": deadlines, **options})
 
 
 def examine(patient: Patient, told: Callable[[Row], object]) -> list[Row]:
@@ -187,8 +250,9 @@ def _tried(check: Callable[[Patient], Row | None], patient: Patient) -> Row | No
             return Row("note", f"not known: {error}")
         except Exception as error:  # the env caused it, and multienv raised it
             if isinstance(error, WorkerLostError) and check is not renders:
-                patient.note_own_loss(hung=isinstance(error, WorkerHungError))
-            is_chance = isinstance(error, WorkerLostError | SpoiledError) and check is not builds
+                patient.note_own_loss(error)
+            is_chance = isinstance(error, WorkerLostError | SpoiledError) and check is not steps  # it has tried itself
+            is_chance = is_chance and not (check is builds and isinstance(error, WorkerHungError))
             if is_last or not is_chance or time.monotonic() > patient.began + _SECOND_TRIES_UNTIL:
                 return _failed(patient, error)
     raise AssertionError
@@ -211,13 +275,26 @@ def _failed(patient: Patient, error: Exception) -> Row:
     if any(sign in text for sign in _NO_DISPLAY):
         advice = _OFFSCREEN
     if isinstance(error, WorkerLostError):
-        detail = "\n".join([error.stack, *error.stderr.splitlines()[-_LAST_WORDS:]])
+        detail = _last_words(error)
         if patient.first.steps:  # the env runs, until it ends its worker by itself
             verdict, text = "note", f"not known: {text}"
-        if error.report:
-            env = f" --env {patient.name}" if ":" in patient.name else ""
-            advice = f"To run it again: multienv replay {error.report}{env}"
+        advice = _to_run_again(patient, error) or advice
     return Row(verdict, text, advice, _foreign_frames(detail))
+
+
+def _last_words(lost: WorkerLostError) -> str:
+    """Return the stack of a lost worker, and the end of what it wrote to stderr."""
+    return "\n".join([lost.stack, *lost.stderr.splitlines()[-_LAST_WORDS:]])
+
+
+def _to_run_again(patient: Patient, lost: WorkerLostError) -> str:
+    """Return the command that replays a crash report; ``""`` if none was written."""
+    env = f" --env {patient.name}" if ":" in patient.name else ""
+    return f"To run it again: multienv replay {lost.report}{env}" if lost.report else ""
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _foreign_frames(text: str) -> str:
@@ -241,34 +318,184 @@ def builds(patient: Patient) -> Row:
 
 def steps(patient: Patient) -> Row:
     """Walk at random. All later walks are compared with this one."""
-    with patient.worker() as env:
-        patient.first = first = walk(env, _STEPS, seconds=_SECONDS)
-        each = env.statistics().step_seconds or first.slowest_step
-        patient.episode_seconds = each * ((env.spec and env.spec.max_episode_steps) or 0)
+    known: dict[str, Any] = {}
+
+    def look(env: SubprocessEnv) -> None:
+        known.update(each=env.statistics().step_seconds, spec=env.spec)
+
+    lost_in: list[int] = []
+    first = undisturbed(
+        patient, _STEPS, tries=_TRIES, halved=True, least=_FEW, look=look, seconds=_SECONDS, lost_in=lost_in
+    )
+    patient.first, spec = first, known.get("spec")
+    each = known.get("each") or first.slowest_step
+    patient.episode_seconds = each * ((spec and spec.max_episode_steps) or 0)
     slowest = f"the slowest step {duration(first.slowest_step)}, the slowest reset {duration(first.slowest_reset)}"
-    return Row("ok", f"{first.steps} random steps of {duration(each)} each, {slowest}")
+    means = f"{first.steps} random steps of {duration(each)} each, {slowest}"
+    lost = patient.last_loss
+    if lost is None:
+        return Row("ok", means)
+    means += f"; it {patient.own_faults} by itself"
+    if len(lost_in) > 1 and len(set(lost_in)) == 1:
+        means += f", each time in step {lost_in[0]}"
+        patient.is_doomed = len(lost_in) >= _NO_CHANCE
+    means += ": its episode is truncated there" if patient.is_doomed else ""
+    verdict: Verdict = "truncates" if patient.is_doomed else "note"
+    return Row(verdict, means, _to_run_again(patient, lost), _foreign_frames(_last_words(lost)))
+
+
+def compares(patient: Patient) -> Row | None:
+    """Walk the same way in another process, and look there whether all that the env returns can be compared."""
+
+    def look(env: SubprocessEnv) -> None:
+        patient.noticed = env.call("noticed")
+
+    patient.other = undisturbed(patient, patient.first.steps, env_fn=partial(watched, patient.env_fn), look=look)
+    kind = patient.noticed.incomparable
+    if not kind:
+        return None
+    return Row(
+        "truncates",
+        f"it returns values of type {kind}, which cannot be compared: the episode of a lost worker is truncated",
+        "Return arrays, numbers, strings, containers of them or dataclasses.",
+    )
 
 
 def repeats(patient: Patient) -> Row:
-    """Walk the same way twice in another process: the same seed should give the same walk."""
-    with patient.worker() as env:
-        other, again = (walk(env, patient.first.steps) for _ in range(2))
-    place = patient.first.differs_at(other)
+    """Compare with the walk of another process: the same seed should give the same walk."""
+    if not patient.other.steps:
+        patient.other = undisturbed(patient, patient.first.steps)
+    place = patient.differs_at(patient.other)
     patient.again = not place
     if place:
         return Row(
             "note",
             f"two processes with the same seed differ at {place}",
-            "Does it use other randomness than self.np_random: random, numpy.random, the clock, os.urandom?",
+            "Does it use other randomness than self.np_random: the clock, os.urandom, a generator that is not seeded?",
         )
-    place = other.differs_at(again)
-    if place:
+    what = "rewards and flags in " if patient.noticed.incomparable else ""
+    return Row("ok", f"the same seed gives the same {what}{patient.other.steps} steps in another process")
+
+
+def begins_anew(patient: Patient) -> Row:
+    """Take the steps of several episodes again, while new processes go on from a reset: does a memory show?"""
+    if not patient.again or patient.noticed.incomparable:
+        return Row("note", f"not known: {_DOES_NOT_REPEAT if not patient.again else 'see the line compares'}")
+    first, longest = _episodes(patient)
+    if len(first.ends) < _ANEW_LEAST:
+        return Row("note", f"not known: only {len(first.ends)} episodes of {longest} steps fit into {_ANEW_SECONDS} s")
+    found = resumed(patient.worker, first, longest, _ANEW_SECONDS)
+    for loss in found.own_losses:
+        patient.note_own_loss(loss)
+    place = found.walk.place_of_difference(first)
+    if place is not None or found.has_strayed:
+        return _not_anew(patient, first, found.walk.episodes(None if found.has_strayed else place), longest)
+    if found.spoilt or not found.recoveries:
+        raise SpoiledError(_reason(found.spoilt) if found.spoilt else "no process was lost")
+    means = f"{found.walk.episodes()} episodes of at most {longest} steps are the same, though a new process goes on"
+    means += f" from a reset {_times(len(found.recoveries))}"
+    place_again = _differs_when_seeded_again(patient)
+    if place_again:
         return Row(
             "note",
-            f"two calls of reset(seed=0) in one process give different results: {place} differs",
+            f"two calls of reset(seed=0) in one process give different results: {place_again} differs; but {means}",
             f"Clear all state in reset(seed=…). {_USE_NP_RANDOM}",
         )
-    return Row("ok", f"the same seed gives the same {patient.first.steps} steps, in one process and in another")
+    patient.anew = True
+    return Row("ok", means)
+
+
+def _episodes(patient: Patient) -> tuple[Walk, int]:
+    """Return a walk of several episodes, and the number of steps after which each was ended."""
+    fit_in = _ANEW_SECONDS * patient.first.steps / patient.first.seconds
+    longest = int(min(max(_SHORTEST, fit_in / _ANEW_EPISODES), _LONGEST))
+    return undisturbed(patient, _ANEW_STEPS, seconds=_ANEW_SECONDS, longest=longest), longest
+
+
+def _not_anew(patient: Patient, first: Walk, episodes: int, longest: int) -> Row:
+    """Return the row of an env that goes on otherwise from a reset: is it the memory, or chance?"""
+    place = first.differs_at(undisturbed(patient, first.steps, seconds=_ANEW_SECONDS, longest=longest))
+    if place:
+        patient.again = False
+        return Row("note", f"not known: the env itself differs at {place} without a loss, too: {_THOUGH}")
+    patient.anew = False
+    return Row(
+        "note",
+        f"{_MEMORY}: seen after {episodes} episodes of at most {longest} steps",
+        'A replay from a reset counts as "replayed", and may go on otherwise. Give RestartPolicy(accept="exact") to '
+        "have none. To have them exact, begin anew in reset(): clear all state there.",
+    )
+
+
+def _differs_when_seeded_again(patient: Patient) -> str:
+    """Return the step that differs after a second reset(seed=0) in the same process, or ``""``."""
+    try:
+        with patient.worker() as env:
+            one = walk(env, patient.first.steps, seconds=_ANEW_SECONDS / 2)
+            place = one.differs_at(walk(env, one.steps))
+    except WorkerLostError as error:
+        patient.note_own_loss(error)
+        return ""
+    return place
+
+
+def draws(patient: Patient) -> Row | None:
+    """Tell whether the env draws from the generators that all envs of a worker share."""
+    drawn_from = patient.noticed.drawn_from
+    if not drawn_from:
+        return None
+    return Row(
+        "note",
+        f"it draws from {' and '.join(drawn_from)}, which the envs of a worker share: a replay may mix up their draws",
+        f"Give each env a worker of its own, by envs_per_worker=1 as below. Or: {_USE_NP_RANDOM}",
+    )
+
+
+def undisturbed(
+    patient: Patient,
+    steps: int,
+    *,
+    env_fn: EnvFn | None = None,
+    tries: int = 2,
+    halved: bool = False,
+    least: int = 1,
+    look: Callable[[SubprocessEnv], object] = lambda env: None,
+    lost_in: list[int] | None = None,
+    **limits: float,
+) -> Walk:
+    """Walk in a worker that is left alone. If the env itself crashes or hangs, return the longest of several tries.
+
+    Args:
+        patient: The env.
+        steps: Largest number of steps.
+        env_fn: Builds another env than the patient's.
+        tries: How many workers may be lost.
+        halved: Take half the steps in each further try.
+        least: If no try has got so far, raise the WorkerLostError of the last one.
+        look: Called with the env now and then, and at the end.
+        lost_in: Where to put the numbers of the steps in which workers were lost.
+        **limits: Further limits of the walk.
+    """
+    longest, began = Walk(), time.monotonic()
+    for left in reversed(range(tries)):
+        found = Walk()
+        try:
+            with patient.worker(env_fn=env_fn) as env:
+                walk(env, steps, before_step=partial(_look_now_and_then, look, env), found=found, **limits)
+                look(env)
+                return found
+        except WorkerLostError as error:
+            longest = max(longest, found, key=lambda one: one.steps)
+            if lost_in is not None:
+                lost_in.append(found.steps + 1)
+            is_last = not left or time.monotonic() > began + _TRIES_UNTIL
+            if is_last and longest.steps < least:
+                raise
+            patient.note_own_loss(error)
+            if is_last:
+                break
+        steps = steps // 2 if halved else steps
+    return longest
 
 
 def renders(patient: Patient) -> Row | None:
@@ -306,63 +533,92 @@ def _frame(env: SubprocessEnv) -> tuple[Any, float]:
     return np.asarray(frame[-1] if isinstance(frame, list) and frame else frame), seconds
 
 
+def _look_now_and_then(look: Callable[[SubprocessEnv], object], env: SubprocessEnv, step: int) -> None:
+    if step % _LOOK_EVERY == 0:
+        look(env)
+
+
 # --- the ways of recovery -------------------------------------------------------------------------
 
 
 def forks(patient: Patient) -> Row:
     """Kill the worker with SIGKILL after it has forked a snapshot of itself."""
     struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshot_every=max(1, patient.first.steps // 4)))
+    return struck.with_chance(_forked(patient, struck))
+
+
+def _forked(patient: Patient, struck: Struck) -> Row:
     recovery, patient.obstacle = struck.recovery, struck.statistics.no_snapshots
     if recovery.method == "snapshot":
         patient.ways["snapshot"] = struck.outcome
         if struck.outcome == "exact":
             return Row("ok", f"a killed worker is recovered exactly from its snapshot, in {duration(recovery.seconds)}")
+        if struck.outcome == "unknown":
+            took = duration(recovery.seconds)
+            return Row("note", f"a killed worker comes back from its snapshot, in {took}; {_UNSEEN}")
         advice = "Use RestartPolicy(snapshots=False): this env changes when its process is forked."
         return Row("note", f"after a recovery from a snapshot, {struck.difference} differs silently", advice)
     if patient.obstacle:
-        advice = "No snapshot is needed if replays are exact: see the next line."
+        advice = "No snapshot is needed if replays work: see the next line."
         return Row("note", f"no snapshot can be taken: {patient.obstacle}", advice)
     if struck.outcome == "truncated":
-        return Row("note", f"a recovery from a snapshot is not exact: {struck.reason}", struck.advice)
-    advice = "" if patient.own_faults else _USE_NP_RANDOM  # a copy that crashes or hangs is not exact either
-    return Row("note", "no snapshot was ready, or it was not exact; a new process was exact", advice)
+        return Row("note", f"no snapshot brings a killed worker back: {struck.reason}", struck.advice)
+    advice = "" if patient.own_faults else _USE_NP_RANDOM  # a copy that crashes or hangs is not taken either
+    return Row("note", f"no snapshot was ready, or it went on otherwise; {struck.replay}", advice)
 
 
 def replays(patient: Patient) -> Row:
     """Kill the worker with SIGKILL, without snapshots. So it is on macOS, or if the env has threads."""
     struck = strike(patient, "SIGKILL", restart=RestartPolicy(snapshots=False))
     patient.ways["journal"] = struck.outcome
-    if struck.outcome == "exact":
-        took = duration(struck.recovery.seconds)
-        means = f"a new process repeats {struck.recovery.replayed} requests exactly, in {took}"
-        if not _outgrows_replays(patient):
-            return Row("ok", means)
-        most = f"{RestartPolicy().replay_limit:.0f} s"
-        return Row(
-            "note",
-            f"{means}; but an episode may take {duration(patient.episode_seconds)}, and a replay at most {most}",
-            "Raise replay_limit, as below. Otherwise a worker that is lost late in its episode truncates it.",
-        )
+    return struck.with_chance(_replayed(patient, struck))
+
+
+def _replayed(patient: Patient, struck: Struck) -> Row:
+    if struck.outcome == "truncated":
+        advice = f"Only snapshots recover it. {struck.advice}" if patient.verdict == "ok" else struck.advice
+        return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice.rstrip())
     if struck.outcome == "differs":
-        return Row(
-            "truncates",
-            f"after a replay, {struck.difference} differs silently",
-            'Use RestartPolicy(on_crash="truncate", on_timeout="truncate"). Is its state outside its process?',
-        )
-    advice = f"Only snapshots recover it. {struck.advice}" if patient.verdict == "ok" else struck.advice
-    return Row(_unless_recoverable(patient), f"a new process does not repeat it: {struck.reason}", advice.rstrip())
+        advice = 'Use RestartPolicy(on_crash="truncate", on_timeout="truncate"). Is its state outside its process?'
+        return Row("truncates", struck.replay, advice)
+    if struck.outcome == "strayed":
+        advice = 'RestartPolicy(accept="exact") takes no replay from a reset. Or begin anew in reset().'
+        return Row(_unless_recoverable(patient), struck.replay, advice)
+    if struck.outcome == "unknown":
+        return Row("note", struck.replay)
+    if patient.anew is False:
+        means = f"{struck.replay}; but later in a run it begins at a reset, and {_MEMORY}"
+        return Row(_unless_recoverable(patient), means, "See the line begins anew.")
+    if not _outgrows_replays(patient):
+        return Row("ok", struck.replay)
+    most = f"{RestartPolicy().replay_limit:.0f} s"
+    return Row(
+        "note",
+        f"{struck.replay}; but an episode may take {duration(patient.episode_seconds)}, and a replay at most {most}",
+        "Raise replay_limit, as below. Otherwise a worker that is lost late in its episode truncates it.",
+    )
 
 
 def hangs(patient: Patient) -> Row:
     """Stop the worker with SIGSTOP, with default options: it does not answer any more."""
     deadline = max(0.5, 5 * patient.first.slowest_step)
     struck = strike(patient, "SIGSTOP", restart=RestartPolicy(), step_deadline=deadline)
-    took = f"{duration(struck.recovery.seconds)} after its deadline"
-    if struck.outcome == "exact":
-        return Row("ok", f"a hung worker is recovered exactly, {took}")
-    if struck.outcome == "differs":
-        return Row(_unless_recoverable(patient), f"after a hang, {struck.difference} differs", "Use the options below.")
-    return Row(_unless_recoverable(patient), f"the episode of a hung worker is truncated, {took}")
+    recovery = struck.recovery
+    if recovery.method == "snapshot":
+        patient.ways.setdefault("snapshot", struck.outcome)
+    took = f"{duration(recovery.seconds)} after its deadline"
+    back = f"a hung worker comes back, {took}"
+    if struck.outcome in ("differs", "strayed"):
+        row = Row(_unless_recoverable(patient), f"after a hang, {struck.difference} differs", "Use the options below.")
+    elif struck.outcome == "truncated":
+        row = Row(_unless_recoverable(patient), f"the episode of a hung worker is truncated, {took}")
+    elif struck.outcome == "unknown":
+        row = Row("note", f"{back}; {_UNSEEN}")
+    elif struck.outcome == "replayed":
+        row = Row("ok", f"{back}: a new process repeats {recovery.replayed} requests {_EQUAL}")
+    else:
+        row = Row("ok", f"a hung worker is recovered exactly, {took}")
+    return struck.with_chance(row)
 
 
 # --- leaks ----------------------------------------------------------------------------------------
@@ -429,17 +685,20 @@ def _recycle_after_steps(piling: float) -> str:
 
 
 def _usage(env: SubprocessEnv) -> dict[str, int]:
-    process = psutil.Process(_pid(env))
-    return {
-        "descriptors": process.num_fds(),
-        "threads": process.num_threads(),
-        "processes": len(process.children(recursive=True)),
-        "memory": process.memory_info().rss,
-    }
+    try:
+        process = psutil.Process(_pid(env))
+        return {
+            "descriptors": process.num_fds(),
+            "threads": process.num_threads(),
+            "processes": len(process.children(recursive=True)),
+            "memory": process.memory_info().rss,
+        }
+    except psutil.Error as error:
+        raise SpoiledError("the env ended its worker between two steps") from error
 
 
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    builds, steps, repeats, renders, forks, replays, hangs, leaks,
+    builds, steps, compares, repeats, begins_anew, draws, renders, forks, replays, hangs, leaks,
 )  # fmt: skip
 
 
@@ -448,27 +707,47 @@ class Struck:
     """Holds the outcome of a walk whose worker was killed or stopped.
 
     Attributes:
-        outcome: ``"differs"``: the recovery counted as exact, but the walk differs from the undisturbed walk.
-        difference: The reset or step at which the walk differs.
+        outcome: See ``Patient.ways``.
+        difference: The reset or step at which the walk differs from the undisturbed walk.
         recovery: The recovery from the loss.
         statistics: The worker's statistics at the end.
+        chance: What has shown that the env does not repeat itself, though earlier walks did; or ``""``.
     """
 
     outcome: Outcome
     difference: str
     recovery: Recovery
     statistics: Statistics
+    chance: str = ""
 
     @property
     def reason(self) -> str:
-        """Return why the recovery was not exact; leave out that the process was killed."""
-        reason = self.recovery.reason
-        return reason.partition("It cannot be brought back: ")[2] or reason
+        """Return why the recovery was not exact."""
+        return _reason(self.recovery)
 
     @property
     def advice(self) -> str:
         """Return what the user can do about it: a replay that crashed or hung says nothing about random numbers."""
-        return _USE_NP_RANDOM if "does not match" in self.reason else ""
+        is_other = "does not match" in self.reason and is_comparable(self.reason)
+        return _USE_NP_RANDOM if is_other else ""
+
+    @property
+    def replay(self) -> str:
+        """Return what became of the replay in a new process."""
+        repeated = f"a new process repeats {self.recovery.replayed} requests"
+        took = duration(self.recovery.seconds)
+        return {
+            "exact": f"{repeated} exactly, in {took}",
+            "replayed": f"{repeated} {_EQUAL}, in {took}",
+            "unknown": f"{repeated}, all equal, in {took}; {_UNSEEN}",
+            "differs": f"after a replay, {self.difference} differs silently",
+            "strayed": f"{repeated} {_EQUAL}, but then {self.difference} differs: {_MEMORY}",
+            "truncated": f"a new process does not repeat it: {self.reason}",
+        }[self.outcome]
+
+    def with_chance(self, row: Row) -> Row:
+        """Add to a row what has shown that the env does not repeat itself."""
+        return row._replace(meaning=f"{self.chance}; {row.meaning}") if self.chance else row
 
 
 def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
@@ -481,11 +760,16 @@ def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
 
     Raises:
         LostAgainError: The env itself lost worker after worker.
-        SpoiledError: The env itself crashed or hung, and was not recovered exactly.
+        SpoiledError: The env itself crashed or hung, and its episode did not go on.
     """
     late, began = patient.first.steps * 17 // 20, time.monotonic()
     events: list[Event] = []
     victims: list[int] = []
+    found, seen_at_events = Walk(), list[int]()
+
+    def note(event: Event) -> None:
+        events.append(event)
+        seen_at_events.append(len(found.seen))
 
     def own_losses() -> list[Loss]:
         return [event for event in events if isinstance(event, Loss) and event.pid not in victims]
@@ -500,30 +784,65 @@ def strike(patient: Patient, manner: KillManner, **options: Any) -> Struck:
             send(victims[0], manner)
 
     try:
-        with patient.worker(reports="", hooks=[events.append], **options) as env:
-            found = walk(env, patient.first.steps, before_step=before_step)
+        with patient.worker(reports="", hooks=[note], **options) as env:
+            walk(env, patient.first.steps, before_step=before_step, found=found)
             known = env.statistics()
     finally:
         for loss in own_losses():
-            patient.note_own_loss(hung=loss.cause == "hung")
+            patient.note_own_loss(loss)
     recoveries = [event for event in events if isinstance(event, Recovery)]
     ours = next((one for one in recoveries if one.loss.pid in victims), None)
-    if ours is None or any(one.outcome != "exact" for one in recoveries if one is not ours):
-        raise SpoiledError("the env itself crashed or hung during this check, and was not recovered exactly")
-    difference = found.differs_at(patient.first) if patient.again else ""
-    outcome: Outcome = "differs" if difference else "exact"
-    if ours.outcome != "exact":
+    went_on = ("exact", "replayed")
+    if ours is None or any(one.outcome not in went_on for one in recoveries if one is not ours):
+        raise SpoiledError("the env itself crashed or hung during this check, and its episode did not go on")
+    chance = _differs_by_chance(patient, Walk(found.seen[: seen_at_events[0]]), found, ours)
+    difference = patient.differs_at(found) if patient.again else ""
+    outcome: Outcome = "exact" if ours.outcome == "exact" else "replayed"
+    if ours.outcome not in went_on:
         outcome = "truncated"
-    return Struck(outcome, difference, ours, known)
+    elif not patient.again:
+        outcome = "unknown"
+    elif difference:
+        outcome = "differs" if all(one.outcome == "exact" for one in recoveries) else "strayed"
+    return Struck(outcome, difference, ours, known, chance)
+
+
+def _differs_by_chance(patient: Patient, intact: Walk, found: Walk, ours: Recovery) -> str:
+    """Look whether a walk differs by the env's own doing; say so, and note that the env does not repeat itself.
+
+    Args:
+        patient: The env.
+        intact: The walk before the first loss.
+        found: The whole walk.
+        ours: The recovery from our strike.
+    """
+    if not patient.again or not patient.differs_at(found):
+        return ""
+    place = patient.differs_at(intact)
+    struck = "hung" if ours.loss.cause == "hung" else "was killed"
+    said = f"the env itself differs at {place}, before its worker {struck}"
+    if not place and ours.outcome in ("exact", "replayed"):  # after the loss: does it without one, too?
+        place = patient.differs_at(undisturbed(patient, patient.first.steps))
+        said = f"the env itself differs at {place} without a loss, too"
+    if not place:
+        return ""
+    patient.again, patient.anew = False, None
+    return f"{said}: {_THOUGH}"
+
+
+def _reason(recovery: Recovery) -> str:
+    """Return why a recovery was not exact; leave out that the process was killed."""
+    return recovery.reason.partition("It cannot be brought back: ")[2] or recovery.reason
 
 
 def _outgrows_replays(patient: Patient) -> bool:
     """Tell whether an episode may take longer than a replay may, while only a replay recovers it."""
-    return patient.ways.get("snapshot") != "exact" and patient.episode_seconds > RestartPolicy().replay_limit
+    is_long = patient.episode_seconds > RestartPolicy().replay_limit
+    return is_long and patient.ways.get("snapshot") not in ("exact", "unknown")
 
 
 def _unless_recoverable(patient: Patient) -> Verdict:
-    """Return the verdict of a check without an exact recovery: another way of recovery may be exact."""
+    """Return the verdict of a check in which the env does not come back: another way may lead back."""
     return "note" if patient.verdict == "ok" else "truncates"
 
 
@@ -540,7 +859,7 @@ def options_for(patient: Patient) -> str:
     if patient.hung:
         step, reset = _deadline(patient.first.slowest_step), _deadline(patient.first.slowest_reset)
         options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]
-    if patient.own_faults:
+    if patient.own_faults or patient.noticed.drawn_from:
         options.append("envs_per_worker=1")
     if patient.variables:
         options.append(f"worker_env={patient.variables!r}".replace("'", '"'))
@@ -551,7 +870,11 @@ def options_for(patient: Patient) -> str:
         restart += ["snapshots=False"]
     elif patient.own_faults and not patient.obstacle:
         restart += ["snapshot_every=20"]
-    if patient.ways.get("journal") == "exact" and _outgrows_replays(patient):
+    if patient.ways.get("journal") == "strayed":
+        restart += ['accept="exact"']
+    elif patient.anew and patient.again and patient.ways.get("journal") != "differs":
+        restart += ["begins_anew=True"]
+    if patient.ways.get("journal") in ("exact", "replayed", "unknown") and _outgrows_replays(patient):
         restart += [f"replay_limit={math.ceil(4 * patient.episode_seconds):.1f}"]
     restart += patient.recycling
     if restart:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from multienv.cli.checks import Patient, Row, Verdict, examine, options_for
+from multienv.cli.checks import Conclusion, Patient, Row, Verdict, examine, options_for
 from multienv.cli.env_functions import named
 from multienv.cli.options import (
     EnvArgument,
@@ -29,7 +29,8 @@ _MARKS: dict[Verdict, tuple[str, str]] = {
     "truncates": ("✗", "yellow"),
     "broken": ("✗", "red"),
 }
-_NAME_WIDTH = 8
+_NAME_WIDTH = 11
+_WAYS = {"snapshot": "from a snapshot", "journal": "by a replay"}
 
 
 def doctor(
@@ -44,8 +45,8 @@ def doctor(
 
     The env runs in worker processes. The doctor really kills and stops them.
 
-    Exit code 0: a lost worker is recovered exactly.
-    1: a lost worker's episode is truncated.
+    Exit code 0: a lost worker is recovered.
+    1: a lost worker's episode is truncated, or it is not known whether it goes on as it was.
     2: multienv cannot run the env, or the env does not exist.
 
     For example:
@@ -59,7 +60,7 @@ def doctor(
         patient = Patient(env, found.env_fn, step_deadline, reset_deadline)
         rows = examine(patient, lambda row: None if as_json else _show(work.console, row))
     is_broken = rows[-1].verdict == "broken"
-    verdict = "broken" if is_broken else "recoverable" if patient.verdict == "ok" else "truncates"
+    verdict: Conclusion = "broken" if is_broken else patient.conclusion
     code = "" if is_broken else vector_env_code(found, 8, options_for(patient))
     if as_json:
         checks = [row._asdict() for row in rows]
@@ -71,7 +72,7 @@ def doctor(
     else:
         work.show_printed(plain_console())
         _conclude(plain_console(), verdict, code, patient)
-    raise typer.Exit({"recoverable": 0, "truncates": 1, "broken": 2}[verdict])
+    raise typer.Exit({"recoverable": 0, "truncates": 1, "unknown": 1, "broken": 2}[verdict])
 
 
 def _show(console: Console, row: Row) -> None:
@@ -88,7 +89,7 @@ def _show(console: Console, row: Row) -> None:
         console.print(Text(f"    {line}", "dim"), soft_wrap=True)
 
 
-def _conclude(console: Console, verdict: str, code: str, patient: Patient) -> None:
+def _conclude(console: Console, verdict: Conclusion, code: str, patient: Patient) -> None:
     console.print()
     if verdict == "broken":
         console.print("Broken: multienv cannot run this env as it is.", style="red")
@@ -98,7 +99,11 @@ def _conclude(console: Console, verdict: str, code: str, patient: Patient) -> No
         console.print(f"The env itself {patient.own_faults} during the examination; each loss {cost}.", style="yellow")
     if verdict == "recoverable":
         console.print("Recoverable: your training loop does not notice a lost worker. Use", style="green")
-    elif not patient.ways:
+    elif patient.unseen_ways:
+        ways = " or ".join(_WAYS[way] for way in patient.unseen_ways)
+        unseen = "whether exactly cannot be seen, because the env does not repeat itself"
+        console.print(f"Not known to be recoverable: a lost worker comes back, {ways}; {unseen}.", style="yellow")
+    elif verdict == "unknown":
         console.print("Not known to be recoverable: expect that a lost worker ends its episode.", style="yellow")
     else:
         console.print("Truncates: a lost worker ends its episode, with truncated=True and a reason.", style="yellow")

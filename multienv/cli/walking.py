@@ -21,18 +21,37 @@ class Walk:
     Attributes:
         seen: Name of each reset and step (``"step 7"``), and what it returned, without its info.
         steps: Number of steps taken.
+        ends: Number of steps that had been taken at the end of each episode.
+        seconds: Time of all resets and steps.
         slowest_reset, slowest_step: Seconds.
     """
 
     seen: list[tuple[str, Any]] = field(default_factory=list)
     steps: int = 0
+    ends: list[int] = field(default_factory=list)
+    seconds: float = 0.0
     slowest_reset: float = 0.0
     slowest_step: float = 0.0
 
-    def differs_at(self, other: Walk) -> str:
+    def place_of_difference(self, other: Walk, *, observations: bool = True) -> int | None:
+        """Return where in ``seen`` the other walk differs first; ``None``: nowhere, as far as both have come.
+
+        Args:
+            other: The other walk.
+            observations: Compare them, too, and not the rewards and flags alone.
+        """
+        pairs = enumerate(zip(self.seen, other.seen, strict=False))
+        skipped = 0 if observations else 1  # a reset has returned nothing else
+        return next((place for place, ((_, one), (_, its)) in pairs if not same(one[skipped:], its[skipped:])), None)
+
+    def differs_at(self, other: Walk, *, observations: bool = True) -> str:
         """Return the name of the first reset or step that differs in the other walk; ``""`` if none does."""
-        pairs = zip(self.seen, other.seen, strict=False)
-        return next((name for (name, one), (_, its) in pairs if not same(one, its)), "")
+        place = self.place_of_difference(other, observations=observations)
+        return "" if place is None else self.seen[place][0]
+
+    def episodes(self, place: int | None = None) -> int:
+        """Return how many episodes had begun up to a place in ``seen``, or up to its end."""
+        return sum(len(seen) == 1 for _, seen in self.seen[: None if place is None else place + 1])
 
 
 def walk(
@@ -40,7 +59,9 @@ def walk(
     steps: int,
     *,
     seconds: float = float("inf"),
+    longest: float = float("inf"),
     before_step: Callable[[int], object] = lambda step: None,
+    found: Walk | None = None,
 ) -> Walk:
     """Reset an env with seed 0, and take the same random steps each time. When an episode ends, reset without a seed.
 
@@ -48,15 +69,19 @@ def walk(
         env: The env. This function seeds its ``action_space``.
         steps: Largest number of steps.
         seconds: The walk ends after this time, but not before the first step.
+        longest: Number of steps after which an episode is ended by a reset.
         before_step: Called with the number of each step, from 0.
+        found: The record to fill, for a caller that wants it even if the walk ends with an error.
     """
-    found = Walk()
+    found = Walk() if found is None else found
 
     def reset(name: str, **seed: int) -> None:
         began = time.perf_counter()
         observation, _ = env.reset(**seed)
-        found.slowest_reset = max(found.slowest_reset, time.perf_counter() - began)
-        found.seen.append((name, copy.deepcopy(observation)))
+        took = time.perf_counter() - began
+        found.slowest_reset = max(found.slowest_reset, took)
+        found.seconds += took
+        found.seen.append((name, (copy.deepcopy(observation),)))
 
     env.action_space.seed(0)
     reset("reset 0", seed=0)
@@ -65,9 +90,12 @@ def walk(
         before_step(found.steps)
         action, began = env.action_space.sample(), time.perf_counter()
         *transition, _ = env.step(action)
-        found.slowest_step = max(found.slowest_step, time.perf_counter() - began)
+        took = time.perf_counter() - began
+        found.slowest_step = max(found.slowest_step, took)
+        found.seconds += took
         found.steps += 1
         found.seen.append((f"step {found.steps}", copy.deepcopy(transition)))
-        if transition[2] or transition[3]:
+        if transition[2] or transition[3] or found.steps - (found.ends or [0])[-1] >= longest:
+            found.ends.append(found.steps)
             reset(f"the reset after step {found.steps}")
     return found

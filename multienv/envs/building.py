@@ -240,6 +240,7 @@ class Workers:
             space=space,
             truncates_errors=restart.on_error == "truncate",
             snapshots=(restart.snapshot_every or 0) if restart.snapshots and restart.replays else -1,
+            journal=restart.journal_limit * len(env_fns),
             title=title,
         )
         worker = self._supervisor(self._backend.launcher(title), build, index=index)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from multienv.config import RestartPolicy
 from multienv.recovery.memory import MemoryAcrossResets
 from multienv.sometimes import sometimes
-from multienv.wire.banks import HEAD
+from multienv.wire.banks import HEAD, OVERHEAD
 from multienv.wire.messages import Replay, ReplayStart
 
 # Seconds that the envs of a worker took since their construction, up to which a replay begins there; or twice what the
@@ -230,8 +230,12 @@ class Journal:
         """Return what came after the request ``number``; ``None`` if that is not known any more."""
         if not self.recording or number + 1 < self.first:
             return None
-        later = [entry for one, entry in self.entries.items() if one > number]
-        return Plan(b"".join(later), requests=len(later))
+        numbers = self._numbers_from(number + 1)
+        return Plan(b"".join([self.entries[one] for one in numbers]), requests=len(numbers))
+
+    def _numbers_from(self, front: int) -> list[int]:
+        """Return the numbers of the entries from ``front`` on; what comes before is not looked at."""
+        return list(takewhile(lambda one: one >= front, reversed(self.entries)))[::-1]
 
     @property
     def begins_anew(self) -> bool:
@@ -276,7 +280,7 @@ class Journal:
         if len(missing) == self.slots:
             return None
         front = self.first if from_construction else min(one.number for one in begun.values())
-        numbers = [number for number in self.entries if number >= front]
+        numbers = self._numbers_from(front)
         return Plan(
             b"".join([self.entries[number] for number in numbers]),
             tuple(ReplayStart(slot, bisect_left(numbers, one.number), one.generators) for slot, one in begun.items()),
@@ -343,17 +347,18 @@ class Journal:
 
     def _front_within(self, limit: int) -> int:
         """Return the number from which on entries take no more than ``limit`` bytes."""
-        held = self.stride * len(self.entries) + sum(self._longer.values())
+        each = self.stride + OVERHEAD
+        held = each * len(self.entries) + sum(self._longer.values())
         if held <= limit:
             return self.first
         sometimes("a journal outgrows its limit")
         front, last = self.first, self.last
         for number in range(self._oldest, front):  # left by an interrupted trim
             if number in self.entries:
-                held -= self.stride + self._longer.get(number, 0)
+                held -= each + self._longer.get(number, 0)
         while held > limit and front <= last:
             if front in self.entries:
-                held -= self.stride + self._longer.get(front, 0)
+                held -= each + self._longer.get(front, 0)
             front += 1
         return front
 

@@ -57,6 +57,9 @@ ENDED = 1  # some slot has terminated or truncated
 RAISED = 2  # some slot has failed
 IRREGULAR = 4  # observations (and the reward of a single env) are in the payload: the irregular part at its beginning
 
+# Bytes that Python takes for an entry of a journal beside the entry itself: two objects, and a place in a dict.
+OVERHEAD = 128
+
 # Up to so many bytes a slot observations are in the record themselves.
 INLINE_LIMIT = 1024
 _LINE = 64

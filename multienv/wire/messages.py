@@ -53,6 +53,7 @@ class Build:
         space: Observation space whose rows the batch has; ``None``: that of the first env.
         truncates_errors: An exception of an env in ``step`` ends its episode instead of being raised.
         snapshots: Forked snapshots: every so many steps; 0: as is good; -1: never.
+        journal: Bytes that the trainer keeps of requests since the newest snapshot; 0: that is not known.
         replacement: The worker replaces a lost one: its first snapshot is taken at once.
         starts: Part of the envs' time that telling how generators stood before resets may take; 0: it is not told.
         title: What ``ps`` shows.
@@ -67,6 +68,7 @@ class Build:
     space: Any = None
     truncates_errors: bool = False
     snapshots: int = -1
+    journal: int = 0
     replacement: bool = False
     starts: float = 0.0
     title: str = ""

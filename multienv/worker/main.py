@@ -303,7 +303,7 @@ def _take_up(ends: Ends) -> Segment:
 
 def _find_place(build: Build, snapshots: Snapshots) -> None:
     """Set up the trainer's surroundings: modules, arguments, working directory, environment."""
-    snapshots.begin(build.snapshots, at_once=build.replacement)
+    snapshots.begin(build.snapshots, at_once=build.replacement, journal=build.journal)
     if build.title:
         set_title(build.title)
     setting = build.setting

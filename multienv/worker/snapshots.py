@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from multienv.wire.banks import OVERHEAD
 from multienv.wire.segment import OBSTACLE, SHARED_NAME, SNAPSHOT, SNAPSHOTS, Segment
 from multienv.worker.ends import MARK_VARIABLE, Ends, mark_of
 
@@ -58,6 +59,8 @@ _LONGEST = 0.5
 _LEAST_MULTIPLE = 100
 # Times as long after each try that found an obstacle.
 _OBSTACLE_FACTOR = 4
+# Part of the journal that requests may fill until the next one is due; it is taken after twice as many at the latest.
+_PART_OF_JOURNAL = 0.25
 # Below so many steps between two each step is looked at.
 _OFTEN = 64
 _PR_SET_PDEATHSIG = 1
@@ -95,6 +98,7 @@ class Snapshots:
         self._number = 0  # of the last request executed in the newest snapshot; in a woken copy: in the copy
         self._token = 0
         self._every = -1
+        self._journal = 0
         self._interval = _SHORTEST
         self._cost = 0.0
         self._pids: set[int] = set()
@@ -104,9 +108,16 @@ class Snapshots:
         """Tell whether :meth:`consider` is to be called after each step."""
         return 0 < self._every <= _OFTEN
 
-    def begin(self, every: int, *, at_once: bool = False) -> None:
-        """Plan a snapshot every so many steps; 0: at the best interval; -1: never. ``at_once``: the first at once."""
+    def begin(self, every: int, *, at_once: bool = False, journal: int = 0) -> None:
+        """Plan snapshots.
+
+        Args:
+            every: Take one every so many steps; 0: at the best interval; -1: never.
+            at_once: Take the first at once.
+            journal: Bytes that the trainer's journal may take: what it forgets must not be needed; 0: not known.
+        """
         self._every = every if sys.platform == "linux" else -1
+        self._journal = journal
         self._interval = 0.0 if at_once else _SHORTEST
 
     def consider(self, number: int, step_seconds: float) -> None:
@@ -123,11 +134,13 @@ class Snapshots:
     def _is_due(self, number: int, steps: int, step_seconds: float) -> bool:
         """Tell whether a snapshot is due: at round numbers, so that workers stepped together also fork together.
 
-        At the latest after four times as many steps as are enough: other requests may have all the round numbers.
+        At the latest after twice as many steps as are enough: other requests may have all the round numbers.
         """
         enough = self._interval / max(step_seconds, 1e-9)
+        if self._journal:  # a quick env fills it before the interval is over
+            enough = min(enough, _PART_OF_JOURNAL * self._journal / (self._segment.layout.end + OVERHEAD))
         is_round = number % (1 << max(0, int(enough).bit_length() - 1)) == 0
-        return steps >= enough and (is_round or steps >= 4 * enough)
+        return steps >= enough and (is_round or steps >= 2 * enough)
 
     def keep(self, number: int, token: int) -> str:
         """Take a snapshot during request ``number``, kept under ``token``; return the obstacle in words, or ``""``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from kit import CounterEnv, Fault, FaultyEnv
+from kit import CounterEnv, Fault, FaultyEnv, GlobalRandomEnv, SlowEnv
 
 
 class FromLock(CounterEnv):
@@ -30,11 +31,92 @@ class Chance(CounterEnv):
         return int.from_bytes(os.urandom(3), "little") / 2**24
 
 
+class Biased(CounterEnv):
+    """Is another one in each process, and else deterministic."""
+
+    def __init__(self) -> None:
+        super().__init__(count_episodes=False)
+        self.offset = int.from_bytes(os.urandom(3), "little") / 2**24
+
+
+class Counted(CounterEnv):
+    """Counts how often it is built."""
+
+    def __init__(self, directory: str, **counter: Any) -> None:
+        super().__init__(count_episodes=False, **counter)
+        self.directory = Path(directory)
+        self.number = self._count("build")
+
+    def _count(self, what: str) -> int:
+        number = len(list(self.directory.glob(f"{what}-*"))) + 1
+        (self.directory / f"{what}-{number}").touch()
+        return number
+
+
+class Wavering(Counted):
+    """Draws from the operating system at one step, in the env that is built as number *first* and in later ones."""
+
+    def __init__(self, directory: str, first: int, at: int = 11) -> None:
+        super().__init__(directory, horizon=None)
+        self.first, self.at = first, at
+
+    def _next_draw(self) -> float:
+        draw = super()._next_draw()
+        return draw + os.urandom(1)[0] + 1 if self.number >= self.first and self.episode_step == self.at else draw
+
+
+class Remembering(CounterEnv):
+    """Remembers how many episodes there were, and shows it from one of them on."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(horizon=5, count_episodes=False)
+        self.after, self.episodes = after, 0
+
+    def reset(self, **options: Any) -> Any:
+        self.episodes += 1
+        return super().reset(**options)
+
+    def _next_draw(self) -> float:
+        return super()._next_draw() + (self.episodes > self.after)
+
+
+class Crashing(CounterEnv):
+    """Ends its process in one of 200 steps, by chance."""
+
+    def __init__(self) -> None:
+        super().__init__(count_episodes=False)
+
+    def step(self, action: Any) -> Any:
+        if int.from_bytes(os.urandom(4), "little") < 2**32 // 200:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().step(action)
+
+
+class Token:
+    """Pickles otherwise each time."""
+
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        Token.pickled += 1
+        return Token, (), {"pickled": Token.pickled}
+
+
+class Incomparable(CounterEnv):
+    """Shows a token in each observation."""
+
+    def __init__(self) -> None:
+        super().__init__(count_episodes=False)
+
+    def _observe(self) -> Any:
+        return {"token": Token(), "numbers": super()._observe()}
+
+
 class LeakyWithThread(CounterEnv):
     """Keeps a descriptor open for each episode, and has a thread from its construction on."""
 
     def __init__(self, horizon: int = 10) -> None:
-        super().__init__(horizon=horizon)
+        super().__init__(horizon=horizon, count_episodes=False)
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 
     def reset(self, **options: Any) -> Any:
@@ -54,7 +136,7 @@ class Hoarder(CounterEnv):
         return super().reset(**options)
 
 
-class Doomed(CounterEnv):
+class Doomed(Counted):
     """Crashes or hangs in steps of the env that is built as number *first*, and of those built later.
 
     Args:
@@ -65,15 +147,10 @@ class Doomed(CounterEnv):
     """
 
     def __init__(self, directory: str, first: int, times: int = 1000, hangs: bool = False) -> None:
-        super().__init__()
-        self.directory, self.times, self.hangs = Path(directory), times, hangs
-        self.is_doomed = self._count("build") >= first
+        super().__init__(directory)
+        self.times, self.hangs = times, hangs
+        self.is_doomed = self.number >= first
         self.taken = 0
-
-    def _count(self, what: str) -> int:
-        number = len(list(self.directory.glob(f"{what}-*"))) + 1
-        (self.directory / f"{what}-{number}").touch()
-        return number
 
     def step(self, action: Any) -> Any:
         self.taken += 1
@@ -89,12 +166,12 @@ class Ferry(CounterEnv):
 
 
 class Loud(CounterEnv):
-    """Prints at each step, and ends its process in its 20th."""
+    """Prints at each step, and ends its process in its tenth."""
 
     def step(self, action: Any) -> Any:
         print(f"out {self.episode_step}", flush=True)
         print(f"err {self.episode_step}", file=sys.stderr, flush=True)
-        if self.episode_step == 19:
+        if self.episode_step == 9:
             os._exit(7)
         return super().step(action)
 
@@ -122,7 +199,7 @@ class Forked(CounterEnv):
     """Shows whether it has been copied by a fork."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(count_episodes=False)
         self.born = os.getpid()
 
     def _next_draw(self) -> float:
@@ -143,10 +220,18 @@ class ForkedLate(Forked):
 unpicklable = functools.partial(FromLock, threading.Lock())
 hanging = functools.partial(FaultyEnv, fault=Fault("hang_c", "step", at=3))
 segfaulting = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=3))
+doomed_in_step_20 = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=20), count_episodes=False)
+slow = functools.partial(SlowEnv, step_seconds=0.002, count_episodes=False)
 # After the longest walk of a check, and before the end of the 13 episodes of 20 steps that even a slow machine takes.
 crashes_late = functools.partial(FaultyEnv, fault=Fault("segv", "step", at=250), horizon=30)
 raising = functools.partial(FaultyEnv, fault=Fault("raise", "reset"))
+from_process = functools.partial(GlobalRandomEnv, count_episodes=False)
 no_env = functools.partial(dict, a=1)
+
+
+def normalized() -> Any:
+    """Build an env whose wrapper remembers all that it has seen."""
+    return gymnasium.wrappers.NormalizeObservation(gymnasium.make("CartPole-v1"))
 
 
 def long_with_thread() -> Any:

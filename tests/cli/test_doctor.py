@@ -4,47 +4,61 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_command import ODD_ENVS, run, run_process
+from typer.testing import Result
 
 import multienv as package
 from multienv.cli import checks
+from multienv.recovery import journal
 
-CHECKS = ["builds", "steps", "repeats", "forks", "replays", "hangs", "leaks"]
+CHECKS = ["builds", "steps", "repeats", "begins anew", "forks", "replays", "hangs", "leaks"]
 
 
 @pytest.fixture
-def without_hangs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Leave that check out, which takes a second; return the names of the others."""
-    left = [check for check in checks.CHECKS if check is not checks.hangs]
+def in_short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Leave out the two checks that take a second and more; return the names of the others."""
+    left = [check for check in checks.CHECKS if check not in (checks.hangs, checks.begins_anew)]
     monkeypatch.setattr(checks, "CHECKS", left)
-    return [name for name in CHECKS if name != "hangs"]
+    return [name for name in CHECKS if name not in ("hangs", "begins anew")]
+
+
+def examined(
+    monkeypatch: pytest.MonkeyPatch, name: str, *chosen: Callable[..., Any], **arguments: Any
+) -> tuple[Result, dict[str, Any], dict[str, dict[str, Any]]]:
+    """The result of these checks alone, what the command prints as JSON, and the rows by name."""
+    monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.steps, *chosen])
+    result, told = run("doctor", name, "--json", "--env-kwargs", json.dumps(arguments))
+    return result, told, {row["name"]: row for row in told["checks"]}
 
 
 def test_a_sound_env_is_recoverable_and_the_line_of_code_works() -> None:
     done, _ = run("doctor", "CartPole-v1", "--env-kwargs", '{"sutton_barto_reward": true}')
     assert done.exit_code == 0, done.output
-    assert [line[2:10].strip() for line in done.stdout.splitlines() if line[:1] == "✓"] == CHECKS
+    assert [line[2:14].strip() for line in done.stdout.splitlines() if line[:1] == "✓"] == CHECKS
     assert re.search(r"✓ forks +a killed worker is recovered exactly from its snapshot, in \d", done.stdout)
     assert re.search(r"✓ replays +a new process repeats 1\d\d requests exactly", done.stdout)
     assert re.search(r"✓ hangs +a hung worker is recovered exactly, \d", done.stdout)
+    assert re.search(r"✓ begins anew \d+ episodes of at most \d+ steps are the same, though a new process", done.stdout)
     code = done.stdout.partition("Use\n")[2]
     lines = "\n".join(line.strip() for line in code.splitlines())
     assert "sutton_barto_reward=True" in lines
+    assert "restart=RestartPolicy(begins_anew=True)" in lines
     names: dict[str, package.SubprocessVectorEnv] = {}
     exec(lines, names)
     names["envs"].close()
 
 
-def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay(without_hangs: list[str]) -> None:
+def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay(in_short: list[str]) -> None:
     result, told = run("doctor", f"{ODD_ENVS}:LeakyWithThread", "--json", "--env-kwargs", '{"horizon": 7}')
     assert result.exit_code == 0, result.output
     assert told["verdict"] == "recoverable"
     rows = {row["name"]: row for row in told["checks"]}
-    assert list(rows) == without_hangs
+    assert list(rows) == in_short
     assert {name for name, row in rows.items() if row["verdict"] != "ok"} == {"forks", "leaks"}
     assert rows["forks"]["meaning"] == "no snapshot can be taken: threads"
     assert rows["leaks"]["meaning"] == "each episode leaks: 1 descriptors"
@@ -55,7 +69,7 @@ def test_an_env_with_a_thread_that_leaks_is_recoverable_by_replay(without_hangs:
 
 
 def test_an_env_whose_episodes_may_outgrow_a_replay_is_told_which_option_helps(
-    without_hangs: list[str],
+    in_short: list[str],
 ) -> None:
     result, told = run("doctor", f"{ODD_ENVS}:long_with_thread", "--json")
     assert result.exit_code == 0, result.output
@@ -69,14 +83,14 @@ def test_an_env_that_draws_from_elsewhere_truncates() -> None:
     result, told = run("doctor", f"{ODD_ENVS}:Chance", "--json")
     assert result.exit_code == 1, result.output
     verdicts = {row["name"]: row["verdict"] for row in told["checks"]}
-    assert [name for name, verdict in verdicts.items() if verdict == "note"] == ["repeats", "forks"]
+    assert [name for name, verdict in verdicts.items() if verdict == "note"] == ["repeats", "begins anew", "forks"]
     assert [name for name, verdict in verdicts.items() if verdict == "truncates"] == [
         "replays",
         "hangs",
     ]
 
 
-@pytest.mark.usefixtures("without_hangs")
+@pytest.mark.usefixtures("in_short")
 def test_an_env_that_is_another_one_after_a_fork_is_run_without_snapshots() -> None:
     result, told = run("doctor", f"{ODD_ENVS}:ForkedLate", "--json")
     assert result.exit_code == 0, result.output
@@ -136,22 +150,22 @@ def test_a_broken_env_is_named_broken_by_the_check_that_it_fails(
     assert not re.search(r"multienv/(worker|processes)/|<string>", row["detail"])
     written = sorted(reports.glob("*.json"), key=lambda path: path.stat().st_mtime)
     assert bool(written) == (env in ("segfaulting", "hanging"))
-    for report in written[-1:]:  # it is tried twice
+    for report in written[-1:]:  # it is tried several times
         assert f"multienv replay {report} --env {ODD_ENVS}:{env}" in row["advice"]
 
 
-def test_an_env_that_crashes_now_and_then_is_examined_to_the_end(without_hangs: list[str]) -> None:
+def test_an_env_that_crashes_now_and_then_is_examined_to_the_end(in_short: list[str]) -> None:
     result, told = run("doctor", f"{ODD_ENVS}:crashes_late", "--json")
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in told["checks"]}
-    assert list(rows) == without_hangs
+    assert list(rows) == in_short
     assert rows["replays"]["verdict"] == "ok"
     assert rows["leaks"]["meaning"].startswith("not known: The env's process was killed by SIGSEGV")
     assert "multienv replay " in rows["leaks"]["advice"]
 
 
 def doomed(directory: Path, **arguments: Any) -> dict[str, Any]:
-    """What the doctor says of an env whose own faults are counted there; builds 1 to 4 are before the check forks."""
+    """What the doctor says of an env whose own faults are counted there; builds 1 to 3 are before the check forks."""
     arguments = {"directory": str(directory), **arguments}
     result, told = run(
         "doctor", f"{ODD_ENVS}:Doomed", "--json", "--step-deadline", "0.3", "--env-kwargs", json.dumps(arguments)
@@ -161,11 +175,11 @@ def doomed(directory: Path, **arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-@pytest.mark.usefixtures("without_hangs")
+@pytest.mark.usefixtures("in_short")
 def test_an_env_whose_workers_are_lost_again_and_again_ends_its_checks_and_not_the_examination(
     tmp_path: Path, hangs: bool
 ) -> None:
-    told = doomed(tmp_path, first=5, hangs=hangs)
+    told = doomed(tmp_path, first=4, hangs=hangs)
     for name in ("forks", "replays"):
         assert re.fullmatch(
             r"not known: its workers are lost again and again \(\d in .*\)", told["rows"][name]["meaning"]
@@ -179,8 +193,8 @@ def test_an_env_whose_workers_are_lost_again_and_again_ends_its_checks_and_not_t
     assert not any("np_random" in row["advice"] for row in told["checks"])
 
 
-@pytest.mark.parametrize(("first", "times"), [(3, 1), (5, 2)], ids=["in the check repeats", "in the check forks"])
-@pytest.mark.usefixtures("without_hangs")
+@pytest.mark.parametrize(("first", "times"), [(3, 1), (4, 2)], ids=["in the check compares", "in the check forks"])
+@pytest.mark.usefixtures("in_short")
 def test_a_check_that_the_env_itself_spoils_by_chance_is_tried_once_more(
     tmp_path: Path, first: int, times: int
 ) -> None:
@@ -193,14 +207,187 @@ def test_a_check_that_the_env_itself_spoils_by_chance_is_tried_once_more(
 def test_the_conclusion_says_that_the_env_itself_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.steps, checks.repeats, checks.replays])
     for first, said in {
-        3: "The env itself crashed during the examination; each loss is recovered, and costs time.\nRecoverable: ",
-        4: "The env itself crashed during the examination; each loss costs time, and may end an episode.\n"
-        "Not known to be recoverable: expect that a lost worker ends its episode.\n",
+        3: r"The env itself crashed once during the examination; each loss is recovered, and costs time\.\nRecoverable: ",
+        4: r"The env itself crashed \d+ times during the examination; each loss costs time, and may end an episode\.\n"
+        r"Not known to be recoverable: expect that a lost worker ends its episode\.\n",
     }.items():
         (tmp_path / str(first)).mkdir()
         arguments = {"directory": str(tmp_path / str(first)), "first": first, "times": 1 if first == 3 else 1000}
         result, _ = run("doctor", f"{ODD_ENVS}:Doomed", "--env-kwargs", json.dumps(arguments))
-        assert said in result.stdout
+        assert re.search(said, result.stdout)
+
+
+def test_an_env_that_crashes_by_chance_is_examined_with_fewer_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"directory": str(tmp_path), "first": 2, "times": 2}
+    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:Doomed", checks.repeats, **arguments)
+    assert rows["steps"]["verdict"] == "note"
+    assert rows["steps"]["meaning"].startswith("50 random steps of ")  # of 200, and of 100
+    assert rows["steps"]["meaning"].endswith("; it crashed twice by itself, each time in step 51")
+    assert "multienv replay " in rows["steps"]["advice"]
+    assert rows["repeats"]["meaning"] == "the same seed gives the same 50 steps in another process"
+    assert told["own_faults"] == {"crashed": 2, "hung": 0}
+
+
+def test_an_env_that_crashes_in_the_same_step_each_time_is_not_called_recoverable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result, told, rows = examined(monkeypatch, f"{ODD_ENVS}:doomed_in_step_20", checks.replays)
+    assert rows["steps"]["verdict"] == "truncates"
+    assert rows["steps"]["meaning"].startswith("12 random steps of ")
+    assert rows["steps"]["meaning"].endswith(
+        "it crashed 4 times by itself, each time in step 20: its episode is truncated there"
+    )
+    assert "Segmentation fault" in rows["steps"]["detail"]
+    assert (result.exit_code, told["verdict"]) == (1, "truncates")
+
+
+def test_an_env_that_crashes_at_random_is_never_called_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        result, told, _ = examined(monkeypatch, f"{ODD_ENVS}:Crashing", checks.repeats, checks.replays)
+        assert result.exit_code in (0, 1), result.output
+        assert told["verdict"] != "broken"
+        assert all(row["verdict"] != "broken" for row in told["checks"])
+
+
+# --- memory, chance, and what cannot be compared ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("BipedalWalker-v3", {}), (f"{ODD_ENVS}:Remembering", {"after": 40})],
+    ids=["BipedalWalker", "shown late"],
+)
+def test_an_env_that_carries_memory_across_resets_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any]
+) -> None:
+    result, told, rows = examined(monkeypatch, name, checks.repeats, checks.begins_anew, checks.forks, **arguments)
+    assert rows["repeats"]["verdict"] == "ok"
+    row = rows["begins anew"]
+    assert row["verdict"] == "note"
+    assert re.fullmatch(
+        r"the env carries memory across resets: seen after \d+ episodes of at most \d+ steps", row["meaning"]
+    )
+    assert 'RestartPolicy(accept="exact")' in row["advice"]
+    assert "begins_anew" not in told["code"]
+    assert (result.exit_code, told["verdict"]) == (0, "recoverable")  # from its snapshot
+
+
+def test_a_memory_makes_replays_alone_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"{ODD_ENVS}:normalized"
+    result, told, rows = examined(monkeypatch, name, checks.repeats, checks.begins_anew, checks.replays)
+    assert rows["replays"]["verdict"] == "truncates"
+    assert re.fullmatch(
+        r"a new process repeats \d+ requests exactly, in .*; but later in a run it begins at a reset, and the env "
+        r"carries memory across resets",
+        rows["replays"]["meaning"],
+    )
+    assert (result.exit_code, told["verdict"]) == (1, "truncates")
+
+
+def test_a_second_reset_with_the_same_seed_belongs_to_the_row_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, told, rows = examined(
+        monkeypatch, f"{ODD_ENVS}:from_process", checks.compares, checks.repeats, checks.begins_anew
+    )
+    assert rows["repeats"]["verdict"] == "ok"
+    assert re.fullmatch(
+        r"two calls of reset\(seed=0\) in one process give different results: reset 0 differs; but \d+ episodes of at "
+        r"most \d+ steps are the same, though a new process goes on from a reset .*",
+        rows["begins anew"]["meaning"],
+    )
+    assert "begins_anew" not in told["code"]
+
+
+def test_an_env_that_is_too_slow_for_several_episodes_is_not_known_to_begin_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "_ANEW_SECONDS", 0.0)
+    _, told, rows = examined(monkeypatch, "CartPole-v1", checks.begins_anew)
+    assert rows["begins anew"]["verdict"] == "note"
+    assert rows["begins anew"]["meaning"] == "not known: only 0 episodes of 20 steps fit into 0.0 s"
+    assert "begins_anew" not in told["code"]
+
+
+def test_an_env_that_draws_from_the_generators_of_the_process_gets_a_worker_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = f"{ODD_ENVS}:from_process"
+    result, told, rows = examined(monkeypatch, name, checks.compares, checks.repeats, checks.draws, checks.replays)
+    assert result.exit_code == 0, result.output
+    assert list(rows) == ["builds", "steps", "repeats", "draws", "replays"]
+    assert rows["draws"]["verdict"] == "note"
+    assert rows["draws"]["meaning"].startswith(
+        "it draws from random and numpy.random, which the envs of a worker share"
+    )
+    assert "envs_per_worker=1" in told["code"]
+
+
+def test_an_env_whose_observations_cannot_be_compared_is_told_before_anything_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = (checks.compares, checks.repeats, checks.begins_anew, checks.forks, checks.replays)
+    result, told, rows = examined(monkeypatch, f"{ODD_ENVS}:Incomparable", *chosen)
+    assert list(rows) == ["builds", "steps", "compares", "repeats", "begins anew", "forks", "replays"]
+    assert rows["compares"]["verdict"] == "truncates"
+    assert rows["compares"]["meaning"].startswith("it returns values of type Token, which cannot be compared")
+    assert "dataclasses" in rows["compares"]["advice"]
+    assert rows["repeats"]["meaning"].startswith("the same seed gives the same rewards and flags in 200 steps")
+    assert rows["begins anew"]["meaning"] == "not known: see the line compares"
+    assert rows["replays"]["verdict"] == "truncates"
+    assert not any("np_random" in rows[name]["advice"] for name in ("forks", "replays"))
+    assert (result.exit_code, told["verdict"]) == (1, "truncates")
+
+
+def test_of_an_env_that_does_not_repeat_itself_nothing_is_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [checks.builds, checks.steps, checks.compares, checks.repeats, checks.begins_anew, checks.forks]
+    monkeypatch.setattr(checks, "CHECKS", [*chosen, checks.replays])
+    result, _ = run("doctor", f"{ODD_ENVS}:Biased")
+    assert result.exit_code == 1
+    words = " ".join(result.stdout.split())
+    assert "! repeats two processes with the same seed differ at reset 0" in words
+    assert "! begins anew not known: the env does not repeat itself" in words
+    unseen = "whether exactly cannot be seen, because the env does not repeat itself"
+    assert re.search(rf"! forks a killed worker comes back from its snapshot, in [^;]*; {unseen}", words)
+    assert f"Not known to be recoverable: a lost worker comes back, from a snapshot; {unseen}." in words
+    assert words.count("exact") == words.count(unseen)
+    assert "Recoverable" not in words
+
+
+@pytest.mark.parametrize(("check", "struck"), [("replays", "was killed"), ("hangs", "hung")])
+def test_a_difference_before_the_loss_is_the_envs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, struck: str
+) -> None:
+    arguments = {"directory": str(tmp_path), "first": 4}
+    name = f"{ODD_ENVS}:Wavering"
+    result, told, rows = examined(monkeypatch, name, checks.repeats, getattr(checks, check), **arguments)
+    assert rows["repeats"]["verdict"] == "ok"
+    assert rows[check]["meaning"].startswith(
+        f"the env itself differs at step 11, before its worker {struck}: it does not repeat itself, though two earlier "
+        "walks agreed; "
+    )
+    assert "silently" not in json.dumps(rows)
+    assert (result.exit_code, told["verdict"] in ("truncates", "unknown")) == (1, True)
+
+
+def test_a_difference_after_the_loss_that_comes_without_one_too_is_the_envs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"directory": str(tmp_path), "first": 4, "at": 190}
+    _, told, rows = examined(monkeypatch, f"{ODD_ENVS}:Wavering", checks.repeats, checks.replays, **arguments)
+    assert rows["replays"]["meaning"].startswith("the env itself differs at step 190 without a loss, too: ")
+    assert re.search(r"all equal, in .*; whether exactly cannot be seen, ", rows["replays"]["meaning"])
+    assert told["verdict"] == "unknown"
+
+
+def test_a_replay_from_a_reset_is_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "AFFORDABLE", 0.0)  # so that it does not begin with the construction
+    result, told, rows = examined(monkeypatch, f"{ODD_ENVS}:slow", checks.repeats, checks.replays)
+    assert rows["replays"]["verdict"] == "ok"
+    assert re.fullmatch(
+        r"a new process repeats \d+ requests from a reset, all equal, in [^;]*", rows["replays"]["meaning"]
+    )
+    assert (result.exit_code, told["verdict"]) == (0, "recoverable")
 
 
 def test_an_env_that_leaks_memory_is_told_a_limit_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,14 +417,14 @@ def test_what_an_env_prints_does_not_flood_the_terminal_but_for_its_last_words()
     assert (quiet.returncode, quiet.stderr) == (2, "")
     row, _, kept = quiet.stdout.partition("The env printed ")
     printed = [line.strip() for line in row.splitlines() if re.fullmatch(r" +(out|err) \d+", line)]
-    assert printed == [f"err {step}" for step in range(10, 20)]
+    assert printed == [f"err {step}" for step in range(10)]
     last = [line.strip() for line in kept.splitlines() if re.fullmatch(r" +(out|err) \d+", line)]
     assert len(last) == 5
-    assert "err 19" in last  # stderr takes a way of its own: lines of stdout may come before it, or after
+    assert "err 9" in last  # stderr takes a way of its own: lines of stdout may come before it, or after
     assert "--verbose shows all of it" in kept
     assert "The env printed" not in loud.stdout
     # Two processes write there: a line of one may lie within a line of the other.
-    assert all(printed in loud.stderr for printed in ("out 0", "err 0", "err 19"))
+    assert all(printed in loud.stderr for printed in ("out 0", "err 0", "err 9"))
     assert "out 0" not in loud.stdout
 
 
@@ -267,4 +454,4 @@ def test_an_env_that_does_not_work_is_refused_with_the_last_lines_that_it_printe
     refused = run_process(command, f"{ODD_ENVS}:Loud", "--env-kwargs", '{"horizon": 30}')
     assert refused.returncode == 2
     assert "Loud does not work: The env's process exited with code 7" in refused.stderr
-    assert "    err 19" in refused.stderr.splitlines()[-5:]
+    assert "    err 9" in refused.stderr.splitlines()[-5:]

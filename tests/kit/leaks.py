@@ -31,6 +31,10 @@ class LeakError(AssertionError):
     """Something was left behind; the message names it."""
 
 
+# How the names in /dev/shm begin that Python's multiprocessing makes, and ours.
+KINDS_OF_NAMES = ("psm_", "sem.", "multienv")
+
+
 @dataclass(frozen=True)
 class Ignored:
     """What may stay: processes (not their children), descriptors of this process, threads by their names."""
@@ -109,14 +113,16 @@ def _what_is_left(before: Resources, now: Resources, ignored: Ignored) -> Iterat
 
 
 def new_names(before: frozenset[str], now: frozenset[str]) -> frozenset[str]:
-    """The names in /dev/shm that are new, but for those that a process maps which is none of ours.
+    """The names in /dev/shm that are new and of a kind that ours make, but for those of a process that is none of ours.
 
-    Another process that runs tests at the same time may use semaphores of ``multiprocessing``.
+    Another process that runs tests at the same time may use semaphores of ``multiprocessing``, and other programs leave
+    names of their own kinds.
     """
     inodes = {}
     for name in now - before:
-        with suppress(OSError):  # it is gone again
-            inodes[name] = Path("/dev/shm", name).stat().st_ino
+        if name.startswith(KINDS_OF_NAMES):
+            with suppress(OSError):  # it is gone again
+                inodes[name] = Path("/dev/shm", name).stat().st_ino
     if not inodes:
         return frozenset()
     ours, foreign = {os.getpid(), *family(mark_descendants())}, set()

@@ -69,6 +69,7 @@ class Constants:
             (state_machine, "LOSSES", self.losses),
             (recoverer, "LOSSES", self.losses),
             (journal, "LASTING", self.lasting),
+            (journal, "OVERHEAD", 0),
             (hot_path, "SAMPLE", self.sample),
             (supervisor, "SAMPLE", self.sample),
             (segment, "_SHORT", self.payload),
