@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,13 @@ WAYS: dict[str, tuple[Callable[[float], Any], Any]] = {
 }
 IN_ROWS = ("a dict in another order", "float64 in a float32 Box", "a small float64", "one pixel", "one of many pixels",
            "a tuple of a number and an array", "a list", "text", "a sequence")  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def monitor_stays() -> Iterator[None]:
+    """Keep a worker, and with it the monitor, which would end and be launched again between many of these tests."""
+    with SubprocessEnv(partial(WorldEnv, "text", "")):
+        yield
 
 
 class WorldEnv(gymnasium.Env[Any, Any]):

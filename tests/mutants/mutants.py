@@ -178,8 +178,8 @@ MUTANTS = [
         "The last request is left out of a replay.",
         2,
         "recovery/journal.py",
-        "numbers = [number for number in self.entries if number >= front]",
-        "numbers = [number for number in self.entries if front <= number < last]",
+        "return list(takewhile(lambda one: one >= front, reversed(self.entries)))[::-1]",
+        "return list(takewhile(lambda one: one >= front, reversed(self.entries)))[:0:-1]",
     ),
     Mutant(
         "Calls and attributes set before the first request of a replay are not repeated.",
@@ -575,8 +575,8 @@ MUTANTS = [
         "The limit of the journal counts the bytes of plain steps alone.",
         5,
         "recovery/journal.py",
-        "        held = self.stride * len(self.entries) + sum(self._longer.values())\n",
-        "        held = self.stride * len(self.entries)\n",
+        "        held = each * len(self.entries) + sum(self._longer.values())\n",
+        "        held = each * len(self.entries)\n",
         UNIT_JOURNAL,
     ),
     Mutant(
