@@ -24,11 +24,11 @@ import psutil
 from rich.filesize import decimal
 
 import multienv
-from multienv import SubprocessEnv
+from multienv import SubprocessEnv, SubprocessVectorEnv
 from multienv.cli.anew import resumed
 from multienv.cli.rendering import drawn
 from multienv.cli.texts import duration
-from multienv.cli.walking import RAISE, Walk, walk
+from multienv.cli.walking import RAISE, SEED, Walk, walk
 from multienv.cli.watching import Noticed, seeded, watched
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import EnvError, MultienvError, UsageError, WorkerHungError, WorkerLostError
@@ -55,6 +55,8 @@ _LOOK_EVERY = 16
 # there should be, and least number; least and greatest number of steps of each.
 _ANEW_STEPS, _ANEW_SECONDS, _ANEW_EPISODES, _ANEW_LEAST = 5000, 1.5, 8, 4
 _SHORTEST, _LONGEST = 20, 100
+# Steps of two envs that show whether they get along in one worker.
+_SHARED_STEPS = 3
 # Seconds that a snapshot has to announce itself before its worker is killed.
 _ANNOUNCED = 0.2
 # Short episodes that show a leak: steps of each, least and greatest number of episodes, and about how many seconds.
@@ -132,6 +134,8 @@ class Patient:
         again: Whether another process walks the same way, as far as is known.
         noticed: What it draws from, and whether what it returns can be compared.
         anew: Whether the env begins anew in each reset; ``None``: not known.
+        batch: What a vector env can do with it: ``"shared"``: several are in a worker; ``"alone"``: one is in each;
+            ``"none"``: it does not take the env.
         ways: The outcome of recovery by a snapshot and by the journal. ``"unknown"``: the worker comes back, but an env
             that does not repeat itself does not show whether exactly. ``"strayed"``: repeated from a reset, and then
             otherwise. ``"differs"``: otherwise, though it counted as exact.
@@ -155,6 +159,7 @@ class Patient:
     again: bool = True
     noticed: Noticed = field(default_factory=Noticed)
     anew: bool | None = None
+    batch: Literal["shared", "alone", "none"] = "shared"
     ways: dict[str, Outcome] = field(default_factory=dict)
     memory: int = 0
     recycling: list[str] = field(default_factory=list)
@@ -398,7 +403,7 @@ def begins_anew(patient: Patient) -> Row:
     if place_again:
         return Row(
             "note",
-            f"two calls of reset(seed=0) in one process give different results: {place_again} differs; but {means}",
+            f"two calls of reset(seed=1) in one process give different results: {place_again} differs; but {means}",
             f"Clear all state in reset(seed=…). {_USE_NP_RANDOM}",
         )
     patient.anew = True
@@ -428,7 +433,7 @@ def _not_anew(patient: Patient, first: Walk, episodes: int, longest: int) -> Row
 
 
 def _differs_when_seeded_again(patient: Patient) -> str:
-    """Return the step that differs after a second reset(seed=0) in the same process, or ``""``."""
+    """Return the step that differs after a second reset(seed=1) in the same process, or ``""``."""
     try:
         with patient.worker() as env:
             one = walk(env, patient.first.steps, seconds=_ANEW_SECONDS / 2)
@@ -498,12 +503,41 @@ def undisturbed(
     return longest
 
 
+def shares(patient: Patient) -> Row | None:
+    """Step two of the env in one worker, else in two workers, as the recommended code would."""
+    if patient.own_faults:  # it gets a worker of its own in any case
+        return None
+    errors = []
+    for envs_per_worker in (2, 1):
+        most = patient.reset_deadline
+        deadlines = Deadlines(start=most, reset=most, step=patient.step_deadline)
+        try:
+            with SubprocessVectorEnv(
+                [patient.env_fn] * 2, envs_per_worker=envs_per_worker, restart=RAISE, deadlines=deadlines, reports=""
+            ) as envs:
+                envs.reset(seed=SEED)
+                for _ in range(_SHARED_STEPS):
+                    envs.step(envs.action_space.sample())
+        except MultienvError as error:
+            errors.append(str(next(iter(getattr(error, "failures", {}).values()), error)).splitlines()[0])
+        else:
+            break
+    if not errors:
+        return None
+    patient.batch = "alone" if len(errors) == 1 else "none"
+    if patient.batch == "alone":
+        return Row("note", f"two of them in one worker fail: {errors[0]}", "Each gets its own, by envs_per_worker=1.")
+    return Row(
+        "note", f"a vector env does not take it: {errors[1]}", "MultiEnv hands on what an env returns, as below."
+    )
+
+
 def renders(patient: Patient) -> Row | None:
     """Render frames in a worker, if the env has a render mode for frames. Report what renders them."""
     with patient.worker(env_fn=partial(drawn, patient.env_fn)) as env:
         if env.render_mode in (None, "human", "ansi", "ansi_list"):
             return None
-        env.reset(seed=0)
+        env.reset(seed=SEED)
         try:
             frame, first = _frame(env)
             _, other = _frame(env)
@@ -629,8 +663,8 @@ def leaks(patient: Patient) -> Row:
     most = min(_EPISODE_STEPS, patient.first.steps)
     counts = []
     with patient.worker() as env:
-        env.action_space.seed(0)
-        env.reset(seed=0)
+        env.action_space.seed(SEED)
+        env.reset(seed=SEED)
         began = time.perf_counter()
         _episode(env, most)
         wanted = _EPISODES_SECONDS / (time.perf_counter() - began)
@@ -698,7 +732,7 @@ def _usage(env: SubprocessEnv) -> dict[str, int]:
 
 
 CHECKS: tuple[Callable[[Patient], Row | None], ...] = (
-    builds, steps, compares, repeats, begins_anew, draws, renders, forks, replays, hangs, leaks,
+    builds, steps, compares, repeats, begins_anew, draws, shares, renders, forks, replays, hangs, leaks,
 )  # fmt: skip
 
 
@@ -859,7 +893,7 @@ def options_for(patient: Patient) -> str:
     if patient.hung:
         step, reset = _deadline(patient.first.slowest_step), _deadline(patient.first.slowest_reset)
         options = [f"deadlines=Deadlines(step={step:.1f}, reset={reset:.1f})"]
-    if patient.own_faults or patient.noticed.drawn_from:
+    if (patient.own_faults or patient.noticed.drawn_from or patient.batch == "alone") and patient.batch != "none":
         options.append("envs_per_worker=1")
     if patient.variables:
         options.append(f"worker_env={patient.variables!r}".replace("'", '"'))

@@ -11,6 +11,8 @@ from typing import Any
 from multienv.config import RestartPolicy
 from multienv.recovery.verification import same
 
+# Not 0: some envs take that for no seed.
+SEED = 1
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise", snapshots=False)
 
 
@@ -63,7 +65,7 @@ def walk(
     before_step: Callable[[int], object] = lambda step: None,
     found: Walk | None = None,
 ) -> Walk:
-    """Reset an env with seed 0, and take the same random steps each time. When an episode ends, reset without a seed.
+    """Reset an env with seed 1, and take the same random steps each time. When an episode ends, reset without a seed.
 
     Args:
         env: The env. This function seeds its ``action_space``.
@@ -83,8 +85,8 @@ def walk(
         found.seconds += took
         found.seen.append((name, (copy.deepcopy(observation),)))
 
-    env.action_space.seed(0)
-    reset("reset 0", seed=0)
+    env.action_space.seed(SEED)
+    reset("reset 0", seed=SEED)
     until = time.monotonic() + seconds
     while found.steps < steps and (found.steps == 0 or time.monotonic() < until):
         before_step(found.steps)

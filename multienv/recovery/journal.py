@@ -38,6 +38,10 @@ UNKNOWN = (
     "its episode is no longer recorded from its beginning, and there is no snapshot. It has probably outgrown "
     "RestartPolicy.replay_limit or journal_limit"
 )
+UNPROVEN = (
+    "there is no snapshot, and none of its episodes has ended since the reset where its replay would begin: too little "
+    "could be compared"
+)
 NOT_ACCEPTED = "it can only be replayed from a reset, which RestartPolicy(accept='exact') does not take"
 # Starts of a slot that are kept, of those that are proven: if a replay from the last one differs, the one before is
 # tried.
@@ -79,6 +83,13 @@ class History:
     def proven(self) -> tuple[Start, ...]:
         """Return the starts after which an episode has ended: a replay from there compares at least one."""
         return tuple(one for one in self.starts if one.number < self.ended)
+
+    @property
+    def gap(self) -> str:
+        """Return why no replay leads to the slot, if none does."""
+        if self.proven():
+            return NOT_ACCEPTED
+        return UNPROVEN if self.starts else UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +287,7 @@ class Journal:
                 resets.append(slot)
             else:
                 sometimes("nothing leads back to a slot")
-                missing[slot] = NOT_ACCEPTED if proven else UNKNOWN
+                missing[slot] = history.gap
         if len(missing) == self.slots:
             return None
         front = self.first if from_construction else min(one.number for one in begun.values())
@@ -293,7 +304,8 @@ class Journal:
 
     def why_no_plan(self) -> str:
         """Return why nothing leads back to any slot."""
-        return NOT_ACCEPTED if any(history.proven() for history in self.histories) else UNKNOWN
+        gaps = [history.gap for history in self.histories]
+        return next((gap for gap in (NOT_ACCEPTED, UNPROVEN) if gap in gaps), UNKNOWN)
 
     def all_lasting(self) -> tuple[bytes, ...]:
         """Return all calls and attributes set, pickled: they hold in a new life of the envs too."""

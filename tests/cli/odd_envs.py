@@ -239,3 +239,26 @@ def long_with_thread() -> Any:
     env = gymnasium.make("CartPole-v1", max_episode_steps=1_000_000)
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     return env
+
+
+class OnlyOne(CounterEnv):
+    """Is the only one of its process."""
+
+    is_there = False
+
+    def __init__(self) -> None:
+        super().__init__(count_episodes=False)
+        if OnlyOne.is_there:
+            raise RuntimeError("only one in a process")
+        OnlyOne.is_there = True
+
+
+class TwoRewards(CounterEnv):
+    """Gives a vector as reward, as mo-gymnasium does."""
+
+    def __init__(self) -> None:
+        super().__init__(count_episodes=False)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        return (observation, np.array([reward, 1.0]), *rest)

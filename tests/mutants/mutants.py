@@ -401,7 +401,7 @@ MUTANTS = [
         "recovery/lifecycle.py",
         "state.losses >= (_OUTSIDE_LOSSES if gone.is_from_outside else 1)",
         "state.losses >= 1",
-        REPLAYED,
+        SIMULATED_STARTS,
     ),
     Mutant(
         "A call that raises in a replay alone is not seen.",

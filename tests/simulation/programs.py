@@ -34,7 +34,7 @@ from multienv.errors import (
 from multienv.events import Recovery, Recycled
 from multienv.recovery import journal, supervisor
 from simulation.rare import Constants, constants_of
-from simulation.simulation import CRASHED, Fault, SimulatedEnv, Simulation, is_in_process
+from simulation.simulation import CRASHED, KILLED, Fault, SimulatedEnv, Simulation, is_in_process
 
 NUM_ENVS = 3
 STEP_LIMIT, RECOVERY_LIMIT = 1.0, 60.0
@@ -662,7 +662,10 @@ def is_forced(struck: Sequence[Fault], policy: str, constants: Constants, *, cha
 def may_be_replayed(struck: Sequence[Fault]) -> bool:
     """Tell whether more than a worker may be lost: its snapshot too, or what the snapshot would lead to."""
     is_more = any(fault.event != "request" or fault.point == "garbage" for fault in struck)
-    return is_more or len(struck) > 1 or any(fault.point.startswith("interrupted") for fault in struck)
+    is_more |= any(fault.point.startswith("interrupted") for fault in struck)
+    from_outside = ("before", "in the env", "executed", "torn", "replied")
+    is_killed = all(fault.code == KILLED and fault.point in from_outside for fault in struck)
+    return is_more or len(struck) > (3 if is_killed else 1)
 
 
 def part_of(infos: dict[str, Any], env: int) -> dict[str, Any]:

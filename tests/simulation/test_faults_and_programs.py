@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from simulation.programs import FACES, Case, Run
 from simulation.regressions import REGRESSIONS
-from simulation.schedules import BRANCHING, REPLAYS, bases, name_of, singles
+from simulation.schedules import BRANCHING, EPISODES, REPLAYS, bases, name_of, singles
 from simulation.simulation import CRASHED, KILLED, POINTS, Fault, Simulation
 
 
@@ -59,6 +59,19 @@ def test_two_envs_that_end_every_process_in_the_same_step_are_truncated_and_no_o
     simulation = play.play()
     assert len(simulation.struck) == 4
     assert play.truncated == 2
+
+
+@pytest.mark.parametrize("face", list(FACES))
+@pytest.mark.parametrize("nth", [5, 9])
+def test_kills_in_one_request_cost_an_env_nothing_of_what_it_remembers(face: str, nth: int) -> None:
+    """Nor do those of the woken snapshots."""
+    for faults in (
+        (Fault(0, "request", nth, "in the env", times=3),),
+        tuple(Fault(0, "request", nth + more, "before") for more in range(3)),
+    ):
+        play = Run(Case(face, "memory", EPISODES, faults))
+        assert len(play.play().struck) == 3
+        assert not any(world.is_lost for world in play.worlds)
 
 
 @pytest.mark.parametrize("op", [("step", 1), ("roll", 1, 5)], ids=["steps", "rollouts"])
