@@ -241,9 +241,9 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
             A snapshot for :meth:`restore`. It is freed when you drop the last reference to it.
 
         Raises:
-            UsageError: The env has threads, child processes, sockets, shared memory or a GPU; or the system is not
-                Linux; or the env is a :class:`SerialEnv`; or ``RestartPolicy.max_snapshots`` snapshots exist already.
-                Nothing is lost.
+            UsageError: The env has threads, child processes, sockets, pipes, shared memory or a GPU; or the system is
+                not Linux; or the env is a :class:`SerialEnv`; or ``RestartPolicy.max_snapshots`` snapshots exist
+                already. Nothing is lost.
         """
         self._calls.settle("snapshot")
         return self._supervisor.snapshot()

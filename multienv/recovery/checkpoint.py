@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,8 @@ _VERSION = 6
 # Seconds that taking a snapshot may last; a fork of a large process takes some of them.
 _SNAPSHOT_LIMIT = 30.0
 _tokens = count(1)
+
+logger = logging.getLogger("multienv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +128,9 @@ class Checkpoints:
             raise
         if obstacle:
             raise UsageError(
-                f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, devices and "
-                "shared memory do not survive it; nor does the trainer take part in it (SerialEnv). Nothing is lost."
+                f"snapshot(): this env cannot be forked: {obstacle}. Threads, child processes, sockets, pipes, devices "
+                "and shared memory do not survive it; nor does the trainer take part in it (SerialEnv). "
+                "Nothing is lost."
             )
         return snapshot
 
@@ -234,6 +238,11 @@ class Checkpoints:
             found = recoverer.bring_back(journal.plans(), effort, journal.why_no_plan())
         finally:
             recoverer.build = before
+        if found.plan is not None and found.plan.resets and not journal.begins_anew:
+            sometimes("a checkpoint is replayed from a reset")
+            logger.warning(
+                "%s: brought back by a replay from a reset. %s", worker.record.name, journal.memory.reservation
+            )
         if found.mismatches:
             sometimes("the replay of a checkpoint differs")
             found.channel.kill()

@@ -169,6 +169,7 @@ class Journal:
         self.histories = [History(is_whole=self.recording) for _ in range(self.slots)]
         self._built: float | None = None  # time of the envs at their construction; noted at the first look
         self._is_affordable = True  # a replay from the construction, as far as time goes
+        self._has_forgotten = False  # a call or attribute set that no plan repeats any more
         self._longer: dict[int, int] = {}  # by how much an entry is longer than a plain step, or shorter
         self._lasting = dict(enumerate(repeated, number + 1 - len(repeated)))
 
@@ -250,8 +251,8 @@ class Journal:
 
     @property
     def begins_anew(self) -> bool:
-        """Return whether a replay from a reset is exact: the user says so, and the env has not shown otherwise."""
-        return self._policy.begins_anew and not self.memory.has_shown
+        """Return whether a replay from a reset is exact: the user says so, and nothing speaks against it."""
+        return self._policy.begins_anew and not self.memory.has_shown and not self._has_forgotten
 
     def plans(self, *, near: bool = False) -> list[Plan]:
         """Return the replays to try, in order.
@@ -294,7 +295,10 @@ class Journal:
         numbers = self._numbers_from(front)
         return Plan(
             b"".join([self.entries[number] for number in numbers]),
-            tuple(ReplayStart(slot, bisect_left(numbers, one.number), one.generators) for slot, one in begun.items()),
+            tuple(
+                ReplayStart(slot, bisect_left(numbers, one.number), one.generators, waits=slot in resets)
+                for slot, one in begun.items()
+            ),
             missing,
             tuple(payload for number, payload in self._lasting.items() if number < front),
             len(numbers),
@@ -381,6 +385,7 @@ class Journal:
             if len(self._lasting) <= LASTING and size <= limit // _LASTING_PART:
                 return
             sometimes("a call or attribute set is too old to be repeated")
+            self._has_forgotten = True
             size -= len(self._lasting.pop(number))
 
     # --- copies -----------------------------------------------------------------------------------
@@ -392,6 +397,7 @@ class Journal:
             "first": self.first,
             "built": self._built,
             "is_affordable": self._is_affordable,
+            "has_forgotten": self._has_forgotten,
             "stride": self.stride,
             "lasting": dict(self._lasting),
             "histories": tuple((tuple(map(tuple, of.starts)), of.ended, of.is_whole) for of in self.histories),
@@ -407,6 +413,7 @@ class Journal:
         self.first = data["first"]
         self._oldest = next(iter(self.entries), self.first)  # there may be some that an interrupted trim has left
         self._built, self._is_affordable = data["built"], data["is_affordable"]
+        self._has_forgotten = data["has_forgotten"]
 
 
 def furthest_replay(data: Mapping[str, Any] | None) -> Replay | None:

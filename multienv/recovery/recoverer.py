@@ -516,7 +516,7 @@ class Recoverer:
         effort.doing = f"replaying {plan.requests} requests"
         replayed = self.ask(channel, message, until, self._limits_of(plan), effort)
         effort.replayed += plan.requests
-        starts = {start.slot: start.entry for start in message.starts}
+        starts = {start.slot: start.entry for start in message.starts if start.waits}
         found = differences(plan.entries, replayed, codec.layout, exact=codec.exact, starts=starts)
         for slot in plan.resets:
             if slot in found and is_comparable(found[slot]):

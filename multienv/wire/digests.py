@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -48,6 +49,7 @@ MARK = b"no bytes"
 _DIGEST_BYTES = 16
 # Bytes of an array from which on it goes by the digest of its memory.
 _LONG = 1024
+_LONG_DOUBLE = 10  # bytes of an extended number on x86
 _NAME_BYTES = 200  # of the name of a type, at the most
 _FLOAT = struct.Struct("<d")
 
@@ -132,14 +134,25 @@ def _parts_of(value: Any) -> Iterator[bytes]:
         parts = next((parts for base, parts in _PARTS_OF_SUBCLASSES.items() if isinstance(value, base)), None)
     if parts is not None:
         yield from parts(value)
+        yield from _parts_of_attributes(value)
     elif hasattr(value, "__dlpack__") and hasattr(value, "__array__"):
         yield from _parts_of_tensor(value)
     elif dataclasses.is_dataclass(value):
         for each in dataclasses.fields(value):
             yield each.name.encode()
             yield from _parts_of(getattr(value, each.name))
+        yield from _parts_of_attributes(value)
     else:
         yield from _pickled_parts_of(value)
+
+
+def _parts_of_attributes(value: Any) -> Iterator[bytes]:
+    """Yield the parts of what an instance of a subclass holds beside its items."""
+    held = getattr(value, "__dict__", None)
+    if held:
+        yield from _parts_of_pairs(held)
+    if isinstance(value, defaultdict):
+        yield from _parts_of(value.default_factory)
 
 
 def _written(value: Any) -> Iterator[bytes]:
@@ -179,7 +192,13 @@ def _parts_of_tensor(value: Any) -> Iterator[bytes]:
 def _parts_of_array(array: Array) -> Iterator[bytes]:
     dtype = array.dtype
     yield f"{dtype.descr if dtype.names else dtype.str}{array.shape}".encode()
-    if dtype.hasobject:
+    if dtype.names:  # between its fields there may be bytes that say nothing
+        for name in dtype.names:
+            yield from _parts_of_array(array[name])
+    elif dtype.char in "gG":  # the last bytes of each number say nothing
+        octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        yield octets.reshape(-1, np.dtype("g").itemsize)[:, :_LONG_DOUBLE].tobytes()
+    elif dtype.hasobject:
         for item in array.flat:
             yield from _parts_of(item)
     elif array.nbytes < _LONG:

@@ -203,17 +203,19 @@ class KeepSnapshot:
 
 
 class ReplayStart(NamedTuple):
-    """Where a replay begins for one slot, which takes no part in it until then.
+    """Where a replay begins for one slot, or puts back its generators.
 
     Attributes:
         slot: Which.
         entry: Index of the entry in which the slot is reset; behind the last one: it takes no part at all.
         generators: How its random generators stood before; ``b""``: that is not known.
+        waits: It takes no part in the replay until then. Else the replay begins with the construction of its env.
     """
 
     slot: int
     entry: int
     generators: bytes
+    waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,8 @@ class Replay:
 
     Attributes:
         entries: Journal entries end to end.
-        starts: Where slots begin; those that are not named take part from the first entry on.
+        starts: Resets at which slots begin, or their generators are put back; those that are not named take part from
+            the first entry on.
         lasting: Calls and attributes set before ``entries`` begin, each pickled; their outcome is not looked at.
     """
 

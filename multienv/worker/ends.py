@@ -36,6 +36,10 @@ class Ends:
         """Build the object from descriptor numbers, which it then owns."""
         return cls(socket.socket(fileno=wake_socket), memory, stack, socket.socket(fileno=announcements))
 
+    def descriptors(self) -> tuple[int, ...]:
+        """Return the numbers of all descriptors."""
+        return self.wake_socket.fileno(), self.memory, self.stack, self.announcements.fileno()
+
     def close(self) -> None:
         """Close all descriptors but ``memory``, which the segment closes."""
         self.wake_socket.close()

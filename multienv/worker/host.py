@@ -253,7 +253,7 @@ class Host:
             message: The replay.
         """
         segment, words, group, came = self._segment, self._segment.words, self._envs(), []
-        skipped = group.waiting = {start.slot for start in message.starts}
+        skipped = group.waiting = {start.slot for start in message.starts if start.waits}
         group.starts.begin_replay()
         for index, entry in enumerate(split_entries(message.entries, segment.layout.end)):
             starting = {start.slot: start.generators for start in message.starts if start.entry == index}

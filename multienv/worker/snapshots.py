@@ -8,8 +8,8 @@ It holds neither end of the worker's wake socket: that would hide a death. It le
 for a message on a socket whose other end the monitor alone holds: the message wakes it, the end of the socket ends it.
 Once the worker is dead it is the monitor's child, which reaps its exact exit status too.
 
-An env with threads, child processes, sockets, a GPU or shared memory would not survive the fork whole; then none is
-taken, and the control word ``OBSTACLE`` says why.
+An env with threads, child processes, sockets, pipes, a GPU or shared memory would not survive the fork whole; then none
+is taken, and the control word ``OBSTACLE`` says why.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ WAKING = struct.Struct("<Q")  # the monitor
 _WAKING_DESCRIPTORS = 5
 
 # Why there are none; control word OBSTACLE is an index.
-OBSTACLES = ("", "threads", "child processes", "sockets", "devices", "the fork failed", "shared memory")
-_THREADS, _CHILDREN, _SOCKETS, _DEVICES, _FAILED, _SHARED = range(1, 7)
+OBSTACLES = ("", "threads", "child processes", "sockets", "devices", "the fork failed", "shared memory", "pipes")
+_THREADS, _CHILDREN, _SOCKETS, _DEVICES, _FAILED, _SHARED, _PIPES = range(1, 8)
 # Pygame starts this thread for callbacks by the clock, which no deterministic env asks for.
 _HARMLESS_THREADS = ("SDLTimer\n",)
 _DEVICE_PREFIXES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/infiniband")
+# Their contents, and the counts of an eventfd, would be those of both processes.
+_PIPE_PREFIXES = ("pipe:", "anon_inode:", "/memfd:")
+_OURS = f"/memfd:{SHARED_NAME} "
+_STANDARD = 2  # standard input, output and error, whatever they are
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 # In the kernel's list of mappings: memory that a copy would share with its worker, except multienv's segment.
 _SHARED_MAPPING = re.compile(rb" .w.s .*(?<!/memfd:%s \(deleted\))\n" % SHARED_NAME.encode())
@@ -227,12 +231,16 @@ class Snapshots:
                         return _THREADS
                 elif set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split())) - self._pids:
                     return _CHILDREN
-        ours = (self._ends.wake_socket.fileno(), self._ends.announcements.fileno())
+        ours = self._ends.descriptors()
         for descriptor in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - a Path costs ten times as much
-                if target.startswith("socket:") and int(descriptor) not in ours:
+                if int(descriptor) <= _STANDARD or int(descriptor) in ours:
+                    continue
+                if target.startswith("socket:"):
                     return _SOCKETS
+                if target.startswith(_PIPE_PREFIXES) and not target.startswith(_OURS):  # a mapping has its own
+                    return _PIPES
                 if target.startswith(_DEVICE_PREFIXES):
                     return _DEVICES
         return _SHARED if _SHARED_MAPPING.search(Path("/proc/self/maps").read_bytes()) else 0

@@ -221,6 +221,8 @@ class Obstructed(CounterEnv):
             self.held = subprocess.Popen(["sleep", "1000"])
         elif self.obstacle == "sockets":
             self.held = socket.socketpair()
+        elif self.obstacle == "pipes":
+            self.held = os.pipe()
         elif self.obstacle == "shared memory":
             self.held = mmap.mmap(-1, 4096)
         elif self.obstacle == "the fork failed":  # no descriptor is left
@@ -232,7 +234,9 @@ class Obstructed(CounterEnv):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("obstacle", ["threads", "child processes", "sockets", "shared memory", "the fork failed"])
+@pytest.mark.parametrize(
+    "obstacle", ["threads", "child processes", "sockets", "pipes", "shared memory", "the fork failed"]
+)
 def test_an_env_that_cannot_be_forked_has_none(obstacle: str) -> None:
     rungs = Rungs()
     with SubprocessEnv(partial(Obstructed, obstacle), restart=OFTEN, hooks=[rungs]) as env:

@@ -223,6 +223,88 @@ def test_loss_of_worker_and_snapshot_is_replayed_or_truncated_and_never_called_e
         assert (play.differs is None) == (shows_after == math.inf) or expected == "truncated"
 
 
+class CountsResets(CounterEnv):
+    """Counts its resets, those that raise too, and gives that number as a reward in the end."""
+
+    def __init__(self) -> None:
+        super().__init__(horizon=15, count_episodes=False)
+        self.resets = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.resets += 1
+        if options:
+            raise ValueError("there is no such map")
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, ended, *rest = super().step(action)
+        return (observation, float(self.resets) if ended else reward, ended, *rest)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_replay_from_the_construction_repeats_resets_that_raised(batch: bool) -> None:
+    restart = RestartPolicy(accept="exact", snapshots=False)
+    if batch:
+        env: Any = SubprocessVectorEnv([CountsResets] * 2, envs_per_worker=2, restart=restart)
+    else:
+        env = SubprocessEnv(CountsResets, restart=restart)
+        env.initialize()
+    action: Any = np.zeros(2, np.int64) if batch else 0
+    with env:
+        with pytest.raises(ValueError, match="no such map"):
+            env.reset(options={"bad": 1})
+        env.reset(seed=1)
+        for step in range(15):
+            if step == 5:
+                victim = (env.statistics()[0] if batch else env.statistics()).pid
+                assert victim
+                os.kill(victim, signal.SIGKILL)
+            _, reward, ended, *_ = env.step(action)
+        assert np.all(ended)
+        assert np.all(np.equal(reward, 2.0))
+        told = env.statistics()[0] if batch else env.statistics()
+        assert told.exact_recoveries == 1
+
+
+def test_replay_that_has_forgotten_an_attribute_is_not_exact_whatever_the_user_says(
+    dear: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "LASTING", 3)
+    play = Play(
+        partial(CounterEnv, horizon=5, count_episodes=False), restart=RestartPolicy(begins_anew=True, **NO_SNAPSHOTS)
+    )
+    play.env.set_attr("offset", 0.0)
+    for _ in range(5):
+        play.env.call("poke", 0.0)
+    play.walk(40, kills=[33]).close()
+    assert play.outcomes() == ["replayed"]
+
+
+class DelayedByPipe(MemoryEnv):
+    """Keeps its last observations in a pipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = os.pipe()
+        os.write(self.ends[1], bytes(3))
+
+    def step(self, action: Any) -> Any:
+        os.write(self.ends[1], bytes([int(action)]))
+        observation, _, *rest = super().step(action)
+        return (observation, float(os.read(self.ends[0], 1)[0]), *rest)
+
+    def close(self) -> None:
+        for end in self.ends:
+            os.close(end)
+
+
+def test_env_that_keeps_something_in_a_pipe_is_not_forked() -> None:
+    play = Play(DelayedByPipe, restart=RestartPolicy(snapshot_every=5, backoff=0.0)).walk(60, kills=[33, 47])
+    assert play.env.statistics().no_snapshots == "pipes"
+    play.close().twin.close()
+    assert (play.outcomes(), play.differs) == (["exact"] * 2, None)
+
+
 # --- a memory that shows is remembered ------------------------------------------------------------------
 
 

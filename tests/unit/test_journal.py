@@ -79,7 +79,7 @@ class Model(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         self.starts: list[list[Start]] = [[] for _ in range(SLOTS)]
         self.ended = [0] * SLOTS
-        self.whole, self.built, self.is_affordable = [True] * SLOTS, None, True
+        self.whole, self.built, self.is_affordable, self.has_forgotten = [True] * SLOTS, None, True, False
         self.front = self.snapshot = self.trimmed = 0  # numbers
 
     def repeat(self, call: Callable[[], Any], cuts: list[int | None]) -> None:
@@ -198,6 +198,7 @@ class Model(RuleBasedStateMachine):
         assert self.journal.dump() == expected.dump()
         while len(self.lasting) > LASTING or sum(len(one.data) for one in self.lasting) > limit // 4:
             del self.lasting[0]
+            self.has_forgotten = True
 
         # What is held is bounded by the limits, and by episodes.
         assert sum(map(len, self.journal.entries.values())) <= limit
@@ -235,7 +236,7 @@ class Model(RuleBasedStateMachine):
 
     @property
     def begins_anew(self) -> bool:
-        return self.policy.begins_anew and not self.journal.memory.has_shown
+        return self.policy.begins_anew and not self.journal.memory.has_shown and not self.has_forgotten
 
     def proven(self, slot: int) -> list[Start]:
         return [one for one in self.starts[slot] if one.number < self.ended[slot]]
@@ -251,12 +252,11 @@ class Model(RuleBasedStateMachine):
         before = len(self.asked) - plan.requests
         replayed = self.asked[before:]
         assert plan.entries == b"".join([one.data for one in replayed]), "not the requests from its front on"
-        assert {slot: entry for slot, entry, _ in plan.message.starts if entry == plan.requests}.keys() == {
-            *plan.missing
-        }
-        assert [slot for slot, _, _ in plan.starts] == [*plan.begun]
-        for slot, entry, generators in plan.starts:
+        assert {start.slot for start in plan.message.starts if start.entry == plan.requests} == {*plan.missing}
+        assert [start.slot for start in plan.starts] == [*plan.begun]
+        for slot, entry, generators, waits in plan.starts:
             start = plan.begun[slot]
+            assert waits == (slot in plan.resets)
             assert (replayed[entry].number, generators) == (start.number, start.generators)
             assert start in (self.starts[slot] if whole[slot] else self.proven(slot)), "believed too early"
             assert (slot in plan.resets) == (not whole[slot] or start != self.starts[slot][0])

@@ -8,7 +8,7 @@ import enum
 import math
 import pickle
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -261,6 +261,24 @@ def test_tensors_go_by_their_values():
         assert evidence_of(Tensor([1, 2])) != evidence_of(other)
 
 
+class Named(dict[str, Any]):
+    """A dict that holds more than its items."""
+
+
+def named(goal: str) -> Named:
+    made = Named(a=1)
+    made.goal = goal  # type: ignore[attr-defined]
+    return made
+
+
+def padded(rest: int) -> Any:
+    """Numbers between which there are bytes that say nothing."""
+    kind = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+    array = np.full(3 * kind.itemsize, rest, np.uint8).view(kind)
+    array["a"], array["b"] = 1, 2.0
+    return array
+
+
 @dataclasses.dataclass
 class Seen:
     """An observation of a class of its own."""
@@ -292,6 +310,9 @@ def test_values_of_any_other_kind_go_by_what_they_hold():
         (1j, -1j),
         (10**5000, 10**5000 + 1),
         (Kind.ONE, Kind.OTHER),
+        (named("x"), named("y")),
+        (defaultdict(int, a=1), defaultdict(float, a=1)),
+        (np.array([1, 2], np.longdouble), np.array([1, 3], np.longdouble)),
         (itself, [[]]),
         (np.zeros((600, 600), np.uint8), np.eye(600, dtype=np.uint8) * 0 + (np.arange(600) == 599)),
     ]
@@ -299,6 +320,13 @@ def test_values_of_any_other_kind_go_by_what_they_hold():
         assert evidence_of(one) == evidence_of(copy.deepcopy(one))
         assert evidence_of(one) != evidence_of(other)
         assert not evidence_of(one).startswith(MARK)
+
+
+def test_bytes_that_say_nothing_are_no_difference():
+    assert evidence_of(padded(0)) == evidence_of(padded(255))
+    one, other = (np.full(4 * 16, rest, np.uint8).view(np.longdouble) for rest in (0, 255))
+    one[:], other[:] = 1.5, 1.5
+    assert evidence_of(one) == evidence_of(other)
 
 
 def test_what_does_not_pickle_to_the_same_bytes_twice_cannot_be_compared():
