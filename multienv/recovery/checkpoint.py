@@ -239,7 +239,6 @@ class Checkpoints:
         finally:
             recoverer.build = before
         if found.plan is not None and found.plan.resets and not journal.begins_anew:
-            sometimes("a checkpoint is replayed from a reset")
             logger.warning(
                 "%s: brought back by a replay from a reset. %s", worker.record.name, journal.memory.reservation
             )

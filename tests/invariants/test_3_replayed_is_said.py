@@ -26,6 +26,7 @@ from multienv import (
     create_subprocess_envs,
     flat_statistics,
 )
+from multienv.errors import NotRestoredError
 from multienv.recovery import journal, supervisor
 
 NO_SNAPSHOTS = {"snapshots": False, "backoff": 0.0}
@@ -303,6 +304,23 @@ def test_env_that_keeps_something_in_a_pipe_is_not_forked() -> None:
     assert play.env.statistics().no_snapshots == "pipes"
     play.close().twin.close()
     assert (play.outcomes(), play.differs) == (["exact"] * 2, None)
+
+
+@pytest.mark.parametrize("accept", ["replayed", "exact"])
+def test_kept_snapshot_that_is_gone_is_replayed_from_a_reset_with_a_warning_or_refused(
+    accept: Any, dear: None, caplog: Any
+) -> None:
+    restart = RestartPolicy(accept=accept, snapshot_every=10, journal_limit=2**18, backoff=0.0)
+    play = Play(MemoryEnv, restart=restart).walk(60)
+    token = play.env.snapshot()
+    os.kill(monitor_pid(), signal.SIGKILL)
+    if accept == "exact":
+        with pytest.raises(NotRestoredError, match="accept='exact'"):
+            play.env.restore(token)
+    else:
+        play.env.restore(token)
+        assert "brought back by a replay from a reset" in caplog.text
+    play.close()
 
 
 # --- a memory that shows is remembered ------------------------------------------------------------------
