@@ -132,9 +132,9 @@ class InfoPacker:
         self._types: list[type] = []
         self._pack = struct.Struct("").pack
 
-    def numbers(self, infos: Infos) -> bytes:
+    def numbers(self, infos: Sequence[tuple[int, Any]]) -> bytes:
         """Pack infos as numbers; ``b""`` unless all slots have numbers of the same names and types."""
-        if len(infos) != self._slots:
+        if len(infos) != self._slots or any(type(info) is bytes for _, info in infos):  # pickled already
             return b""
         try:  # keys, values and types may be foreign
             dicts = [info for _, info in infos]

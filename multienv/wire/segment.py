@@ -13,6 +13,7 @@ Nothing in here is used up by reading it: an interrupted reader reads once more.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import platform
@@ -235,7 +236,9 @@ def wake_bytes(number: int) -> bytes:
 def anonymous_file() -> int:
     """Return a descriptor of memory, or of a file, that has no name: nothing to leak when a process is killed."""
     if sys.platform == "linux":
-        descriptor = os.memfd_create(SHARED_NAME, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(SHARED_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # An env may truncate descriptors that are not its own: the trainer would die by SIGBUS at its next look.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     else:
         descriptor, path = tempfile.mkstemp(prefix=f"{SHARED_NAME}-")
         Path(path).unlink()

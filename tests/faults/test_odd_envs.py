@@ -127,3 +127,23 @@ def test_step_that_closes_the_workers_descriptors_is_answered_and_the_next_one_t
             env.reset(seed=2)
         env.reset(seed=2)
         assert env.step(2)[0][0] == 1
+
+
+class Truncating(CounterEnv):
+    """Cuts off whatever its process has open, its third step long, as daemons do that empty their log files."""
+
+    def step(self, action: Any) -> Any:
+        if self.episode_step == 2:
+            for descriptor in range(3, 64):
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, 0)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
+def test_step_that_truncates_the_workers_descriptors_takes_no_memory_from_the_trainer(kind: str) -> None:
+    """The trainer would be ended by SIGBUS."""
+    with Face(kind, [partial(Truncating, horizon=7)] * 2) as face:
+        actions = counts(20, 2)
+        assert_as_without_losses(face, face.record(actions, 3), actions, 3)
+        assert face.losses() == 0

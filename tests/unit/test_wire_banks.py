@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from multienv.wire import digests
 from multienv.wire.banks import BankLayout
 from multienv.wire.digests import digester
+from multienv.wire.infos import InfoPacker
 from multienv.wire.segment import REPLY_PAYLOAD, Segment
 
 # --- the segment ------------------------------------------------------------------------------
@@ -63,6 +65,24 @@ def test_mail_that_is_not_all_there_is_an_error_and_no_short_answer(sides):
     worker.words[REPLY_PAYLOAD] = 1000
     with pytest.raises(EOFError, match="1000 bytes"):
         trainer.read_reply_payload(2)
+
+
+def test_memory_that_is_shared_cannot_be_made_shorter(sides):
+    trainer, worker = sides
+    trainer.lay_out(BankLayout(2, 0, (8,)))
+    with pytest.raises(PermissionError):
+        os.ftruncate(worker.descriptor, 0)
+    assert trainer.words[REPLY_PAYLOAD] == 0
+
+
+def test_infos_that_are_pickled_already_are_not_gone_through_byte_by_byte():
+    packer, infos = InfoPacker(2), [(slot, bytes(2**20)) for slot in range(2)]
+    tracemalloc.start()
+    try:
+        assert packer.numbers(infos) == b""
+        assert tracemalloc.get_traced_memory()[1] < 2**16
+    finally:
+        tracemalloc.stop()
 
 
 # --- digests ----------------------------------------------------------------------------------
