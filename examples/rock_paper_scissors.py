@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--rate", type=float, default=0.005, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chaos", action="store_true", help="kill about three workers per second")
+    parser.add_argument("--chaos", action="store_true", help="kill about ten workers per second")
     options = parser.parse_args()
     if options.chaos:
         logging.getLogger("multienv").setLevel(logging.ERROR)  # each loss logs a warning; this example counts them
@@ -92,7 +92,7 @@ def main() -> None:
         if options.chaos:
             stack.enter_context(
                 Killer(
-                    lambda: [pid for env in envs for pid in worker_pids(env)], interval=(0.1, 0.5), seed=options.seed
+                    lambda: [pid for env in envs for pid in worker_pids(env)], interval=(0.05, 0.15), seed=options.seed
                 )
             )
         exploited = play(envs, options)

@@ -10,6 +10,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -175,7 +176,7 @@ def test_processes_are_replaced_after_so_many_episodes_without_a_trace():
 
 def test_an_env_that_nobody_seeds_is_brought_back_long_after_its_construction():
     """Its generator, which is behind wrappers, is put back: the replay begins at a later reset, which has no seed."""
-    with SubprocessParallelEnv(envs.deep_camp, restart=REPLAY) as env:
+    with SubprocessParallelEnv(envs.deep_camp, restart=replace(REPLAY, begins_anew=True)) as env:
         played(env, 1200, seed=None)
         before = env.statistics().replayed_steps
         for _ in range(3):

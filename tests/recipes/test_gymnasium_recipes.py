@@ -91,13 +91,17 @@ def run_of_one(where: str, videos: Path, restart: RestartPolicy, kills: tuple[in
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.*Overwriting existing videos")
 @pytest.mark.parametrize("where", ["inside", "around"])
-def test_recorders_of_one_env_return_and_write_the_same_but_for_videos_in_the_worker_after_a_replay(where, tmp_path):
+def test_recorders_of_one_env_return_and_write_the_same_but_for_videos_in_the_worker_after_a_replay_from_a_reset(
+    where, tmp_path
+):
     forked, replayed = RestartPolicy(snapshot_every=5), RestartPolicy(snapshots=False)
     expected, calm = run_of_one(where, tmp_path / "calm", replayed, ())
     assert len(calm) > 2
     if where == "inside":
         assert run_of_one(where, tmp_path / "forked", forked, (30, 110)) == (expected, calm)
-    found, videos = run_of_one(where, tmp_path / "replayed", replayed, (30, 110))
+    assert run_of_one(where, tmp_path / "replayed", replayed, (30, 110)) == (expected, calm)
+    anew = RestartPolicy(snapshots=False, begins_anew=True)
+    found, videos = run_of_one(where, tmp_path / "anew", anew, (30, 110))
     assert found == expected
     if where == "around":
         assert videos == calm
