@@ -330,7 +330,7 @@ class Journal:
         self._built = seconds if self._built is None else self._built
         since_built, room = seconds - self._built, self._front_within(limit)
         self._is_affordable = since_built <= min(self._affordable, longest)
-        if snapshot and not self.memory.has_shown:
+        if (snapshot and not self.memory.has_shown) or not self.replaying:  # a crash report may begin at a reset
             is_kept = self._is_affordable
         else:  # nothing else leads back exactly
             is_kept = since_built <= longest or (forks and not snapshot)

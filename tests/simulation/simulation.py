@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -275,7 +276,7 @@ class Simulation:
         """Have faces that are made meanwhile use this simulation, and its clock."""
         kept = building.Launch, fanout.wait_any, time.monotonic, random.getstate(), np.random.get_state()
         processes = launcher._monitor, launcher._ordered, time.sleep, cores._here
-        cores._here = lambda: -1  # workers are asked in their order, wherever this process runs
+        cores._here = partial(int, -1)  # workers are asked in their order, wherever this process runs
         building.Launch = self.launcher  # type: ignore[assignment, misc]
         fanout.wait_any = self.wait_any
         launcher._monitor = lambda ended=None: self  # type: ignore[assignment, misc]
