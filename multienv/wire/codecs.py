@@ -85,7 +85,7 @@ def _reward_of(tag: int, number: float) -> Any:
 
 
 class ReplyPayload(NamedTuple):
-    """What the payload of a reply holds.
+    """Holds the payload of a reply, taken apart.
 
     Attributes:
         evidence: Of the irregular part, a digest for each slot, packed.
@@ -99,7 +99,7 @@ class ReplyPayload(NamedTuple):
 
 
 def payload_of(segment: Segment, number: int) -> ReplyPayload:
-    """Return the payload of a reply, taken apart."""
+    """Return the payload of the reply to request ``number``."""
     if not segment.words[REPLY_PAYLOAD + (number & 1)]:
         return ReplyPayload()
     payload = segment.read_reply_payload(number)

@@ -125,7 +125,8 @@ def evidence_of(value: Any) -> bytes:
     if type(value) is np.ndarray and value.dtype.char in _NUMBERS and value.nbytes < _LONG:  # most are
         told = f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
         return blake2b(told, digest_size=_DIGEST_BYTES).digest()
-    for parts in (_parts_of, _pickled_parts_of):  # a value that cannot be walked, or holds itself, goes by its pickle
+    # If the walk raises, or does not end because the value holds itself, the value goes by its pickle.
+    for parts in (_parts_of, _pickled_parts_of):
         try:
             return blake2b(b"".join(parts(value)), digest_size=_DIGEST_BYTES).digest()
         except IncomparableError as error:

@@ -203,7 +203,7 @@ class KeepSnapshot:
 
 
 class ReplayStart(NamedTuple):
-    """Where a replay begins for one slot, or puts back its generators.
+    """Says where a replay begins for one slot, or puts back its generators.
 
     Attributes:
         slot: Which.
