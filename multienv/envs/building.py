@@ -17,7 +17,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv.config import Deadlines, RestartPolicy, integer
-from multienv.envs.pickling import pickled
+from multienv.envs.pickling import pickled, pickled_apart
 from multienv.envs.process_seeds import ProcessSeeds, seeds_of_trainer
 from multienv.errors import UsageError
 from multienv.events import Hook, checked_hooks
@@ -25,11 +25,13 @@ from multienv.processes.channel import Channel
 from multienv.processes.environment import module_path, worker_environment, working_directory
 from multienv.processes.launcher import Launch, method_of
 from multienv.processes.serial import SerialChannel
+from multienv.processes.worker_process import undisturbed
 from multienv.recovery.recoverer import Launcher
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
 from multienv.wire.messages import Build, Setting, seeds_from
+from multienv.wire.shared_pickle import LARGE, SharedPickle, share
 from multienv.worker.host import Host
 from multienv.worker.registrations import registrations
 
@@ -38,10 +40,21 @@ WorkerEnv = Mapping[str, str] | Callable[[int], Mapping[str, str]] | None
 
 
 class Backend(Protocol):
-    """Says where workers live: in processes beside the trainer, or on the nodes of a cluster."""
+    """Says where workers live: in processes beside the trainer, or on the nodes of a cluster.
 
-    def launcher(self, title: str) -> Launcher:
-        """Return what launches the processes of the next worker; ``title`` is what ``ps`` shows."""
+    Attributes:
+        shares: Its processes can be handed a file that several of them share.
+    """
+
+    shares: bool
+
+    def launcher(self, title: str, shared: SharedPickle | None) -> Launcher:
+        """Return what launches the processes of the next worker.
+
+        Args:
+            title: What ``ps`` shows.
+            shared: What its envs are built from, if that lies in a shared file.
+        """
         ...
 
     def setting(self) -> Setting:
@@ -58,10 +71,11 @@ class Processes:
 
     def __init__(self, context: Any, native_threads: int | None) -> None:
         self._method, self._native_threads = method_of(context), checked_threads(native_threads)
+        self.shares = sys.platform == "linux"  # by memfd_create
 
-    def launcher(self, title: str) -> Launcher:
+    def launcher(self, title: str, shared: SharedPickle | None) -> Launcher:
         """Return what launches the processes of a worker."""
-        return Launch(self._method, self._native_threads, title)
+        return Launch(self._method, self._native_threads, title, shared)
 
     def setting(self) -> Setting:
         """Return the trainer's import path, arguments and so on."""
@@ -230,8 +244,9 @@ class Workers:
             title = f"multienv envs {index}-{index + len(env_fns) - 1}"
         variables = checked_variables(self._worker_env, (index or 0) if exact else next(self._numbers))
         seeds = ProcessSeeds(seeds_from(self._seed, index or 0)) if self._seed is not None else seeds_of_trainer()
+        packed = _packed(tuple(env_fns), shares=self._backend.shares)
         build = Build(
-            env_fns=_pickled(tuple(env_fns)),
+            env_fns=packed,
             exact=exact,
             autoreset=autoreset,
             seeds=seeds.values,
@@ -243,7 +258,8 @@ class Workers:
             journal=restart.journal_limit * len(env_fns),
             title=title,
         )
-        worker = self._supervisor(self._backend.launcher(title), build, index=index)
+        shared = packed if isinstance(packed, SharedPickle) else None
+        worker = self._supervisor(self._backend.launcher(title, shared), build, index=index)
         self._first = self._first or worker
         worker.share_memory(self._first)
         worker.seeds = seeds
@@ -315,18 +331,23 @@ def _draws(slots: int) -> tuple[int, ...]:
     return tuple(generator.getrandbits(64) for _ in range(slots))
 
 
-def _pickled(env_fns: tuple[EnvFn, ...]) -> bytes:
+def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle:
+    """Pickle functions; what is large in them goes into a file that all workers share, if ``shares`` allows that."""
     # The main script in a multiprocessing child: __main__ by another name, and not importable elsewhere.
     main = sys.modules.get("__mp_main__")
     if main is not None and main.__name__ == "__mp_main__":
         cloudpickle.register_pickle_by_value(main)
     try:
-        return pickled(env_fns)
+        data, buffers = pickled_apart(env_fns, LARGE) if shares else (pickled(env_fns), [])
     except Exception as error:  # pickling runs foreign code
         raise UsageError(
             f"env_fn {_culprit(env_fns)!r:.100} cannot be sent to a process: {type(error).__name__}: {error}. "
             "Build what it needs inside the function."
         ) from error
+    if not shares or (len(data) < LARGE and not buffers):
+        return data
+    # Undisturbed: a descriptor is made there.
+    return undisturbed(partial(share, data, buffers))
 
 
 def _culprit(env_fns: tuple[EnvFn, ...]) -> Any:

@@ -32,6 +32,8 @@ from multienv.wire.segment import Segment
 
 FORMAT = "multienv-report"
 VERSION = 7
+# Bytes of pickled env_fn that a report has room for.
+MOST_ENV_FNS = store.REPORT_BYTES // 2
 # Bytes for the document, about.
 _OVERHEAD = 2**19
 _NO_JOURNAL = (
@@ -79,10 +81,10 @@ class Case:
 
     Attributes:
         replay: Returns the replay that reaches back furthest, or ``None``; called in the thread that writes.
-        size: Bytes of the journal that ``replay`` holds.
+        size: Bytes of the journal that ``replay`` holds, and of what builds the envs.
         pending: The journal entry of the request that it was lost in; ``b""``: none was pending, or the envs were being
             built.
-        build: How its envs are built.
+        build: How its envs are built; ``env_fns`` are bytes.
         description: What they are, once they have been built.
         deadline: Seconds that the request was allowed.
         layout: Of the banks that the entries were copied from.
@@ -143,7 +145,7 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
     loss, build = recovery.loss, case.build
     setting = build.setting and replace(build.setting, environment={}, authkey=b"")
     build = replace(build, setting=setting)
-    if len(build.env_fns) > store.REPORT_BYTES // 2:
+    if len(build.env_fns) > MOST_ENV_FNS:
         build = replace(build, env_fns=b"")  # a replay asks for --env
     report = Report(path, loss, case.deadline, case.layout, case.replay(), case.pending, build)
     data, obstacle, steps = cloudpickle.dumps(report), None, report.steps()
