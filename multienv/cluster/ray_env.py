@@ -16,7 +16,7 @@ from multienv.envs.building import (
     WorkerOptions,
     Workers,
     arguments,
-    check_env_fn,
+    checked_env_fn,
     checked_threads,
     listed_env_fns,
 )
@@ -88,11 +88,11 @@ class RayEnv(SupervisedEnv):
         env_index: int | None = None,
         **options: Unpack[WorkerOptions],
     ) -> None:
-        check_env_fn(env_fn)
+        fns = [checked_env_fn(env_fn, env_index)]
         fleet = self._fleet = ray if isinstance(ray, Fleet) else fleet_for(ray, 1)
         try:
             workers = Workers(partial(Nodes, fleet, first=env_index or 0), **options)
-            super().__init__(workers.make([env_fn], env_index, exact=True))
+            super().__init__(workers.make(fns, env_index, exact=True))
         except BaseException:
             fleet.close()
             raise
