@@ -6,9 +6,11 @@ import mmap
 import os
 import pickle
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from multienv.errors import ClosedError
 from multienv.threads import Lock
 from multienv.wire.shared_file import Place, SharedFile
 
@@ -52,9 +54,13 @@ class SharedPickle:
         return len(self.data) + sum(size for _, size in self.places)
 
     def handed(self) -> int:
-        """Return the descriptor of the file, to be handed to a worker; from now on the file does not change."""
-        assert self._file is not None
+        """Return the descriptor of the file, to be handed to a worker; from now on the file does not change.
+
+        Raises ClosedError after :meth:`close`.
+        """
         with _lock:
+            if self._file is None or self._file.descriptor < 0:
+                raise ClosedError("This env has been closed. Make a new one.")
             self._file.seal()
             return self._file.descriptor
 
@@ -68,9 +74,19 @@ class SharedPickle:
         first = min(offset for offset, _ in self.places)
         end = max(offset + size for offset, size in self.places)
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        # One mapping for all: until Python 3.13 each has a descriptor of its own.
-        memory = memoryview(mmap.mmap(descriptor, end - first, mmap.MAP_PRIVATE, access, offset=first))
-        return self._loaded([memory[offset - first : offset - first + size] for offset, size in self.places], _loaded)
+        # Few mappings, because until Python 3.13 each has a descriptor of its own: one for all parts; and another one
+        # where several lie at the same place, because a write to one must not show in the other.
+        memory: list[memoryview] = []
+        used: Counter[Place] = Counter()
+        parts = []
+        for place in self.places:
+            if used[place] == len(memory):
+                mapping = mmap.mmap(descriptor, end - first, mmap.MAP_PRIVATE, access, offset=first)
+                memory.append(memoryview(mapping))
+            start = place[0] - first
+            parts.append(memory[used[place]][start : start + place[1]])
+            used[place] += 1
+        return self._loaded(parts, _loaded)
 
     def whole(self) -> bytes:
         """Return a pickle of the same value that needs no file, in the trainer."""

@@ -138,6 +138,19 @@ def test_a_read_only_array_stays_read_only_and_a_change_after_construction_is_no
         assert not first.get_attr("tables")[0].flags.writeable
 
 
+@pytest.mark.parametrize("envs_per_worker", [1, 2])
+def test_equal_arrays_are_in_memory_once_and_yet_not_the_same(envs_per_worker: int) -> None:
+    tables = [(np.ones(100_000), np.ones(100_000)) for _ in range(2)]
+    with SubprocessVectorEnv(
+        [lambda mine=mine: TableEnv(*mine) for mine in tables], envs_per_worker=envs_per_worker
+    ) as envs:
+        (size,) = shared_files().values()
+        assert size < 1.5 * tables[0][0].nbytes
+        envs.reset(seed=0)
+        envs.step(np.array([5, 0]))
+        assert envs.call("sums") == ([100_005, 100_000], [100_000, 100_000])
+
+
 def test_a_large_pickle_without_arrays_is_kept_once() -> None:
     words = [f"{index}" for index in range(100_000)]
     with no_leaks():
