@@ -32,7 +32,7 @@ from multienv.recovery.state_machine import (
     State,
     told,
 )
-from multienv.reports.crash import MOST_ENV_FNS, Case
+from multienv.reports.crash import Case
 from multienv.reports.texts import what_happened
 from multienv.sometimes import sometimes
 from multienv.wire.messages import Build
@@ -361,11 +361,11 @@ class Lifecycle:
         recoverer, codec = self.recoverer, self.recoverer.codec
         known = self._journal.recording and codec is not None
         packed = recoverer.build.env_fns
-        if isinstance(packed, SharedPickle):  # read now: the file may be closed before the report is written
-            packed = packed.whole() if packed.size <= MOST_ENV_FNS else b""
+        if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
+            packed = packed.again()
         return Case(
             replay=partial(furthest_replay, self._journal.dump() if known else None),
-            size=(len(self._journal) if known else 0) + len(packed),
+            size=len(self._journal) if known else 0,
             pending=pending,
             build=replace(recoverer.build, env_fns=packed),
             description=recoverer.description,

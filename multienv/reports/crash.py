@@ -29,11 +29,10 @@ from multienv.wire.actions import action_decoder
 from multienv.wire.banks import SKIPPED, BankLayout, Entry, split_entries
 from multienv.wire.messages import Build, Description, Replay, message_of
 from multienv.wire.segment import Segment
+from multienv.wire.shared_pickle import SharedPickle
 
 FORMAT = "multienv-report"
 VERSION = 7
-# Bytes of pickled env_fn that a report has room for.
-MOST_ENV_FNS = store.REPORT_BYTES // 2
 # Bytes for the document, about.
 _OVERHEAD = 2**19
 _NO_JOURNAL = (
@@ -54,7 +53,8 @@ class Report:
         replay: What came before the loss; ``None``: it is not known, and no request was pending.
         pending: The journal entry of the request that the process was lost in; ``b""``: none was pending, or the envs
             were being built.
-        build: How the envs were built, without the trainer's environment variables: secrets are kept there.
+        build: How the envs were built, without the trainer's environment variables: secrets are kept there. Its
+            ``env_fns`` are bytes.
     """
 
     path: str
@@ -81,10 +81,10 @@ class Case:
 
     Attributes:
         replay: Returns the replay that reaches back furthest, or ``None``; called in the thread that writes.
-        size: Bytes of the journal that ``replay`` holds, and of what builds the envs.
+        size: Bytes of the journal that ``replay`` holds.
         pending: The journal entry of the request that it was lost in; ``b""``: none was pending, or the envs were being
             built.
-        build: How its envs are built; ``env_fns`` are bytes.
+        build: How its envs are built.
         description: What they are, once they have been built.
         deadline: Seconds that the request was allowed.
         layout: Of the banks that the entries were copied from.
@@ -128,6 +128,10 @@ class CrashReports:
             self.path = str(store.new_path(self._directory, index))
             self._case = case
 
+    def drop(self) -> None:
+        """Forget the report that is open: its worker is closed, and nothing will become of the loss."""
+        self.path, self._case = "", None
+
     def close(self, recovery: Recovery) -> None:
         """Have the report written: at once if an error or a truncation names it, else soon, by another thread."""
         self.last, case, self.path, self._case = self.path, self._case, "", None
@@ -145,8 +149,12 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
     loss, build = recovery.loss, case.build
     setting = build.setting and replace(build.setting, environment={}, authkey=b"")
     build = replace(build, setting=setting)
-    if len(build.env_fns) > MOST_ENV_FNS:
+    packed = build.env_fns
+    size = packed.size if isinstance(packed, SharedPickle) else len(packed)
+    if size > store.REPORT_BYTES // 2:
         build = replace(build, env_fns=b"")  # a replay asks for --env
+    elif isinstance(packed, SharedPickle):
+        build = replace(build, env_fns=packed.whole())
     report = Report(path, loss, case.deadline, case.layout, case.replay(), case.pending, build)
     data, obstacle, steps = cloudpickle.dumps(report), None, report.steps()
     if report.replay is None and case.pending:

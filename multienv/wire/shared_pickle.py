@@ -88,6 +88,10 @@ class SharedPickle:
             used[place] += 1
         return self._loaded(parts, _loaded)
 
+    def again(self) -> SharedPickle:
+        """Return another one of the same parts, which keeps the file open by itself, until nothing refers to it."""
+        return SharedPickle(self.data, self.places, self._file)
+
     def whole(self) -> bytes:
         """Return a pickle of the same value that needs no file, in the trainer."""
         assert self._file is not None

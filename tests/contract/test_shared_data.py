@@ -197,11 +197,13 @@ def test_nothing_writes_to_a_file_that_was_handed_to_a_worker() -> None:
 
 def test_a_report_holds_what_it_needs(reports: Path) -> None:
     table, words = TABLE.copy(), [f"{index}" for index in range(100_000)]
-    with SubprocessEnv(lambda: TableEnv(table, words)) as env:
-        env.reset(seed=0)
-        os.kill(worker_pids(env)[0], signal.SIGKILL)
-        env.step(0)
-    store.settle()
+    with no_leaks():
+        with SubprocessEnv(lambda: TableEnv(table, words)) as env:
+            env.reset(seed=0)
+            os.kill(worker_pids(env)[0], signal.SIGKILL)
+            env.step(0)
+        store.settle()
+        assert not shared_files()
     (path,) = reports.glob("*.json")
     (env_fn,) = env_functions(load(path), None)
     tables = env_fn().tables
