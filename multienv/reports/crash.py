@@ -29,10 +29,11 @@ from multienv.wire.actions import action_decoder
 from multienv.wire.banks import SKIPPED, BankLayout, Entry, split_entries
 from multienv.wire.messages import Build, Description, Replay, message_of
 from multienv.wire.segment import Segment
-from multienv.wire.shared_pickle import SharedPickle
 
 FORMAT = "multienv-report"
 VERSION = 7
+# Bytes of pickled functions that a report has room for.
+_MOST_ENV_FNS = store.REPORT_BYTES // 2
 # Bytes for the document, about.
 _OVERHEAD = 2**19
 _NO_JOURNAL = (
@@ -149,12 +150,10 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
     loss, build = recovery.loss, case.build
     setting = build.setting and replace(build.setting, environment={}, authkey=b"")
     build = replace(build, setting=setting)
-    packed = build.env_fns
-    size = packed.size if isinstance(packed, SharedPickle) else len(packed)
-    if size > store.REPORT_BYTES // 2:
+    if not isinstance(build.env_fns, bytes):  # a SharedPickle
+        build = replace(build, env_fns=build.env_fns.whole(_MOST_ENV_FNS))
+    if len(build.env_fns) > _MOST_ENV_FNS:
         build = replace(build, env_fns=b"")  # a replay asks for --env
-    elif isinstance(packed, SharedPickle):
-        build = replace(build, env_fns=packed.whole())
     report = Report(path, loss, case.deadline, case.layout, case.replay(), case.pending, build)
     data, obstacle, steps = cloudpickle.dumps(report), None, report.steps()
     if report.replay is None and case.pending:

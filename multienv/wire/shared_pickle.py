@@ -48,11 +48,6 @@ class SharedPickle:
         self.places = tuple(place for place in places if place is not None)
         return len(self.places) == len(places)
 
-    @property
-    def size(self) -> int:
-        """Return the bytes of pickle and buffers."""
-        return len(self.data) + sum(size for _, size in self.places)
-
     def handed(self) -> int:
         """Return the descriptor of the file, to be handed to a worker; from now on the file does not change.
 
@@ -92,8 +87,10 @@ class SharedPickle:
         """Return another one of the same parts, which keeps the file open by itself, until nothing refers to it."""
         return SharedPickle(self.data, self.places, self._file)
 
-    def whole(self) -> bytes:
-        """Return a pickle of the same value that needs no file, in the trainer."""
+    def whole(self, most: int) -> bytes:
+        """Return a pickle of the same value that needs no file, in the trainer; ``b""`` if it has more bytes."""
+        if len(self.data) + sum(size for _, size in self.places) > most:
+            return b""
         assert self._file is not None
         descriptor = self._file.descriptor
         parts = [bytearray(os.pread(descriptor, size, offset)) for offset, size in self.places]
