@@ -160,3 +160,7 @@ def return_a_lock_as_metadata() -> gymnasium.Env[Any, Any]:
     env = CounterEnv()
     env.metadata = {"lock": threading.Lock()}
     return env
+
+
+def numbered(index: int) -> CounterEnv:
+    return CounterEnv(horizon=10 + index)

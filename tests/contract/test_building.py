@@ -36,6 +36,7 @@ from multienv import (
     create_subprocess_envs,
     make_vec,
 )
+from multienv.cli.env_functions import named
 from multienv.errors import (
     EnvError,
     EnvsFailedError,
@@ -231,6 +232,10 @@ def test_a_replacement_gets_the_same_index():
         for pid in worker_pids(envs):
             os.kill(pid, signal.SIGKILL)
         assert list(envs.get_attr("horizon")) == [10, 11, 12]
+
+
+def test_the_command_line_builds_the_first_of_them():
+    assert named("contract_envs:numbered").env_fn().horizon == 10  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("vectorization", ["subprocess", "serial"])
