@@ -52,18 +52,34 @@ def resumed(transition: Any) -> Any:
 
 
 class Followup(Protocol):
-    """Says what a step means besides itself: autoreset. Without one a step is a step."""
+    """Says what a step means besides itself: autoreset. Without one a step is a step.
+
+    Attributes:
+        leaves_ends: A request may follow a step that ended an episode.
+    """
+
+    leaves_ends: bool
 
     def first(self, place: int, supervisor: Supervisor) -> Any:
         """Return the reset to ask for in place of a step, while no episode runs; ``None``: step all the same."""
 
-    def next(self) -> Any:
-        """Return the reset to ask for after a step that ended an episode, or ``None``."""
+    def next(self, supervisor: Supervisor, ended: Any, answer: Any, request: Any) -> tuple[Any, str, Any] | None:
+        """Return the request that follows an answer in the same step; ``None``: none does.
 
-    def joined(self, place: int, transition: Any, begun: Any) -> Any:
-        """Return the outcome of a step: what it returned, ``None`` if it was a reset from the first, and the reset."""
+        Args:
+            supervisor: Of the member.
+            ended: What was kept of an answer before this one; ``None``: there was none.
+            answer: The answer.
+            request: What the member was asked for.
 
-    def failed(self, place: int, transition: Any, error: MultienvError) -> None:
+        Returns:
+            What is kept of the answer until the next one is there; name and content of the next request.
+        """
+
+    def joined(self, place: int, ended: Any, answer: Any) -> Any:
+        """Return the outcome of a step: of what was kept of an earlier answer, ``None``: nothing, and the last one."""
+
+    def failed(self, place: int, ended: Any, error: MultienvError) -> None:
         """Note that a member failed in a step, or in the reset after it."""
 
 
@@ -200,7 +216,7 @@ class FanOut:
         self._round: Round | None = None
         self._blocking = {place: member for place, member in enumerate(members) if callable(member)}
         self._followup = followup
-        self._leaves_ends = followup is not None and followup.next() is not None
+        self._leaves_ends = followup is not None and followup.leaves_ends
         self._threads = min(threads or len(members), len(members))
         self._name = name
         self._executor: Pool | None = None
@@ -513,11 +529,7 @@ class FanOut:
                 # If nothing is pending, a thread has collected it, or a call that was broken off then.
                 is_asked = _is_asked(current, supervisor)
                 answer = supervisor.collect(None, heals) if is_asked else supervisor.resume()
-                if (
-                    self._followup is not None
-                    and _name(current, place) == "step"
-                    and (len(answer) == 2 or answer[2] or answer[3])
-                ):
+                if self._followup is not None and _name(current, place) == "step":
                     answer = self._follow(current, place, answer)
                 answers[place] = answer
             except HealingDue:
@@ -526,16 +538,18 @@ class FanOut:
                 self._fail(current, place, error)
 
     def _follow(self, current: Round, place: int, answer: Any) -> Any:
-        """Return what a step comes to whose answer is a reset's or ended an episode; MISSING if a reset follows."""
-        followup = self._followup
+        """Return what a step comes to, given an answer; MISSING if a request follows."""
+        followup, supervisor, ended = self._followup, self.supervisors[place], current.ended.get(place)
         assert followup is not None
-        if len(answer) == 2:
-            return followup.joined(place, current.ended.get(place), answer)
-        message = followup.next()
-        if message is None:
-            return answer
-        current.ended[place] = answer
-        self.supervisors[place].send("reset", message, current.whole)
+        request = current.requests[place] if current.name else current.requests[place].content
+        following = followup.next(supervisor, ended, answer, request)
+        if following is None:
+            return followup.joined(place, ended, answer)
+        current.ended[place], name, request = following
+        if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
+            self._begin(current, place, partial(ask_patiently, supervisor, name, request, current.whole))
+        else:
+            _send(supervisor, name, request, current.whole)
         return MISSING
 
     def _send_one(self, current: Round, place: int) -> None:
@@ -554,8 +568,9 @@ class FanOut:
             if message is not None:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
-            if not current.name and (maintenance.is_due or (name == "reset" and maintenance.recycling_due)):
-                self._note(current, place, partial(ask_patiently, supervisor, name, request))
+            is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
+            if is_due and not self._heals_here:  # building takes a while
+                self._note(current, place, partial(ask_patiently, supervisor, name, request, current.whole))
             else:
                 _send(supervisor, name, request, current.whole)
         except MultienvError as error:
@@ -636,9 +651,9 @@ def _send(supervisor: Supervisor, name: str, request: Any, whole: bool) -> None:
         supervisor.send(name, request, whole)
 
 
-def ask_patiently(supervisor: Supervisor, name: str, request: Any) -> None:
-    """Send a request of an endless round and wait for its answer, which the supervisor keeps."""
-    _send(supervisor, name, request, False)
+def ask_patiently(supervisor: Supervisor, name: str, request: Any, whole: bool = False) -> None:
+    """Send a request and wait for its answer, which the supervisor keeps."""
+    _send(supervisor, name, request, whole)
     supervisor.resume()
 
 

@@ -161,6 +161,9 @@ class Workers:
         restart, deadlines, context, native_threads, worker_env, worker_seed, hooks, reports: See
             :class:`WorkerOptions`.
 
+    Attributes:
+        recycles: Processes are replaced by plan.
+
     Raises:
         UsageError: An option makes no sense.
     """
@@ -190,6 +193,7 @@ class Workers:
             hooks=checked_hooks(hooks),
             reports=directory_for(reports),
         )
+        self.recycles = restart.recycles
         self._setting = self._backend.setting()
         self._worker_env, self._numbers = worker_env, count()
         self._seed = None if worker_seed is None else integer(worker_seed)
@@ -256,6 +260,8 @@ class SerialWorkers:
     Args:
         hooks: See :class:`WorkerOptions`.
     """
+
+    recycles = False
 
     def __init__(self, *, hooks: Sequence[Hook] = ()) -> None:
         self._hooks = checked_hooks(hooks)

@@ -16,12 +16,12 @@ from multienv.recovery.journal import Journal
 from multienv.recovery.recoverer import Unrecoverable
 from multienv.recovery.state_machine import Episode, Process, State
 from multienv.sometimes import sometimes
-from multienv.wire.messages import KeepSnapshot
+from multienv.wire.messages import Build, KeepSnapshot
 
 # Version of the dict that state_dict() returns.
-_VERSION = 6
-# Seconds that taking a snapshot may last; a fork of a large process takes some of them.
-_SNAPSHOT_LIMIT = 30.0
+_VERSION = 7
+# Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
+ASIDE = 30.0
 _tokens = count(1)
 
 logger = logging.getLogger("multienv")
@@ -36,7 +36,7 @@ class Standing:
         shown: What the caller saw last, see ``answers``.
         episode: Name of the episode state.
         pending_truncations: Slots whose episode is lost, which the caller has not been told yet, and why.
-        process_seeds, draws: Of the envs' present life.
+        process_seeds, draws, generators: Of the envs' present life: see ``Build``.
         seeds: Of the last reset with one, for each env.
         number, steps, steps_before, episodes: Counters.
         seconds: Time of the envs.
@@ -48,12 +48,17 @@ class Standing:
     pending_truncations: tuple[tuple[int, str], ...]
     process_seeds: tuple[int, int] | None
     draws: tuple[int, ...]
+    generators: dict[int, bytes]
     seeds: tuple[int | None, ...]
     number: int
     steps: int
     steps_before: tuple[int, ...]
     episodes: int
     seconds: float
+
+    def build_after(self, build: Build) -> Build:
+        """Return the request that builds the envs of this life."""
+        return replace(build, seeds=self.process_seeds, draws=self.draws, generators=self.generators)
 
 
 class Snapshot:
@@ -117,7 +122,7 @@ class Checkpoints:
             raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
         token = next(_tokens)
         try:
-            obstacle = worker.ask_between(KeepSnapshot(token, worker.number), _SNAPSHOT_LIMIT)
+            obstacle = worker.ask_between(KeepSnapshot(token, worker.number), ASIDE)
             snapshot = Snapshot(token, self.standing(), worker.recoverer.free)
             self._kept.add(snapshot)
         except BaseException:
@@ -219,6 +224,7 @@ class Checkpoints:
             pending_truncations=worker.state.pending_truncations,
             process_seeds=build.seeds,
             draws=build.draws,
+            generators=dict(build.generators),
             seeds=tuple(worker.record.seeds),
             number=worker.number,
             steps=worker.record.steps,
@@ -233,7 +239,7 @@ class Checkpoints:
         journal = Journal(recording=True, policy=worker.policy, memory=worker.journal.memory)
         journal.load(standing.journal)
         recoverer, before = worker.recoverer, worker.recoverer.build
-        recoverer.build = replace(before, seeds=standing.process_seeds, draws=standing.draws)
+        recoverer.build = standing.build_after(before)
         try:
             found = recoverer.bring_back(journal.plans(), effort, journal.why_no_plan())
         finally:
@@ -256,7 +262,7 @@ class Checkpoints:
         worker.refuse_if_closed("restore", channel)
         worker.give_up()
         recoverer = worker.recoverer
-        recoverer.build = replace(recoverer.build, seeds=standing.process_seeds, draws=standing.draws)
+        recoverer.build = standing.build_after(recoverer.build)
         worker.journal.load(standing.journal)
         worker.number, worker.record.steps_before[:] = standing.number, standing.steps_before
         worker.record.seeds[:] = standing.seeds

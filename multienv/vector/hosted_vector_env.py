@@ -52,6 +52,7 @@ from multienv.vector.batching import (
     reset_options,
 )
 from multienv.vector.rendering import Frame, tile_images
+from multienv.vector.same_step import ResetAtOnce
 from multienv.vector.some_envs import InfosOfSome, SharedWorkers, infos_of, rows_of
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
@@ -135,11 +136,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self.envs_per_worker = list(sizes)
         self._slices = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
         space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
-        autoreset, make = self.autoreset_mode.name, workers(**options).make
+        made = workers(**options)
+        followup, autoreset, make = None, self.autoreset_mode.name, made.make
+        if autoreset == "SAME_STEP" and made.recycles and max(sizes) == 1:
+            followup, autoreset = ResetAtOnce(lambda reply: self._rows.row(reply, 0)), "NEXT_STEP"
         self._workers = [make(env_fns[rows], rows.start, autoreset=autoreset, space=space) for rows in self._slices]
         if place is not None:
             place(self._workers)
-        self._fanout = FanOut(self._workers)
+        self._fanout = FanOut(self._workers, followup=followup)
+        self._resets_at_once = followup is not None
         self._merges = merge_infos
         self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
         self._begun = np.zeros(self.num_envs, np.bool_)  # the env has an episode
@@ -498,6 +503,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             raise UsageError(
                 "rollout(): with autoreset_mode='DISABLED' nobody begins the next episode. Make the envs with "
                 "'NEXT_STEP' or 'SAME_STEP'. Nothing was sent."
+            )
+        if self._resets_at_once:
+            raise UsageError(
+                "rollout(): a worker whose process is replaced between two episodes does not reset its env in the same "
+                "step. Make the envs with 'NEXT_STEP', or without recycle_... and max_rss. Nothing was sent."
             )
         if not self._all_begun:
             self._refuse_without_episodes("rollout")

@@ -50,7 +50,7 @@ class EnvGroup:
         self.observation_space = envs[0].observation_space if message.space is None else message.space
         self.action_space = envs[0].action_space
         self.words = segment.words
-        self.starts = Starts(self.envs, message.starts, segment)
+        self.starts = Starts(self.envs, message.starts, segment, message.generators)
         self.waiting: AbstractSet[int] = frozenset()
         self.raised = False
         self._steps: list[Step] = []
