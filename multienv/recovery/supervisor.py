@@ -18,7 +18,7 @@ import pickle
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -155,6 +155,7 @@ class Supervisor:
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
         path: The last events and the states that they led to, but for those of plain steps.
         journal, record: What drove the envs, and what happened to them.
+        on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
     """
 
@@ -191,6 +192,7 @@ class Supervisor:
         self.core: int | None = None
         self.asked_by: Any = None
         self.seeds: Any = None
+        self.on_spaces: Callable[[], Callable[[tuple[Any, Any]], object] | None] = lambda: None
         self.path: deque[tuple[Event, State]] = deque(maxlen=_PATH)
         self.index = index
         self._sharing = 0
@@ -849,7 +851,7 @@ class Supervisor:
         """Make what reads replies."""
         build = self.recoverer.build
         if isinstance(codec, ExactCodec):
-            return ExactAnswers(codec, self._error_of, self.record.truncation)
+            return ExactAnswers(codec, self._error_of, self.record.truncation, self._show_spaces)
         return RowsAnswers(
             codec,
             self._error_of,
@@ -857,6 +859,11 @@ class Supervisor:
             same_step=build.autoreset == "SAME_STEP",
             truncates=build.truncates_errors,
         )
+
+    def _show_spaces(self, spaces: tuple[Any, Any]) -> None:
+        show = self.on_spaces()
+        if show is not None:
+            show(spaces)
 
     def adopt(self, channel: Channel) -> None:
         """Make a process the worker's."""
