@@ -17,10 +17,12 @@ any number of times.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import inf
+from threading import get_ident
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
@@ -214,6 +216,7 @@ class FanOut:
     ) -> None:
         self.supervisors: list[Any] = [None if callable(member) else member for member in members]
         self._round: Round | None = None
+        self._owner: dict[str, int] = {}  # "thread": the one that is in a call, or was interrupted in one
         self._blocking = {place: member for place, member in enumerate(members) if callable(member)}
         self._followup = followup
         self._leaves_ends = followup is not None and followup.leaves_ends
@@ -234,9 +237,25 @@ class FanOut:
     def unfinished(self) -> Round | None:
         """Return the round whose outcome has not been handed to the caller; one that was half sent is taken back."""
         current = self._round
-        if current is not None and current.sending:
-            self._take_back(current)
+        if current is not None:
+            if current.whole:
+                self._claim(current.name)
+            if current.sending:
+                self._take_back(current)
         return self._round
+
+    def _claim(self, name: str) -> None:
+        """Be the thread that makes a call, until :meth:`finish`. Raises CallPendingError if another one makes its."""
+        mine = get_ident()
+        if self._owner.setdefault("thread", mine) == mine:  # in C: no other thread comes in between
+            return
+        if any(thread.ident == self._owner.get("thread") for thread in threading.enumerate()):
+            raise CallPendingError(
+                f"{name}(): another thread is in a call of these envs, or was interrupted in one. Make one call at a "
+                "time, or give each thread envs of its own. Nothing was sent.",
+                name,
+            )
+        self._owner["thread"] = mine  # it was interrupted there, and has ended
 
     def _take_back(self, current: Round) -> None:
         """Have the requests not made that an exception has struck while they were sent. May be broken off, too."""
@@ -246,6 +265,7 @@ class FanOut:
                 supervisor.take_back()
         if current.name:
             self._round = None
+            self._owner.clear()
             return
         for place in current.sending:
             current.answers[place] = None
@@ -286,6 +306,7 @@ class FanOut:
 
     def call_each(self, name: str, calls: Sequence[Callable[[], Any] | None]) -> Round:
         """Make blocking calls side by side, one for each member, as a round that survives an interruption, too."""
+        self._claim(name)
         current = Round(name, calls, whole=True)
         current.tasks = {place: Task(call) for place, call in enumerate(calls) if call is not None}
         self._round = current
@@ -299,6 +320,8 @@ class FanOut:
             requests: As for :meth:`ask`.
             whole: ``collect()`` follows in the same call of the caller's.
         """
+        if whole:
+            self._claim(name)
         nothing, order, done = self.nothing, self._turns.now(), 0
         current = Round(name, requests, order, whole=whole, nothing=nothing)
         if self._blocking:  # begun when all others are asked
@@ -397,11 +420,13 @@ class FanOut:
                 self.call_hooks()
             finally:
                 self._round = current
+        self._owner.clear()
         self._round = self._bell = None
 
     def forget(self) -> Round | None:
         """Return the unfinished round, and be done with it whatever has become of it: the envs are closed."""
         current, self._round = self._round, None
+        self._owner.clear()
         return current
 
     def call_hooks(self) -> None:
