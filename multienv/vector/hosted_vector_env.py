@@ -21,6 +21,7 @@ from multienv.envs.calls import (
     call_message,
     checked_indices,
     checked_seeds,
+    raises_again,
     refuse_copy,
 )
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
@@ -547,7 +548,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             outcome = make()
         except Exception as error:
-            if _raises(make, type(error)):
+            if raises_again(make, error):
                 self._fanout.finish()
                 del current.answers[:]  # no call
             raise
@@ -951,11 +952,3 @@ def _collect(name: str, failures: dict[int, BaseException], results: Sequence[An
 def _is_unreadable(error: BaseException) -> bool:
     """Tell whether the env has done what it was asked, and only this process cannot unpickle what came of it."""
     return isinstance(error, ResultNotPicklableError) and not error.command  # an error of the worker's has one
-
-
-def _raises(make: Callable[[], Any], kind: type[Exception]) -> bool:
-    try:
-        make()
-    except Exception as error:  # what is tried is foreign code
-        return type(error) is kind
-    return False
