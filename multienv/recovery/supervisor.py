@@ -894,7 +894,8 @@ class Supervisor:
     # --- by plan ----------------------------------------------------------------------------------
 
     def look_at_limits(self) -> None:
-        """Trim the journal and see whether something is due before the next request."""
+        """Trim the journal, free dropped snapshots, and see whether something is due before the next request."""
+        self._checkpoints.free_dropped()
         channel = self.channel
         if channel is not None:
             self.maintenance.look(self.journal, self.record, channel)
