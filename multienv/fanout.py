@@ -223,7 +223,7 @@ class FanOut:
         self._threads = min(threads or len(members), len(members))
         self._name = name
         self._executor: Pool | None = None
-        self._bell: Bell | None = None
+        self._bell: Bell | None = None  # of all endless rounds: what comes in a finalizer, Ctrl-C too, is swallowed
         self._look_at = 0.0  # when to look for dead processes although others are ready
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
@@ -421,7 +421,7 @@ class FanOut:
             finally:
                 self._round = current
         self._owner.clear()
-        self._round = self._bell = None
+        self._round = None
 
     def forget(self) -> Round | None:
         """Return the unfinished round, and be done with it whatever has become of it: the envs are closed."""
@@ -444,7 +444,8 @@ class FanOut:
         pending = self.unfinished
         if pending is not None and not pending.name:
             return pending
-        bell = Bell()
+        bell = self._bell = self._bell or Bell()
+        bell.silence()
         name, given = ("", [None] * len(self.supervisors)) if pending is None else (pending.name, pending.requests)
         requests = [None if one is self.nothing else Noted(name, one) for one in given]
         order = [place for place, one in enumerate(self.supervisors) if one is not None]
@@ -454,7 +455,7 @@ class FanOut:
             current.tasks, current.ended = pending.tasks, pending.ended
             for task in current.tasks.values():
                 task.notify(bell.ring)
-        self._round, self._bell = current, bell
+        self._round = current
         return current
 
     def send_some(self, requests: Mapping[int, Noted]) -> None:
@@ -521,11 +522,11 @@ class FanOut:
             else:
                 self._begin(current, place, supervisor.resume)
         if heard or until <= now:
-            if self._bell is not None and now >= self._look_at:  # while others are ready nothing tells of a death
+            if not current.name and now >= self._look_at:  # while others are ready nothing tells of a death
                 self._look_at = now + _LOOK_EVERY
                 heard += [place for place, (channel, _) in awaited.items() if channel.attend()]
             return heard
-        places, lines, bell = list(awaited), list(awaited.values()), self._bell
+        places, lines, bell = list(awaited), list(awaited.values()), None if current.name else self._bell
         if bell is not None or lines:
             waiting, watched = (lines, []) if bell is not None else (lines[:1], lines[1:])
             heard = [places[index] for index in wait_any(waiting, wake, bell, watched)]
@@ -628,7 +629,8 @@ class FanOut:
 
     def _note(self, current: Round, place: int, call: Callable[[], Any]) -> None:
         """Note a call that a thread is to make for a member."""
-        current.tasks[place] = Task(call, None if self._bell is None else self._bell.ring)
+        bell = None if current.name else self._bell
+        current.tasks[place] = Task(call, None if bell is None else bell.ring)
 
     def _start(self, current: Round) -> None:
         """Have threads begin the calls that are noted; again does nothing."""

@@ -29,7 +29,7 @@ from multienv.recovery.recoverer import Launcher
 from multienv.recovery.supervisor import Supervisor
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
-from multienv.wire.messages import Build, Setting, seeds_from
+from multienv.wire.messages import Build, Setting, foreign, seeds_from
 from multienv.worker.host import Host
 from multienv.worker.registrations import registrations
 
@@ -90,9 +90,19 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
         worker: The worker's index.
 
     Raises:
-        UsageError: They are no mapping of strings, or the operating system knows no such name or value.
+        UsageError: They are no mapping of strings, or the operating system knows no such name or value; or the function
+            raised.
     """
-    given = worker_env(worker) if callable(worker_env) else {} if worker_env is None else worker_env
+    given: Any = {} if worker_env is None else worker_env
+    if callable(worker_env):
+        function = worker_env
+        given = foreign(
+            lambda: function(worker),
+            lambda error: UsageError(
+                f"worker_env({worker}) raised {type(error).__name__}: {error}. It is called in the trainer, with the "
+                "index of each worker."
+            ),
+        )
     what = f"worker_env({worker}) returned" if callable(worker_env) else "worker_env is"
     if not isinstance(given, Mapping):
         raise UsageError(

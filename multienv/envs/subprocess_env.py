@@ -244,7 +244,8 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         env that can be forked, also for one that cannot be copied or pickled, such as an emulator or a physics engine.
 
         Returns:
-            A snapshot for :meth:`restore`. It is freed when you drop the last reference to it.
+            A snapshot for :meth:`restore`. ``snapshot.free()`` ends its process. So does one of the next calls of this
+            env when you have dropped the last reference to it, and :meth:`close`.
 
         Raises:
             UsageError: The env has threads, child processes, sockets, pipes, shared memory or a GPU; or the system is

@@ -908,11 +908,12 @@ class Supervisor:
     # --- by plan ----------------------------------------------------------------------------------
 
     def look_at_limits(self, *, resetting: bool = False) -> None:
-        """Trim the journal and see whether something is due before the next request.
+        """Trim the journal, free dropped snapshots, and see whether something is due before the next request.
 
         Args:
             resetting: That request resets all envs.
         """
+        self._checkpoints.free_dropped()
         channel = self.channel
         if channel is not None:
             is_over = (lambda: True) if resetting else self._is_between_episodes

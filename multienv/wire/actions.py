@@ -6,6 +6,7 @@ a float32 Box stays float64. The common cases lie in the bank, the rest travels 
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import struct
@@ -212,6 +213,21 @@ def _discrete_misfit(space: spaces.Discrete, action: Any) -> str:
     if not np.issubdtype(value.dtype, np.integer) and value.dtype != np.bool_:
         return f"The action {shown(action)} is not an integer of 64 bits; the env's action space is {space}."
     return ""
+
+
+def own_copy(action: Any, name: str) -> Any:
+    """Return a copy of an action that the env is sent later; raise ActionError if it cannot be copied.
+
+    Args:
+        action: Of one env, or of several.
+        name: Of the call, for messages.
+    """
+    return foreign(
+        lambda: copy.deepcopy(action),
+        lambda error: ActionError(
+            f"{name}: the action {shown(action)} cannot be copied: {shown(error)}. Nothing was sent."
+        ),
+    )
 
 
 def shown(value: object) -> str:

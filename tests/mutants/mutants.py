@@ -755,7 +755,7 @@ MUTANTS = [
         "close() does not free kept snapshots.",
         7,
         "recovery/checkpoint.py",
-        "        for snapshot in list(self._kept):\n            snapshot.free()\n",
+        "        for token in list(self._kept):\n            self.free(token)\n",
         "",
         (f"{SEVEN}::test_the_last_close_leaves_nothing",),
     ),
