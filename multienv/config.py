@@ -186,12 +186,15 @@ class RestartPolicy(Named):
             a GPU has no snapshots; ``statistics().no_snapshots`` says why.
         snapshot_every: Steps between two snapshots; ``None`` finds a good number: at most 1 % of the env's time.
         max_snapshots: How many snapshots from ``env.snapshot()`` may exist at a time; each is a frozen process.
-        recycle_after_steps: Replace a process after this many steps, for simulators that leak. It is replaced between
-            two steps by a replay, as after a loss, and the trajectory does not change. Envs that cannot be replayed
-            exactly keep their process until all of them are reset at once. Without such a reset, multienv tries again
-            after 2 more episodes of each env, then 4, 8 and so on. This limit and the next three are checked every 64
-            steps, and when an episode begins or ends.
-        recycle_after_episodes: Replace a process after this many episodes; needs one env per process.
+        recycle_after_steps: Replace a process after this many steps, for simulators that leak. Between two episodes,
+            the old process ends, and a new one begins the next episode; nothing is replayed. The random generators go
+            on, so the trajectory changes only if the env remembers earlier episodes. During an episode the process is
+            replaced by a replay, as after a loss. If the envs cannot be replayed, or cannot be built beside the old
+            ones (a port, a licence), a warning says so, and it is tried again after some more episodes, then with the
+            old process ended first. This limit and the next three are checked every 64 steps, and when an episode
+            begins or ends.
+        recycle_after_episodes: Replace a process after this many episodes; needs one env per process. With 1, each
+            episode has a new process.
         recycle_after: Replace a process after this many seconds.
         max_rss: Replace a process when its resident memory exceeds this many bytes. Give more than the envs of the
             process need when they are new.
@@ -238,6 +241,12 @@ class RestartPolicy(Named):
     def replays(self) -> bool:
         """Return whether a crash, a timeout or both lead to a replay."""
         return "replay" in (self.on_crash, self.on_timeout)
+
+    @property
+    def recycles(self) -> bool:
+        """Return whether processes are replaced by plan."""
+        limits = (self.recycle_after_steps, self.recycle_after_episodes, self.recycle_after, self.max_rss)
+        return any(limit is not None for limit in limits)
 
     def _check_integer(self, name: str, least: int) -> None:
         value = integer(getattr(self, name))

@@ -18,7 +18,8 @@
     ├── ClusterError                        the cluster cannot be reached, or a host cannot be started
     │   └── NoCapacityError                   no node has room for a host
     ├── NotRestoredError                    restore() or load_state_dict() could not bring the env back exactly
-    └── EnvsFailedError                     envs of a batch failed: failures by index, results of the other envs
+    ├── EnvsFailedError                     envs of a batch failed: failures by index, results of the other envs
+    └── InfosNotMergedError                 the infos of a batch cannot be merged; also of the type that merging raised
 
 Each message says what happened, the likely cause, and what to do next.
 """
@@ -280,6 +281,19 @@ class EnvsFailedError(MultienvError):
         error.results = list(results)
         error.__cause__ = first
         return error
+
+
+class InfosNotMergedError(MultienvError):
+    """Raised when the infos of a batch cannot be merged in gymnasium's way: None in one env, a number in another.
+
+    The call is done, and all episodes go on. Make the envs with ``merge_infos=False``, or let all of them give the same
+    kind of value. The class of the error also derives from the type that merging raised, which is the ``__cause__``.
+
+    Attributes:
+        results: What the call would have returned, with a list of infos: one dict for each env.
+    """
+
+    results: Any = None
 
 
 __all__ = [

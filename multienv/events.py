@@ -96,10 +96,10 @@ class Recycled:
     Attributes:
         env_index: Index in the batch of the worker's first env, or ``None``.
         why: The limit that was reached, in words.
-        outcome: ``"exact"`` or ``"replayed"``: the same episodes go on; see :class:`Recovery` for the difference.
-            ``"reset"``: the episodes could not be replayed, and the new process started with a reset of all envs that
-            you had called for. ``"put off"``: the episodes could not be replayed and you called for no such reset, so
-            the old process goes on until you do, or until some more episodes have ended.
+        outcome: ``"reset"``: no episode was running. The new process begins the next episodes; the random generators
+            of the envs go on. ``"exact"`` or ``"replayed"``: the same episodes go on; see :class:`Recovery` for the
+            difference. ``"put off"``: the episodes could not be replayed, or the envs could not be built beside the old
+            ones. The old process goes on until some more episodes have ended.
         reason: Why the outcome is not exact, or ``""``.
         replayed: Number of requests that were run again.
         seconds: Seconds that the replacement took.

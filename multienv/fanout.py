@@ -17,10 +17,12 @@ any number of times.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import inf
+from threading import get_ident
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
@@ -52,18 +54,34 @@ def resumed(transition: Any) -> Any:
 
 
 class Followup(Protocol):
-    """Says what a step means besides itself: autoreset. Without one a step is a step."""
+    """Says what a step means besides itself: autoreset. Without one a step is a step.
+
+    Attributes:
+        leaves_ends: A request may follow a step that ended an episode.
+    """
+
+    leaves_ends: bool
 
     def first(self, place: int, supervisor: Supervisor) -> Any:
         """Return the reset to ask for in place of a step, while no episode runs; ``None``: step all the same."""
 
-    def next(self) -> Any:
-        """Return the reset to ask for after a step that ended an episode, or ``None``."""
+    def next(self, supervisor: Supervisor, ended: Any, answer: Any, request: Any) -> tuple[Any, str, Any] | None:
+        """Return the request that follows an answer in the same step; ``None``: none does.
 
-    def joined(self, place: int, transition: Any, begun: Any) -> Any:
-        """Return the outcome of a step: what it returned, ``None`` if it was a reset from the first, and the reset."""
+        Args:
+            supervisor: Of the member.
+            ended: What was kept of an answer before this one; ``None``: there was none.
+            answer: The answer.
+            request: What the member was asked for.
 
-    def failed(self, place: int, transition: Any, error: MultienvError) -> None:
+        Returns:
+            What is kept of the answer until the next one is there; name and content of the next request.
+        """
+
+    def joined(self, place: int, ended: Any, answer: Any) -> Any:
+        """Return the outcome of a step: of what was kept of an earlier answer, ``None``: nothing, and the last one."""
+
+    def failed(self, place: int, ended: Any, error: MultienvError) -> None:
         """Note that a member failed in a step, or in the reset after it."""
 
 
@@ -198,13 +216,14 @@ class FanOut:
     ) -> None:
         self.supervisors: list[Any] = [None if callable(member) else member for member in members]
         self._round: Round | None = None
+        self._owner: dict[str, int] = {}  # "thread": the one that is in a call, or was interrupted in one
         self._blocking = {place: member for place, member in enumerate(members) if callable(member)}
         self._followup = followup
-        self._leaves_ends = followup is not None and followup.next() is not None
+        self._leaves_ends = followup is not None and followup.leaves_ends
         self._threads = min(threads or len(members), len(members))
         self._name = name
         self._executor: Pool | None = None
-        self._bell: Bell | None = None
+        self._bell: Bell | None = None  # of all endless rounds: what comes in a finalizer, Ctrl-C too, is swallowed
         self._look_at = 0.0  # when to look for dead processes although others are ready
         self.nothing = None if skips_none else MISSING
         self._me = weakref.ref(self)
@@ -218,9 +237,25 @@ class FanOut:
     def unfinished(self) -> Round | None:
         """Return the round whose outcome has not been handed to the caller; one that was half sent is taken back."""
         current = self._round
-        if current is not None and current.sending:
-            self._take_back(current)
+        if current is not None:
+            if current.whole:
+                self._claim(current.name)
+            if current.sending:
+                self._take_back(current)
         return self._round
+
+    def _claim(self, name: str) -> None:
+        """Be the thread that makes a call, until :meth:`finish`. Raises CallPendingError if another one makes its."""
+        mine = get_ident()
+        if self._owner.setdefault("thread", mine) == mine:  # in C: no other thread comes in between
+            return
+        if any(thread.ident == self._owner.get("thread") for thread in threading.enumerate()):
+            raise CallPendingError(
+                f"{name}(): another thread is in a call of these envs, or was interrupted in one. Make one call at a "
+                "time, or give each thread envs of its own. Nothing was sent.",
+                name,
+            )
+        self._owner["thread"] = mine  # it was interrupted there, and has ended
 
     def _take_back(self, current: Round) -> None:
         """Have the requests not made that an exception has struck while they were sent. May be broken off, too."""
@@ -230,6 +265,7 @@ class FanOut:
                 supervisor.take_back()
         if current.name:
             self._round = None
+            self._owner.clear()
             return
         for place in current.sending:
             current.answers[place] = None
@@ -270,6 +306,7 @@ class FanOut:
 
     def call_each(self, name: str, calls: Sequence[Callable[[], Any] | None]) -> Round:
         """Make blocking calls side by side, one for each member, as a round that survives an interruption, too."""
+        self._claim(name)
         current = Round(name, calls, whole=True)
         current.tasks = {place: Task(call) for place, call in enumerate(calls) if call is not None}
         self._round = current
@@ -283,6 +320,8 @@ class FanOut:
             requests: As for :meth:`ask`.
             whole: ``collect()`` follows in the same call of the caller's.
         """
+        if whole:
+            self._claim(name)
         nothing, order, done = self.nothing, self._turns.now(), 0
         current = Round(name, requests, order, whole=whole, nothing=nothing)
         if self._blocking:  # begun when all others are asked
@@ -381,11 +420,13 @@ class FanOut:
                 self.call_hooks()
             finally:
                 self._round = current
-        self._round = self._bell = None
+        self._owner.clear()
+        self._round = None
 
     def forget(self) -> Round | None:
         """Return the unfinished round, and be done with it whatever has become of it: the envs are closed."""
         current, self._round = self._round, None
+        self._owner.clear()
         return current
 
     def call_hooks(self) -> None:
@@ -403,7 +444,8 @@ class FanOut:
         pending = self.unfinished
         if pending is not None and not pending.name:
             return pending
-        bell = Bell()
+        bell = self._bell = self._bell or Bell()
+        bell.silence()
         name, given = ("", [None] * len(self.supervisors)) if pending is None else (pending.name, pending.requests)
         requests = [None if one is self.nothing else Noted(name, one) for one in given]
         order = [place for place, one in enumerate(self.supervisors) if one is not None]
@@ -413,7 +455,7 @@ class FanOut:
             current.tasks, current.ended = pending.tasks, pending.ended
             for task in current.tasks.values():
                 task.notify(bell.ring)
-        self._round, self._bell = current, bell
+        self._round = current
         return current
 
     def send_some(self, requests: Mapping[int, Noted]) -> None:
@@ -480,11 +522,11 @@ class FanOut:
             else:
                 self._begin(current, place, supervisor.resume)
         if heard or until <= now:
-            if self._bell is not None and now >= self._look_at:  # while others are ready nothing tells of a death
+            if not current.name and now >= self._look_at:  # while others are ready nothing tells of a death
                 self._look_at = now + _LOOK_EVERY
                 heard += [place for place, (channel, _) in awaited.items() if channel.attend()]
             return heard
-        places, lines, bell = list(awaited), list(awaited.values()), self._bell
+        places, lines, bell = list(awaited), list(awaited.values()), None if current.name else self._bell
         if bell is not None or lines:
             waiting, watched = (lines, []) if bell is not None else (lines[:1], lines[1:])
             heard = [places[index] for index in wait_any(waiting, wake, bell, watched)]
@@ -513,11 +555,7 @@ class FanOut:
                 # If nothing is pending, a thread has collected it, or a call that was broken off then.
                 is_asked = _is_asked(current, supervisor)
                 answer = supervisor.collect(None, heals) if is_asked else supervisor.resume()
-                if (
-                    self._followup is not None
-                    and _name(current, place) == "step"
-                    and (len(answer) == 2 or answer[2] or answer[3])
-                ):
+                if self._followup is not None and _name(current, place) == "step":
                     answer = self._follow(current, place, answer)
                 answers[place] = answer
             except HealingDue:
@@ -526,16 +564,18 @@ class FanOut:
                 self._fail(current, place, error)
 
     def _follow(self, current: Round, place: int, answer: Any) -> Any:
-        """Return what a step comes to whose answer is a reset's or ended an episode; MISSING if a reset follows."""
-        followup = self._followup
+        """Return what a step comes to, given an answer; MISSING if a request follows."""
+        followup, supervisor, ended = self._followup, self.supervisors[place], current.ended.get(place)
         assert followup is not None
-        if len(answer) == 2:
-            return followup.joined(place, current.ended.get(place), answer)
-        message = followup.next()
-        if message is None:
-            return answer
-        current.ended[place] = answer
-        self.supervisors[place].send("reset", message, current.whole)
+        request = current.requests[place] if current.name else current.requests[place].content
+        following = followup.next(supervisor, ended, answer, request)
+        if following is None:
+            return followup.joined(place, ended, answer)
+        current.ended[place], name, request = following
+        if supervisor.maintenance.is_due or supervisor.maintenance.recycling_due:  # building takes a while
+            self._begin(current, place, partial(ask_patiently, supervisor, name, request, current.whole))
+        else:
+            _send(supervisor, name, request, current.whole)
         return MISSING
 
     def _send_one(self, current: Round, place: int) -> None:
@@ -554,8 +594,9 @@ class FanOut:
             if message is not None:
                 name, request = "reset", message
             maintenance = supervisor.maintenance
-            if not current.name and (maintenance.is_due or (name == "reset" and maintenance.recycling_due)):
-                self._note(current, place, partial(ask_patiently, supervisor, name, request))
+            is_due = maintenance.is_due or (name == "reset" and maintenance.recycling_due)
+            if is_due and not self._heals_here:  # building takes a while
+                self._note(current, place, partial(ask_patiently, supervisor, name, request, current.whole))
             else:
                 _send(supervisor, name, request, current.whole)
         except MultienvError as error:
@@ -588,7 +629,8 @@ class FanOut:
 
     def _note(self, current: Round, place: int, call: Callable[[], Any]) -> None:
         """Note a call that a thread is to make for a member."""
-        current.tasks[place] = Task(call, None if self._bell is None else self._bell.ring)
+        bell = None if current.name else self._bell
+        current.tasks[place] = Task(call, None if bell is None else bell.ring)
 
     def _start(self, current: Round) -> None:
         """Have threads begin the calls that are noted; again does nothing."""
@@ -636,9 +678,9 @@ def _send(supervisor: Supervisor, name: str, request: Any, whole: bool) -> None:
         supervisor.send(name, request, whole)
 
 
-def ask_patiently(supervisor: Supervisor, name: str, request: Any) -> None:
-    """Send a request of an endless round and wait for its answer, which the supervisor keeps."""
-    _send(supervisor, name, request, False)
+def ask_patiently(supervisor: Supervisor, name: str, request: Any, whole: bool = False) -> None:
+    """Send a request and wait for its answer, which the supervisor keeps."""
+    _send(supervisor, name, request, whole)
     supervisor.resume()
 
 

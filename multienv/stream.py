@@ -66,11 +66,13 @@ class Stream:
         given: Env → its request, which is asked, or waits for those of the envs that share its worker.
         ready: Env → what came of its request, in the order in which it came. The owner replaces it by one without those
             that it has handed over.
+        is_read: The owner is taking some of these now.
     """
 
     def __init__(self, fan: FanOut, sharing: Sharing | None = None) -> None:
         self._fan, self._sharing = fan, sharing or OneEach()
         self.ready: Mapping[int, Ready] = {}
+        self.is_read = False
         current = fan.begin_endless()
         self.given: Mapping[int, Noted] = {
             env: noted
@@ -148,6 +150,15 @@ class Stream:
         if busy:
             raise CallPendingError(
                 f"{name}(): envs {busy} are under way; recv() gives their results first. Nothing was sent.", "send"
+            )
+
+    def refuse_nested(self) -> None:
+        """Raise CallPendingError if a ``recv()`` is under way: it would wait for envs that this one takes from it."""
+        if self.is_read:
+            raise CallPendingError(
+                "recv(): it is called inside of another recv() of these envs, by a signal handler or another thread. "
+                "Leave the results to that one.",
+                "recv",
             )
 
     def hand_over(self, envs: Collection[int]) -> None:

@@ -12,9 +12,10 @@ import contextlib
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 from multienv.errors import MultienvError
@@ -97,9 +98,8 @@ class Bell:
             os.read(self._pipes[0][0], 4096)
 
     def __del__(self) -> None:
-        pipes = self.__dict__.get("_pipes")  # an interruption may come before there are any
-        for descriptor in pipes.pop() if pipes else ():
-            os.close(descriptor)
+        # One call into C, as above. There may be none: an interruption may have come before.
+        deque(map(os.close, chain.from_iterable(self.__dict__.get("_pipes", ()))), 0)
 
 
 class Task:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import gymnasium
@@ -83,6 +85,8 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
     ) -> None:
         self.agents: list[Any] = []
         self._env = SubprocessEnv(_Build(checked_env_fn(env_fn, env_index)), env_index=env_index, **options)
+        # By a weak reference: an env that is not closed ends with the last reference to it.
+        calls_of(self._env).convert = partial(SubprocessParallelEnv._converted, weakref.proxy(self))
         self._spaces: dict[Any, tuple[Any, Any]] = {}  # of possible agents
         self._spaces_of_others: dict[Any, tuple[Any, Any]] = {}  # asked for in this episode
         self._last = b""  # what the env returned last, but for infos
@@ -149,7 +153,9 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
         Returns:
             Observations and infos by agent.
         """
-        return self._begun(*self._built().reset(seed=seed, options=options))
+        returned: Any = self._built().reset(seed=seed, options=options)
+        self.agents, self._last, self._spaces_of_others, outcome = returned
+        return outcome  # type: ignore[no-any-return]
 
     def reset_async(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Send a reset; collect the result with :meth:`reset_wait`."""
@@ -157,7 +163,9 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
         """Collect the result of the reset. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._begun(*self._env.reset_wait(timeout))
+        returned: Any = self._env.reset_wait(timeout)
+        self.agents, self._last, self._spaces_of_others, outcome = returned
+        return outcome  # type: ignore[no-any-return]
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Take one step.
@@ -174,7 +182,9 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             EnvError: The env raised; also catchable by the type of that exception.
             WorkerLostError: The process was lost and the policy says ``"raise"``, or its restart budget is used up.
         """
-        return self._stepped(*self._env.step(actions))
+        returned: Any = self._env.step(actions)
+        self.agents, self._last, self._spaces_of_others, outcome = returned
+        return outcome  # type: ignore[no-any-return]
 
     def step_async(self, actions: dict[Any, Any]) -> None:
         """Send a step; collect the result with :meth:`step_wait`."""
@@ -182,12 +192,14 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> Transition:
         """Collect the result of the step. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
-        return self._stepped(*self._env.step_wait(timeout))
+        returned: Any = self._env.step_wait(timeout)
+        self.agents, self._last, self._spaces_of_others, outcome = returned
+        return outcome  # type: ignore[no-any-return]
 
     def resume(self) -> Any:
         """Return, after an interruption, the result of the last step or reset, collected before or not."""
-        answer = self._env.resume()
-        return self._begun(*answer) if len(answer) == 2 else self._stepped(*answer)
+        self.agents, self._last, self._spaces_of_others, outcome = self._env.resume()
+        return outcome
 
     def render(self) -> Any:
         """Render the env and return the result of its ``render``."""
@@ -284,27 +296,28 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
             self._spaces_of_others[agent] = found
         return found
 
-    def _begun(self, checksum: Any, info: dict[str, Any]) -> tuple[dict[Any, Any], dict[Any, dict[str, Any]]]:
-        self._spaces_of_others = {}
-        self._last = info["returned"]
-        self.agents, observations = pickle.loads(self._last)
-        return observations, info["infos"]
+    def _converted(self, answer: Any) -> tuple[list[Any], bytes, dict[Any, tuple[Any, Any]], Any]:
+        """Return agents, last transition and spaces after an answer, which the caller stores, and what it then returns.
 
-    def _stepped(self, checksum: Any, reward: float, terminated: bool, truncated: bool, info: Any) -> Transition:
-        told = info.get("multienv", {})
+        Nothing is stored here: until the caller has the outcome, an interrupted call is not over.
+        """
+        info = answer[-1]
+        told, last = info.get("multienv", {}), info.get("returned", self._last)
+        agents, *outcome = pickle.loads(last)
+        if len(answer) == 2:
+            return agents, last, {}, (*outcome, info["infos"])
         if "returned" not in info:
-            return self._truncated(told)
-        self._last = info["returned"]
-        self.agents, observations, rewards, terminations, truncations = pickle.loads(self._last)
+            return [], last, self._spaces_of_others, self._truncated(agents, outcome[0], told)
+        observations, rewards, terminations, truncations = outcome
         infos = info["infos"]
         if told:
             infos = {**infos, **{agent: {**infos.get(agent, {}), "multienv": dict(told)} for agent in terminations}}
-        return observations, rewards, terminations, truncations, infos
+        transition = observations, rewards, terminations, truncations, infos
+        return agents, last, self._spaces_of_others, transition
 
-    def _truncated(self, told: dict[str, Any]) -> Transition:
+    @staticmethod
+    def _truncated(agents: list[Any], observations: dict[Any, Any], told: dict[str, Any]) -> Transition:
         """Return the honest end of an episode that cannot go on: of all agents that were there."""
-        agents, observations, *_ = pickle.loads(self._last)
-        self.agents = []
         return (
             {agent: observations.get(agent) for agent in agents},
             dict.fromkeys(agents, 0.0),

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from multienv.errors import CallPendingError, EnvsFailedError, MultienvError, UsageError
+from multienv.errors import CallPendingError, EnvsFailedError, UsageError
 from multienv.events import Statistics
 from multienv.vector.vector_env import SubprocessVectorEnv
 
@@ -27,6 +27,7 @@ except ImportError as missing:
     ) from None
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 # Calls that the libraries make all the time, and that change nothing: HER's of goals, sb3-contrib's of masks.
 UNRECORDED = ("action_masks", "compute_reward")
@@ -50,7 +51,7 @@ class SubprocessVecEnv(VecEnv):
     limit.
 
     If Ctrl-C interrupts a step, the next step completes it, whatever its actions; each ``info["multienv"]`` then says
-    ``resumed``. ``reset()`` drops a pending step.
+    ``resumed``. What is asked of the envs meanwhile sees them after that step. ``reset()`` drops a pending step.
 
     Args:
         env_fns: One function for each env, which builds it in its process; one that needs an argument gets the env's
@@ -71,6 +72,10 @@ class SubprocessVecEnv(VecEnv):
         UsageError: An argument is invalid.
     """
 
+    # Of VecEnv, for the next reset.
+    _seeds: Sequence[int | None]
+    _options: list[dict[str, Any]]
+
     def __init__(
         self,
         env_fns: Sequence[Callable[..., Any]],
@@ -86,7 +91,8 @@ class SubprocessVecEnv(VecEnv):
         if start_method is not None:
             options["context"] = _CONTEXTS[start_method]
         self._unrecorded = frozenset(unrecorded)
-        self._is_interrupted = False  # the last call, which may have left a step to be completed
+        self._taken: Any = None  # the outcome of a step that was collected, and not handed to the caller yet
+        self._resumes = False  # the pending step was asked for once more: it was interrupted
         self.vector_env = SubprocessVectorEnv(
             env_fns, autoreset_mode=AutoresetMode.SAME_STEP, merge_infos=False, **options
         )
@@ -104,53 +110,67 @@ class SubprocessVecEnv(VecEnv):
 
     def reset(self) -> Any:
         """Begin an episode in every env, with the seeds and options set before; return the observations."""
+        self._taken = None  # that step is dropped
         options = [one or None for one in self._options]
         try:
-            observations, self.reset_infos = self.vector_env.reset(seed=self._seeds, options=options)
-        except CallPendingError:  # that step is dropped
+            observations, infos = self.vector_env.reset(seed=self._seeds, options=options)
+        except CallPendingError:  # that step, too
             with contextlib.suppress(EnvsFailedError):
                 self.vector_env.step_wait()
-            observations, self.reset_infos = self.vector_env.reset(seed=self._seeds, options=options)
-        self._is_interrupted = False
-        self._reset_seeds()
-        self._reset_options()
+            observations, infos = self.vector_env.reset(seed=self._seeds, options=options)
+        no_seeds: list[None] = [None] * self.num_envs
+        no_options: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        # Adjacent stores: a reset that is interrupted before them has its seeds and options when it is called again.
+        self.reset_infos, self._resumes, self._seeds, self._options = infos, False, no_seeds, no_options
         return observations
 
     def step_async(self, actions: Any) -> None:
-        """Send one action to each env. If an interrupted step must be completed first, the actions are not sent."""
-        with self._noting_interruptions():
-            if self._has_nested_actions:
-                empty: Any = create_empty_array(self.action_space, self.num_envs)
-                actions = concatenate(self.action_space, actions, empty)
+        """Send one action to each env. If a step is pending, these actions are not sent: the pending one is completed.
+
+        It is pending because it was interrupted, be it between ``step_async()`` and :meth:`step_wait`.
+        """
+        if self._has_nested_actions:
+            empty: Any = create_empty_array(self.action_space, self.num_envs)
+            actions = concatenate(self.action_space, actions, empty)
+        if self._taken is None:
             try:
                 self.vector_env.step_async(actions)
-            except CallPendingError:
-                if not self._is_interrupted:
+                return
+            except CallPendingError as error:
+                if error.name != "step":
                     raise
+        self._resumes = True
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
         """Collect observations, rewards (float32), dones and infos."""
-        with self._noting_interruptions():
-            observations, rewards, terminations, truncations, infos = self.vector_env.step_wait()
-        self._is_interrupted = False
+        if self._taken is None:
+            # Stored as soon as it is returned: whatever interrupts what follows, the next call has it.
+            self._taken = self.vector_env.step_wait()
+        observations, rewards, terminations, truncations, infos = self._taken
         dones = terminations | truncations
         for info in infos:
             info["TimeLimit.truncated"] = False
+        told, begun = infos.copy(), list(self.reset_infos)
         for index in np.flatnonzero(dones).tolist():
             is_truncated = bool(truncations[index] and not terminations[index])
-            infos[index], self.reset_infos[index] = _ended(infos[index], is_truncated)
-        return observations, rewards.astype(np.float32), dones, infos
+            told[index], begun[index] = _ended(infos[index], is_truncated)
+        if self._resumes:
+            for info in told:
+                info["multienv"] = {**info.get("multienv", {}), "resumed": True}
+        returned = observations, rewards.astype(np.float32), dones, told
+        # Adjacent stores, and no call after them: an interruption would lose the transition.
+        self.reset_infos, self._resumes, self._taken = begun, False, None
+        return returned
 
-    @contextlib.contextmanager
-    def _noting_interruptions(self) -> Iterator[None]:
-        """Note an exception that is not multienv's: Ctrl-C, or what a signal handler raised."""
+    def _asking(self, ask: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Ask the envs something. A step that is pending is completed first; :meth:`step_wait` returns its outcome."""
         try:
-            yield
-        except MultienvError:
-            raise
-        except BaseException:
-            self._is_interrupted = True
-            raise
+            return ask(*args, **kwargs)
+        except CallPendingError as error:
+            if error.name != "step":
+                raise
+        self._taken = self.vector_env.step_wait()
+        return ask(*args, **kwargs)
 
     def close(self) -> None:
         """End the workers."""
@@ -160,35 +180,34 @@ class SubprocessVecEnv(VecEnv):
 
     def has_attr(self, attr_name: str) -> bool:
         """Return whether every env, or a wrapper of it, has the attribute."""
-        return all(self.vector_env.call("has_wrapper_attr", attr_name))
+        return all(self._asking(self.vector_env.call, "has_wrapper_attr", attr_name))
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """Return an attribute of each env or of one of its wrappers; for a method, a function that calls it."""
-        return list(self.vector_env.get_attr(attr_name, self._asked(indices), calls_methods=False))
+        asked = self._asked(indices)
+        return list(self._asking(self.vector_env.get_attr, attr_name, asked, calls_methods=False))
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
         """Set an attribute of each env, on the env or the wrapper that has it, else on the outermost one."""
         asked = self._asked(indices)
-        self.vector_env.set_attr(attr_name, [value] * (self.num_envs if asked is None else len(asked)), asked)
+        values = [value] * (self.num_envs if asked is None else len(asked))
+        self._asking(self.vector_env.set_attr, attr_name, values, asked)
 
     def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
         """Call a method of each env or of one of its wrappers."""
-        is_recorded = method_name not in self._unrecorded
-        asked = self._asked(indices)
-        return list(
-            self.vector_env.call(method_name, *method_args, indices=asked, recorded=is_recorded, **method_kwargs)
-        )
+        given = {**method_kwargs, "indices": self._asked(indices), "recorded": method_name not in self._unrecorded}
+        return list(self._asking(self.vector_env.call, method_name, *method_args, **given))
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Any = None) -> list[bool]:
         """Return for each env whether it has a wrapper of this class. Classes are compared by name."""
-        return list(self.vector_env.is_wrapped(wrapper_class, self._asked(indices)))
+        return list(self._asking(self.vector_env.is_wrapped, wrapper_class, self._asked(indices)))
 
     def get_images(self) -> list[Array | None]:
         """Return a frame of each env, if their ``render_mode`` is ``"rgb_array"``."""
         if self.render_mode != "rgb_array":
             warnings.warn(f"render_mode is {self.render_mode!r}: the envs draw no images.", stacklevel=2)
             return [None] * self.num_envs
-        return list(self.vector_env.render())
+        return list(self._asking(self.vector_env.render))
 
     def statistics(self) -> list[Statistics]:
         """Return counters and state of each worker."""

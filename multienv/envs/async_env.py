@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import asyncio
 import contextlib
-import copy
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from multienv.errors import CallPendingError, EnvError, MultienvError, WaitTimeo
 from multienv.events import Event, Hook, Statistics, checked_hooks, tell
 from multienv.fanout import resumed
 from multienv.threads import Pool, Task
+from multienv.wire.actions import own_copy
 from multienv.wire.codecs import Transition
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class AsyncEnv:
         """
         check_seconds("deadline", deadline)
         # The thread encodes it later: another task may reuse an array until then.
-        take = partial(_step, self._env, copy.deepcopy(action), self._deadlines)
+        take = partial(_step, self._env, own_copy(action, "step()"), self._deadlines)
         transition: Transition = await self._ask("step", take, deadline)
         return transition
 

@@ -28,7 +28,7 @@ class AutoresetFollowup:
     """
 
     def __init__(self, mode: AutoresetMode) -> None:
-        self._same_step = mode is AutoresetMode.SAME_STEP
+        self.leaves_ends = mode is AutoresetMode.SAME_STEP
         self._failed: set[int] = set()  # members whose own reset raised, and is still due
 
     def is_due(self, place: int, supervisor: Supervisor) -> bool:
@@ -40,14 +40,19 @@ class AutoresetFollowup:
         """Return the reset to ask for in place of a step, or ``None``."""
         return BEGINNING if self.is_due(place, supervisor) else None
 
-    def next(self) -> Reset | None:
-        """Return the reset that follows the end of an episode in the same step."""
-        return BEGINNING if self._same_step else None
+    def next(
+        self, supervisor: Supervisor, ended: Transition | None, answer: Any, request: Any
+    ) -> tuple[Transition, str, Reset] | None:
+        """Return the end of an episode, and the reset that follows it in the same step."""
+        is_end = self.leaves_ends and len(answer) != 2 and (answer[2] or answer[3])
+        return (answer, "reset", BEGINNING) if is_end else None
 
-    def joined(self, place: int, transition: Transition | None, begun: tuple[Any, dict[str, Any]]) -> Transition:
-        """Return the outcome of a step that was a reset, or was followed by one."""
+    def joined(self, place: int, ended: Transition | None, answer: Any) -> Transition:
+        """Return the outcome of a step, which may have been a reset, or was followed by one."""
+        if len(answer) != 2:
+            return answer  # type: ignore[no-any-return]
         self._failed.discard(place)
-        return joined(transition, begun)
+        return joined(ended, answer)
 
     def failed(self, place: int, transition: Transition | None, error: MultienvError) -> None:
         """Note that a step, or the reset in it, raised."""

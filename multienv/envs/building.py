@@ -32,7 +32,7 @@ from multienv.recovery.supervisor import Supervisor
 from multienv.recovery.turns import Turns
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
-from multienv.wire.messages import Build, Setting, seeds_from
+from multienv.wire.messages import Build, Setting, foreign, seeds_from
 from multienv.wire.shared_pickle import LARGE, SharedPickle, share
 from multienv.worker.host import Host
 from multienv.worker.registrations import registrations
@@ -108,9 +108,19 @@ def checked_variables(worker_env: WorkerEnv, worker: int) -> dict[str, str]:
         worker: The worker's index.
 
     Raises:
-        UsageError: They are no mapping of strings, or the operating system knows no such name or value.
+        UsageError: They are no mapping of strings, or the operating system knows no such name or value; or the function
+            raised.
     """
-    given = worker_env(worker) if callable(worker_env) else {} if worker_env is None else worker_env
+    given: Any = {} if worker_env is None else worker_env
+    if callable(worker_env):
+        function = worker_env
+        given = foreign(
+            lambda: function(worker),
+            lambda error: UsageError(
+                f"worker_env({worker}) raised {type(error).__name__}: {error}. It is called in the trainer, with the "
+                "index of each worker."
+            ),
+        )
     what = f"worker_env({worker}) returned" if callable(worker_env) else "worker_env is"
     if not isinstance(given, Mapping):
         raise UsageError(
@@ -183,6 +193,9 @@ class Workers:
         restart, deadlines, context, native_threads, worker_env, worker_seed, starts_at_once, hooks, reports: See
             :class:`WorkerOptions`.
 
+    Attributes:
+        recycles: Processes are replaced by plan.
+
     Raises:
         UsageError: An option makes no sense.
     """
@@ -213,6 +226,7 @@ class Workers:
             hooks=checked_hooks(hooks),
             reports=directory_for(reports),
         )
+        self.recycles = restart.recycles
         self._setting = self._backend.setting()
         self._worker_env, self._numbers = worker_env, count()
         self._seed = None if worker_seed is None else integer(worker_seed)
@@ -285,6 +299,8 @@ class SerialWorkers:
     Args:
         hooks: See :class:`WorkerOptions`.
     """
+
+    recycles = False
 
     def __init__(self, *, hooks: Sequence[Hook] = ()) -> None:
         self._hooks = checked_hooks(hooks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 from gymnasium.vector import AutoresetMode
@@ -82,6 +83,15 @@ def checked_indices(indices: Any, num_envs: int) -> list[int]:
     return [index for index in found if index is not None]
 
 
+def raises_again(make: Callable[[], Any], error: Exception) -> bool:
+    """Tell whether what has raised ``error`` raises one of its type again; else a signal handler has raised it."""
+    try:
+        make()
+    except Exception as again:  # what is tried may be foreign code
+        return type(again) is type(error)
+    return False
+
+
 class Calls:
     """Makes one call at a time to one env.
 
@@ -91,11 +101,16 @@ class Calls:
     Args:
         supervisor: Of the env.
         followup: Makes resets of steps and lets resets follow them.
+
+    Attributes:
+        convert: Makes of the answer to a step or a reset what the caller is given; ``None``: that is the answer. It
+            comes before the call counts as finished: an interruption in there loses nothing.
     """
 
-    __slots__ = ("_fan", "_supervisor")
+    __slots__ = ("_fan", "_supervisor", "convert")
 
     def __init__(self, supervisor: Supervisor, followup: Followup | None = None) -> None:
+        self.convert: Callable[[Any], Any] | None = None
         self._supervisor = supervisor
         self._fan = FanOut([supervisor], followup=followup, skips_none=False)
 
@@ -144,7 +159,8 @@ class Calls:
     def resume(self) -> Any:
         """Return the answer to the last request, even if it was collected before."""
         if self._fan.unfinished is None:
-            return self._supervisor.resume()
+            answer = self._supervisor.resume()
+            return answer if self.convert is None else self.convert(answer)
         return self._outcome(self._fan.resume())
 
     def pending(self) -> str:
@@ -167,6 +183,13 @@ class Calls:
         answer = current.answers[0]
         if current.resumed and current.name == "step":
             answer = resumed(answer)
+        if self.convert is not None and current.name in ("step", "reset"):
+            try:
+                answer = self.convert(answer)
+            except Exception as error:
+                if raises_again(partial(self.convert, answer), error):
+                    self._fan.finish()
+                raise
         if make is not None:
             answer = make(answer, current.resumed)
         failed = make is not None and isinstance(answer, Exception)

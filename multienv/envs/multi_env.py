@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -25,7 +24,8 @@ from multienv.errors import ActionError, ClosedError, EnvsFailedError, UsageErro
 from multienv.events import Statistics
 from multienv.fanout import Blocking, FanOut, Round, resumed
 from multienv.recovery.supervisor import Supervisor
-from multienv.stream import OwnPace
+from multienv.stream import OwnPace, Stream
+from multienv.wire.actions import own_copy
 from multienv.wire.messages import Reset, reset_of_one
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class MultiEnv:
         chosen = list(range(self.num_envs)) if indices is None else checked_indices(indices, self.num_envs)
         self._check_actions(actions, len(chosen), "send()")
         stream.refuse_busy("send", chosen)
-        stream.give("step", dict(zip(chosen, copy.deepcopy(list(actions)), strict=True)))
+        stream.give("step", dict(zip(chosen, own_copy(list(actions), "send()"), strict=True)))
 
     def recv(self, k: int | None = None, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the first ``k`` envs that are ready, among the envs that got an action or a reset.
@@ -313,10 +313,19 @@ class MultiEnv:
         Raises:
             WaitTimeout: Fewer than ``k`` envs are ready after ``timeout`` seconds. Nothing is lost; call it again.
             EnvsFailedError: Some of these envs raised; ``results`` has the outcomes of the others among them.
+            CallPendingError: A signal handler calls it inside of another ``recv()``.
             UsageError: Fewer than ``k`` envs are under way, or none.
         """
         self._refuse_if_closed("recv()")
         stream = self._pace.begin("recv")
+        stream.refuse_nested()
+        stream.is_read = True
+        try:
+            return self._received(stream, k, timeout)
+        finally:  # adjacent stores: no interruption comes between them and what hand_over() has stored
+            stream.is_read = False
+
+    def _received(self, stream: Stream, k: int | None, timeout: float | None) -> tuple[Any, ...]:
         chosen = stream.first(k, timeout)
         self._refuse_if_closed("recv()")
         ready = {index: stream.ready[index] for index in chosen}

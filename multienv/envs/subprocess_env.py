@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,6 +57,7 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         self._supervisor = supervisor
         self._calls = Calls(supervisor)
         self._frame: Any = None  # what render() has returned last
+        supervisor.on_spaces = weakref.WeakMethod(self._show_spaces)
 
     # --- start and end --------------------------------------------------------------------------
 
@@ -96,11 +98,15 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
                 self.render_mode = description.render_mode
                 # Copies: training code writes to spaces (CleanRL sets a dtype), and recovery goes by these. The one
                 # that is asked about above comes last: an interruption leaves all to do again.
-                observation_space, self.action_space = copy.deepcopy(description.spaces[0])
-                self.observation_space = observation_space
+                self._show_spaces(description.spaces[0])
         finally:
             self._supervisor.record.call_hooks()
         return self
+
+    def _show_spaces(self, spaces: tuple[Any, Any]) -> None:
+        """Show these spaces; an env may set others in its reset."""
+        observation_space, self.action_space = copy.deepcopy(spaces)
+        self.observation_space = observation_space
 
     def close(self) -> None:
         """Ask the process to end, and kill it after ``Deadlines.close`` seconds. A second call does nothing."""
@@ -238,7 +244,8 @@ class SupervisedEnv(gymnasium.Env[Any, Any]):
         env that can be forked, also for one that cannot be copied or pickled, such as an emulator or a physics engine.
 
         Returns:
-            A snapshot for :meth:`restore`. It is freed when you drop the last reference to it.
+            A snapshot for :meth:`restore`. ``snapshot.free()`` ends its process. So does one of the next calls of this
+            env when you have dropped the last reference to it, and :meth:`close`.
 
         Raises:
             UsageError: The env has threads, child processes, sockets, pipes, shared memory or a GPU; or the system is

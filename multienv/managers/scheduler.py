@@ -26,6 +26,7 @@ from multienv.recovery.state_machine import Episode
 from multienv.recovery.supervisor import Supervisor
 from multienv.stream import OneEach, Stream
 from multienv.threads import Task, close_at_once
+from multienv.wire.actions import own_copy
 from multienv.wire.codecs import Transition
 from multienv.wire.messages import Message, reset_of_one
 
@@ -134,7 +135,7 @@ class Scheduler:
 
     def step(self, actions: Mapping[int, Any]) -> None:
         """Send these steps: all of them, or none if an interruption comes meanwhile."""
-        self._stream.give("step", copy.deepcopy(dict(actions)))
+        self._stream.give("step", own_copy(dict(actions), "step()"))
 
     def reset(self, chosen: Sequence[int]) -> None:
         """Reset these envs and wait until they are reset; steps under way are given up.

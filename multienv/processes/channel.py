@@ -193,7 +193,7 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, *, keep_memory: bool = False) -> None:
         """Wait up to ``timeout`` seconds until the process, asked to close, has ended; else kill it; then release."""
 
     @abstractmethod

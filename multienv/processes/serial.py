@@ -91,7 +91,7 @@ class SerialChannel(Channel):
         """Return ``None``: there are no snapshots."""
         return None
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, *, keep_memory: bool = False) -> None:
         """Close the envs."""
         self.release()
 

@@ -316,7 +316,7 @@ class ProcessChannel(Channel):
                 return undisturbed(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self._resume))
         return None
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, *, keep_memory: bool = False) -> None:
         """Wait up to ``timeout`` seconds for the end of the process, else kill it; then release."""
         if self._gone is None and not self._is_released:
             fate = self._learn(timeout)
@@ -324,7 +324,7 @@ class ProcessChannel(Channel):
                 self.kill()
             else:
                 self._note_end("died", fate, "")
-        self.release()
+        self.release(keep_memory=keep_memory)
 
     def end_requests(self) -> None:
         """Shut down the wake socket for writing: the worker sees that no request will come, and ends."""

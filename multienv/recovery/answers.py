@@ -56,9 +56,15 @@ class ExactAnswers:
 
     __slots__ = ("__dict__", "__weakref__", "seen", "started")  # those of the hot path have a place of their own
 
-    def __init__(self, codec: ExactCodec, error_of: ErrorOf, told: Told) -> None:
+    def __init__(
+        self,
+        codec: ExactCodec,
+        error_of: ErrorOf,
+        told: Told,
+        on_spaces: Callable[[tuple[Any, Any]], object] = lambda spaces: None,
+    ) -> None:
         self._codec = codec
-        self._error_of, self._told = error_of, told
+        self._error_of, self._told, self._on_spaces = error_of, told, on_spaces
         self.seen = 0
         self.loose: Any = (0, b"")
         self.reading: tuple[int, Any] = (0, self.loose)
@@ -134,6 +140,10 @@ class ExactAnswers:
             return {}
         extras, illegible = unpack_extras(rest)
         _note_starts(self, number, extras.generators)
+        if extras.spaces:
+            self._codec.checks_actions = False
+            with contextlib.suppress(Illegible):  # then the env shows those that it was built with
+                self._on_spaces(foreign(partial(pickle.loads, extras.spaces), Illegible))
         for error in illegible.values():
             raise error
         info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
@@ -16,12 +17,12 @@ from multienv.recovery.journal import Journal
 from multienv.recovery.recoverer import Unrecoverable
 from multienv.recovery.state_machine import Episode, Process, State
 from multienv.sometimes import sometimes
-from multienv.wire.messages import KeepSnapshot
+from multienv.wire.messages import Build, KeepSnapshot
 
 # Version of the dict that state_dict() returns.
-_VERSION = 6
-# Seconds that taking a snapshot may last; a fork of a large process takes some of them.
-_SNAPSHOT_LIMIT = 30.0
+_VERSION = 7
+# Seconds that a request of our own between two of the caller's may last; a fork of a large process takes some of them.
+ASIDE = 30.0
 _tokens = count(1)
 
 logger = logging.getLogger("multienv")
@@ -36,7 +37,7 @@ class Standing:
         shown: What the caller saw last, see ``answers``.
         episode: Name of the episode state.
         pending_truncations: Slots whose episode is lost, which the caller has not been told yet, and why.
-        process_seeds, draws: Of the envs' present life.
+        process_seeds, draws, generators: Of the envs' present life: see ``Build``.
         seeds: Of the last reset with one, for each env.
         number, steps, steps_before, episodes: Counters.
         seconds: Time of the envs.
@@ -48,6 +49,7 @@ class Standing:
     pending_truncations: tuple[tuple[int, str], ...]
     process_seeds: tuple[int, int] | None
     draws: tuple[int, ...]
+    generators: dict[int, bytes]
     seeds: tuple[int | None, ...]
     number: int
     steps: int
@@ -55,37 +57,95 @@ class Standing:
     episodes: int
     seconds: float
 
+    def build_after(self, build: Build) -> Build:
+        """Return the request that builds the envs of this life."""
+        return replace(build, seeds=self.process_seeds, draws=self.draws, generators=self.generators)
+
 
 class Snapshot:
     """Holds a state of a worker's envs that you can return to, any number of times: a frozen process and its journal.
 
-    It is freed by :meth:`free`, when you drop the last reference to it, or when its env is closed.
+    It is freed by :meth:`free`; by one of the next calls of its env when you have dropped the last reference to it; or
+    when the env is closed.
 
     Attributes:
         token: Number of the frozen process.
         standing: Journal, counters and last reply of the worker when the snapshot was taken.
+        kept: The snapshots of the worker.
     """
 
-    __slots__ = ("__weakref__", "_finalizer", "standing", "token")
+    __slots__ = ("__weakref__", "kept", "standing", "token")
 
-    def __init__(self, token: int, standing: Standing, free: Callable[[int], None]) -> None:
+    def __init__(self, token: int, standing: Standing, kept: KeptSnapshots) -> None:
         self.token = token
         self.standing = standing
-        self._finalizer = weakref.finalize(self, free, token)
-        self._finalizer.atexit = False
+        self.kept = kept
+        kept.add(self)
 
     def free(self) -> None:
         """End the frozen process. A second call does nothing."""
-        alive = self._finalizer.peek()
-        if alive is not None:
-            _, free, (token,), _ = alive
-            free(token)
-            self._finalizer.detach()
+        self.kept.free(self.token)
 
     @property
     def is_free(self) -> bool:
         """Return whether the snapshot has been freed and can no longer be restored."""
-        return not self._finalizer.alive
+        return self not in self.kept
+
+
+class _Reference(weakref.ref[Snapshot]):
+    """Refers to a snapshot, and has its token when it is gone."""
+
+    __slots__ = ("token",)
+    token: int
+
+
+class KeptSnapshots:
+    """Knows the frozen processes of one worker until they are freed.
+
+    When a snapshot is dropped, a function written in C notes it, and one of the next calls ends the process: what a
+    signal handler raises in a finalizer that is written in Python is swallowed by the interpreter, Ctrl-C with it, and
+    what the finalizer was to free would stay.
+
+    Args:
+        free: Ends the process with this token; again does nothing.
+    """
+
+    def __init__(self, free: Callable[[int], None]) -> None:
+        self._free = free
+        self._kept: dict[int, _Reference] = {}
+        self._dropped: deque[_Reference] = deque()
+
+    def __len__(self) -> int:
+        """Return how many frozen processes there are."""
+        return len(self._kept)
+
+    def __contains__(self, snapshot: object) -> bool:
+        """Tell whether the frozen process of this snapshot is kept."""
+        found = self._kept.get(snapshot.token) if isinstance(snapshot, Snapshot) else None
+        return found is not None and found() is snapshot
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot."""
+        reference = _Reference(snapshot, self._dropped.append)
+        reference.token = snapshot.token
+        self._kept[snapshot.token] = reference
+
+    def free(self, token: int) -> None:
+        """End a frozen process. Again does nothing."""
+        if token in self._kept:
+            self._free(token)
+            self._kept.pop(token, None)
+
+    def free_dropped(self) -> None:
+        """End the processes of the snapshots to which nothing refers any more."""
+        while self._dropped:
+            self.free(self._dropped[0].token)
+            self._dropped.popleft()  # after it: an interruption leaves it to the next call
+
+    def free_all(self) -> None:
+        """End all frozen processes, also those of snapshots that are gone."""
+        for token in list(self._kept):
+            self.free(token)
 
 
 class Checkpoints:
@@ -99,7 +159,8 @@ class Checkpoints:
     def __init__(self, supervisor: Any, limit: int) -> None:
         self._supervisor = supervisor
         self._limit = limit
-        self._kept: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self._kept = KeptSnapshots(supervisor.recoverer.free)
+        self.free_dropped = self._kept.free_dropped
 
     # --- snapshots ----------------------------------------------------------------------------------
 
@@ -107,7 +168,8 @@ class Checkpoints:
         """Have the process fork itself; return the copy. Raises UsageError."""
         worker = self._supervisor
         worker.check("snapshot")
-        kept = sum(not one.is_free for one in self._kept)
+        self._kept.free_dropped()
+        kept = len(self._kept)
         if kept >= self._limit:
             raise UsageError(
                 f"snapshot(): {kept} are kept, as many as RestartPolicy.max_snapshots allows. "
@@ -117,9 +179,8 @@ class Checkpoints:
             raise UsageError("snapshot(): the worker was lost. Call reset(): it starts a new one.")
         token = next(_tokens)
         try:
-            obstacle = worker.ask_between(KeepSnapshot(token, worker.number), _SNAPSHOT_LIMIT)
-            snapshot = Snapshot(token, self.standing(), worker.recoverer.free)
-            self._kept.add(snapshot)
+            obstacle = worker.ask_between(KeepSnapshot(token, worker.number), ASIDE)
+            snapshot = Snapshot(token, self.standing(), self._kept)
         except BaseException:
             sometimes("a snapshot is broken off while it is taken")
             if worker.channel is not None:
@@ -138,7 +199,7 @@ class Checkpoints:
         """Bring the envs back to where they stood when this snapshot was taken. Raises UsageError, NotRestoredError."""
         worker = self._supervisor
         worker.check("restore")
-        if snapshot not in self._kept:
+        if not isinstance(snapshot, Snapshot) or snapshot.kept is not self._kept:
             raise UsageError(f"restore(): {snapshot!r:.100} is no snapshot of this env; snapshot() returns one.")
         if snapshot.is_free:
             raise UsageError("restore(): this snapshot has been freed.")
@@ -159,8 +220,7 @@ class Checkpoints:
 
     def free_all(self) -> None:
         """Free all snapshots; called when the worker is closed."""
-        for snapshot in list(self._kept):
-            snapshot.free()
+        self._kept.free_all()
 
     # --- checkpoints --------------------------------------------------------------------------------
 
@@ -219,6 +279,7 @@ class Checkpoints:
             pending_truncations=worker.state.pending_truncations,
             process_seeds=build.seeds,
             draws=build.draws,
+            generators=dict(build.generators),
             seeds=tuple(worker.record.seeds),
             number=worker.number,
             steps=worker.record.steps,
@@ -233,7 +294,7 @@ class Checkpoints:
         journal = Journal(recording=True, policy=worker.policy, memory=worker.journal.memory)
         journal.load(standing.journal)
         recoverer, before = worker.recoverer, worker.recoverer.build
-        recoverer.build = replace(before, seeds=standing.process_seeds, draws=standing.draws)
+        recoverer.build = standing.build_after(before)
         try:
             found = recoverer.bring_back(journal.plans(), effort, journal.why_no_plan())
         finally:
@@ -256,7 +317,7 @@ class Checkpoints:
         worker.refuse_if_closed("restore", channel)
         worker.give_up()
         recoverer = worker.recoverer
-        recoverer.build = replace(recoverer.build, seeds=standing.process_seeds, draws=standing.draws)
+        recoverer.build = standing.build_after(recoverer.build)
         worker.journal.load(standing.journal)
         worker.number, worker.record.steps_before[:] = standing.number, standing.steps_before
         worker.record.seeds[:] = standing.seeds

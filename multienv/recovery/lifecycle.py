@@ -6,9 +6,10 @@ commits the state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import MultienvError, RestartBudgetExceeded
@@ -18,7 +19,15 @@ from multienv.recovery.journal import Journal, furthest_replay
 from multienv.recovery.pending import Pending
 from multienv.recovery.policy import Effort
 from multienv.recovery.record import Record
-from multienv.recovery.recoverer import BudgetSpentError, Found, Launcher, Recoverer, RequestFailedError, Unrecoverable
+from multienv.recovery.recoverer import (
+    BudgetSpentError,
+    Found,
+    Launcher,
+    NotBuilt,
+    Recoverer,
+    RequestFailedError,
+    Unrecoverable,
+)
 from multienv.recovery.state_machine import (
     BudgetSpent,
     Built,
@@ -40,6 +49,22 @@ from multienv.wire.shared_pickle import SharedPickle
 
 # After so many losses for one request, all killed from outside, their common past may be to blame.
 _OUTSIDE_LOSSES = 3
+
+
+class Replacement(NamedTuple):
+    """Says what came of a replacement by plan.
+
+    Attributes:
+        channel: To the new process; ``None``: there is none.
+        effort: What it took.
+        reason: Why there is none, or why what goes on is not exact; or ``""``.
+        is_built: The envs could be built.
+    """
+
+    channel: Channel | None
+    effort: Effort
+    reason: str = ""
+    is_built: bool = True
 
 
 class Lifecycle:
@@ -266,38 +291,57 @@ class Lifecycle:
             RequestFailedError: ``env_fn`` raised.
             Unrecoverable: No process can be built.
         """
-        effort, self.replayed = self.recoverer.begin(planned=self.loss is None), 0
+        effort = self.recoverer.begin(planned=self.loss is None)
+        return self._begin_anew(number, partial(self.recoverer.renew, effort))
+
+    def _begin_anew(self, number: int, launch: Callable[[tuple[bytes, ...]], Channel]) -> Channel:
+        """Start a process with new envs, and repeat recorded calls and attributes in them; the journal begins there."""
+        self.replayed = 0
         lasting = self._journal.all_lasting() if self._journal.replaying else ()
         try:
-            channel = self.recoverer.renew(effort, lasting)
+            channel = launch(lasting)
         except Gone:  # one of the calls ends the process, or they take too long: go on without them
             sometimes("a repeated call ends the process of new envs")
             lasting = ()
-            channel = self.recoverer.renew(effort, lasting)
+            channel = launch(lasting)
         self._journal.begin(number, lasting)
         return channel
 
-    def replace(self) -> tuple[Channel | None, Effort, str]:
-        """Replay the envs, which are not lost, in a new process; return it, or ``None`` and the reason."""
-        effort, memory = self.recoverer.begin(planned=True), self._journal.memory
-        if memory.has_shown:
-            return None, effort, memory.reservation
+    def replace(self, number: int, generators: Mapping[int, bytes]) -> Replacement:
+        """Have the envs, which are not lost, in a new process.
+
+        Args:
+            number: Of the last request.
+            generators: Slot → state of its random generators, of envs that are to be new ones because they are between
+                two episodes. The others are replayed.
+        """
+        effort, memory, recoverer = self.recoverer.begin(planned=True), self._journal.memory, self.recoverer
+        before, is_anew = recoverer.build, len(generators) == len(self._record.seeds)
+        if memory.has_shown and not is_anew:
+            return Replacement(None, effort, memory.reservation)
         try:
+            if is_anew:
+                channel = self._begin_anew(number, partial(recoverer.go_on, effort, generators=generators))
+                return Replacement(channel, effort)
+            self._journal.lose(generators)
+            recoverer.build = replace(before, generators={**before.generators, **generators})
             # A short replay: a replay of the whole past would repeat what leaked.
             plans, why = self._journal.plans(near=True), self._journal.why_no_plan()
-            found = self.recoverer.bring_back(plans, effort, why)
-        except (Unrecoverable, OSError) as reason:
+            found = recoverer.bring_back(plans, effort, why, generators)
+        except (Unrecoverable, RequestFailedError, OSError) as reason:
             if isinstance(reason, OSError) and reason.errno is None:  # a signal handler's
                 raise
             sometimes("a replacement by plan fails")
-            return None, effort, str(reason)
-        if found.mismatches:
+            recoverer.build = before
+            return Replacement(None, effort, str(reason), is_built=not isinstance(reason, NotBuilt))
+        if not found.mismatches.keys() <= generators.keys():
             sometimes("a replacement by plan differs")
+            recoverer.build = before
             found.channel.kill()
             found.channel.release()
-            return None, effort, next(iter(found.mismatches.values()))
+            return Replacement(None, effort, next(iter(found.mismatches.values())))
         self._go_on_from(found, effort)
-        return found.channel, effort, "" if effort.is_exact else memory.reservation
+        return Replacement(found.channel, effort, "" if effort.is_exact else memory.reservation)
 
     def _strayed(self, slot: int, what: str) -> None:
         """Note that a slot was replayed from a reset otherwise than it was seen."""

@@ -96,36 +96,51 @@ class Recycling:
     def __init__(self, policy: RestartPolicy, clock: Callable[[], float]) -> None:
         self._policy = policy
         self._clock = clock
-        limits = (policy.recycle_after_steps, policy.recycle_after_episodes, policy.recycle_after, policy.max_rss)
-        self.wanted = any(limit is not None for limit in limits)
+        self.wanted = policy.recycles
         self.begin(0, 0)
 
     def begin(self, steps: int, episodes: int, replayed: int = 0) -> None:
-        """Note that a new process has taken over at these counts, after so many requests of a replay."""
+        """Note that a new process takes over: after so many steps, ended episodes, and requests of a replay."""
         self._steps, self._episodes, self._began = steps, episodes, self._clock()
         self._replayed = replayed
         self._again_at = self._waited = 0
 
-    def put_off(self, episodes: int, slots: int) -> None:
-        """Note that a replacement has failed: it is tried at a reset of all envs, else after some more episodes."""
-        self._waited = 2 * self._waited or 2 * slots
+    def put_off(self, episodes: int, least: int) -> None:
+        """Note that a replacement has failed: it is tried at a reset of all envs, else after some more episodes.
+
+        Args:
+            episodes: Begun so far.
+            least: How many more the first time; then twice as many each time.
+        """
+        self._waited = 2 * self._waited or least
         self._again_at = episodes + self._waited
 
     def is_put_off(self, episodes: int) -> bool:
         """Tell whether a replacement has failed not long ago."""
         return episodes < self._again_at
 
-    def due(self, steps: int, episodes: int, rss: Callable[[], int | None]) -> str:
-        """Return why the process should be replaced, or ``""``. ``rss`` is asked last: it costs a system call."""
+    def due(self, steps: int, episodes: int, slots: int, rss: Callable[[], int | None], *, is_over: bool) -> str:
+        """Return why the process should be replaced, or ``""``.
+
+        Args:
+            steps: Taken so far.
+            episodes: Ended so far.
+            slots: Number of envs.
+            rss: Tells the resident memory, in bytes. It is asked last: it costs a system call.
+            is_over: No episode runs.
+        """
         policy = self._policy
         if policy.recycle_after_steps is not None and steps - self._steps >= policy.recycle_after_steps:
             return f"after {steps - self._steps} steps"
-        if policy.recycle_after_episodes is not None and episodes - self._episodes >= policy.recycle_after_episodes:
+        most = policy.recycle_after_episodes
+        if most is not None and episodes - self._episodes >= most and is_over:
             return f"after {episodes - self._episodes} episodes"
         if policy.recycle_after is not None and self._clock() - self._began >= policy.recycle_after:
             return f"after {self._clock() - self._began:.0f} s"
-        # Where a replay alone takes that much, the process would be replaced all the time.
-        if policy.max_rss is not None and steps - self._steps >= self._replayed:
+        # A replay of all that the process has done would leak as much once more. A replay goes back two episodes; where
+        # it alone takes that much, the process would be replaced all the time.
+        gains = is_over or (episodes - self._episodes >= 2 * slots and steps - self._steps >= self._replayed)
+        if policy.max_rss is not None and gains:
             size = rss()
             if size is not None and size > policy.max_rss:
                 return f"at {size / 2**20:.0f} MiB"

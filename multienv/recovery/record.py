@@ -229,7 +229,10 @@ class Record:
         """Note that a process was replaced by plan, or could not be."""
         seconds = time.monotonic() - effort.began
         self._recycled += outcome != "put off"
-        logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
+        if outcome == "put off":
+            logger.warning("%s: its process is not replaced, %s: %s", self.name, why, reason)
+        else:
+            logger.info("%s: its process is replaced, %s: %s, in %.3f s. %s", self.name, why, outcome, seconds, reason)
         self.told += self._news(Recycled(self.index, why, outcome, reason, effort.replayed, seconds))
 
     def _news(self, event: Event) -> list[tuple[Hook, Event]]:

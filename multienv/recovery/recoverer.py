@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
@@ -47,6 +47,10 @@ _BUILDING = -2
 
 class Unrecoverable(Exception):  # noqa: N818 - internal
     """Raised when the envs cannot be brought back exactly; the message says why."""
+
+
+class NotBuilt(Unrecoverable):
+    """Raised when no process can be had in which the envs are built."""
 
 
 class BudgetSpentError(Exception):
@@ -229,8 +233,13 @@ class Recoverer:
 
     # --- building -----------------------------------------------------------------------------------
 
-    def launch(self, *, replacement: bool = False) -> tuple[Channel, int]:
-        """Launch a process and ask it to build the envs; return its channel and the number of that request."""
+    def launch(self, *, replacement: bool = False, lost: Collection[int] = ()) -> tuple[Channel, int]:
+        """Launch a process and ask it to build the envs; return its channel and the number of that request.
+
+        Args:
+            replacement: It takes the place of a lost one.
+            lost: Slots whose generators are not put back: they would draw once more what the caller has seen.
+        """
         channel = self._current = self._launcher.start()
         if self._closed:
             channel.kill()
@@ -238,7 +247,9 @@ class Recoverer:
             raise Unrecoverable("it was closed")
         channel.segment.words[RESTARTS] = self.restarts
         number = self.next_number()
-        self.publish(channel, number, pack_message(replace(self.build, replacement=replacement)))
+        generators = {slot: state for slot, state in self.build.generators.items() if slot not in lost}
+        message = replace(self.build, replacement=replacement, generators=generators)
+        self.publish(channel, number, pack_message(message))
         return channel, number
 
     def await_build(self, channel: Channel, number: int, until: float | None, effort: Effort | None = None) -> None:
@@ -400,15 +411,23 @@ class Recoverer:
         effort.method = "snapshot"
         return Found(channel, {})
 
-    def bring_back(self, plans: Iterable[Plan], effort: Effort, reason: str = UNKNOWN) -> Found:
+    def bring_back(
+        self,
+        plans: Iterable[Plan],
+        effort: Effort,
+        reason: str = UNKNOWN,
+        anew: Collection[int] = (),
+    ) -> Found:
         """Bring the envs back in a new process, by the first of these plans on which no slot differs, else by the last.
 
         Args:
             plans: The replays to try, in order.
             effort: Counts what it takes.
             reason: Why there is no plan, if there is none.
+            anew: Slots whose envs are to be new ones.
 
         Raises:
+            NotBuilt: No process with the envs can be had.
             Unrecoverable: All plans failed: a replay ended its process or raised, or all slots differ.
         """
         assert self.codec is not None
@@ -421,13 +440,13 @@ class Recoverer:
             effort.deaths.clear()
             while True:
                 try:
-                    channel = self.restart(effort)
+                    channel = self.restart(effort, plan.missing.keys() - set(anew))
                 except RequestFailedError as failed:
                     effort.deaths[_BUILDING, False] += 1
                     if effort.deaths[_BUILDING, False] >= self._policy.poison_after:
                         why = f"env_fn raised {failed.failure.type_name}: {failed}"
                         # Without its frames, which would keep a segment mapped as long as the caller keeps the error.
-                        raise Unrecoverable(why) from failed.with_traceback(None)
+                        raise NotBuilt(why) from failed.with_traceback(None)
                     continue
                 try:
                     mismatches = self._replay(channel, plan, effort, until)
@@ -447,7 +466,7 @@ class Recoverer:
                 except BaseException:
                     self._let_go(channel)
                     raise
-                if not mismatches or (is_last and len(mismatches) < self.codec.slots):
+                if mismatches.keys() <= set(anew) or (is_last and len(mismatches) < self.codec.slots):
                     sometimes("a replay of the journal brings the envs back")
                     sometimes("a replay brings some envs of a batch back and others not", mismatches)
                     effort.method = "journal"
@@ -458,37 +477,38 @@ class Recoverer:
                 break
         raise Unrecoverable(reason)
 
-    def restart(self, effort: Effort) -> Channel:
+    def restart(self, effort: Effort, lost: Collection[int] = ()) -> Channel:
         """Launch a process, wait until its envs are built and return its channel; if it dies before, try again.
 
-        It first waits until no more other workers build than may.
+        It first waits until no more other workers build than may. ``lost``: see :meth:`launch`.
 
         Raises:
             RequestFailedError: ``env_fn`` raised.
-            Unrecoverable: Too many processes died, or the time is over.
+            NotBuilt: Too many processes died, or none can be launched.
+            Unrecoverable: The time is over.
         """
         turns = self.turns
         if turns is None:
-            return self._restart(effort)
+            return self._restart(effort, lost)
         while not turns.take(self):
             self._check_time(effort)
             if time.monotonic() >= effort.tell_at:
                 self._say(effort, "waiting while other workers build their envs (starts_at_once)")
             time.sleep(_LOOK)
         try:
-            return self._restart(effort)
+            return self._restart(effort, lost)
         finally:
             turns.give_back(self)
 
-    def _restart(self, effort: Effort) -> Channel:
+    def _restart(self, effort: Effort, lost: Collection[int]) -> Channel:
         while True:
             self._check_time(effort)
             effort.attempts += 1
             self.restarts += not effort.planned
             try:
-                channel, number = self.launch(replacement=not effort.planned)
+                channel, number = self.launch(replacement=not effort.planned, lost=lost)
             except NoCapacityError as error:
-                raise Unrecoverable(str(error)) from error.with_traceback(None)
+                raise NotBuilt(str(error)) from error.with_traceback(None)
             try:
                 effort.doing = "building in a new process"
                 self.await_build(channel, number, self.start_deadline(effort), effort)
@@ -497,7 +517,7 @@ class Recoverer:
                 self._let_go(channel)
                 reason = self._count_death(effort, _BUILDING, gone)
                 if reason:
-                    raise Unrecoverable(reason) from gone.with_traceback(None)
+                    raise NotBuilt(reason) from gone.with_traceback(None)
             except BaseException:
                 self._let_go(channel)
                 raise
@@ -508,7 +528,20 @@ class Recoverer:
         """Launch a process with other random numbers; of the past only calls and attributes set are repeated."""
         if self.build.seeds is not None:
             self.build = replace(self.build, seeds=seeds_from(*self.build.seeds))
-        self.build = replace(self.build, draws=tuple(draw + 1 for draw in self.build.draws))
+        self.build = replace(self.build, draws=tuple(draw + 1 for draw in self.build.draws), generators={})
+        return self._built_anew(effort, lasting)
+
+    def go_on(self, effort: Effort, lasting: tuple[bytes, ...], generators: Mapping[int, bytes]) -> Channel:
+        """Launch a process whose envs are new, but draw what those before them would have drawn next."""
+        before = self.build
+        self.build = replace(before, generators=generators)
+        try:
+            return self._built_anew(effort, lasting)
+        except BaseException:
+            self.build = before
+            raise
+
+    def _built_anew(self, effort: Effort, lasting: tuple[bytes, ...]) -> Channel:
         effort.deaths.clear()
         channel = self.restart(effort)
         if lasting:

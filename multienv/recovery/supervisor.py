@@ -18,6 +18,7 @@ import pickle
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +29,14 @@ from gymnasium.error import NoAsyncCallError
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
     ClosedError,
+    MultienvError,
     UsageError,
     WaitTimeout,
 )
 from multienv.events import Hook, Statistics
 from multienv.processes.channel import Channel, Gone, SystemErrors
 from multienv.recovery.answers import ExactAnswers, RowsAnswers, call_answer, unreadable
-from multienv.recovery.checkpoint import Checkpoints, Snapshot
+from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
 from multienv.recovery.hot_path import (
     BEGINNING_ANEW,
     BEGINNING_ANEW_HALF,
@@ -93,6 +95,7 @@ from multienv.wire.messages import (
     Reset,
     Rollout,
     RolloutResult,
+    TellGenerators,
     Unpicklable,
     foreign,
     is_recorded,
@@ -152,6 +155,7 @@ class Supervisor:
         asked_by: A weak reference to the fan-out that sent the last request; several may ask one worker in turn.
         path: The last events and the states that they led to, but for those of plain steps.
         journal, record: What drove the envs, and what happened to them.
+        on_spaces: A weak reference to what is called with the spaces that a single env has set in its reset.
         seeds: What holds the seeds of the worker's processes while it lives; ``None``: nothing does.
     """
 
@@ -188,6 +192,7 @@ class Supervisor:
         self.core: int | None = None
         self.asked_by: Any = None
         self.seeds: Any = None
+        self.on_spaces: Callable[[], Callable[[tuple[Any, Any]], object] | None] = lambda: None
         self.path: deque[tuple[Event, State]] = deque(maxlen=_PATH)
         self.index = index
         self._sharing = 0
@@ -197,7 +202,8 @@ class Supervisor:
         self.lock = Lock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
         self.record = Record(index, hooks, reports, slots=len(build.draws))
-        self.maintenance = Maintenance(policy)
+        resets_itself = build.autoreset in ("NEXT_STEP", "SAME_STEP")
+        self.maintenance = Maintenance(policy, resets_itself=resets_itself)
         self.journal = Journal(
             recording=policy.replays or (reports is not None and policy.journal_limit > 0),
             policy=policy,
@@ -216,7 +222,7 @@ class Supervisor:
             path=self.path,
         )
         self.rules = Rules(
-            resets_itself=build.autoreset in ("NEXT_STEP", "SAME_STEP"),
+            resets_itself=resets_itself,
             poison_after=policy.poison_after,
             on_crash=policy.on_crash,
             on_timeout=policy.on_timeout,
@@ -422,7 +428,7 @@ class Supervisor:
             if message is BEGINNING and self._send_beginning(whole):
                 return
             if is_reset and self.maintenance.recycling.wanted and self.state.process is Process.READY:
-                self.look_at_limits()
+                self.look_at_limits(resetting=getattr(message, "mask", None) is None)
             resets_all = isinstance(message, Reset) and message.mask is None
             if self.maintenance.is_due or (resets_all and self.maintenance.recycling_due):
                 self._maintain(resetting=resets_all)
@@ -663,6 +669,8 @@ class Supervisor:
             if request.kind is Kind.RESET and self.lifecycle.loss is not None and not isinstance(answer, Exception):
                 for slot, reason in skipped:
                     answer.errors[slot] = self.record.lost_error(self.lifecycle.loss, reason)
+            if not self.recoverer.build.exact and not failed:
+                self._note_spoilt(skipped)
         ended = request.kind is Kind.STEP and self.answers.ended
         if failed and request.kind is Kind.STEP and self.policy.on_error == "truncate":
             self.record.truncated_error(0, answer, channel.pid)
@@ -843,7 +851,7 @@ class Supervisor:
         """Make what reads replies."""
         build = self.recoverer.build
         if isinstance(codec, ExactCodec):
-            return ExactAnswers(codec, self._error_of, self.record.truncation)
+            return ExactAnswers(codec, self._error_of, self.record.truncation, self._show_spaces)
         return RowsAnswers(
             codec,
             self._error_of,
@@ -851,6 +859,11 @@ class Supervisor:
             same_step=build.autoreset == "SAME_STEP",
             truncates=build.truncates_errors,
         )
+
+    def _show_spaces(self, spaces: tuple[Any, Any]) -> None:
+        show = self.on_spaces()
+        if show is not None:
+            show(spaces)
 
     def adopt(self, channel: Channel) -> None:
         """Make a process the worker's."""
@@ -863,7 +876,8 @@ class Supervisor:
         # Adjacent stores: no signal handler comes in between.
         self.lifecycle.channel, self.segment, self.buffers = channel, segment, buffers
         self.recoverer.handed_over()
-        self.maintenance.begin(self.record, channel, self.lifecycle.replayed)
+        is_over = self._is_between_episodes()
+        self.maintenance.begin(self.record, channel, self.lifecycle.replayed, is_over=is_over)
         channel.on_leaving = self.maintenance.leave
         if channel.leaving:
             self.maintenance.leave(channel.leaving)
@@ -893,39 +907,88 @@ class Supervisor:
 
     # --- by plan ----------------------------------------------------------------------------------
 
-    def look_at_limits(self) -> None:
-        """Trim the journal and see whether something is due before the next request."""
+    def look_at_limits(self, *, resetting: bool = False) -> None:
+        """Trim the journal, free dropped snapshots, and see whether something is due before the next request.
+
+        Args:
+            resetting: That request resets all envs.
+        """
+        self._checkpoints.free_dropped()
         channel = self.channel
         if channel is not None:
-            self.maintenance.look(self.journal, self.record, channel)
+            is_over = (lambda: True) if resetting else self._is_between_episodes
+            self.maintenance.look(self.journal, self.record, channel, is_over)
             if self._limits.is_learning:
                 self._learn()
 
     def _maintain(self, *, resetting: bool) -> None:
         """Do what is due between two requests: replace the process."""
         maintenance, channel = self.maintenance, self.channel
-        if channel is not None and self.state.process is Process.READY and maintenance.recycling_due:
-            self._recycle(maintenance.recycling_due, resetting=resetting)
+        wanted = maintenance.recycling_due or maintenance.spoilt
+        if channel is not None and self.state.process is Process.READY and wanted:
+            self._recycle(channel, resetting=resetting)
         maintenance.is_due = False
 
-    def _recycle(self, why: str, *, resetting: bool) -> None:
-        """Replace the process between two requests, if the envs can be had again as they are."""
-        channel, effort, reason = self.lifecycle.replace()
-        self.refuse_if_closed("step", channel)
-        if channel is not None:
-            sometimes("a process is replaced by plan")
-            self.adopt(channel)
-            self.record.recycling(why, "exact" if effort.is_exact else "replayed", reason, effort)
+    def _recycle(self, channel: Channel, *, resetting: bool) -> None:
+        """Replace the process between two requests: with new envs between two episodes, else if they can be replayed.
+
+        Where all envs are new the old process ends first: it may hold a port, a lock or a licence. If that keeps envs
+        from being built in the middle of an episode, it ends first the next time. What is lost then is a loss.
+        """
+        maintenance, record, slots = self.maintenance, self.record, range(self.rules.slots)
+        anew = tuple(slots) if resetting or self._is_between_episodes() else tuple(sorted(maintenance.spoilt))
+        why = maintenance.recycling_due or "after a reset that ended process after process"
+        ends_first = maintenance.ends_first or len(anew) == len(slots)
+        try:
+            generators = self.ask_between(TellGenerators(anew), ASIDE) if anew else {}
+        except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
+            sometimes("a process is lost before it is replaced by plan")
+            logger.warning("%s: its process is not replaced: %s", record.name, error)
+            maintenance.put_off(record.episodes, slots=len(slots))
             return
-        self.maintenance.recycling_due = ""
-        if resetting:  # the next request begins anew in any case
-            sometimes("a process that cannot be replaced ends with the next reset")
-            self.give_up()
-            self.record.recycling(why, "reset", reason, effort)
+        before = self.state
+        if ends_first:
+            # From here on an exception leaves the worker lost: the next request brings the envs back.
+            self.stand(decide(before, Interrupted(), self.rules)[0])
+            self.lifecycle.forget_loss()
+            assert self.channel is not None
+            self._ask_to_end(self.channel, time.monotonic() + self._deadlines.close, keep_memory=True)
+        replacement = self.lifecycle.replace(self.number, generators)
+        self.refuse_if_closed("step", replacement.channel)
+        if replacement.channel is not None:
+            sometimes("a process is replaced by plan")
+            self.adopt(replacement.channel)
+            self.stand(before)
+            outcome: Any = "exact" if replacement.effort.is_exact else "replayed"
+            outcome = "reset" if len(anew) == len(slots) else outcome
+            record.recycling(why, outcome, replacement.reason, replacement.effort)
+            return
+        maintenance.put_off(record.episodes, slots=len(slots), is_built=replacement.is_built)
+        if ends_first:
+            sometimes("a process that has ended first is not replaced")
+            logger.warning("%s: no new process, %s: %s", record.name, why, replacement.reason)
         else:
             sometimes("a replacement by plan is put off")
-            self.maintenance.recycling.put_off(self.record.episodes, self.rules.slots)
-            self.record.recycling(why, "put off", reason, effort)
+            record.recycling(why, "put off", replacement.reason, replacement.effort)
+
+    def _is_between_episodes(self) -> bool:
+        """Tell whether the episodes of all envs have ended, and none has begun since."""
+        if self.recoverer.build.exact:
+            return self.state.episode is Episode.ENDED
+        bank = self.segment.banks[self.answers.seen & 1]
+        is_over = self.answers.seen and self.recoverer.build.autoreset != "SAME_STEP"
+        return bool(is_over and (bank.terminated | bank.truncated | bank.failed).all())
+
+    def _note_spoilt(self, skipped: Iterable[tuple[int, str]]) -> None:
+        """Note which envs are to be new ones: their resets have ended processes, whatever brought the envs back."""
+        state, bank = self.state, self.segment.banks[self.answers.seen & 1]
+        assert state.request is not None
+        guilty = {slot for slot, _ in (*state.deaths, *state.killed)}
+        for slot, _ in skipped:
+            is_over = self.answers.seen and (bank.terminated[slot] or bank.truncated[slot] or bank.failed[slot])
+            if slot in guilty and (is_over or slot in state.not_reset or state.request.kind is Kind.RESET):
+                sometimes("an env whose reset ends processes is built anew")
+                self.maintenance.spoil(slot)
 
     # --- states to come back to -------------------------------------------------------------------
 
@@ -1076,14 +1139,18 @@ class Supervisor:
                 self.pending.publish(channel, number, state)  # again, if it was asked
                 is_idle = channel.wait(number, min(time.monotonic() + _SOON, until))
             if is_idle:
-                self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
-                channel.close(max(0.0, until - time.monotonic()))
+                self._ask_to_end(channel, until)
             else:
                 channel.kill()
         except Gone:
             channel.kill()
         except OSError:  # close() never raises; the monitor ends what is left
             logger.exception("close() could not end process %s", channel.pid)
+
+    def _ask_to_end(self, channel: Channel, until: float, *, keep_memory: bool = False) -> None:
+        """Ask a process to close its envs and end; kill it if it has not by then."""
+        self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
+        channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory)
 
     def abandon(self) -> None:
         """Let go without waiting; the process ends by itself."""

@@ -19,7 +19,7 @@ from gymnasium.vector.utils import (
 )
 
 from multienv.config import integer
-from multienv.errors import ActionError, UsageError
+from multienv.errors import ActionError, UsageError, catchable_as
 from multienv.native import native
 from multienv.wire.actions import misfit, shown, step_head_of
 from multienv.wire.codecs import RowsReply
@@ -173,7 +173,9 @@ def action_splitter(
         except ActionError:
             raise
         except Exception as error:  # looking at the actions runs foreign code
-            raise ActionError(f"{name}: {shown(actions)} is no batch for {count} envs with {space}: {error}") from error
+            # Of gymnasium's type, too: a scalar, and what else nobody can go through, is a TypeError there.
+            what = f"{name}: {shown(actions)} is no batch for {count} envs with {space}: {error}. Nothing was sent."
+            raise catchable_as(ActionError, error, what) from error
         if type(space) not in _SOLID or whole.dtype.kind not in kinds:
             _check_each(space, batched(), whole, name, envs)
         return [_by_leaf(space, whole, partial(_part, cut)) for cut in slices]
@@ -237,6 +239,8 @@ def _normal_leaf(count: int, name: str, space: Any, actions: Any) -> Any:
     """Return the actions in the form in which they can be cut; raise unless there are as many as envs."""
     is_array = type(space) in _SOLID
     whole: Any = np.asarray(actions) if is_array else tuple(actions)
+    if is_array and whole.ndim == 0:
+        raise TypeError(f"a {type(actions).__name__} is not an action for each env")
     shape = (count, *(space.shape or ())) if is_array else (count,)
     found = whole.shape if isinstance(whole, np.ndarray) else (len(whole),)
     if found != shape:

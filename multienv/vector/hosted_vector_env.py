@@ -21,6 +21,7 @@ from multienv.envs.calls import (
     call_message,
     checked_indices,
     checked_seeds,
+    raises_again,
     refuse_copy,
 )
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
@@ -28,18 +29,20 @@ from multienv.errors import (
     ClosedError,
     EnvError,
     EnvsFailedError,
+    InfosNotMergedError,
     MultienvError,
     PolicyError,
     ResetNeededError,
     ResultNotPicklableError,
     UsageError,
+    catchable_as,
 )
 from multienv.events import Statistics
 from multienv.fanout import FanOut, Ready, Round
 from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.state_machine import Process
 from multienv.recovery.supervisor import Supervisor
-from multienv.stream import OwnPace
+from multienv.stream import OwnPace, Stream
 from multienv.threads import close_at_once
 from multienv.vector.batching import (
     Rows,
@@ -52,7 +55,9 @@ from multienv.vector.batching import (
     reset_options,
 )
 from multienv.vector.rendering import Frame, tile_images
+from multienv.vector.same_step import ResetAtOnce
 from multienv.vector.some_envs import InfosOfSome, SharedWorkers, infos_of, rows_of
+from multienv.wire.actions import own_copy
 from multienv.wire.codecs import RowsReply
 from multienv.wire.infos import Extras, InfoMerger
 from multienv.wire.messages import GetAttribute, IsWrapped, Message, Method, Render, Reset, SetAttribute
@@ -135,11 +140,15 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self.envs_per_worker = list(sizes)
         self._slices = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
         space = copying.deepcopy(observation_mode[1]) if isinstance(observation_mode, tuple) else None
-        autoreset, make = self.autoreset_mode.name, workers(**options).make
+        made = workers(**options)
+        followup, autoreset, make = None, self.autoreset_mode.name, made.make
+        if autoreset == "SAME_STEP" and made.recycles and max(sizes) == 1:
+            followup, autoreset = ResetAtOnce(lambda reply: self._rows.row(reply, 0)), "NEXT_STEP"
         self._workers = [make(env_fns[rows], rows.start, autoreset=autoreset, space=space) for rows in self._slices]
         if place is not None:
             place(self._workers)
-        self._fanout = FanOut(self._workers)
+        self._fanout = FanOut(self._workers, followup=followup)
+        self._resets_at_once = followup is not None
         self._merges = merge_infos
         self._is_disabled = self.autoreset_mode is AutoresetMode.DISABLED
         self._begun = np.zeros(self.num_envs, np.bool_)  # the env has an episode
@@ -254,9 +263,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
 
         def make() -> Any:
             self._note(current)
-            return self._error_of(current) or (
-                self._rows.observations(current.answers, current),
-                self._infos(current.answers),
+            return self._error_of(current) or self._with_infos(
+                "reset",
+                lambda infos: (self._rows.observations(current.answers, current), infos),
+                partial(self._infos, current.answers),
+                partial(self._listed_infos, current.answers),
             )
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
@@ -285,6 +296,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             ActionError: The actions do not fit the action space; nothing was sent.
             EnvsFailedError: Some envs failed. For each other env, ``results`` has observation, reward, terminated and
                 truncated, and its episode goes on.
+            InfosNotMergedError: The infos cannot be merged; ``results`` has all that this call returns.
         """
         unfinished = self._fanout.unfinished
         if unfinished is not None or self.closed:
@@ -341,14 +353,53 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         error = self._error_of(current)
         if error is not None:
             return error
-        infos = self._infos(current.answers)
-        if current.resumed:
-            for index in range(self.num_envs):
+
+        def told(infos: Any) -> Any:
+            for index in range(self.num_envs if current.resumed else 0):
                 if isinstance(infos, list):
                     infos[index]["multienv"] = {**infos[index].get("multienv", {}), "resumed": True}
                 else:
                     self._add_info(infos, {"multienv": {"resumed": True}}, index)
-        return (*self._rows.batch(current.answers, current), infos)
+            return infos
+
+        return self._with_infos(  # type: ignore[no-any-return]
+            "step",
+            lambda infos: (*self._rows.batch(current.answers, current), infos),
+            lambda: told(self._infos(current.answers)),
+            lambda: told(self._listed_infos(current.answers)),
+        )
+
+    def _with_infos(
+        self,
+        name: str,
+        make: Callable[[Any], Any],
+        merge: Callable[[], Any],
+        listed: Callable[[], Any],
+    ) -> Any:
+        """Return what a call returns, given the infos; if they cannot be merged, the error that has it with a list.
+
+        Args:
+            name: Of the call, for messages.
+            make: Returns what the call returns, given the infos.
+            merge: Returns the infos as the call has them.
+            listed: Returns a dict for each env.
+        """
+        try:
+            infos = merge()
+        except Exception as error:
+            if not raises_again(merge, error):
+                raise
+            found = catchable_as(
+                InfosNotMergedError,
+                error,
+                f"{name}(): the infos of these envs cannot be merged as gymnasium merges them: {error}. The call is "
+                "done and the episodes go on; `results` has its outcome, with a list of infos. Make the envs with "
+                "merge_infos=False to have lists always.",
+            )
+            assert isinstance(found, InfosNotMergedError)
+            found.results, found.__cause__ = make(listed()), error.with_traceback(None)
+            return found
+        return make(infos)
 
     def _refuse_without_episodes(self, name: str = "step") -> NoReturn:
         missing = np.flatnonzero(~self._begun).tolist()
@@ -395,7 +446,12 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             )
         if envs:
             each = [slice(place, place + 1) for place in range(len(envs))]
-            parts = action_splitter(self.single_action_space, each, "send()", envs)(copying.deepcopy(actions))
+            split = action_splitter(self.single_action_space, each, "send()", envs)
+            # Copies: the envs are asked later, when the caller may have written to the arrays.
+            if type(actions) is np.ndarray and not actions.dtype.hasobject:
+                parts = split(actions.copy())
+            else:
+                parts = [own_copy(part, "send()") for part in split(actions)]
             stream.give("step", {env: parts[place] for place, env in enumerate(envs)})
 
     def recv(self, k: int | None = None, timeout: float | None = None) -> Some:
@@ -413,26 +469,41 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         Raises:
             WaitTimeout: Fewer than ``k`` envs are ready after ``timeout`` seconds. Nothing is lost; call it again.
             EnvsFailedError: Some of these envs failed; ``results`` has the results of the others among them.
+            InfosNotMergedError: The infos cannot be merged; ``results`` has all that this call returns.
+            CallPendingError: A signal handler calls it inside of another ``recv()``.
             UsageError: ``k`` results cannot arrive: too few envs are under way, or some of them share a process with an
                 env that has no action yet.
         """
         if self.closed:
             self._refuse_closed("recv")
         stream = self._pace.begin("recv", self._note)
+        stream.refuse_nested()
+        stream.is_read = True
+        try:
+            return self._received(stream, k, timeout)
+        finally:  # adjacent stores: no interruption comes between them and what hand_over() has stored
+            stream.is_read = False
+
+    def _received(self, stream: Stream, k: int | None, timeout: float | None) -> Some:
         envs = stream.first(k, timeout)
         results = [stream.ready[env] for env in envs]
         error = self._error_of_some(envs, results)
-        outcome: Any = None
+        outcome: Any = error
         if error is None:
-            infos = self._merged(results) if self._merges else infos_of(results)
-            outcome = (*rows_of(results, self._rows), infos, np.array(envs))
+            outcome = self._with_infos(
+                "recv",
+                lambda infos: (*rows_of(results, self._rows), infos, np.array(envs)),
+                partial(self._merged if self._merges else infos_of, results),
+                partial(infos_of, results),
+            )
         begun = [self._has_episode(env, one) for env, one in zip(envs, results, strict=True)]
         self._fanout.call_hooks()
         self._begun[envs] = begun
         self._all_begun = bool(self._begun.all())
+        failed = isinstance(outcome, MultienvError)
         stream.hand_over(envs)
-        if error is not None:
-            raise error
+        if failed:
+            raise outcome
         return outcome  # type: ignore[no-any-return]
 
     def _merged(self, results: Sequence[Ready]) -> dict[str, Any]:
@@ -499,6 +570,11 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 "rollout(): with autoreset_mode='DISABLED' nobody begins the next episode. Make the envs with "
                 "'NEXT_STEP' or 'SAME_STEP'. Nothing was sent."
             )
+        if self._resets_at_once:
+            raise UsageError(
+                "rollout(): a worker whose process is replaced between two episodes does not reset its env in the same "
+                "step. Make the envs with 'NEXT_STEP', or without recycle_... and max_rss. Nothing was sent."
+            )
         if not self._all_begun:
             self._refuse_without_episodes("rollout")
         message = rollout_message(policy, steps)
@@ -513,15 +589,18 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
             if failures:
                 return self._fragment_error(current, failures)
             steps = sorted({step for reply in current.answers for step in reply.infos})
-            infos = {step: self._infos_of_step(current.answers, step) for step in steps}
-            return fragment_of_all(current.answers, infos, resumed=current.resumed)
+            return self._with_infos(
+                "rollout",
+                lambda infos: fragment_of_all(current.answers, infos, resumed=current.resumed),
+                lambda: {step: self._infos_of_step(current.answers, step) for step in steps},
+                lambda: {step: self._listed_infos(_infos_at(current.answers, step)) for step in steps},
+            )
 
         return self._handed_over(current, make)  # type: ignore[no-any-return]
 
     def _infos_of_step(self, replies: Sequence[RolloutReply], step: int) -> Infos:
         """Return the infos of one step of a rollout as :meth:`step` returns them."""
-        extras = [Extras(reply.infos[step]) if step in reply.infos else None for reply in replies]
-        rows = [RowsReply([], _NOTHING, _NOTHING, _NOTHING, one) for one in extras]
+        rows = _infos_at(replies, step)
         infos = self._plain_infos(rows)
         return self._infos(rows) if infos is None else infos
 
@@ -541,17 +620,17 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _handed_over(self, current: Round, make: Callable[[], Any]) -> Any:
         """Return what ``make`` makes of the unfinished round, or raise the error that it returns; this ends the round.
 
-        So do infos that gymnasium cannot merge: what they raise comes again. Any other exception is a signal handler's
-        and does not end the round: the next call tells of its outcome.
+        So does what ``make`` raises, if it comes again. Any other exception is a signal handler's and does not end the
+        round: the next call tells of its outcome.
         """
         try:
             outcome = make()
         except Exception as error:
-            if _raises(make, type(error)):
+            if raises_again(make, error):
                 self._fanout.finish()
                 del current.answers[:]  # no call
             raise
-        failed = isinstance(outcome, EnvsFailedError | PolicyError)
+        failed = isinstance(outcome, MultienvError)
         self._fanout.finish()
         del current.answers[:]  # no call from here on: a handler that comes in would keep the outcome from the caller
         if failed:
@@ -942,6 +1021,12 @@ class VectorSnapshot:
     begun: tuple[bool, ...]
 
 
+def _infos_at(replies: Sequence[RolloutReply], step: int) -> list[RowsReply]:
+    """Return replies with nothing but the infos of one step of a rollout."""
+    extras = [Extras(reply.infos[step]) if step in reply.infos else None for reply in replies]
+    return [RowsReply([], _NOTHING, _NOTHING, _NOTHING, one) for one in extras]
+
+
 def _collect(name: str, failures: dict[int, BaseException], results: Sequence[Any], *told: str) -> EnvsFailedError:
     error = EnvsFailedError.collect(f"{name}()", failures, results, *told)
     assert isinstance(error, EnvsFailedError)
@@ -951,11 +1036,3 @@ def _collect(name: str, failures: dict[int, BaseException], results: Sequence[An
 def _is_unreadable(error: BaseException) -> bool:
     """Tell whether the env has done what it was asked, and only this process cannot unpickle what came of it."""
     return isinstance(error, ResultNotPicklableError) and not error.command  # an error of the worker's has one
-
-
-def _raises(make: Callable[[], Any], kind: type[Exception]) -> bool:
-    try:
-        make()
-    except Exception as error:  # what is tried is foreign code
-        return type(error) is kind
-    return False

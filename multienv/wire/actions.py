@@ -6,10 +6,12 @@ a float32 Box stays float64. The common cases lie in the bank, the rest travels 
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,16 +70,23 @@ def action_bytes(space: spaces.Space[Any]) -> int:
     return 0
 
 
-def action_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
-    """Return the function that writes a step with an action of this space, which may be that of a batch."""
+def action_encoder(space: spaces.Space[Any], segment: Segment, check: Callable[[Any], str] | None = None) -> Encode:
+    """Return the function that writes a step with an action of this space, which may be that of a batch.
+
+    Args:
+        space: The action space.
+        segment: Where it writes.
+        check: Tells what is wrong with an action, or returns ``""``; ``None``: :func:`misfit`.
+    """
+    check = check or partial(misfit, space)
     if type(space) is spaces.Discrete:
-        return _integer_encoder(space, segment)
+        return _integer_encoder(check, segment)
     if type(space) in _ARRAYS:
-        return _array_encoder(space, segment)
-    return lambda number, action: _encode_any(space, segment, number, action)
+        return _array_encoder(space, check, segment)
+    return partial(_encode_any, check, segment)
 
 
-def _integer_encoder(space: spaces.Discrete, segment: Segment) -> Encode:
+def _integer_encoder(check: Callable[[Any], str], segment: Segment) -> Encode:
     int64, least, most = np.int64, -(2**63), 2**63 - 1
     heads = [bank.head for bank in segment.banks]
     places = [bank.view[HEAD.size : HEAD.size + 8].cast("q") for bank in segment.banks]
@@ -90,7 +99,7 @@ def _integer_encoder(space: spaces.Discrete, segment: Segment) -> Encode:
             head[0], head[1] = _INT_STEP if kind is int else _INT64_STEP, number & U32
             places[side][0] = action
         else:
-            _encode_any(space, segment, number, action)
+            _encode_any(check, segment, number, action)
 
     if native is not None:
         records = [bank.view for bank in segment.banks]
@@ -98,7 +107,7 @@ def _integer_encoder(space: spaces.Discrete, segment: Segment) -> Encode:
     return encode
 
 
-def _array_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
+def _array_encoder(space: spaces.Space[Any], check: Callable[[Any], str], segment: Segment) -> Encode:
     shape, ndarray = space.shape, np.ndarray
     heads, views = [bank.head for bank in segment.banks], [bank.view for bank in segment.banks]
     assert shape is not None
@@ -122,19 +131,19 @@ def _array_encoder(space: spaces.Space[Any], segment: Segment) -> Encode:
                 head[0], head[1] = step, number & U32
                 arrays[side][...] = action
                 return
-        _encode_any(space, segment, number, action)
+        _encode_any(check, segment, number, action)
 
     return encode
 
 
-def _encode_any(space: spaces.Space[Any], segment: Segment, number: int, action: Any) -> None:
+def _encode_any(check: Callable[[Any], str], segment: Segment, number: int, action: Any) -> None:
     def refused(what: str) -> Callable[[Exception], Exception]:
         # Not before it is refused: the text of an array takes longer than many a step.
         return lambda error: ActionError(
             f"The action {shown(action)} cannot be {what}: {shown(error)}. Nothing was sent."
         )
 
-    problem = foreign(lambda: misfit(space, action), refused("looked at"))
+    problem = foreign(lambda: check(action), refused("looked at"))
     if problem:
         raise ActionError(f"{problem} Nothing was sent; the episode goes on with the next step().")
     payload = foreign(lambda: dumps(action), refused("pickled"))
@@ -204,6 +213,21 @@ def _discrete_misfit(space: spaces.Discrete, action: Any) -> str:
     if not np.issubdtype(value.dtype, np.integer) and value.dtype != np.bool_:
         return f"The action {shown(action)} is not an integer of 64 bits; the env's action space is {space}."
     return ""
+
+
+def own_copy(action: Any, name: str) -> Any:
+    """Return a copy of an action that the env is sent later; raise ActionError if it cannot be copied.
+
+    Args:
+        action: Of one env, or of several.
+        name: Of the call, for messages.
+    """
+    return foreign(
+        lambda: copy.deepcopy(action),
+        lambda error: ActionError(
+            f"{name}: the action {shown(action)} cannot be copied: {shown(error)}. Nothing was sent."
+        ),
+    )
 
 
 def shown(value: object) -> str:

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
 from multienv.native import native
-from multienv.wire.actions import Encode, action_bytes, action_encoder, number_of
+from multienv.wire.actions import Encode, action_bytes, action_encoder, misfit, number_of
 from multienv.wire.banks import IRREGULAR, IRREGULAR_AT, LENGTH, BankLayout
 from multienv.wire.infos import NO_COLUMNS, Extras, NumberInfos, described, numbers_in
 from multienv.wire.layout import layout_of
@@ -114,8 +114,9 @@ class ExactCodec:
     """Reads the replies of one env exactly as it gave them.
 
     Attributes:
-        space, action_space: Of the env.
+        space, action_space: Of the env when it was built.
         layout: Of the banks.
+        checks_actions: The env has still these spaces: an action that does not fit is refused.
     """
 
     exact = True
@@ -126,10 +127,14 @@ class ExactCodec:
         ((self.space, self.action_space),) = description.spaces
         self._observations = layout_of(self.space)
         self.layout = layout_of_envs(True, self.space, self.action_space, 1)
+        self.checks_actions = True
 
     def encoder(self, segment: Segment) -> Encode:
         """Return the function that writes a step request into its bank."""
-        return action_encoder(self.action_space, segment)
+        return action_encoder(self.action_space, segment, self._misfit)
+
+    def _misfit(self, action: Any) -> str:
+        return misfit(self.action_space, action) if self.checks_actions else ""
 
     def reader(self, segment: Segment) -> Callable[[int], Transition | None]:
         """Return the function that reads the reply to a plain step or reset; ``None`` if its info is pickled."""

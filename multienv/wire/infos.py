@@ -103,12 +103,14 @@ class Extras:
         failures: What the envs have raised, by slot.
         observations: By slot, pickled each by itself, where observations have no fixed layout; else ``None``.
         generators: State of the random generators of slots, before they were reset; now and then.
+        spaces: Observation and action space that a single env has had since its reset, pickled; ``b""``: the same.
     """
 
     infos: NumberInfos | list[tuple[int, Any]] = field(default_factory=list)
     failures: dict[int, Failure] = field(default_factory=dict)
     observations: list[bytes] | None = None
     generators: Mapping[int, bytes] = field(default_factory=dict)
+    spaces: bytes = b""
 
 
 # --- the worker's end -------------------------------------------------------------------------
@@ -172,12 +174,15 @@ def _format_of_each(types: Sequence[type]) -> bytes:
 
 
 def pack_extras(
-    infos: Sequence[tuple[int, bytes]], failures: Mapping[int, Failure], generators: Mapping[int, bytes] = NONE
+    infos: Sequence[tuple[int, bytes]],
+    failures: Mapping[int, Failure],
+    generators: Mapping[int, bytes] = NONE,
+    spaces: bytes = b"",
 ) -> bytes:
-    """Pack slots with their pickled infos, failures and states of generators."""
-    if not infos and not failures and not generators:
+    """Pack slots with their pickled infos, failures and states of generators; and new spaces."""
+    if not infos and not failures and not generators and not spaces:
         return b""
-    return pickle.dumps((list(infos), dict(failures), dict(generators)), protocol=5)
+    return pickle.dumps((list(infos), dict(failures), dict(generators), spaces), protocol=5)
 
 
 # --- the trainer's end ------------------------------------------------------------------------
@@ -203,7 +208,7 @@ def unpack_extras(payload: bytes, start: int = 0) -> tuple[Extras, dict[int, Exc
         return Extras(), {}
     if payload[start] == _NUMBERS:
         return Extras(NumberInfos.of(payload[start:])), {}
-    pickled, failures, generators = pickle.loads(memoryview(payload)[start:])
+    pickled, failures, generators, spaces = pickle.loads(memoryview(payload)[start:])
     infos: list[tuple[int, Any]] = []
     illegible: dict[int, Exception] = {}
     for slot, data in pickled:
@@ -211,7 +216,7 @@ def unpack_extras(payload: bytes, start: int = 0) -> tuple[Extras, dict[int, Exc
             infos.append((slot, foreign(partial(pickle.loads, data), Illegible)))
         except Illegible as error:
             illegible[slot] = error
-    return Extras(infos, failures, None, generators), illegible
+    return Extras(infos, failures, None, generators, spaces), illegible
 
 
 def described(payload: bytes) -> tuple[tuple[str, ...], tuple[type, ...], bytes, bytes] | None:

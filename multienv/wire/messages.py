@@ -57,6 +57,8 @@ class Build:
         replacement: The worker replaces a lost one: its first snapshot is taken at once.
         starts: Part of the envs' time that telling how generators stood before resets may take; 0: it is not told.
         title: What ``ps`` shows.
+        generators: Slot → state of its random generators, put back before its first reset: the env of an earlier
+            process has ended between two episodes, and this one takes its place.
     """
 
     env_fns: Any
@@ -72,6 +74,7 @@ class Build:
     replacement: bool = False
     starts: float = 0.0
     title: str = ""
+    generators: Mapping[int, bytes] = field(default_factory=dict)
 
 
 def seeds_from(*numbers: int) -> tuple[int, int]:
@@ -202,6 +205,13 @@ class KeepSnapshot:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class TellGenerators:
+    """Tell how the random generators of some slots stand; answered by a dict: slot → state."""
+
+    slots: tuple[int, ...]
+
+
 class ReplayStart(NamedTuple):
     """Says where a replay begins for one slot, or puts back its generators.
 
@@ -272,7 +282,18 @@ class Close:
 
 
 Message = (
-    Build | Reset | Call | GetAttribute | IsWrapped | SetAttribute | Render | KeepSnapshot | Replay | Rollout | Close
+    Build
+    | Reset
+    | Call
+    | GetAttribute
+    | IsWrapped
+    | SetAttribute
+    | Render
+    | KeepSnapshot
+    | TellGenerators
+    | Replay
+    | Rollout
+    | Close
 )
 # Those that may change an env for longer than an episode.
 LASTING = (SetAttribute, Call)

@@ -15,7 +15,9 @@ from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 import gymnasium
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
+from multienv.errors import UsageError
 from multienv.wire.messages import Build, Call, Description, Failure, GetAttribute, Method, SetAttribute
 from multienv.wire.segment import SLOT, Segment
 from multienv.worker import seeding
@@ -50,10 +52,12 @@ class EnvGroup:
         self.observation_space = envs[0].observation_space if message.space is None else message.space
         self.action_space = envs[0].action_space
         self.words = segment.words
-        self.starts = Starts(self.envs, message.starts, segment)
+        self.starts = Starts(self.envs, message.starts, segment, message.generators)
         self.waiting: AbstractSet[int] = frozenset()
         self.raised = False
         self._steps: list[Step] = []
+        self._spaces = [(env.observation_space, env.action_space) for env in self.envs]
+        self._new_spaces = b""
         self._ended = [not message.exact] * self.slots
         self.calls: list[Step] = []
         self.update_calls()
@@ -116,9 +120,32 @@ class EnvGroup:
             self.starts.forget(slot)
             raise
         self.starts.count(perf_counter() - began)
+        self._look_at_spaces(slot)
         self._ended[slot] = False
         self.calls[slot] = self._steps[slot]
         return observation, info
+
+    def take_spaces(self) -> bytes:
+        """Return the spaces of a single env, pickled, if it has set others in its reset; once."""
+        spaces, self._new_spaces = self._new_spaces, b""
+        return spaces
+
+    def _look_at_spaces(self, slot: int) -> None:
+        """Note the spaces that an env has set in its reset; raise UsageError if they do not fit its batch."""
+        env, known = self.envs[slot], self._spaces[slot]
+        now = env.observation_space, env.action_space
+        if now[0] is known[0] and now[1] is known[1]:
+            return
+        self._spaces[slot] = now
+        if now == known:
+            return
+        if self.exact:
+            self._new_spaces = pickled("reset", now)
+        elif not all(map(is_space_dtype_shape_equiv, now, known)):
+            raise UsageError(
+                f"reset() has set the spaces {now}, and the env was built with {known}. The envs of a batch keep their "
+                "shapes and dtypes: use SubprocessEnv or MultiEnv, or spaces large enough for all episodes."
+            )
 
     def end(self, slot: int) -> None:
         """Note that the episode of a slot has ended."""

@@ -218,6 +218,7 @@ class ExactStepper:
             evidence=evidence,
             irregular=irregular,
             generators=self._group.starts.take(),
+            spaces=self._group.take_spaces(),
         )
 
     def _put(self, side: int, observation: Any) -> bool:

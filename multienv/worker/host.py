@@ -50,6 +50,7 @@ from multienv.wire.messages import (
     Reset,
     Rollout,
     SetAttribute,
+    TellGenerators,
     dumps,
     is_recorded,
 )
@@ -227,6 +228,9 @@ class Host:
     def _keep_snapshot(self, number: int, message: KeepSnapshot) -> None:
         self._answer(number, self._on_keep(message.number, message.token))
 
+    def _tell_generators(self, number: int, message: TellGenerators) -> None:
+        self._answer(number, self._envs().starts.tell(message.slots))
+
     def _close(self, number: int, message: Close) -> None:
         self.closing = True
         self.close_envs()
@@ -312,6 +316,7 @@ _HANDLERS: dict[type, Callable[[Host, int, Any], None]] = {
     SetAttribute: Host._set,
     Render: Host._render,
     KeepSnapshot: Host._keep_snapshot,
+    TellGenerators: Host._tell_generators,
     Replay: Host._replay,
     Close: Host._close,
 }

@@ -38,6 +38,7 @@ def answer_rows(
     irregular: bytes = b"",
     failures: Mapping[int, Failure] | None = None,
     generators: Mapping[int, bytes] = NONE,
+    spaces: bytes = b"",
 ) -> None:
     """Reply to a step or a reset whose rows are written.
 
@@ -52,12 +53,13 @@ def answer_rows(
         irregular: What the rows do not hold.
         failures: What envs have raised, by slot.
         generators: Slot → state of its random generators before it was reset.
+        spaces: New ones of a single env, pickled.
     """
     rest = b""
-    if infos and not failures and not generators:
+    if infos and not failures and not generators and not spaces:
         rest = packer.numbers(infos)
     if not rest:
         taken = [(slot, info if type(info) is bytes else pickled("step", info)) for slot, info in infos]
-        rest = pack_extras(taken, failures or {}, generators)
+        rest = pack_extras(taken, failures or {}, generators, spaces)
     first = pack_irregular(evidence, irregular)
     answer(segment, number, STEPPED, first + rest, flags=flags, tag=tag, irregular=len(first))

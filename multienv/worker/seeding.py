@@ -108,9 +108,15 @@ def _unpacked(packed: Any) -> Any:
     return generator
 
 
-def restore(env: Env, data: bytes) -> None:
-    """Put back what :meth:`ProcessGenerators.with_those_of` told, into a newly built env of the same kind."""
-    of_process, seed, generators = pickle.loads(data)
+def restore(env: Env, data: bytes, *, of_process: bool = True) -> None:
+    """Put back what :meth:`ProcessGenerators.with_those_of` told, into a newly built env of the same kind.
+
+    Args:
+        env: The env.
+        data: What was told.
+        of_process: Put back ``random`` and ``numpy.random``, too.
+    """
+    told, seed, generators = pickle.loads(data)
     if seed is not None:
         setattr(env.unwrapped, _USUAL_SEED, seed)
     layers = list(layers_of(env))
@@ -121,9 +127,10 @@ def restore(env: Env, data: bytes) -> None:
             for name in path[:-1]:
                 holder = getattr(holder, name)
             _put_back(holder, path[-1], unpacked.setdefault(id(packed), _unpacked(packed)))
-    state_of_random, state_of_numpy = pickle.loads(of_process)
-    random.setstate(state_of_random)
-    np.random.set_state(state_of_numpy)  # noqa: NPY002
+    if of_process:
+        state_of_random, state_of_numpy = pickle.loads(told)
+        random.setstate(state_of_random)
+        np.random.set_state(state_of_numpy)  # noqa: NPY002
 
 
 def renew(env: Env) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from multienv.wire.segment import BUSY, OTHER_SECONDS, STEP_SECONDS, Segment
@@ -28,6 +29,7 @@ class Starts:
         envs: Of all slots.
         share: Part of the envs' time that telling may take; 0: they are not told.
         segment: Of the worker; to be replaced when the envs move to another one.
+        generators: Slot → state to put back before its first reset: see ``Build.generators``.
 
     Attributes:
         told: Slot → state of its generators before the reset in the request that is being executed. The reply takes it
@@ -36,7 +38,13 @@ class Starts:
         has_drawn: In a replay envs have drawn other numbers from ``random`` or ``numpy.random`` than the first time.
     """
 
-    def __init__(self, envs: Sequence[Any], share: float, segment: Segment) -> None:
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        share: float,
+        segment: Segment,
+        generators: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> None:
         self.segment = segment
         self.told: dict[int, bytes] = {}
         self.replaying: dict[int, bytes] | None = None
@@ -44,6 +52,9 @@ class Starts:
         self._stood: Any = None  # the generators of the process, when they were put back last
         self._envs = envs
         self._share = share
+        self._first = dict(generators)
+        # Where some envs of the process are in the middle of an episode, those that it shares are left to them.
+        self._is_of_all = len(generators) == len(envs)
         self._process = seeding.ProcessGenerators()
         self._cost = _COST
         self._with_payload = 0  # bytes of the requests that do not lie in banks
@@ -57,10 +68,18 @@ class Starts:
         self.told.clear()
         return taken
 
+    def tell(self, slots: Sequence[int]) -> dict[int, bytes]:
+        """Return how the generators of these slots stand."""
+        return {slot: self._process.with_those_of(self._envs[slot]) for slot in slots}
+
     def before_reset(self, slot: int) -> None:
         """Note that the env of a slot is about to be reset."""
+        generators = None if self.replaying is None else self.replaying.pop(slot, None)
+        first = self._first.pop(slot, None)
+        if first and not generators:
+            seeding.restore(self._envs[slot], first, of_process=self._is_of_all)
+            self._is_of_all, self._stood = False, seeding.state_of_process()
         if self.replaying is not None:
-            generators = self.replaying.pop(slot, None)
             if generators:
                 stands = seeding.state_of_process()
                 seeding.restore(self._envs[slot], generators)

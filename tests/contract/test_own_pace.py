@@ -441,6 +441,71 @@ def test_envs_in_this_process_go_at_their_own_pace_in_threads(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_actions_that_cannot_be_copied_are_refused_and_nothing_is_sent(face: Any) -> None:
+    def draw() -> Any:
+        yield 1
+
+    with face([CounterEnv] * 2) as envs:
+        envs.reset(seed=3)
+        for odd in (draw(), threading.Lock()):
+            with pytest.raises(ActionError, match="Nothing was sent"):
+                envs.send([1, odd])
+        envs.send(batch(envs, [1, 1]))
+        assert [one[0] for one in envs.recv()[0]] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [memoryview, np.asfortranarray, list, np.ma.array])
+def test_send_takes_what_step_takes_and_what_is_written_to_it_later_does_not_matter(kind: Any) -> None:
+    with one_each([CounterEnv] * 3) as envs:
+        envs.reset(seed=3)
+        envs.step(kind(np.array([1, 2, 3])))
+        actions = np.array([1, 2, 3])
+        envs.send(kind(actions))
+        actions[:] = 0
+        observations, *_, indices = envs.recv()
+        assert {env: row[3] for env, row in zip(indices, observations, strict=True)} == {0: 1, 1: 2, 2: 3}
+
+
+def test_what_envs_that_share_a_worker_are_sent_is_theirs_from_then_on() -> None:
+    """The worker is asked when the second one has its action."""
+    with shared([CounterEnv] * 2) as envs:
+        envs.reset(seed=3)
+        for actions in (np.array([2]), [np.array(2)]):
+            envs.send(actions, [0])
+            actions[0] = 0
+            envs.send(np.array([3]), [1])
+            observations, *_, indices = envs.recv()
+            assert {env: row[3] for env, row in zip(indices, observations, strict=True)} == {0: 2, 1: 3}
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
+def test_recv_in_a_signal_handler_inside_of_recv_is_refused_and_the_outer_one_goes_on(
+    face: Any, tmp_path: Path
+) -> None:
+    refusals: list[CallPendingError] = []
+
+    def receive(*_: object) -> None:
+        try:
+            envs.recv(1)
+        except CallPendingError as error:
+            refusals.append(error)
+        (tmp_path / "gate").touch()
+
+    before = signal.signal(signal.SIGALRM, receive)
+    try:
+        with face([partial(GateEnv, tmp_path)] * 2) as envs:
+            envs.reset(seed=3)
+            envs.send(batch(envs, [WAIT, WAIT]))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            assert sorted(envs.recv(2, timeout=30.0)[-1]) == [0, 1]
+            envs.send(batch(envs, [GO, GO]))
+            assert sorted(envs.recv(2)[-1]) == [0, 1]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ["inside of another recv()" in str(error) for error in refusals] == [True]
+
+
+@pytest.mark.parametrize("face", EACH_BY_ITSELF)
 def test_close_ends_a_recv_that_waits(face: Any, tmp_path: Path) -> None:
     envs = face([partial(GateEnv, tmp_path)] * 2)
     envs.reset(seed=3)

@@ -122,8 +122,12 @@ def test_actions_of_another_length(face):
     with made(face, [CARTPOLE] * 2) as envs:
         expect_same(envs.reset(seed=0), theirs.reset(seed=0))
         for actions in (0, np.int64(1), None, np.zeros(3, int), [0], [0, 1, 0], np.zeros((2, 2), int), [], "01x"):
-            with pytest.raises(ActionError):
+            with pytest.raises(ActionError) as caught:
                 envs.step(actions)
+            if np.shape(actions) == () and not isinstance(actions, str):  # also of gymnasium's type
+                with pytest.raises(TypeError):
+                    theirs.step(actions)
+                assert isinstance(caught.value, TypeError), actions
         expect_same(envs.step([1, 0]), theirs.step([1, 0]))
         expect_same(envs.step((np.int64(1), 0)), theirs.step(np.array([1, 0])))
 

@@ -7,9 +7,10 @@ import math
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
-from threading import Timer
+from threading import Thread, Timer
 from typing import Any
 
 import gymnasium
@@ -25,6 +26,7 @@ from multienv import (
     SubprocessEnv,
     SubprocessVectorEnv,
     SyncSubprocessEnvManager,
+    create_subprocess_envs,
 )
 from multienv.errors import (
     CallPendingError,
@@ -268,3 +270,67 @@ def test_what_owns_envs_is_not_copied():
             with pytest.raises(TypeError, match="cannot be copied or pickled"):
                 copied(envs)
         envs.close()
+
+
+@pytest.mark.parametrize("kind", ["env", "batch", "list"])
+def test_two_threads_that_step_the_same_envs_get_whole_steps_or_are_refused(kind: str) -> None:
+    """Each step is one thread's: none is torn, given to both or counted twice."""
+    env_fns = [partial(CounterEnv, horizon=None)] * 2
+    envs: Any
+    if kind == "env":
+        envs = SubprocessEnv(env_fns[0])
+        envs.initialize()
+        action: Any = 1
+    elif kind == "batch":
+        envs, action = SubprocessVectorEnv(env_fns, envs_per_worker=1), np.array([1, 1])
+    else:
+        envs, action = MultiEnv(create_subprocess_envs(env_fns), autoreset_mode="DISABLED"), [1, 1]
+    envs.reset(seed=3)
+    seen: list[Any] = []
+    refused: list[CallPendingError] = []
+    wrong: list[BaseException] = []
+
+    def step_often() -> None:
+        for _ in range(2000):
+            try:
+                observation = envs.step(action)[0]
+                seen.append(np.atleast_2d(np.array(observation))[:, 0].tolist())
+            except CallPendingError as error:
+                refused.append(error)
+            except BaseException as error:
+                wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [Thread(target=step_often) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong, wrong[:3]
+    assert refused, "the threads have never met"
+    assert "one call at a time" in str(refused[0])
+    count = len(seen)
+    assert sorted(seen) == [[float(step)] * (1 if kind == "env" else 2) for step in range(1, count + 1)]
+    envs.step(action)  # and it goes on
+    envs.close()
+
+
+def test_a_thread_that_was_interrupted_and_has_ended_leaves_the_envs_to_others() -> None:
+    with SubprocessEnv(partial(CounterEnv, horizon=None)) as env:
+        env.reset(seed=3)
+
+        def interrupted() -> None:
+            fan = env._calls._fan
+            fan.send("step", (1,))
+
+        thread = Thread(target=interrupted)
+        thread.start()
+        thread.join()
+        observation, *_, info = env.step(2)
+        assert observation[0] == 1
+        assert info["multienv"] == {"resumed": True}
+        assert env.step(2)[0][0] == 2

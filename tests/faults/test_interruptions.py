@@ -11,10 +11,13 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -145,6 +148,60 @@ def test_snapshot_of_a_call_interrupted_at_every_place_is_freed() -> None:
                 assert becomes_true(lambda before=before: len(alive()) <= len(before)), interruption.where  # type: ignore[misc]
         assert becomes_true(lambda: alive() <= {monitor_pid(), *others}), interruption.where
     assert fired > 5
+
+
+@contextlib.contextmanager
+def ctrl_c_in_finalizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Raise KeyboardInterrupt at the entry of the first finalizer that is written in Python; yield what got swallowed."""
+    swallowed: list[Any] = []
+
+    def strike(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code is weakref.finalize.__call__.__code__:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda told: swallowed.append(told.object))
+        gc.collect()
+        gc.disable()  # what other tests have left is theirs
+        sys.settrace(strike)
+        try:
+            yield swallowed
+        finally:
+            sys.settrace(None)
+            gc.enable()
+
+
+def test_snapshot_that_is_dropped_when_ctrl_c_comes_is_freed_and_ctrl_c_is_not_swallowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def alive() -> set[int]:
+        return {pid for pid in descendants(os.getpid()) if is_alive(pid)}
+
+    with SubprocessEnv(ENDLESS), SubprocessEnv(ENDLESS, restart=NO_SNAPSHOTS) as env:
+        env.reset(seed=1)
+        before = alive()
+        tokens = [env.snapshot(), env.snapshot()]
+        with ctrl_c_in_finalizers(monkeypatch) as swallowed:
+            tokens.pop()
+        assert swallowed == []
+        env.call("has_wrapper_attr", "horizon")  # one of the next calls frees it
+        assert becomes_true(lambda: len(alive() - before) == 1)
+        with ctrl_c_in_finalizers(monkeypatch) as swallowed:
+            tokens.pop()
+        env.close()
+        assert becomes_true(lambda: not alive() - before)
+    assert swallowed == []
+
+
+def test_envs_that_leave_and_enter_their_own_pace_swallow_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(SubprocessVectorEnv([ENDLESS] * 2, envs_per_worker=1)) as envs:
+        with ctrl_c_in_finalizers(monkeypatch) as swallowed:
+            for _ in range(2):
+                envs.reset(seed=0)
+                envs.send(np.array([1, 1]))
+                envs.recv()
+        assert swallowed == []
 
 
 def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,7 +356,7 @@ def test_memory_that_has_shown_in_one_worker_is_known_to_all_of_its_batch(face: 
 
 
 def test_recycling_of_an_env_with_a_memory_waits_for_a_reset(dear: None, caplog: Any) -> None:
-    play = Play(partial(MemoryEnv, 20, horizon=40), restart=RestartPolicy(recycle_after_steps=64, **NO_SNAPSHOTS))
+    play = Play(partial(MemoryEnv, 20, horizon=200), restart=RestartPolicy(recycle_after_steps=64, **NO_SNAPSHOTS))
     while "carries memory across resets" not in caplog.text:  # the construction is tried next, and leads back
         play.walk(1)
     assert set(play.outcomes(Recycled)) <= {"exact"}

@@ -14,20 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from faces import KINDS, Face
 
-import multienv
 from kit import CounterEnv, is_alive
-from kit.ctrl_c import GateEnv, ctrl_c
+from kit.ctrl_c import GateEnv, ctrl_c, raise_in_the_library
 from kit.trainer_process import Trainer
 from multienv import AsyncSubprocessEnvManager
 from multienv.errors import ClosedError
-
-PACKAGE = str(Path(multienv.__file__).parent)
 
 
 def seen(rows: list[Any]) -> list[list[float]]:
@@ -122,14 +118,6 @@ def test_a_handler_may_step_other_envs_and_the_interrupted_step_goes_on(kind: st
 
 
 # --- again and again: a program in a process group of its own, as a terminal has one ---------------
-
-
-def raise_in_the_library(_: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt while a call is running; what it has returned is the caller's to keep or to lose."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            raise KeyboardInterrupt
-        frame = frame.f_back
 
 
 def step_through_ctrl_c(kind: str, context: str, enough: str) -> None:

@@ -9,12 +9,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import multienv
 from kit import CounterEnv
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv.processes import worker_process
 from multienv.wire.segment import TRAINER_SLEEPS
+
+PACKAGE = str(Path(multienv.__file__).parent)
 
 
 class GateEnv(CounterEnv):
@@ -54,3 +58,11 @@ def ctrl_c(directory: Path, pids: Sequence[int] = ()) -> Iterator[None]:
     finally:
         thread.join()
         (directory / "gate").touch()
+
+
+def raise_in_the_library(_: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt while a call is running; what it has returned is the caller's to keep or to lose."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            raise KeyboardInterrupt
+        frame = frame.f_back

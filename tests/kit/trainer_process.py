@@ -32,7 +32,7 @@ import multienv
 
 TESTS = Path(__file__).parents[1]
 # And the library under test, wherever it has been imported from here.
-FOLDERS = ("cluster", "contract", "faults", "invariants", "cli", "")
+FOLDERS = ("cluster", "contract", "faults", "invariants", "adapters", "cli", "")
 PLACES = [*(TESTS / folder for folder in FOLDERS), Path(multienv.__file__).parents[1]]
 PATH = os.pathsep.join(map(str, PLACES))
 TOKEN_VARIABLE = "MULTIENV_TEST_TRAINER"

@@ -155,6 +155,12 @@ class World:
             assert (row.observation[0], row.observation[3]) == (0, -1), f"no new episode: {row}"
         self.last, self.has_ended = row.observation, False
 
+    def begin_anew(self) -> None:
+        """Note that the env is a new one, whose generator goes on, as was planned between two episodes."""
+        self.bare.episode_number, self.bare.steps_ever = -1, 0
+        if self.is_forgetful and self.bare.offset:
+            self.is_known = False  # what was called and set need not have been repeated
+
     def lose_memory(self) -> None:
         """Note that the env goes on in another process, whose memory of earlier episodes need not be the same."""
         if self.remembers:
@@ -227,7 +233,6 @@ class Run:
         self._kept: dict[str, Any] = {}
         self._interrupted = 0  # how often Ctrl-C came in the last call
         self._failed: list[set[int]] = []  # envs that failed in each try of the last call; the others answered
-        self._recycled: set[int] = set()  # workers whose envs began a new life in the last call, as was planned
         self._replayed_without_need: list[Any] = []
         self._waited = 0.0  # seconds in which the trainer itself did nothing
         self._struck = 0  # faults before the last op: the loss of a process may be noticed in the next one
@@ -304,15 +309,17 @@ class Run:
             return
         first = (event.loss.envs[:1] or (0,))[0] if isinstance(event, Recovery) else event.env_index or 0
         worker = self.workers[first]
+        mine = [world for env, world in enumerate(self.worlds) if self.workers[env] == worker]
         if event.outcome == "reset":
-            self._recycled.add(worker)
+            for world in mine:
+                world.begin_anew()
+            return
         is_excused = self.constants.forgets or self.constants.recycle_after_steps
         is_excused = is_excused or self.case.policy != "memory" or may_be_replayed(self._struck_by(worker))
         if isinstance(event, Recovery) and not is_excused:
             self._replayed_without_need.append(event)  # what a hook raises is only logged
-        for env, world in enumerate(self.worlds):
-            if self.workers[env] == worker:
-                world.lose_memory()
+        for world in mine:
+            world.lose_memory()
 
     @staticmethod
     def _initialized(env: Any) -> Any:
@@ -353,7 +360,6 @@ class Run:
             and op[0] in ("step", "pace", "halves", "roll", "call", "set")
         ):
             self._do_reset(None, ended)
-        self._recycled.clear()
         began, struck = self.simulation.now - self._waited, len(self.simulation.struck)
         getattr(self, f"_do_{op[0]}")(*op[1:])
         self._struck = struck
@@ -391,8 +397,6 @@ class Run:
         struck = self._struck_by(worker)
         if struck and self.case.policy in ("raise", "budget"):
             return True  # the error may have been that of a reset that was interrupted, which is dropped
-        if worker in self._recycled:  # given up because it could not be replaced
-            return True
         return self._is_forced(worker)
 
     def _was_begun(self, nth: int, differs: Any, env: int) -> bool:

@@ -49,7 +49,7 @@ REGRESSIONS: dict[str, Case] = {
         "subprocess_env",
         "starts",
         (("reset", 7), *(("step", number) for number in range(4)), ("call", 0.5), ("step", 4), ("step", 5)),
-        (Fault(0, "replay", 14, "raises"),),
+        (Fault(0, "replay", 6, "raises"),),
         eager=True,
         rare=757952,
     ),

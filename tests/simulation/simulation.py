@@ -575,9 +575,9 @@ class SimulatedChannel(Channel):
         process = self.process
         return None if process.snapshot is None else process.launcher.wake(process, process.snapshot)
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, *, keep_memory: bool = False) -> None:
         self.kill()
-        self.release()
+        self.release(keep_memory=keep_memory)
 
     def release(self, *, keep_memory: bool = False) -> None:
         self.process.end(KILLED)

@@ -15,12 +15,12 @@ import multienv
 from multienv import sometimes
 from simulation.managers import ENVS, ManagerCase, ManagerRun, manager_bases
 from simulation.programs import FACES, Case, Run
-from simulation.schedules import BRANCHES, EPISODES, REPLAYS, ROLLOUTS, WITHOUT_REPLAY, bases, faults_of
+from simulation.schedules import BRANCHES, EPISODES, LASTING, PACES, REPLAYS, ROLLOUTS, WITHOUT_REPLAY, bases, faults_of
 from simulation.simulation import CRASHED, Fault, Simulation
 
 SEED = 1
 CHUNKS, RUNS = 10, 40
-ROLLOUTS_WITHOUT_CALLS = tuple(op for op in ROLLOUTS if op[0] != "call")
+ROLLOUTS_WITHOUT_CALLS, PACES_WITHOUT_CALLS = (tuple(op for op in ops if op[0] != "call") for ops in (ROLLOUTS, PACES))
 HANGS = [Fault(0, "build", nth, "hang") for nth in (2, 3, 4, 5)]
 # Branches that random programs take once in hundreds of runs, or less: a program that leads there.
 DIRECTED: dict[str, Case | ManagerCase] = {
@@ -74,9 +74,20 @@ DIRECTED: dict[str, Case | ManagerCase] = {
     "the replay of a checkpoint differs": Case(
         "DISABLED", "starts", BRANCHES, (Fault(0, "replay", 2, "raises", 2),), rare=61554
     ),
-    "a replacement by plan differs": Case("NEXT_STEP", "starts", EPISODES, rare=469385),
+    "a replacement by plan differs": Case(
+        "SAME_STEP", "memory", PACES, (Fault(0, "replay", 5, "raises", slot=1),), rare=117553
+    ),
     "a repeated call ends the process of new envs": Case(
-        "NEXT_STEP", "budget", WITHOUT_REPLAY, (Fault(0, "ask", 3, "before"),), eager=True, rare=408923
+        "subprocess_env", "budget", WITHOUT_REPLAY, (Fault(0, "ask", 3, "hang"),), rare=433906
+    ),
+    "a process is lost before it is replaced by plan": Case(
+        "multi_env", "starts", PACES, (Fault(1, "ask", 3, "before"),), eager=True, rare=341163
+    ),
+    "a process that has ended first is not replaced": Case(
+        "SAME_STEP", "budget", PACES_WITHOUT_CALLS, (Fault(0, "launch", 2, "no descriptors"),), eager=True, rare=483725
+    ),
+    "an env whose reset ends processes is built anew": Case(
+        "SAME_STEP", "starts", LASTING, (Fault(0, "request", 6, "in the env", code=CRASHED, times=4),), rare=198390
     ),
     "a reset or a call ends process after process": Case(
         "SAME_STEP", "journal", ROLLOUTS, (Fault(0, "request", 6, "garbage", times=4),), eager=True, rare=64512

@@ -70,8 +70,8 @@ def test_no_more_restarts_than_allowed_in_any_window_and_refused_ones_do_not_cou
 # --- recycling --------------------------------------------------------------------------------
 
 
-def unasked() -> None:
-    raise AssertionError("the size was asked for, which costs a system call")
+def unasked() -> Any:
+    raise AssertionError("this costs something, and was asked for")
 
 
 def recycling(now: list[float] | None = None, **limits: Any) -> Recycling:
@@ -80,25 +80,40 @@ def recycling(now: list[float] | None = None, **limits: Any) -> Recycling:
 
 def test_a_process_is_due_after_its_steps_counted_from_when_it_began():
     one = recycling(recycle_after_steps=10)
-    assert [one.due(steps, 5, unasked) for steps in (9, 10, 12)] == ["", "after 10 steps", "after 12 steps"]
+    assert [one.due(steps, 5, 1, unasked, is_over=False) for steps in (9, 10, 12)] == [
+        "",
+        "after 10 steps",
+        "after 12 steps",
+    ]
     one.begin(12, 5)
-    assert [bool(one.due(steps, 9, unasked)) for steps in (21, 22)] == [False, True]
+    assert [bool(one.due(steps, 9, 1, unasked, is_over=False)) for steps in (21, 22)] == [False, True]
+
+
+def test_a_process_is_due_by_episodes_only_when_none_runs():
+    one = recycling(recycle_after_episodes=2)
+    assert one.due(50, 1, 1, unasked, is_over=True) == ""
+    assert [one.due(90, 2, 1, unasked, is_over=is_over) for is_over in (False, True)] == [
+        "",
+        "after 2 episodes",
+    ]
 
 
 def test_a_replacement_that_fails_is_tried_again_after_twice_as_many_episodes_each_time():
     one = recycling(recycle_after_steps=10)
     assert not one.is_put_off(5)
     for episodes, again_at in ((5, 11), (11, 23), (30, 54)):
-        one.put_off(episodes, slots=3)
+        one.put_off(episodes, 6)
         assert [one.is_put_off(now) for now in (episodes, again_at - 1, again_at)] == [True, True, False]
     one.begin(12, 54)
-    one.put_off(54, slots=3)
+    one.put_off(54, 6)
     assert not one.is_put_off(60)
 
 
 def test_a_process_is_due_by_size_if_that_can_be_read_and_the_replay_that_led_to_it_does_not_take_most_of_the_time():
     one = recycling(max_rss=100 * 2**20)
-    assert [one.due(0, 0, lambda size=size: size and size * 2**20) for size in (None, 90, 100, 101)] == ["", "", "", "at 101 MiB"]  # fmt: skip
+    assert [one.due(0, 2, 1, lambda size=size: size and size * 2**20, is_over=False) for size in (None, 90, 100, 101)] == ["", "", "", "at 101 MiB"]  # fmt: skip
     one.begin(12, 5, replayed=30)
-    assert one.due(41, 9, unasked) == ""
-    assert one.due(42, 9, lambda: 101 * 2**20) == "at 101 MiB"
+    assert one.due(41, 9, 1, unasked, is_over=False) == ""
+    assert one.due(42, 9, 1, lambda: 101 * 2**20, is_over=False) == "at 101 MiB"
+    assert one.due(42, 6, 1, unasked, is_over=False) == "", "a replay would repeat all that the process has done"
+    assert one.due(13, 5, 1, lambda: 101 * 2**20, is_over=True) == "at 101 MiB", "nothing is replayed"

@@ -1,0 +1,83 @@
+"""SAME_STEP with a moment between two episodes, in which the process can be replaced.
+
+A worker that resets its env in the step that ends an episode leaves no such moment. So where one env has a process that
+is replaced now and then, the worker resets it in the next step, and the trainer asks for that step at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from multienv.errors import MultienvError
+from multienv.recovery.supervisor import Supervisor
+from multienv.wire.codecs import RowsReply
+from multienv.wire.infos import Extras
+
+
+class _Ending(NamedTuple):
+    """Holds what a step returned that ended an episode, and the number of that request."""
+
+    number: int
+    returned: tuple[Any, ...]
+    reply: RowsReply
+
+
+class ResetAtOnce:
+    """Lets the step that resets follow the step that ended an episode: a followup of a fan-out, one env a worker.
+
+    Args:
+        observation_of: Returns a copy of the observation in a reply.
+    """
+
+    leaves_ends = True
+
+    def __init__(self, observation_of: Callable[[RowsReply], Any]) -> None:
+        self._observation_of = observation_of
+
+    def first(self, place: int, supervisor: Supervisor) -> None:
+        """Return ``None``: a step is a step."""
+
+    def next(
+        self, supervisor: Supervisor, ended: _Ending | None, reply: RowsReply, request: Any
+    ) -> tuple[_Ending, str, Any] | None:
+        """Return what to keep of a reply that ended an episode, and the request that follows it."""
+        has_followed = ended is not None and ended.number != supervisor.number
+        if has_followed or not (reply.terminated[0] or reply.truncated[0]):
+            return None
+        observation = self._observation_of(reply)
+        flags = bool(reply.terminated[0]), bool(reply.truncated[0])
+        kept = RowsReply([], reply.rewards.copy(), reply.terminated.copy(), reply.truncated.copy(), errors=reply.errors)
+        returned = observation, float(reply.rewards[0]), *flags, _info_of(reply)
+        return _Ending(supervisor.number, returned, kept), "step", request
+
+    def joined(self, place: int, ended: _Ending | None, reply: RowsReply) -> RowsReply:
+        """Return the outcome of a step, as a worker gives it that resets in the same step."""
+        if ended is None:
+            return reply
+        observation, *_, final_info = ended.returned
+        info = {**_info_of(reply), "final_obs": observation, "final_info": final_info}
+        if "multienv" in final_info:
+            info["multienv"] = final_info["multienv"]
+        for error in reply.errors.values():
+            error.returned = ended.returned  # type: ignore[attr-defined]
+        observations = None if reply.extras is None else reply.extras.observations
+        return RowsReply(
+            reply.leaves,
+            ended.reply.rewards,
+            ended.reply.terminated,
+            ended.reply.truncated,
+            Extras([(0, info)], {}, observations),
+            {**ended.reply.errors, **reply.errors},
+        )
+
+    def failed(self, place: int, ended: _Ending | None, error: MultienvError) -> None:
+        """Have the error tell what the step had returned before the reset failed."""
+        if ended is not None:
+            error.returned = ended.returned  # type: ignore[attr-defined]
+
+
+def _info_of(reply: RowsReply) -> dict[str, Any]:
+    infos = () if reply.extras is None else reply.extras.infos
+    info: dict[str, Any] = next(iter(infos), (0, {}))[1]
+    return info
