@@ -137,3 +137,16 @@ def test_it_works_in_lists_and_in_the_autoreset_wrapper() -> None:
     single.close()
     for seen in zip(*tasks, strict=True):
         assert list(dict.fromkeys(seen))[:4] == [100, 101, 102, 103]
+
+
+def test_it_goes_on_in_a_new_process_for_each_episode() -> None:
+    restart = RestartPolicy(recycle_after_episodes=1)
+    envs = SubprocessVectorEnv([env_fn] * 2, envs_per_worker=1, restart=restart, autoreset_mode="SameStep")
+    bare = SyncVectorEnv([partial(env_fn, index) for index in range(2)], autoreset_mode=AutoresetMode.SAME_STEP)
+    with envs:
+        envs.reset(seed=7)
+        bare.reset(seed=7)
+        for step in range(30):
+            mine, theirs = (each.step(np.full(2, step % 4))[:4] for each in (envs, bare))
+            assert_same([mine], [theirs])
+        assert all(one.recycled > 3 for one in envs.statistics())
