@@ -24,7 +24,8 @@ class ResetWith(gymnasium.Wrapper[Any, Any, Any, Any]):
         envs = SubprocessVectorEnv([env_fn] * 8)
 
     The number of the episode survives recoveries: an env that is recovered goes on with the same seeds and options. It
-    begins at 0 again only where an episode was truncated because nothing led back to it.
+    begins at 0 again only if nothing led back to a lost episode, or if a reset ended every process in which it was
+    tried.
 
     Args:
         env: Any gymnasium.Env.
