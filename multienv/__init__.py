@@ -25,6 +25,7 @@ from multienv.envs.autoreset import AutoResetWrapper
 from multienv.envs.building import WorkerOptions
 from multienv.envs.fragments import Fragment
 from multienv.envs.multi_env import MultiEnv
+from multienv.envs.reset_with import ResetWith
 from multienv.envs.subprocess_env import SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import *  # noqa: F403 - the error tree, see there
 from multienv.errors import __all__ as _errors
@@ -60,6 +61,7 @@ __all__ = [
     "RayVectorEnv",
     "Recovery",
     "Recycled",
+    "ResetWith",
     "RestartPolicy",
     "SerialEnv",
     "SerialVectorEnv",

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from multienv.config import takes_options_of
-from multienv.envs.building import WorkerOptions, check_env_fn
+from multienv.envs.building import WorkerOptions, checked_env_fn
 from multienv.envs.calls import call_message, refuse_copy
 from multienv.envs.subprocess_env import SubprocessEnv, calls_of
 from multienv.events import Statistics
@@ -81,11 +81,10 @@ class SubprocessParallelEnv(ParallelEnv[Any, Any, Any]):
 
     @takes_options_of(SubprocessEnv.__init__)
     def __init__(
-        self, env_fn: Callable[[], Any], *, env_index: int | None = None, **options: Unpack[WorkerOptions]
+        self, env_fn: Callable[..., Any], *, env_index: int | None = None, **options: Unpack[WorkerOptions]
     ) -> None:
-        check_env_fn(env_fn)
         self.agents: list[Any] = []
-        self._env = SubprocessEnv(_Build(env_fn), env_index=env_index, **options)
+        self._env = SubprocessEnv(_Build(checked_env_fn(env_fn, env_index)), env_index=env_index, **options)
         # By a weak reference: an env that is not closed ends with the last reference to it.
         calls_of(self._env).convert = partial(SubprocessParallelEnv._converted, weakref.proxy(self))
         self._spaces: dict[Any, tuple[Any, Any]] = {}  # of possible agents

@@ -54,7 +54,8 @@ class SubprocessVecEnv(VecEnv):
     ``resumed``. What is asked of the envs meanwhile sees them after that step. ``reset()`` drops a pending step.
 
     Args:
-        env_fns: One function for each env, which builds it in its process.
+        env_fns: One function for each env, which builds it in its process; one that needs an argument gets the env's
+            index.
         start_method: ``"forkserver"`` or ``"spawn"``; ``None``: ``"forkserver"`` on Linux, ``"spawn"`` elsewhere.
             ``"fork"`` means ``"forkserver"`` here.
         unrecorded: Names of methods that change nothing in an env. A call of any other method by :meth:`env_method` is
@@ -77,7 +78,7 @@ class SubprocessVecEnv(VecEnv):
 
     def __init__(
         self,
-        env_fns: Sequence[Callable[[], Any]],
+        env_fns: Sequence[Callable[..., Any]],
         start_method: str | None = None,
         *,
         unrecorded: Collection[str] = UNRECORDED,

@@ -8,7 +8,6 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 import cloudpickle
 import gymnasium
 
+from multienv.envs.building import EnvFn, checked_env_fn
 from multienv.errors import UsageError
 from multienv.reports.crash import Report
 
-EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 _FORMS = "ID, module:ID, module:function, module:Class, file.py:function or file.py:Class"
 _HOW_TO_BUILD = "Give --env ID, --env module:ID or --env module:function to build the env."
 
@@ -60,7 +59,7 @@ def named(name: str, /, **arguments: Any) -> Named:
     told = "".join(f", {key}={value!r}" for key, value in arguments.items())
     if module is not None and callable(function):
         code = f"lambda: {rest}({told[2:]})" if arguments else rest
-        env_fn = partial(function, **arguments) if arguments else function
+        env_fn = checked_env_fn(partial(function, **arguments) if arguments else function, None, name)
         return Named(env_fn, f"from {module.__name__} import {rest}", code)
     if rest in gymnasium.registry:
         full = rest if module is None else f"{module.__name__}:{rest}"  # so that workers import the module too

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from multienv.cli.env_functions import EnvFn
+from multienv.envs.building import EnvFn
 from multienv.errors import UsageError
 from multienv.processes.environment import worker_environment
 from multienv.recovery.verification import differences

@@ -16,13 +16,14 @@ from multienv.envs.building import (
     WorkerOptions,
     Workers,
     arguments,
-    check_env_fn,
+    checked_env_fn,
     checked_threads,
     listed_env_fns,
 )
 from multienv.envs.subprocess_env import SupervisedEnv, built_envs
 from multienv.processes.launcher import method_of
 from multienv.wire.messages import Setting
+from multienv.wire.shared_pickle import SharedPickle
 from multienv.worker.registrations import registrations
 
 if TYPE_CHECKING:
@@ -41,12 +42,14 @@ class Nodes:
         first: Index of the first worker.
     """
 
+    shares = False  # a host may be anywhere
+
     def __init__(self, fleet: Fleet, context: Any, native_threads: int | None, first: int = 0) -> None:
         self._fleet = fleet
         self._method, self._native_threads = method_of(context), checked_threads(native_threads)
         self._next = first
 
-    def launcher(self, title: str) -> RelayLauncher:
+    def launcher(self, title: str, shared: SharedPickle | None) -> RelayLauncher:
         """Return what launches the processes of the next worker."""
         index, self._next = self._next, self._next + 1
         return self._fleet.launcher(index, self._method, self._native_threads, title)
@@ -85,11 +88,11 @@ class RayEnv(SupervisedEnv):
         env_index: int | None = None,
         **options: Unpack[WorkerOptions],
     ) -> None:
-        check_env_fn(env_fn)
+        fns = [checked_env_fn(env_fn, env_index)]
         fleet = self._fleet = ray if isinstance(ray, Fleet) else fleet_for(ray, 1)
         try:
             workers = Workers(partial(Nodes, fleet, first=env_index or 0), **options)
-            super().__init__(workers.make([env_fn], env_index, exact=True))
+            super().__init__(workers.make(fns, env_index, exact=True))
         except BaseException:
             fleet.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import random
@@ -17,7 +18,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv.config import Deadlines, RestartPolicy, integer
-from multienv.envs.pickling import pickled
+from multienv.envs.pickling import pickled, pickled_apart
 from multienv.envs.process_seeds import ProcessSeeds, seeds_of_trainer
 from multienv.errors import UsageError
 from multienv.events import Hook, checked_hooks
@@ -25,23 +26,39 @@ from multienv.processes.channel import Channel
 from multienv.processes.environment import module_path, worker_environment, working_directory
 from multienv.processes.launcher import Launch, method_of
 from multienv.processes.serial import SerialChannel
+from multienv.processes.worker_process import undisturbed
 from multienv.recovery.recoverer import Launcher
 from multienv.recovery.supervisor import Supervisor
+from multienv.recovery.turns import Turns
 from multienv.reports.store import directory_for
 from multienv.threads import Pool, side_by_side
 from multienv.wire.messages import Build, Setting, foreign, seeds_from
+from multienv.wire.shared_pickle import LARGE, SharedPickle, share
 from multienv.worker.host import Host
 from multienv.worker.registrations import registrations
 
-EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+# Called without arguments, or with the env's index.
+EnvFn = Callable[..., gymnasium.Env[Any, Any]]
+_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 WorkerEnv = Mapping[str, str] | Callable[[int], Mapping[str, str]] | None
 
 
 class Backend(Protocol):
-    """Says where workers live: in processes beside the trainer, or on the nodes of a cluster."""
+    """Says where workers live: in processes beside the trainer, or on the nodes of a cluster.
 
-    def launcher(self, title: str) -> Launcher:
-        """Return what launches the processes of the next worker; ``title`` is what ``ps`` shows."""
+    Attributes:
+        shares: Its processes can be handed a file that several of them share.
+    """
+
+    shares: bool
+
+    def launcher(self, title: str, shared: SharedPickle | None) -> Launcher:
+        """Return what launches the processes of the next worker.
+
+        Args:
+            title: What ``ps`` shows.
+            shared: What its envs are built from, if that lies in a shared file.
+        """
         ...
 
     def setting(self) -> Setting:
@@ -58,10 +75,11 @@ class Processes:
 
     def __init__(self, context: Any, native_threads: int | None) -> None:
         self._method, self._native_threads = method_of(context), checked_threads(native_threads)
+        self.shares = sys.platform == "linux"  # by memfd_create
 
-    def launcher(self, title: str) -> Launcher:
+    def launcher(self, title: str, shared: SharedPickle | None) -> Launcher:
         """Return what launches the processes of a worker."""
-        return Launch(self._method, self._native_threads, title)
+        return Launch(self._method, self._native_threads, title, shared)
 
     def setting(self) -> Setting:
         """Return the trainer's import path, arguments and so on."""
@@ -146,6 +164,9 @@ class WorkerOptions(TypedDict, total=False):
             its own, derived from this and its index. ``None``: they are derived from the trainer's ``random`` and
             ``numpy.random``, which are not advanced. So a script that seeds these two first gives the same run each
             time.
+        starts_at_once: Workers of a vector env, a list or an env manager that may build their envs at the same time: at
+            construction, and when processes are replaced. ``1``: one after the other. ``None``: all. A recovery that
+            waits for its turn goes on counting against ``Deadlines.recovery``.
         hooks: Functions that are called with each :class:`~multienv.events.Loss`, :class:`~multienv.events.Recovery`
             and :class:`~multienv.events.Recycled`.
         reports: Directory for crash reports, one for each loss, for ``multienv replay``; the newest 100 are kept.
@@ -159,6 +180,7 @@ class WorkerOptions(TypedDict, total=False):
     native_threads: int | None
     worker_env: WorkerEnv
     worker_seed: int | None
+    starts_at_once: int | None
     hooks: Sequence[Hook]
     reports: str | os.PathLike[str] | None
 
@@ -168,7 +190,7 @@ class Workers:
 
     Args:
         backend: Makes what says where they live, given ``context`` and ``native_threads``.
-        restart, deadlines, context, native_threads, worker_env, worker_seed, hooks, reports: See
+        restart, deadlines, context, native_threads, worker_env, worker_seed, starts_at_once, hooks, reports: See
             :class:`WorkerOptions`.
 
     Attributes:
@@ -188,6 +210,7 @@ class Workers:
         native_threads: int | None = 1,
         worker_env: WorkerEnv = None,
         worker_seed: int | None = None,
+        starts_at_once: int | None = None,
         hooks: Sequence[Hook] = (),
         reports: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -209,6 +232,9 @@ class Workers:
         self._seed = None if worker_seed is None else integer(worker_seed)
         if worker_seed is not None and (self._seed is None or self._seed < 0):
             raise UsageError(f"worker_seed is {worker_seed!r:.100}; give a non-negative integer, or None.")
+        if starts_at_once is not None and (integer(starts_at_once) or 0) < 1:
+            raise UsageError(f"starts_at_once is {starts_at_once!r:.100}; give an integer of at least 1, or None.")
+        self._turns = None if starts_at_once is None else Turns(int(starts_at_once))
         self._first: Supervisor | None = None
 
     def make(
@@ -223,7 +249,7 @@ class Workers:
         """Return a worker that is yet to be started.
 
         Args:
-            env_fns: What builds the env of each slot, checked before: see :func:`check_env_fn`.
+            env_fns: What builds the env of each slot, as :func:`checked_env_fn` returns it.
             index: Env index of the first one in its batch, or ``None``.
             exact: One env whose values travel exactly; else rows of a batch.
             autoreset: Name of the ``AutoresetMode`` that the worker carries out; ``""``: none.
@@ -244,8 +270,9 @@ class Workers:
             title = f"multienv envs {index}-{index + len(env_fns) - 1}"
         variables = checked_variables(self._worker_env, (index or 0) if exact else next(self._numbers))
         seeds = ProcessSeeds(seeds_from(self._seed, index or 0)) if self._seed is not None else seeds_of_trainer()
+        packed = _packed(tuple(env_fns), shares=self._backend.shares)
         build = Build(
-            env_fns=_pickled(tuple(env_fns)),
+            env_fns=packed,
             exact=exact,
             autoreset=autoreset,
             seeds=seeds.values,
@@ -257,9 +284,11 @@ class Workers:
             journal=restart.journal_limit * len(env_fns),
             title=title,
         )
-        worker = self._supervisor(self._backend.launcher(title), build, index=index)
+        shared = packed if isinstance(packed, SharedPickle) else None
+        worker = self._supervisor(self._backend.launcher(title, shared), build, index=index)
         self._first = self._first or worker
         worker.share_memory(self._first)
+        worker.recoverer.turns = self._turns
         worker.seeds = seeds
         return worker
 
@@ -316,10 +345,18 @@ class _SerialLaunch:
 
 
 def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
-    """Start workers, which build their envs at the same time; return their errors by index in ``workers``."""
+    """Start workers, and wait until their envs are built; return their errors by index in ``workers``.
+
+    They build at the same time, or as many at a time as the turns of the first one allow, which all share from then on.
+    """
+    turns = workers[0].recoverer.turns if workers else None
     for worker in workers:
-        worker.start()
-    pool = Pool(max(1, len(workers)), "multienv-build")
+        worker.recoverer.turns = turns
+        if turns is None:
+            worker.start()
+    # Else each is started by the thread that waits for it.
+    most = len(workers) if turns is None else min(len(workers), turns.most)
+    pool = Pool(max(1, most), "multienv-build")
     tasks = side_by_side(pool, [worker.initialize for worker in workers])
     for worker in workers:
         worker.record.call_hooks()
@@ -331,18 +368,23 @@ def _draws(slots: int) -> tuple[int, ...]:
     return tuple(generator.getrandbits(64) for _ in range(slots))
 
 
-def _pickled(env_fns: tuple[EnvFn, ...]) -> bytes:
+def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle:
+    """Pickle functions; what is large in them goes into a file that all workers share, if ``shares`` allows that."""
     # The main script in a multiprocessing child: __main__ by another name, and not importable elsewhere.
     main = sys.modules.get("__mp_main__")
     if main is not None and main.__name__ == "__mp_main__":
         cloudpickle.register_pickle_by_value(main)
     try:
-        return pickled(env_fns)
+        data, buffers = pickled_apart(env_fns, LARGE) if shares else (pickled(env_fns), [])
     except Exception as error:  # pickling runs foreign code
         raise UsageError(
             f"env_fn {_culprit(env_fns)!r:.100} cannot be sent to a process: {type(error).__name__}: {error}. "
             "Build what it needs inside the function."
         ) from error
+    if not shares or (len(data) < LARGE and not buffers):
+        return data
+    # Undisturbed: a descriptor is made there.
+    return undisturbed(partial(share, data, buffers))
 
 
 def _culprit(env_fns: tuple[EnvFn, ...]) -> Any:
@@ -358,23 +400,46 @@ def _culprit(env_fns: tuple[EnvFn, ...]) -> Any:
 # --- checks -----------------------------------------------------------------------------------
 
 
-def check_env_fn(env_fn: Any, name: str = "env_fn") -> None:
-    """Raise UsageError unless ``env_fn`` is callable and no env; ``name`` is its name in the message."""
+def checked_env_fn(env_fn: Any, index: int | None, name: str = "env_fn") -> EnvFn:
+    """Return the function, to be called without arguments; one that needs an argument gets the index.
+
+    Args:
+        env_fn: Builds the env.
+        index: Of the env; ``None`` counts as 0.
+        name: Of the function, in messages.
+
+    Raises:
+        UsageError: It is not callable, or an env, or needs more than one argument.
+    """
     if isinstance(env_fn, gymnasium.Env) or not callable(env_fn):
         made = f"gymnasium.make({env_fn!r})" if isinstance(env_fn, str) else "MyEnv()"
         raise UsageError(
             f"{name} is {env_fn!r:.100}; give a function that takes no arguments and returns an env: lambda: {made}."
         )
+    needed = _needed(env_fn)
+    if len(needed) > 1 or any(one.kind is one.KEYWORD_ONLY for one in needed):
+        raise UsageError(
+            f"{name} is {env_fn!r:.100}, which needs the arguments {', '.join(one.name for one in needed)}; give a "
+            "function that needs none, or only the index of its env: lambda index: MyEnv(port=5000 + index)."
+        )
+    return partial(env_fn, index or 0) if needed else env_fn
+
+
+def _needed(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some of those written in C
+        return []
+    return [one for one in parameters if one.default is one.empty and one.kind not in _STARRED]
 
 
 def listed_env_fns(owner: str, env_fns: Iterable[EnvFn]) -> list[EnvFn]:
-    """Return a list of functions, one for each env; raise UsageError if there is none, or one is no function."""
+    """Return functions that need no argument, one for each env; see :func:`checked_env_fn`. Raises UsageError."""
     found = list(env_fns)
     if not found:
         raise UsageError(f"{owner}: env_fns is empty; give one function for each env.")
-    for place, env_fn in enumerate(found):
-        check_env_fn(env_fn, f"env_fns[{place}]")
-    return found
+    return [checked_env_fn(env_fn, place, f"env_fns[{place}]") for place, env_fn in enumerate(found)]
 
 
 def mode_of(mode: Any) -> AutoresetMode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections import ChainMap
 from types import CodeType
 from typing import Any, ClassVar
@@ -31,3 +32,26 @@ def pickled(value: object) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
+
+
+def pickled_apart(value: object, least: int) -> tuple[bytes, list[memoryview]]:
+    """Pickle ``value`` as :func:`pickled` does, but for its large buffers: those of numpy arrays.
+
+    Args:
+        value: What to pickle.
+        least: Bytes from which on a buffer is left out.
+
+    Returns:
+        The pickle, and the buffers that ``pickle.loads`` is to be given with it: memory of ``value`` itself.
+    """
+    file, buffers = io.BytesIO(), list[memoryview]()
+
+    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+        with memoryview(buffer) as view:
+            if view.nbytes < least or not view.contiguous:
+                return True
+        buffers.append(buffer.raw())
+        return False
+
+    _Pickler(file, buffer_callback=stays_inside).dump(value)
+    return file.getvalue(), buffers

@@ -20,7 +20,7 @@ from multienv.envs.building import (
     WorkerOptions,
     Workers,
     build_all,
-    check_env_fn,
+    checked_env_fn,
     listed_env_fns,
 )
 from multienv.envs.calls import Calls, call_message, refuse_copy
@@ -424,6 +424,7 @@ class SubprocessEnv(SupervisedEnv):
 
     Args:
         env_fn: Function that builds the env; it is called in the process. It travels by cloudpickle, so a lambda works.
+            If it needs an argument, it gets ``env_index``, or 0.
         env_index: Index of the env in its batch, for messages.
         **options: See :class:`~multienv.WorkerOptions`.
 
@@ -433,8 +434,8 @@ class SubprocessEnv(SupervisedEnv):
 
     @takes_options_of(Workers.__init__)
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, **options: Unpack[WorkerOptions]) -> None:
-        check_env_fn(env_fn)
-        super().__init__(Workers(Processes, **options).make([env_fn], env_index, exact=True))
+        fns = [checked_env_fn(env_fn, env_index)]
+        super().__init__(Workers(Processes, **options).make(fns, env_index, exact=True))
         spread([self._supervisor])
         self._owner = os.getpid()
 
@@ -461,8 +462,8 @@ class SerialEnv(SupervisedEnv):
     """
 
     def __init__(self, env_fn: EnvFn, *, env_index: int | None = None, hooks: Sequence[Hook] = ()) -> None:
-        check_env_fn(env_fn)
-        super().__init__(SerialWorkers(hooks=hooks).make([env_fn], env_index, exact=True))
+        fns = [checked_env_fn(env_fn, env_index)]
+        super().__init__(SerialWorkers(hooks=hooks).make(fns, env_index, exact=True))
 
 
 @takes_options_of(Workers.__init__)
@@ -470,7 +471,7 @@ def create_subprocess_envs(env_fns: Iterable[EnvFn], **options: Unpack[WorkerOpt
     """Make envs with a process each: start all processes first, then build the envs in parallel.
 
     Args:
-        env_fns: One function for each env.
+        env_fns: One function for each env; one that needs an argument gets the env's index.
         **options: Options for all envs: see :class:`~multienv.WorkerOptions`.
 
     Returns:

@@ -67,6 +67,7 @@ class EnvManager:
         native_threads: int | None = 1,
         worker_env: WorkerEnv = None,
         worker_seed: int | None = None,
+        starts_at_once: int | None = None,
         reports: str | os.PathLike[str] | None = None,
         backend: Literal["subprocess", "ray"] = "subprocess",
         ray: RayOptions | None = None,
@@ -84,6 +85,7 @@ class EnvManager:
             "native_threads": native_threads,
             "worker_env": worker_env,
             "worker_seed": worker_seed,
+            "starts_at_once": starts_at_once,
             "reports": reports,
             "deadlines": self.config.deadlines,
             "context": self.config.context,
@@ -440,7 +442,8 @@ class AsyncSubprocessEnvManager(EnvManager):
     Args:
         env_fn: A list of functions that build the envs; the position in the list is the env's id.
         cfg: An :class:`~multienv.EnvManagerConfig`, or a dict of its options.
-        restart, hooks, native_threads, worker_env, worker_seed, reports: See :class:`~multienv.WorkerOptions`.
+        restart, hooks, native_threads, worker_env, worker_seed, starts_at_once, reports: See
+            :class:`~multienv.WorkerOptions`.
         backend: Where the processes run: ``"subprocess"``, beside the trainer, or ``"ray"``, on the nodes of a cluster.
         ray: With ``backend="ray"``: a :class:`~multienv.RayOptions`; ``None``: the default options.
         **options: Options of :class:`~multienv.EnvManagerConfig`, by name.

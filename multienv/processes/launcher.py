@@ -39,6 +39,7 @@ from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order, tell_fate
 from multienv.processes.worker_process import ProcessChannel, live, undisturbed
 from multienv.sometimes import sometimes
 from multienv.threads import Lock
+from multienv.wire.shared_pickle import SharedPickle
 
 METHODS = ("forkserver", "spawn")
 PRELOAD = (
@@ -100,16 +101,18 @@ class Launch:
         method: ``"forkserver"`` or ``"spawn"``.
         native_threads: Threads of native libraries (BLAS, OpenMP); ``None``: as the user has set them.
         title: What ``ps`` shows.
+        shared: What its envs are built from, in the file that several workers share; ``None``: nothing is.
     """
 
     method: str
     native_threads: int | None = 1
     title: str = ""
+    shared: SharedPickle | None = None
 
     def start(self) -> ProcessChannel:
         """Launch a process; does not wait for it. Raises OSError, UsageError, ClosedError."""
         order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, title=self.title or "multienv worker")
-        return undisturbed(partial(_launched, order))
+        return undisturbed(partial(_launched, order, -1 if self.shared is None else self.shared.handed()))
 
     def wake_kept(self, token: int) -> ProcessChannel | None:
         """Wake the snapshot kept under this token, as a new process with a new segment; ``None`` if it is gone.
@@ -130,7 +133,9 @@ class Launch:
                 client.send(Order(FREE, token=token), patience=_LONGEST_FREE)
 
     def close(self) -> None:
-        """Do nothing: the monitor ends by itself."""
+        """Let go of what is shared; the monitor ends by itself."""
+        if self.shared is not None:
+            self.shared.close()
 
 
 class MonitorClient:
@@ -219,7 +224,7 @@ def set_hash_seed(seed: str) -> None:
     _hash_seed = seed
 
 
-def _launched(order: Order) -> ProcessChannel:
+def _launched(order: Order, shared: int = -1) -> ProcessChannel:
     """Launch a worker by the present monitor, or by a new one if the present one takes no more orders.
 
     If one after the other is killed, return the channel to a worker that is lost already: those who launch workers know
@@ -230,7 +235,7 @@ def _launched(order: Order) -> ProcessChannel:
         client = _monitor(ended=client)
         try:
             with _turn:
-                return _ordered(client, order)
+                return _ordered(client, order, shared)
         except OSError as error:
             if error.errno not in _ENDED:
                 raise
@@ -244,8 +249,8 @@ def _tell_no_launch(descriptors: Sequence[int]) -> None:
     os.write(descriptors[2], tell_fate(Fate(None, stderr=_NO_LAUNCH)))
 
 
-def _ordered(client: MonitorClient, order: Order) -> ProcessChannel:
-    return ProcessChannel(partial(client.send, order), client.resume)
+def _ordered(client: MonitorClient, order: Order, shared: int = -1) -> ProcessChannel:
+    return ProcessChannel(partial(client.send, order), client.resume, shared)
 
 
 def _monitor(ended: MonitorClient | None = None) -> MonitorClient:

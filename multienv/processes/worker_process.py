@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import errno
 import select
 import socket
 import threading
@@ -33,7 +34,7 @@ from multienv.processes.channel import (
     SystemErrors,
     give_way,
 )
-from multienv.processes.protocol import KILL, NO_SIGNAL, STACK, WAKE, Order, Told
+from multienv.processes.protocol import KILL, NO_SIGNAL, STACK, WAKE, Order, Told, send_with_descriptors
 from multienv.threads import Lock, Task
 from multienv.wire.segment import (
     BUSY,
@@ -43,6 +44,7 @@ from multienv.wire.segment import (
     REPLAYING,
     REPLY,
     REQUEST,
+    SHARED,
     SLOT,
     TRAINER_SLEEPS,
     WORKER_SLEEPS,
@@ -57,6 +59,8 @@ _LINE_PATIENCE = 1.0
 # Seconds given to the stack of a live process, and to SIGTERM, SIGKILL and the kernel.
 _STACK_PATIENCE = 1.0
 _KILL_PATIENCE = 2.0
+# Seconds given to other workers to take descriptors that were sent to them, when too many are on their way.
+_LONGEST_HANDING = 30.0
 
 # All channels of this process, for its exit and for forked children.
 live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
@@ -94,12 +98,13 @@ class ProcessChannel(Channel):
     Args:
         give: Gives the monitor the order that leads to the process; called with the descriptors that go with it.
         resume: Has the monitor go on if it has been stopped.
+        shared: Descriptor of the file that the workers share; -1: this one needs none.
 
     Raises:
         OSError: The order cannot be given, or descriptors have run out. Nothing is left open.
     """
 
-    def __init__(self, give: Callable[[Sequence[int]], None], resume: Callable[[], None]) -> None:
+    def __init__(self, give: Callable[[Sequence[int]], None], resume: Callable[[], None], shared: int = -1) -> None:
         self._resume = resume
         self._news: list[bytes] = []  # all that was received from the monitor; an empty last item: the end
         self._told = Told()
@@ -117,11 +122,27 @@ class ProcessChannel(Channel):
                 self.segment.words[NUMBERED] = self.segment.words[WORKER_SLEEPS] = 1
             self._wake_socket, wake_socket = map(ours.enter_context, socket.socketpair())
             with wake_socket:
+                if shared >= 0:
+                    self.segment.words[SHARED] = 1
+                    self._hand(shared)
                 self._fate, fate = map(ours.enter_context, socket.socketpair())
                 with fate:
                     give([wake_socket.fileno(), self.segment.descriptor, fate.fileno()])
             ours.pop_all()
         live.add(self)
+
+    def _hand(self, shared: int) -> None:
+        """Send a descriptor over the wake socket, ahead of all wake bytes. Raises OSError."""
+        until = time.monotonic() + _LONGEST_HANDING
+        while True:
+            try:
+                send_with_descriptors(self._wake_socket, b"\0", [shared])
+                return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS or time.monotonic() >= until:
+                    raise
+            self._resume()
+            time.sleep(0.001)  # not a poll: the descriptors that wait are in the sockets of other processes
 
     @property
     def pid(self) -> int | None:

@@ -45,6 +45,7 @@ from multienv.reports.crash import Case
 from multienv.reports.texts import what_happened
 from multienv.sometimes import sometimes
 from multienv.wire.messages import Build
+from multienv.wire.shared_pickle import SharedPickle
 
 # After so many losses for one request, all killed from outside, their common past may be to blame.
 _OUTSIDE_LOSSES = 3
@@ -403,11 +404,14 @@ class Lifecycle:
             return None
         recoverer, codec = self.recoverer, self.recoverer.codec
         known = self._journal.recording and codec is not None
+        packed = recoverer.build.env_fns
+        if isinstance(packed, SharedPickle):  # the worker may be closed before the report is written
+            packed = packed.again()
         return Case(
             replay=partial(furthest_replay, self._journal.dump() if known else None),
             size=len(self._journal) if known else 0,
             pending=pending,
-            build=recoverer.build,
+            build=replace(recoverer.build, env_fns=packed),
             description=recoverer.description,
             deadline=self._pending.limit,
             layout=None if codec is None else codec.layout,

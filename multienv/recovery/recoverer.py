@@ -23,6 +23,7 @@ from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery.journal import UNKNOWN, Plan
 from multienv.recovery.policy import Effort, RestartBudget
 from multienv.recovery.state_machine import LOSSES
+from multienv.recovery.turns import Turns
 from multienv.recovery.verification import differences, is_comparable
 from multienv.sometimes import sometimes
 from multienv.wire.banks import BEGIN, FAILED, HEAD, MESSAGE, STEP, U32, split_entries
@@ -114,6 +115,7 @@ class Recoverer:
         description: What the envs are; known once they were built.
         codec: How their steps travel; known then.
         restarts: Processes started in place of lost ones.
+        turns: Bounds how many workers build at the same time; ``None``: nothing does.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Recoverer:
         self.description: Description | None = None
         self.codec: Codec | None = None
         self.restarts = 0
+        self.turns: Turns | None = None
         self._launcher = launcher
         self._policy = policy
         self._deadlines = deadlines
@@ -477,13 +480,27 @@ class Recoverer:
     def restart(self, effort: Effort, lost: Collection[int] = ()) -> Channel:
         """Launch a process, wait until its envs are built and return its channel; if it dies before, try again.
 
-        ``lost``: see :meth:`launch`.
+        It first waits until no more other workers build than may. ``lost``: see :meth:`launch`.
 
         Raises:
             RequestFailedError: ``env_fn`` raised.
             NotBuilt: Too many processes died, or none can be launched.
             Unrecoverable: The time is over.
         """
+        turns = self.turns
+        if turns is None:
+            return self._restart(effort, lost)
+        while not turns.take(self):
+            self._check_time(effort)
+            if time.monotonic() >= effort.tell_at:
+                self._say(effort, "waiting while other workers build their envs (starts_at_once)")
+            time.sleep(_LOOK)
+        try:
+            return self._restart(effort, lost)
+        finally:
+            turns.give_back(self)
+
+    def _restart(self, effort: Effort, lost: Collection[int]) -> Channel:
         while True:
             self._check_time(effort)
             effort.attempts += 1

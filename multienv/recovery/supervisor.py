@@ -1165,6 +1165,7 @@ class Supervisor:
         """Let go of the process, of snapshots, and of what keeps memory mapped."""
         self.note_closed()
         self._checkpoints.free_all()
+        self.record.reports.drop()
         channel, self.seeds = self.channel, None
         self.lifecycle.channel = self.last_answer = self.segment = self.buffers = None
         with SystemErrors():

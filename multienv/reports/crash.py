@@ -32,6 +32,8 @@ from multienv.wire.segment import Segment
 
 FORMAT = "multienv-report"
 VERSION = 7
+# Bytes of pickled functions that a report has room for.
+_MOST_ENV_FNS = store.REPORT_BYTES // 2
 # Bytes for the document, about.
 _OVERHEAD = 2**19
 _NO_JOURNAL = (
@@ -52,7 +54,8 @@ class Report:
         replay: What came before the loss; ``None``: it is not known, and no request was pending.
         pending: The journal entry of the request that the process was lost in; ``b""``: none was pending, or the envs
             were being built.
-        build: How the envs were built, without the trainer's environment variables: secrets are kept there.
+        build: How the envs were built, without the trainer's environment variables: secrets are kept there. Its
+            ``env_fns`` are bytes.
     """
 
     path: str
@@ -126,6 +129,10 @@ class CrashReports:
             self.path = str(store.new_path(self._directory, index))
             self._case = case
 
+    def drop(self) -> None:
+        """Forget the report that is open: its worker is closed, and nothing will become of the loss."""
+        self.path, self._case = "", None
+
     def close(self, recovery: Recovery) -> None:
         """Have the report written: at once if an error or a truncation names it, else soon, by another thread."""
         self.last, case, self.path, self._case = self.path, self._case, "", None
@@ -143,7 +150,9 @@ def _compose(case: Case, recovery: Recovery, path: str, index: int | None, when:
     loss, build = recovery.loss, case.build
     setting = build.setting and replace(build.setting, environment={}, authkey=b"")
     build = replace(build, setting=setting)
-    if len(build.env_fns) > store.REPORT_BYTES // 2:
+    if not isinstance(build.env_fns, bytes):  # a SharedPickle
+        build = replace(build, env_fns=build.env_fns.whole(_MOST_ENV_FNS))
+    if len(build.env_fns) > _MOST_ENV_FNS:
         build = replace(build, env_fns=b"")  # a replay asks for --env
     report = Report(path, loss, case.deadline, case.layout, case.replay(), case.pending, build)
     data, obstacle, steps = cloudpickle.dumps(report), None, report.steps()

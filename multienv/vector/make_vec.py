@@ -12,7 +12,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from multienv.config import integer
-from multienv.envs.building import EnvFn
+from multienv.envs.building import EnvFn, checked_env_fn
 from multienv.errors import UsageError
 from multienv.vector.hosted_vector_env import HostedVectorEnv
 from multienv.vector.vector_env import SerialVectorEnv, SubprocessVectorEnv
@@ -54,7 +54,8 @@ def make_vec(
 
     Args:
         id: A registered id (``"module:Env-v0"`` imports the module first), an ``EnvSpec``, or a function that builds
-            one env. The ``spec`` of the returned envs makes the same envs again.
+            one env. A function that needs an argument, besides ``make_kwargs``, gets the env's index. The ``spec`` of
+            the returned envs makes the same envs again.
         num_envs: Number of envs.
         vectorization: ``"subprocess"`` makes a :class:`SubprocessVectorEnv`, ``"serial"`` a :class:`SerialVectorEnv`,
             ``"ray"`` a :class:`RayVectorEnv`. Gymnasium's names for the first two, ``"async"`` and ``"sync"``, work
@@ -90,8 +91,13 @@ def make_vec(
     _check(num_envs, vectorization)
     num_envs = int(num_envs)
     wrappers, vector_kwargs = tuple(wrappers or ()), dict(vector_kwargs or {})
-    env_fn = partial(_build, make, kwargs, wrappers) if kwargs or wrappers else make
-    envs = _FACES[vectorization]([env_fn] * num_envs, **vector_kwargs)
+    env_fns = [make] * num_envs
+    if kwargs or wrappers:
+        bound = partial(make, **kwargs)
+        takes_index = checked_env_fn(bound, None, "make_vec(): the function") is not bound
+        makes = [partial(make, index) if takes_index else make for index in range(num_envs)]
+        env_fns = [partial(_build, each, kwargs, wrappers) for each in makes]
+    envs = _FACES[vectorization](env_fns, **vector_kwargs)
     if spec is not None:
         told = (num_envs, vectorization, vector_kwargs, wrappers)
         envs.spec = copy.deepcopy(spec)

@@ -42,8 +42,8 @@ class SubprocessVectorEnv(HostedVectorEnv):
     - ``DISABLED``: you reset the envs that have ended, with ``reset(options={"reset_mask": mask})``.
 
     Args:
-        env_fns: One function for each env, which builds it in its process. They travel by cloudpickle. All envs must
-            have the same action space.
+        env_fns: One function for each env, which builds it in its process; one that needs an argument gets the env's
+            index. They travel by cloudpickle. All envs must have the same action space.
         envs_per_worker: Number of envs that share a process; the last process gets the rest. ``"auto"``: one process
             per core, with the envs spread evenly. Use fewer per process for envs that wait rather than compute.
         max_concurrency: How many envs may step or reset at a time: at most this many processes share all envs.
@@ -102,7 +102,7 @@ class SerialVectorEnv(HostedVectorEnv):
             see direct changes.
 
     Args:
-        env_fns: One function for each env, which builds it.
+        env_fns: One function for each env, which builds it; one that needs an argument gets the env's index.
         hooks: See :class:`~multienv.WorkerOptions`.
         **options: See :class:`~multienv.BatchOptions`.
 

@@ -44,7 +44,7 @@ class Build:
     """Build the envs.
 
     Attributes:
-        env_fns: What builds the env of each slot, a tuple pickled by cloudpickle.
+        env_fns: What builds the env of each slot, a tuple pickled by cloudpickle: bytes, or a ``SharedPickle``.
         exact: One env whose values travel exactly as it returns them; else rows of a batch.
         autoreset: Name of a gymnasium ``AutoresetMode`` that the worker carries out; ``""``: the caller resets.
         seeds: For ``random`` and ``numpy.random`` of the process; ``None``: the trainer's own process is left alone.
@@ -61,7 +61,7 @@ class Build:
             process has ended between two episodes, and this one takes its place.
     """
 
-    env_fns: bytes
+    env_fns: Any
     exact: bool
     autoreset: str
     seeds: tuple[int, int] | None

@@ -61,6 +61,7 @@ STEP_SECONDS = 59  # float64: env time of a step without resets in it, smoothed;
 RESIDENT = 60  # its resident memory in bytes, where its process is on another machine; 0: ask the system (relay)
 SNAPSHOT = 61  # number of the last request executed in its newest forked snapshot; 0: there is none (worker)
 OTHER_SECONDS = 62  # float64: time that resets and recorded calls have taken, all together (worker)
+SHARED = 64  # 1: the first byte on the wake socket brings the file that the workers share (trainer)
 
 _SHORT_PAYLOAD = 2048
 _SHORT = 512
@@ -233,14 +234,18 @@ def wake_bytes(number: int) -> bytes:
     return number.to_bytes(8, "little", signed=True)
 
 
-def anonymous_file() -> int:
-    """Return a descriptor of memory, or of a file, that has no name: nothing to leak when a process is killed."""
+def anonymous_file(kind: str = SHARED_NAME) -> int:
+    """Return a descriptor of memory, or of a file, that has no name: nothing to leak when a process is killed.
+
+    Args:
+        kind: What the kernel's lists of descriptors and mappings call it.
+    """
     if sys.platform == "linux":
-        descriptor = os.memfd_create(SHARED_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(kind, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # An env may truncate descriptors that are not its own: the trainer would die by SIGBUS at its next look.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     else:
-        descriptor, path = tempfile.mkstemp(prefix=f"{SHARED_NAME}-")
+        descriptor, path = tempfile.mkstemp(prefix=f"{kind}-")
         Path(path).unlink()
     # An env that writes to descriptors which are not its own writes where nobody reads.
     os.lseek(descriptor, _UNUSED, os.SEEK_SET)

@@ -75,6 +75,7 @@ class Host:
         on_keep: Takes a snapshot to come back to, given the number of the last request and a token; returns the
             obstacle, or ``""``.
         env_fns: What builds the envs, where it does not travel with the message.
+        load: Returns what builds the envs, given what travels with the message.
 
     Attributes:
         handle: Executes the request of the given number; raises only what ends a process. To be read anew after each
@@ -90,13 +91,14 @@ class Host:
         on_build: Callable[[Build], None] = lambda message: None,
         on_keep: Callable[[int, int], str] = lambda number, token: "the trainer's own process",
         env_fns: Sequence[Callable[[], Any]] | None = None,
+        load: Callable[[Any], Sequence[Callable[[], Any]]] = cloudpickle.loads,
     ) -> None:
         self.closing = False
         self.handle: Handle = self._handle
         self._segment = segment
         self._on_build = on_build
         self._on_keep = on_keep
-        self._env_fns = env_fns
+        self._env_fns, self._load = env_fns, load
         self._group: EnvGroup | None = None
         self._stepper: ExactStepper | RowsStepper | None = None
         self._runner: RolloutRunner | None = None  # made when it is first needed
@@ -174,7 +176,7 @@ class Host:
             seeding.seed_process(message.seeds)
         specs = b"" if message.setting is None else message.setting.registrations
         began = perf_counter()
-        env_fns = cloudpickle.loads(message.env_fns) if self._env_fns is None else self._env_fns
+        env_fns = self._load(message.env_fns) if self._env_fns is None else self._env_fns
         envs: list[Any] = []
         for env_fn in env_fns:
             segment.words[SLOT] = len(envs) + 1

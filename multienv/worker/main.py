@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import cloudpickle
+
 from multienv.native import native
 from multienv.wire.banks import STEP
 from multienv.wire.messages import Build
@@ -32,12 +34,14 @@ from multienv.wire.segment import (
     PID,
     REPLY,
     REQUEST,
+    SHARED,
     STEP_SECONDS,
     TRAINER_SLEEPS,
     WORKER_SLEEPS,
     Segment,
     wake_bytes,
 )
+from multienv.wire.shared_pickle import SharedPickle
 from multienv.worker.affinity import Affinity
 from multienv.worker.ends import MARK_VARIABLE, Ends
 from multienv.worker.snapshots import Snapshots, Woken
@@ -113,7 +117,12 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
     segment, number, woken = _take_up(ends), 0, False
     forks = Forks(segment)
     snapshots = Snapshots(segment, ends, forks.fork)
-    host = make_host(segment, on_build=lambda build: _find_place(build, snapshots), on_keep=snapshots.keep)
+    host = make_host(
+        segment,
+        on_build=lambda build: _find_place(build, snapshots),
+        on_keep=snapshots.keep,
+        load=partial(_load, _take_shared(segment, ends)),
+    )
     while True:
         try:
             if woken:
@@ -299,6 +308,26 @@ def _take_up(ends: Ends) -> Segment:
     segment = Segment(ends.memory)
     segment.words[PID] = os.getpid()
     return segment
+
+
+def _take_shared(segment: Segment, ends: Ends) -> int:
+    """Receive the descriptor of the file that the workers share; -1: this one needs none, or the trainer is gone."""
+    if segment.words[SHARED]:
+        _, descriptors, _, _ = socket.recv_fds(ends.wake_socket, 1, 1)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+            return descriptor
+    return -1
+
+
+def _load(shared: int, env_fns: bytes | SharedPickle) -> Any:
+    """Unpickle what builds the envs, from the shared file if it lies there; the file is closed, and stays mapped."""
+    if not isinstance(env_fns, SharedPickle):
+        return cloudpickle.loads(env_fns)
+    try:
+        return env_fns.load(shared)
+    finally:
+        os.close(shared)
 
 
 def _find_place(build: Build, snapshots: Snapshots) -> None:

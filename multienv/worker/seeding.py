@@ -2,7 +2,7 @@
 
 A replay that does not begin when the envs were built begins with the generators as they were at its first request:
 ``random`` and ``numpy.random`` of the process, and every generator that an env, a wrapper or a space of theirs holds
-in an attribute, or shows as ``np_random``.
+in an attribute, or shows as ``np_random``. A count of episodes, too, is recorded and put back.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import gymnasium
 import numpy as np
 from gymnasium.utils.seeding import np_random
 
+from multienv.worker.episode_count import EpisodeCount
+
 Env = gymnasium.Env[Any, Any]
 
-_KINDS = (np.random.Generator, np.random.RandomState, random.Random)
+_KINDS = (np.random.Generator, np.random.RandomState, random.Random, EpisodeCount)
 # Where gymnasium keeps the generator of an env or of a space, and the seed of an env's.
 _USUAL = "_np_random"
 _USUAL_SEED = "_np_random_seed"
@@ -202,7 +204,7 @@ def _put_back(holder: Any, name: str, generator: Any) -> None:
         own.restoreState(generator)
     elif type(own) is not type(generator):
         setattr(holder, name, generator)
-    elif isinstance(own, random.Random):
+    elif isinstance(own, random.Random | EpisodeCount):
         own.setstate(generator.getstate())
     elif isinstance(own, np.random.RandomState):
         own.set_state(generator.get_state())

@@ -31,6 +31,7 @@ from typing import NoReturn
 
 from multienv.wire.banks import OVERHEAD
 from multienv.wire.segment import OBSTACLE, SHARED_NAME, SNAPSHOT, SNAPSHOTS, Segment
+from multienv.wire.shared_file import DATA_NAME
 from multienv.worker.ends import MARK_VARIABLE, Ends, mark_of
 
 # Process, number of the last request executed in it, and the token it is kept under; 0: the newest, for recoveries.
@@ -47,7 +48,7 @@ _HARMLESS_THREADS = ("SDLTimer\n",)
 _DEVICE_PREFIXES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/infiniband")
 # Their contents, and the counts of an eventfd, would be those of both processes.
 _PIPE_PREFIXES = ("pipe:", "anon_inode:", "/memfd:")
-_OURS = f"/memfd:{SHARED_NAME} "
+_OURS = (f"/memfd:{SHARED_NAME} ", f"/memfd:{DATA_NAME} ")
 _STANDARD = 2  # standard input, output and error, whatever they are
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 # In the kernel's list of mappings: memory that a copy would share with its worker, except multienv's segment.

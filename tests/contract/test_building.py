@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
+import tempfile
 import threading
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -18,7 +24,18 @@ from contract_envs import (
 )
 
 from kit import CounterEnv, SpaceEnv, no_leaks
-from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, create_subprocess_envs
+from multienv import (
+    Deadlines,
+    MultiEnv,
+    RestartPolicy,
+    SerialEnv,
+    SerialVectorEnv,
+    SubprocessEnv,
+    SubprocessVectorEnv,
+    SyncSubprocessEnvManager,
+    create_subprocess_envs,
+    make_vec,
+)
 from multienv.errors import (
     EnvError,
     EnvsFailedError,
@@ -27,6 +44,7 @@ from multienv.errors import (
     UsageError,
     WorkerLostError,
 )
+from multienv.testing import worker_pids
 
 
 class Builder:
@@ -165,3 +183,121 @@ def test_what_is_no_env_or_no_option_of_a_multi_env_is_refused():
     for mode in ("sometimes", None, 1):
         with pytest.raises(UsageError, match="autoreset_mode"):
             MultiEnv([env], autoreset_mode=mode)
+
+
+# --- the index of the env -----------------------------------------------------------------------
+
+
+class Numbered:
+    """Builds an env that has the number as its horizon."""
+
+    def build(self, number: int, lower: int = 10) -> CounterEnv:
+        return CounterEnv(horizon=lower + number)
+
+
+NUMBERED: list[Any] = [
+    lambda index: CounterEnv(horizon=10 + index),
+    Numbered().build,
+    partial(Numbered().build, lower=10),
+]
+
+
+def horizons(envs: Any) -> list[int]:
+    with contextlib.closing(envs):
+        return list(envs.get_attr("horizon"))
+
+
+def test_a_function_that_needs_an_argument_gets_the_index_of_its_env():
+    assert horizons(MultiEnv(create_subprocess_envs(NUMBERED))) == [10, 11, 12]
+    assert horizons(SubprocessVectorEnv(NUMBERED, envs_per_worker=2)) == [10, 11, 12]
+    assert horizons(SerialVectorEnv(NUMBERED)) == [10, 11, 12]
+    manager = SyncSubprocessEnvManager(NUMBERED)
+    manager.launch()
+    assert horizons(manager) == [10, 11, 12]
+    for kind in (SubprocessEnv, SerialEnv):
+        for index, expected in ((None, 10), (4, 14)):
+            assert horizons_of_one(kind(NUMBERED[0], env_index=index)) == expected
+
+
+def horizons_of_one(env: Any) -> int:
+    with env:
+        env.initialize()
+        return int(env.get_attr("horizon"))
+
+
+def test_a_replacement_gets_the_same_index():
+    with SubprocessVectorEnv(NUMBERED, envs_per_worker=1, restart=RestartPolicy(snapshots=False)) as envs:
+        envs.reset(seed=0)
+        for pid in worker_pids(envs):
+            os.kill(pid, signal.SIGKILL)
+        assert list(envs.get_attr("horizon")) == [10, 11, 12]
+
+
+@pytest.mark.parametrize("vectorization", ["subprocess", "serial"])
+def test_make_vec_gives_the_index_too(vectorization):
+    make = partial(make_vec, num_envs=2, vectorization=vectorization)
+    assert horizons(make(NUMBERED[0])) == [10, 11]
+    assert horizons(make(Numbered().build, lower=20)) == [20, 21]
+    assert horizons(make(NUMBERED[0], wrappers=[gymnasium.wrappers.RecordEpisodeStatistics])) == [10, 11]
+    with pytest.raises(UsageError, match="needs the arguments number, more"):
+        make(lambda number, more, lower: None, lower=20, wrappers=[Numbered])
+
+
+@pytest.mark.parametrize("function", [lambda first, second: CounterEnv(), lambda *, first: CounterEnv()])
+def test_a_function_that_needs_more_is_refused(function):
+    for make in (SubprocessEnv, SerialEnv, lambda one: SerialVectorEnv([one]), lambda one: make_vec(one, 2)):
+        with no_leaks(), pytest.raises(UsageError, match="needs the arguments first.*only the index"):
+            make(function)
+
+
+# --- so many at a time --------------------------------------------------------------------------
+
+
+class LicensedEnv(CounterEnv):
+    """Holds a licence while it is built: a file in a directory; shows how many were held at the most."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        with tempfile.NamedTemporaryFile(dir=directory):
+            self.held = 0
+            for _ in range(10):
+                self.held = max(self.held, len(list(directory.iterdir())))
+                time.sleep(0.01)
+
+
+def vector_env(env_fns: Any, **options: Any) -> Any:
+    return SubprocessVectorEnv(env_fns, envs_per_worker=1, **options)
+
+
+def listed_envs(env_fns: Any, **options: Any) -> Any:
+    return MultiEnv(create_subprocess_envs(env_fns, **options))
+
+
+def envs_that_are_built_by_a_multi_env(env_fns: Any, **options: Any) -> Any:
+    return MultiEnv([SubprocessEnv(env_fn, **options) for env_fn in env_fns])
+
+
+def manager(env_fns: Any, **options: Any) -> Any:
+    manager = SyncSubprocessEnvManager(env_fns, **options)
+    manager.launch()
+    return manager
+
+
+@pytest.mark.parametrize("make", [vector_env, listed_envs, envs_that_are_built_by_a_multi_env, manager])
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_workers_build_at_a_time_than_may(make, most, tmp_path):
+    restart = RestartPolicy(snapshots=False, backoff=0.0)
+    with contextlib.closing(make([partial(LicensedEnv, tmp_path)] * 4, starts_at_once=most, restart=restart)) as envs:
+        assert all(1 <= held <= most for held in envs.get_attr("held"))
+        for pid in worker_pids(envs):
+            os.kill(pid, signal.SIGKILL)
+        assert all(1 <= held <= most for held in envs.get_attr("held")), "replacements wait, too"
+        assert [one.restarts for one in envs.statistics()] == [1] * 4
+
+
+def test_those_that_wait_for_their_turn_are_let_go_of_when_one_hangs(tmp_path):
+    hung = partial(time.sleep, 600)
+    with no_leaks(), pytest.raises(EnvsFailedError) as caught:
+        deadlines, restart = Deadlines(start=1.0), RestartPolicy(on_timeout="raise")
+        vector_env([hung, CounterEnv], starts_at_once=1, deadlines=deadlines, restart=restart)
+    assert list(caught.value.failures) == [0]

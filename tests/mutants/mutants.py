@@ -269,6 +269,14 @@ MUTANTS = [
         "        replies[0].leaves[0] if len(replies) == 1 else np.ndarray(shape, dtype, bytearray().join(views[0]))\n"
         "    )",
     ),
+    Mutant(
+        "The number of an env's episodes is not put back with its generators.",
+        2,
+        "worker/seeding.py",
+        "random.Random, EpisodeCount)\n",
+        "random.Random)\n",
+        ("tests/contract/test_reset_with.py",),
+    ),
     # --- 3: verified, or honest -------------------------------------------------------------------
     Mutant(
         "A replay is not compared with what the caller saw.",
@@ -694,6 +702,14 @@ MUTANTS = [
         "                    words[SLOT] = mark\n",
         "",
     ),
+    Mutant(
+        "Equal arrays of two envs are one: what one env writes shows in the other.",
+        6,
+        "wire/shared_pickle.py",
+        "            used[place] += 1\n",
+        "",
+        ("tests/contract/test_shared_data.py",),
+    ),
     # --- 7: nothing left behind -------------------------------------------------------------------
     Mutant(
         "The monitor does not end after its last worker.",
@@ -758,6 +774,14 @@ MUTANTS = [
         "        for token in list(self._kept):\n            self.free(token)\n",
         "",
         (f"{SEVEN}::test_the_last_close_leaves_nothing",),
+    ),
+    Mutant(
+        "The file that workers share stays open when the last of them is closed.",
+        7,
+        "wire/shared_pickle.py",
+        "                if not file.users:\n",
+        "                if file.users:\n",
+        ("tests/contract/test_shared_data.py",),
     ),
     # --- 8: Ctrl-C is the trainer's ---------------------------------------------------------------
     Mutant(

@@ -219,7 +219,7 @@ class Simulation:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def launcher(self, method: str, native_threads: Any, title: str = "") -> SimulatedLauncher:
+    def launcher(self, method: str, native_threads: Any, title: str, shared: Any) -> SimulatedLauncher:
         """Stand in for ``Launch``, of which there is one for each worker."""
         self.workers += 1
         return SimulatedLauncher(self, self.workers - 1)
@@ -280,7 +280,7 @@ class Simulation:
         building.Launch = self.launcher  # type: ignore[assignment, misc]
         fanout.wait_any = self.wait_any
         launcher._monitor = lambda ended=None: self  # type: ignore[assignment, misc]
-        launcher._ordered = lambda client, order: order.launch()  # type: ignore[assignment]
+        launcher._ordered = lambda client, order, shared: order.launch()  # type: ignore[assignment]
         time.sleep = self.sleep  # type: ignore[assignment]
         for module in (time, fanout, hot_path):
             module.monotonic = self.clock  # type: ignore[attr-defined]

@@ -161,7 +161,7 @@ def test_the_core_imports_nothing_but_its_dependencies():
 
 NAMES = {
     "AsyncEnv", "AsyncSubprocessEnvManager", "AutoResetWrapper", "BatchOptions", "Deadlines", "EnvManagerConfig", "Fragment", "Loss", "MultiEnv", "RayEnv",
-    "RayOptions", "RayVectorEnv", "Recovery", "Recycled", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
+    "RayOptions", "RayVectorEnv", "Recovery", "Recycled", "ResetWith", "RestartPolicy", "SerialEnv", "SerialVectorEnv", "Snapshot", "StackedSubprocessEnvManager", "Statistics",
     "SubprocessEnv", "SubprocessVectorEnv", "SyncSubprocessEnvManager", "Timestep", "WorkerOptions", "create_ray_envs", "create_subprocess_envs", "flat_statistics", "make_vec",
 }  # fmt: skip
 

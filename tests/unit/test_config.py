@@ -80,6 +80,7 @@ def test_options_are_named_known_frozen_and_comparable(config):
     [("restart", [Deadlines(), None, "replay"]), ("deadlines", [RestartPolicy(), 5.0, None]),
      ("context", ["thread", 7]), ("native_threads", [0, -1, True, 1.5, "1"]),
      ("worker_seed", [-1, 1.5, True, "1"]),
+     ("starts_at_once", [0, -1, 1.5, True, "1"]),
      ("worker_env", ["MUJOCO_GL", 1, ["MUJOCO_GL"], {"DEVICE": 1}, {1: "egl"}, {"": ""}, {"A=B": "C"}, {"A": "\0"},
                      lambda worker: None, lambda worker: {"DEVICE": worker}])],
 )  # fmt: skip
@@ -89,7 +90,10 @@ def test_an_env_refuses_options_of_the_wrong_kind(name, values):
             SubprocessEnv(CounterEnv, **{name: value})
 
 
-WORKER_OPTIONS = {"restart", "deadlines", "context", "native_threads", "worker_env", "worker_seed", "hooks", "reports"}
+WORKER_OPTIONS = {
+    *("restart", "deadlines", "context", "native_threads", "worker_env", "worker_seed", "starts_at_once"),
+    *("hooks", "reports"),
+}
 BATCH_OPTIONS = {"shared_memory", "copy", "observation_mode", "autoreset_mode", "merge_infos"}
 
 
