@@ -22,6 +22,7 @@ from multienv.envs.building import (
 )
 from multienv.envs.subprocess_env import SupervisedEnv, built_envs
 from multienv.processes.launcher import method_of
+from multienv.recovery.supervisor import abandon_all
 from multienv.wire.messages import Setting
 from multienv.worker.registrations import registrations
 
@@ -103,7 +104,7 @@ class RayEnv(SupervisedEnv):
     def __del__(self) -> None:
         """Let go of the process, which ends by itself, if close() was not called."""
         if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
-            self._supervisor.abandon()
+            abandon_all([self._supervisor])
 
 
 def fleet_for(options: Any, envs: int) -> Fleet:

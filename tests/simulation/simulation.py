@@ -575,9 +575,10 @@ class SimulatedChannel(Channel):
         process = self.process
         return None if process.snapshot is None else process.launcher.wake(process, process.snapshot)
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float) -> bool:
         self.kill()
         self.release()
+        return False
 
     def release(self, *, keep_memory: bool = False) -> None:
         self.process.end(KILLED)
