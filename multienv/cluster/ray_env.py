@@ -24,6 +24,7 @@ from multienv.envs.subprocess_env import SupervisedEnv, built_envs
 from multienv.processes.launcher import method_of
 from multienv.recovery.supervisor import abandon_all
 from multienv.wire.messages import Setting
+from multienv.worker.main_module import main_script
 from multienv.worker.registrations import registrations
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Nodes:
     def setting(self) -> Setting:
         """Return what a worker takes from the trainer; path, directory and environment are those of its node."""
         authkey = bytes(multiprocessing.current_process().authkey)
-        return Setting((), arguments(), "", None, registrations(), authkey)
+        return Setting((), arguments(), "", None, registrations(), authkey, main=main_script())
 
 
 class RayEnv(SupervisedEnv):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from collections import ChainMap
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 import cloudpickle
+
+from multienv.worker.main_module import is_of_main, offered, registered_in_main
 
 _reduce_code = cloudpickle.CloudPickler.dispatch_table[CodeType]
 
@@ -24,6 +26,62 @@ def _with_its_file(code: CodeType) -> tuple[Any, ...]:
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     dispatch_table: ClassVar = ChainMap({CodeType: _with_its_file}, cloudpickle.CloudPickler.dispatch_table)
+
+
+class _EnvFnPickler(_Pickler):
+    """Notes which functions and classes of the main script it pickles: they travel by value.
+
+    Attributes:
+        of_main: These, by name.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.of_main: dict[str, Any] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce a value as cloudpickle does."""
+        if isinstance(value, type | FunctionType) and is_of_main(value):
+            self.of_main[value.__name__] = value
+        return super().reducer_override(value)
+
+
+class _Offer:
+    """Is unpickled as ``env_fns``; puts what it notes of the main script into ``__main__`` there.
+
+    Args:
+        env_fns: What travels.
+        registered: Entry points of registered envs, by name; they travel too.
+        of_main: Filled while these two are pickled.
+    """
+
+    def __init__(self, env_fns: tuple[Any, ...], registered: dict[str, Any], of_main: dict[str, Any]) -> None:
+        self._parts = env_fns, registered, of_main
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return offered, self._parts
+
+
+def pickled_env_fns(env_fns: tuple[Any, ...]) -> bytes:
+    """Pickle the functions that build envs, with what they need of the main script; raises whatever pickling raises.
+
+    Unpickled, it is the tuple; ``__main__`` then has the functions and classes of the main script that travelled with
+    it, and entry points of registered envs if they can be pickled.
+    """
+    registered = registered_in_main()
+    try:
+        return _offer(env_fns, registered)
+    except Exception:  # foreign code
+        if not registered:
+            raise
+    return _offer(env_fns, {})
+
+
+def _offer(env_fns: tuple[Any, ...], registered: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    pickler = _EnvFnPickler(file)
+    pickler.dump(_Offer(env_fns, registered, pickler.of_main))
+    return file.getvalue()
 
 
 def pickled(value: object) -> bytes:
