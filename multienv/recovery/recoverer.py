@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import NoCapacityError
+from multienv.errors import NoCapacityError, ResultNotPicklableError
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery.journal import UNKNOWN, Plan
 from multienv.recovery.policy import Effort, RestartBudget
@@ -58,6 +58,17 @@ class RequestFailedError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
         self.failure = failure
+
+
+def _unreadable(illegible: Illegible) -> Failure:
+    """Return what a description of the envs that cannot be unpickled here is told by: each process would send it."""
+    error = illegible.__cause__ or illegible
+    text = (
+        "The env was built, but its spaces, metadata or spec cannot be read in the trainer: "
+        f"{type(error).__name__}: {error}. A class that the env makes at run time is missing here: make it in the "
+        "trainer, too (build such an env there before), or wrap the env in env_fn, so that its spaces are gymnasium's."
+    )
+    return Failure(ResultNotPicklableError.__name__, text, "", None, result_not_picklable=True)
 
 
 class Launcher(Protocol):
@@ -240,7 +251,12 @@ class Recoverer:
 
     def await_build(self, channel: Channel, number: int, until: float | None, effort: Effort | None = None) -> None:
         """Wait until the envs are built. Raises :class:`RequestFailedError`, ``Gone``, :class:`Unrecoverable`."""
-        description = self.answer(channel, number, until, effort=effort)
+        try:
+            description = self.answer(channel, number, until, effort=effort)
+        except Gone as gone:
+            if isinstance(gone.__cause__, Illegible):
+                raise RequestFailedError(_unreadable(gone.__cause__)) from gone.__cause__
+            raise
         if not isinstance(description, Description):  # of a multienv that the env has imported anew
             raise channel.kill(cause="broken", detail=f"it described the envs by a {type(description).__name__}")
         self.note(description)

@@ -58,8 +58,8 @@ def is_of_main(value: Any) -> bool:
 def registered_in_main() -> dict[str, Any]:
     """Return what registered envs of this process have as entry point ``"__main__:name"``, by name."""
     main = vars(sys.modules.get("__main__", ModuleType("__main__")))
-    points = [spec.entry_point for spec in gymnasium.registry.values() if isinstance(spec.entry_point, str)]
-    names = [name for module, _, name in (point.partition(":") for point in points) if module == "__main__"]
+    points = [spec.entry_point for spec in gymnasium.registry.values()]
+    names = [point[9:] for point in points if isinstance(point, str) and point.startswith("__main__:")]
     return {name: main[name] for name in names if name in main}
 
 
