@@ -17,6 +17,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Mapping
+from multiprocessing import reduction
 from types import ModuleType
 from typing import Any
 
@@ -37,8 +38,8 @@ _NO_FILE = "The main script is no file that could be imported here (a notebook, 
 def main_script() -> MainScript:
     """Describe this process's main script: how to import it, and the names that it has defined so far."""
     main = sys.modules.get("__main__")
-    if main is None:
-        return MainScript()
+    if main is None or isinstance(main, MainModule):  # an env in a worker has a worker of its own
+        return _script
     names = tuple(name for name in vars(main) if not _is_special(name))
     module = getattr(getattr(main, "__spec__", None), "name", None) or ""
     if module.rpartition(".")[2] == "__main__":  # of a package or an archive, which as a rule has no guard
@@ -51,16 +52,20 @@ def is_of_main(value: Any) -> bool:
     """Tell whether this is a function or class that is found in this process's main script under its own name."""
     if getattr(value, "__module__", None) not in ("__main__", IMPORTED):
         return False
-    main = sys.modules.get("__main__")
-    return main is not None and vars(main).get(value.__name__) is value
+    return _names_here().get(value.__name__) is value
 
 
 def registered_in_main() -> dict[str, Any]:
     """Return what registered envs of this process have as entry point ``"__main__:name"``, by name."""
-    main = vars(sys.modules.get("__main__", ModuleType("__main__")))
+    main = _names_here()
     points = [spec.entry_point for spec in gymnasium.registry.values()]
     names = [point[9:] for point in points if isinstance(point, str) and point.startswith("__main__:")]
     return {name: main[name] for name in names if name in main}
+
+
+def _names_here() -> dict[str, Any]:
+    main = sys.modules.get("__main__")
+    return _travelled if main is None or isinstance(main, MainModule) else vars(main)
 
 
 # --- in a worker ----------------------------------------------------------------------------------
@@ -74,9 +79,9 @@ def offered(env_fns: Any, registered: Mapping[str, Any], names: Mapping[str, Any
         registered: Entry points of registered envs, by name.
         names: Functions and classes of the trainer's main script, by name.
     """
-    main = vars(sys.modules["__main__"])
+    here = _names_here()
     for name, value in {**registered, **names}.items():
-        main.setdefault(name, value)
+        here.setdefault(name, value)
     return env_fns
 
 
@@ -85,8 +90,13 @@ class MainModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Return what the script defines by this name. Raises AttributeError, and UsageError if that cannot be had."""
-        if name not in _script.names:
+        # A process that an env starts by multiprocessing has another __main__: what is sent to it by name is refused
+        # here, with an error. There it would end the process, and a Pool would start processes for ever.
+        is_sent = sys._getframe(1).f_code.co_filename == reduction.__file__
+        if is_sent or name not in (_travelled.keys() | _script.names):
             raise AttributeError(f"module '__main__' has no attribute {name!r}")
+        if name in _travelled:
+            return _travelled[name]
         with _lock:
             found = vars(_imported(name)).get(name, _lock)
         if found is _lock:
@@ -94,7 +104,6 @@ class MainModule(ModuleType):
                 f"{_why(name)} Importing {_script.path or _script.module} does not define it: it stands below "
                 f"`if __name__ == '__main__':`, or was defined later. {_remedy(name)}"
             )
-        setattr(self, name, found)
         return found
 
 
@@ -115,6 +124,7 @@ def refuse_while_importing(what: str) -> None:
         )
 
 
+_travelled: dict[str, Any] = {}
 _script = MainScript()
 _module: ModuleType | None = None
 _failure = ""  # why it cannot be imported

@@ -149,6 +149,27 @@ with SubprocessEnv(Env) as env:
     assert "module '__main__' has no attribute 'no_such_name'" in line
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_function_of_the_script_is_not_sent_to_a_pool_of_the_env(method: str, tmp_path: Path) -> None:
+    """Its processes have another ``__main__``: they would end when they unpickle it, and be replaced for ever."""
+    script = f"""
+import multiprocessing
+
+def double(number):
+    return 2 * number
+
+class PoolEnv(Env):
+    def compute(self):
+        with multiprocessing.get_context("{method}").Pool(1) as pool:
+            return pool.map(double, [1])
+
+with SubprocessEnv(PoolEnv) as env:
+    env.call("compute")
+"""
+    done = ran(script, tmp_path)
+    assert "PicklingError: Can't pickle <function double" in done.stderr
+
+
 @pytest.mark.parametrize("made", ["SubprocessEnv(Env)", "SubprocessVectorEnv([Env] * 2)"])
 def test_script_without_a_guard_does_not_start_its_training_in_a_worker(made: str, tmp_path: Path) -> None:
     script = f"""
