@@ -60,9 +60,8 @@ class RequestFailedError(Exception):
         self.failure = failure
 
 
-def _unreadable(illegible: Illegible) -> Failure:
-    """Return what a description of the envs that cannot be unpickled here is told by: each process would send it."""
-    error = illegible.__cause__ or illegible
+def _unreadable(error: Exception) -> Failure:
+    """Return what tells that the description of the envs names a class that is not here: each process would send it."""
     text = (
         "The env was built, but its spaces, metadata or spec cannot be read in the trainer: "
         f"{type(error).__name__}: {error}. A class that the env makes at run time is missing here: make it in the "
@@ -254,8 +253,9 @@ class Recoverer:
         try:
             description = self.answer(channel, number, until, effort=effort)
         except Gone as gone:
-            if isinstance(gone.__cause__, Illegible):
-                raise RequestFailedError(_unreadable(gone.__cause__)) from gone.__cause__
+            error = None if gone.__cause__ is None else gone.__cause__.__cause__
+            if isinstance(error, AttributeError | ImportError):  # else the reply is torn, or garbage
+                raise RequestFailedError(_unreadable(error)) from error
             raise
         if not isinstance(description, Description):  # of a multienv that the env has imported anew
             raise channel.kill(cause="broken", detail=f"it described the envs by a {type(description).__name__}")
