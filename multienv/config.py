@@ -124,7 +124,8 @@ class Deadlines(Named):
             thirty times as long in the next process. So an env that is only slow gets its time, and a chance hang is
             healed.
         call: One ``call``, ``get_attr``, ``set_attr`` or ``render``.
-        close: One ``close``; then the process is killed. Cannot be ``None``.
+        close: Closing the envs of a process: by ``close()``, at the end of the trainer, or when nothing refers to them.
+            Then the process is killed, and a warning says so. Cannot be ``None``.
         recovery: The recovery of the envs of one lost worker, all attempts together; then the step is truncated. Each
             attempt except the last may use half of the remaining time.
     """

@@ -167,6 +167,35 @@ def side_by_side(pool: Pool, calls: Iterable[Callable[[], Any]]) -> list[Task]:
     return tasks
 
 
+def beside(call: Callable[[], Any], patience: float) -> None:
+    """Make a call in a thread of its own, and wait up to ``patience`` seconds for its end; errors are dropped.
+
+    For what takes a lock that the caller must not wait for: a signal handler that calls close() may have interrupted
+    code that holds it, such as that of a log handler.
+    """
+    task = Task(call)
+    try:
+        start_plain_thread(task.run)
+    except RuntimeError:  # no thread is to be had
+        task.run()
+    task.wait(patience)
+
+
+def start_plain_thread(call: Callable[[], object]) -> None:
+    """Make a call in a thread that ``threading`` does not know of: to start it takes no lock. Raises RuntimeError.
+
+    To log there makes ``threading`` note a thread by itself, which it would keep for ever (until Python 3.13).
+    """
+
+    def run() -> None:
+        try:
+            call()
+        finally:
+            threading._active.pop(threading.get_ident(), None)  # type: ignore[attr-defined]
+
+    _thread.start_new_thread(run, ())
+
+
 def close_at_once(calls: Iterable[Callable[[], Any]]) -> None:
     """Make these calls, so that several slow ones take no longer than one; in a signal handler, too.
 

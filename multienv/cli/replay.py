@@ -97,15 +97,20 @@ def _path(report: str, directory: Path | None) -> Path:
 
 def _list(console: Console, directory: Path | None, *, as_json: bool) -> None:
     """Print the reports in the directory, one line each, the newest first."""
-    found = [summary for summary in map(summary_of, store.listed(directory)) if summary is not None]
+    paths = store.listed(directory)
+    found = [summary for summary in map(summary_of, paths) if summary is not None]
     if as_json:
         console.print(json.dumps(found, indent=2))
-    elif not found:
+        return
+    if not found:
         console.print(f"There are no reports in {directory}.")
     else:
         console.print(f"Reports in {directory}, the newest first. To replay one: `multienv replay {_LATEST}`, or NAME.")
         for one in found:
             console.print(report_line(one))
+    for path in paths:
+        if not path.is_file():  # a FIFO, or a link to a device: see reports.read
+            console.print(f"Not read: {path.name} is not a regular file.")
 
 
 def _replay(say: Say, report: Report, env: str | None, arguments: dict[str, Any] | None, *, debug: bool) -> None:

@@ -222,12 +222,14 @@ class RelayChannel(Channel):
             return None
         return RelayChannel(self._courier, lambda name: (frames.WAKE, name, self.name))
 
-    def close(self, timeout: float, *, keep_memory: bool = False) -> None:
+    def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
         """Wait up to ``timeout`` seconds for the end of the process; the relay kills it then."""
+        until = time.monotonic() + timeout
         if self._gone is None and not self._is_released:
             self._courier.post((frames.CLOSE, self.name, timeout))
             self._await(lambda: self._gone is not None, timeout + _KILL_PATIENCE)
         self.release(keep_memory=keep_memory)
+        return time.monotonic() > until
 
     def release(self, *, keep_memory: bool = False) -> None:
         """Have the relay let go of the process."""

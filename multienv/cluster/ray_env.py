@@ -22,8 +22,10 @@ from multienv.envs.building import (
 )
 from multienv.envs.subprocess_env import SupervisedEnv, built_envs
 from multienv.processes.launcher import method_of
+from multienv.recovery.supervisor import abandon_all
 from multienv.wire.messages import Setting
 from multienv.wire.shared_pickle import SharedPickle
+from multienv.worker.main_module import main_script
 from multienv.worker.registrations import registrations
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class Nodes:
     def setting(self) -> Setting:
         """Return what a worker takes from the trainer; path, directory and environment are those of its node."""
         authkey = bytes(multiprocessing.current_process().authkey)
-        return Setting((), arguments(), "", None, registrations(), authkey)
+        return Setting((), arguments(), "", None, registrations(), authkey, main=main_script())
 
 
 class RayEnv(SupervisedEnv):
@@ -106,7 +108,7 @@ class RayEnv(SupervisedEnv):
     def __del__(self) -> None:
         """Let go of the process, which ends by itself, if close() was not called."""
         if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
-            self._supervisor.abandon()
+            abandon_all([self._supervisor])
 
 
 def fleet_for(options: Any, envs: int) -> Fleet:

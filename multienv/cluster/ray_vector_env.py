@@ -12,6 +12,7 @@ from multienv.cluster.options import RayOptions
 from multienv.cluster.ray_env import CLOSE_PATIENCE, Nodes
 from multienv.config import takes_options_of
 from multienv.envs.building import EnvFn, Workers, listed_env_fns
+from multienv.recovery.supervisor import abandon_all
 from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import HostedVectorEnv, VectorOptions
 
@@ -73,5 +74,4 @@ class RayVectorEnv(HostedVectorEnv):
     def __del__(self) -> None:
         """Release the processes, which then end by themselves, if close() was not called."""
         if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
-            for worker in self.__dict__.get("_workers", ()):
-                worker.abandon()
+            abandon_all(self.__dict__.get("_workers", ()))

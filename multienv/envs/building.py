@@ -18,8 +18,9 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from multienv.config import Deadlines, RestartPolicy, integer
-from multienv.envs.pickling import pickled, pickled_apart
+from multienv.envs.pickling import pickled, pickled_env_fns
 from multienv.envs.process_seeds import ProcessSeeds, seeds_of_trainer
+from multienv.envs.unpicklable import culprit_in
 from multienv.errors import UsageError
 from multienv.events import Hook, checked_hooks
 from multienv.processes.channel import Channel
@@ -35,6 +36,7 @@ from multienv.threads import Pool, side_by_side
 from multienv.wire.messages import Build, Setting, foreign, seeds_from
 from multienv.wire.shared_pickle import LARGE, SharedPickle, share
 from multienv.worker.host import Host
+from multienv.worker.main_module import main_script, refuse_while_importing
 from multienv.worker.registrations import registrations
 
 # Called without arguments, or with the env's index.
@@ -90,6 +92,7 @@ class Processes:
             environment=worker_environment(self._native_threads),
             registrations=registrations(),
             authkey=bytes(multiprocessing.current_process().authkey),
+            main=main_script(),
         )
 
 
@@ -214,6 +217,7 @@ class Workers:
         hooks: Sequence[Hook] = (),
         reports: str | os.PathLike[str] | None = None,
     ) -> None:
+        refuse_while_importing("An env in a process of its own")
         for name, value, kind in (("restart", restart, RestartPolicy), ("deadlines", deadlines, Deadlines)):
             if not isinstance(value, kind):
                 raise UsageError(f"{name} is {value!r:.100}; give {name}={kind.__name__}(...).")
@@ -375,11 +379,14 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
     if main is not None and main.__name__ == "__mp_main__":
         cloudpickle.register_pickle_by_value(main)
     try:
-        data, buffers = pickled_apart(env_fns, LARGE) if shares else (pickled(env_fns), [])
+        data, buffers = pickled_env_fns(env_fns, LARGE if shares else None)
     except Exception as error:  # pickling runs foreign code
+        env_fn = next((one for one in env_fns if not _can_be_pickled(one)), env_fns)
+        why = culprit_in(env_fn, _can_be_pickled)
         raise UsageError(
-            f"env_fn {_culprit(env_fns)!r:.100} cannot be sent to a process: {type(error).__name__}: {error}. "
-            "Build what it needs inside the function."
+            f"env_fn {env_fn!r:.100} cannot be sent to a process: {type(error).__name__}: {error}. "
+            f"{why[:1].upper() + why[1:]}{'. ' if why else ''}Build what it needs inside the function, or in the env's "
+            "constructor; or move what uses it to a module, which the process imports."
         ) from error
     if not shares or (len(data) < LARGE and not buffers):
         return data
@@ -387,14 +394,12 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
     return undisturbed(partial(share, data, buffers))
 
 
-def _culprit(env_fns: tuple[EnvFn, ...]) -> Any:
-    """Return the first of these functions that cannot be pickled."""
-    for env_fn in env_fns:
-        try:
-            pickled(env_fn)
-        except Exception:  # as above
-            return env_fn
-    return env_fns
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickled(value)
+    except Exception:  # as above
+        return False
+    return True
 
 
 # --- checks -----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from multienv.errors import EnvsFailedError, ResultNotPicklableError
 from multienv.events import Hook, Statistics
 from multienv.recovery.rollouts import RolloutReply
 from multienv.recovery.state_machine import Process
-from multienv.recovery.supervisor import Supervisor
+from multienv.recovery.supervisor import Supervisor, abandon_all
 from multienv.threads import close_at_once
 from multienv.wire.codecs import Transition
 from multienv.wire.messages import GetAttribute, Message, Method, Render, Reset, SetAttribute, reset_of_one
@@ -440,13 +440,13 @@ class SubprocessEnv(SupervisedEnv):
         self._owner = os.getpid()
 
     def __del__(self) -> None:
-        """Let go of the process, which ends by itself, if close() was not called.
+        """Let go of the process, which closes its env and ends by itself, if close() was not called.
 
         No ``weakref.finalize``: its registry would hold the supervisor, so the traceback of an exception that it keeps,
         and so the frames that hold this object.
         """
         if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
-            self._supervisor.abandon()
+            abandon_all([self._supervisor])
 
 
 class SerialEnv(SupervisedEnv):

@@ -114,12 +114,19 @@ class Channel(ABC):
         looks: Looks at the reply that are worth it before :meth:`wait` is called.
         leaving: Why the process is to be replaced between two requests, though it lives; ``""``: it is not.
         on_leaving: Called with that when it becomes known, by any thread.
+        envs: How messages name the envs.
+        patience: Seconds that the envs may take to close where nobody calls :meth:`close`; 0: their process is killed
+            when it does not end at once.
+        is_closing: The process has been asked to close its envs.
     """
 
     segment: Segment
     looks = TRAINER_LOOKS
     leaving = ""
     on_leaving: Callable[[str], None] | None = None
+    envs = "the env"
+    patience = 0.0
+    is_closing = False
 
     @property
     @abstractmethod
@@ -193,8 +200,12 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def close(self, timeout: float, *, keep_memory: bool = False) -> None:
-        """Wait up to ``timeout`` seconds until the process, asked to close, has ended; else kill it; then release."""
+    def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
+        """Wait up to ``timeout`` seconds until the process, asked to close, has ended; else kill it; then release.
+
+        Returns:
+            Whether the process had to be killed.
+        """
 
     @abstractmethod
     def release(self, *, keep_memory: bool = False) -> None:

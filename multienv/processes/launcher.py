@@ -28,6 +28,7 @@ from typing import Any
 
 from multienv.errors import ClosedError, UsageError
 from multienv.processes.channel import Fate, SystemErrors
+from multienv.processes.endings import end_all
 from multienv.processes.environment import (
     import_path,
     refuse_other_namespace,
@@ -298,15 +299,19 @@ def _command(control: int) -> list[str]:
 
 
 def _shut_down() -> None:
-    """End workers and monitor at the trainer's end: workers see that no request will come, then close their envs."""
+    """End workers and monitor at the trainer's end: workers see that no request will come, then close their envs.
+
+    An exception that a signal handler raises meanwhile (a second Ctrl-C) ends the wait: the monitor then kills them.
+    """
     global _client, _is_shutting_down
     # Or a thread that is woken by its worker's end would bring the env back and hang once more.
     _is_shutting_down = True
     client, _client = _client, None
     if client is not None:
-        for channel in list(live):
-            channel.end_requests()
-        client.close(3.0)
+        try:
+            end_all(list(live))
+        finally:
+            client.close(3.0)
 
 
 # Before the threads of executors are joined: one of them may wait for an env that hangs.

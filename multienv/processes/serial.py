@@ -91,9 +91,10 @@ class SerialChannel(Channel):
         """Return ``None``: there are no snapshots."""
         return None
 
-    def close(self, timeout: float, *, keep_memory: bool = False) -> None:
-        """Close the envs."""
+    def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
+        """Close the envs, however long that takes."""
         self.release()
+        return False
 
     def release(self, *, keep_memory: bool = False) -> None:
         """Close the envs."""

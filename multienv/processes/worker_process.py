@@ -58,7 +58,7 @@ T = TypeVar("T")
 _LINE_PATIENCE = 1.0
 # Seconds given to the stack of a live process, and to SIGTERM, SIGKILL and the kernel.
 _STACK_PATIENCE = 1.0
-_KILL_PATIENCE = 2.0
+KILL_PATIENCE = 2.0
 # Seconds given to other workers to take descriptors that were sent to them, when too many are on their way.
 _LONGEST_HANDING = 30.0
 
@@ -111,7 +111,7 @@ class ProcessChannel(Channel):
         self._rung = 0  # the newest request whose number was sent over the wake socket
         self._heard = [b""]  # what was received there last, as the last item
         self._lock = Lock()  # held for moments; a signal handler may come in between
-        self._is_released = False
+        self._is_released = self._is_given_up = False
         self._ended = False
         self._gone: Callable[[], Gone] | None = None  # not the exception: its traceback would hold everything
         with contextlib.ExitStack() as ours:
@@ -179,7 +179,7 @@ class ProcessChannel(Channel):
                 left = patience if until is None else min(patience, until - time.monotonic())
                 if not words[PID]:  # the monitor may have been stopped before it launched the process
                     self._resume()
-                _readable(self.descriptors(), left)
+                readable(self.descriptors(), left)
                 ended = self.attend()
                 if self.answered(number):  # read after the end was seen: a reply given before it counts
                     return True
@@ -256,7 +256,7 @@ class ProcessChannel(Channel):
                 return told.fate
             if left <= 0 or self._is_released:
                 return None
-            _readable((self._fate.fileno(),), min(left, LONGEST_SLEEP))
+            readable((self._fate.fileno(),), min(left, LONGEST_SLEEP))
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class ProcessChannel(Channel):
             stacks = self.stack() if stack else ""
             with SystemErrors():
                 Order(KILL).send(self._fate)
-            fate = self._learn(_KILL_PATIENCE) or UNKNOWN_FATE
+            fate = self._learn(KILL_PATIENCE) or UNKNOWN_FATE
             self._note_end(cause, replace(fate, stack=stacks or fate.stack), detail)
         return self._lose(cause, detail)
 
@@ -316,15 +316,41 @@ class ProcessChannel(Channel):
                 return undisturbed(partial(ProcessChannel, partial(Order(WAKE).send, self._fate), self._resume))
         return None
 
-    def close(self, timeout: float, *, keep_memory: bool = False) -> None:
+    def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
         """Wait up to ``timeout`` seconds for the end of the process, else kill it; then release."""
+        is_cut = False
         if self._gone is None and not self._is_released:
             fate = self._learn(timeout)
             if fate is None:
+                is_cut = self.give_up()
                 self.kill()
             else:
                 self._note_end("died", fate, "")
         self.release(keep_memory=keep_memory)
+        return is_cut
+
+    def has_ended(self) -> bool:
+        """Tell whether the monitor has reported the end of the process, or the channel is released."""
+        if self._gone is None and not self._is_released:
+            self._hear()
+        return self._gone is not None or self._is_released or self._told.fate is not None
+
+    def is_busy(self) -> bool:
+        """Tell whether the process is not up yet, or executes a request other than that to close its envs."""
+        words = self.segment.words
+        return not words[PID] or bool(words[BUSY] and not self.is_closing)
+
+    def give_up(self) -> bool:
+        """Have the monitor kill the process, without waiting; return false if another thread has done so before."""
+        with self._lock:
+            is_first, self._is_given_up = not self._is_given_up, True
+            with SystemErrors():
+                Order(KILL).send(self._fate)
+        return is_first
+
+    def resume(self) -> None:
+        """Have the monitor go on if it has been stopped."""
+        self._resume()
 
     def end_requests(self) -> None:
         """Shut down the wake socket for writing: the worker sees that no request will come, and ends."""
@@ -359,7 +385,7 @@ class ProcessChannel(Channel):
             self.release()
 
 
-def _readable(descriptors: Sequence[int], seconds: float) -> bool:
+def readable(descriptors: Sequence[int], seconds: float) -> bool:
     """Wait up to ``seconds`` until one of these descriptors is readable or has ended; tell whether one is."""
     poller = select.poll()  # a new one: two threads cannot share one, nor a thread and its signal handler
     for descriptor in descriptors:

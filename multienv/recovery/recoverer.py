@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from multienv.config import Deadlines, RestartPolicy
-from multienv.errors import NoCapacityError
+from multienv.errors import NoCapacityError, ResultNotPicklableError
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery.journal import UNKNOWN, Plan
 from multienv.recovery.policy import Effort, RestartBudget
@@ -63,6 +63,16 @@ class RequestFailedError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
         self.failure = failure
+
+
+def _unreadable(error: Exception) -> Failure:
+    """Return what tells that the description of the envs names a class that is not here: each process would send it."""
+    text = (
+        "The env was built, but its spaces, metadata or spec cannot be read in the trainer: "
+        f"{type(error).__name__}: {error}. A class that the env makes at run time is missing here: make it in the "
+        "trainer, too (build such an env there before), or wrap the env in env_fn, so that its spaces are gymnasium's."
+    )
+    return Failure(ResultNotPicklableError.__name__, text, "", None, result_not_picklable=True)
 
 
 class Launcher(Protocol):
@@ -254,7 +264,13 @@ class Recoverer:
 
     def await_build(self, channel: Channel, number: int, until: float | None, effort: Effort | None = None) -> None:
         """Wait until the envs are built. Raises :class:`RequestFailedError`, ``Gone``, :class:`Unrecoverable`."""
-        description = self.answer(channel, number, until, effort=effort)
+        try:
+            description = self.answer(channel, number, until, effort=effort)
+        except Gone as gone:
+            error = None if gone.__cause__ is None else gone.__cause__.__cause__
+            if isinstance(error, AttributeError | ImportError):  # else the reply is torn, or garbage
+                raise RequestFailedError(_unreadable(error)) from error
+            raise
         if not isinstance(description, Description):  # of a multienv that the env has imported anew
             raise channel.kill(cause="broken", detail=f"it described the envs by a {type(description).__name__}")
         self.note(description)

@@ -35,6 +35,7 @@ from multienv.errors import (
 )
 from multienv.events import Hook, Statistics
 from multienv.processes.channel import Channel, Gone, SystemErrors
+from multienv.processes.endings import BUSY_PATIENCE, cut_short, let_go
 from multienv.recovery.answers import ExactAnswers, RowsAnswers, call_answer, unreadable
 from multienv.recovery.checkpoint import ASIDE, Checkpoints, Snapshot
 from multienv.recovery.hot_path import (
@@ -81,7 +82,7 @@ from multienv.recovery.state_machine import (
     refusal,
 )
 from multienv.sometimes import sometimes
-from multienv.threads import Lock
+from multienv.threads import Lock, beside
 from multienv.wire.banks import FAILED, entry_of
 from multienv.wire.codecs import Codec, ExactCodec, RowsReply
 from multienv.wire.infos import Illegible
@@ -106,7 +107,7 @@ from multienv.worker.starts import LARGE_SHARE, SHARE
 
 logger = logging.getLogger("multienv")
 
-# Seconds that close() waits for a call whose process it has killed, and for the answer of a call that was interrupted.
+# Seconds that close() waits for a call whose process it has killed, and for the log to take its warning.
 _SOON = 0.5
 _INTERRUPTED = "it was ended, because an exception (Ctrl-C?) struck in the trainer while it was being asked"
 # How many events of a worker are kept for crash reports.
@@ -132,6 +133,11 @@ def _refuse_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_refuse_in_child)
+
+
+def abandon_all(workers: Iterable[Supervisor]) -> None:
+    """Let go of workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
+    let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
 
 
 class Supervisor:
@@ -882,6 +888,7 @@ class Supervisor:
         if channel.leaving:
             self.maintenance.leave(channel.leaving)
         channel.prefer(self.core, sharing=self._sharing)
+        channel.envs, channel.patience = self.record.env_in(-1), self._deadlines.close
         if old is not None and old is not channel:
             old.kill()
             old.release()
@@ -952,7 +959,10 @@ class Supervisor:
             self.stand(decide(before, Interrupted(), self.rules)[0])
             self.lifecycle.forget_loss()
             assert self.channel is not None
-            self._ask_to_end(self.channel, time.monotonic() + self._deadlines.close, keep_memory=True)
+            limit = self._deadlines.close
+            told = self._ask_to_end(self.channel, limit, time.monotonic() + limit, keep_memory=True)
+            if told:
+                logger.warning(told)
         replacement = self.lifecycle.replace(self.number, generators)
         self.refuse_if_closed("step", replacement.channel)
         if replacement.channel is not None:
@@ -1102,7 +1112,8 @@ class Supervisor:
             patience: Seconds that the process is asked for at the most; ``Deadlines.close`` if that is less.
         """
         if self._is_foreign:
-            self.abandon()
+            self._closed = True
+            self._release()
             return
         self._closed = True
         self.recoverer.close()
@@ -1128,7 +1139,7 @@ class Supervisor:
 
     def _end(self, limit: float) -> None:
         """Ask a process to close its envs and end, once it has answered what is pending; kill it if it does not."""
-        channel, state, number = self.channel, self.state, self.number + 1
+        channel, state, number, told = self.channel, self.state, self.number + 1, ""
         self.note_closed()
         if channel is None or state.process is Process.NONE:
             return
@@ -1137,25 +1148,33 @@ class Supervisor:
             is_idle = state.process is Process.READY and limit > 0
             if is_idle and state.request is not None:  # answered first, for nobody
                 self.pending.publish(channel, number, state)  # again, if it was asked
-                is_idle = channel.wait(number, min(time.monotonic() + _SOON, until))
+                is_idle = channel.wait(number, min(time.monotonic() + BUSY_PATIENCE, until))
+                if not is_idle:
+                    told = cut_short(channel.envs, min(BUSY_PATIENCE, limit), busy=f"{state.request.name}()")
             if is_idle:
-                self._ask_to_end(channel, until)
+                told = self._ask_to_end(channel, limit, until)
             else:
                 channel.kill()
         except Gone:
             channel.kill()
         except OSError:  # close() never raises; the monitor ends what is left
             logger.exception("close() could not end process %s", channel.pid)
+        if told:
+            beside(partial(logger.warning, told), _SOON)
 
-    def _ask_to_end(self, channel: Channel, until: float, *, keep_memory: bool = False) -> None:
-        """Ask a process to close its envs and end; kill it if it has not by then."""
+    def _ask_to_end(self, channel: Channel, limit: float, until: float, *, keep_memory: bool = False) -> str:
+        """Ask a process to close its envs and end; kill it if it has not by ``until``, and return what to say then."""
+        channel.is_closing = True
         self.recoverer.publish(channel, self.recoverer.next_number(), pack_message(Close()))
-        channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory)
+        is_cut = channel.close(max(0.0, until - time.monotonic()), keep_memory=keep_memory)
+        return cut_short(channel.envs, limit) if is_cut else ""
 
-    def abandon(self) -> None:
-        """Let go without waiting; the process ends by itself."""
+    def abandon(self) -> Channel | None:
+        """Let go without waiting; return the channel to the process, if there is one, for ``let_go()``."""
         self._closed = True
+        channel, self.lifecycle.channel = self.channel, None
         self._release()
+        return channel
 
     def _let_go(self, event: None = None) -> None:
         with self.lock:

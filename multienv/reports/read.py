@@ -58,14 +58,24 @@ def load(path: str | Path) -> Report:
         # Classes of the trainer's own modules may be in what is pickled.
         sys.path += [entry for entry in document["build"]["path"] or () if entry not in sys.path]
         report: Report = pickle.loads(data)
+        # Copied whole: attributes are missing where another version of multienv has written them.
+        return replace(report, path=str(path), build=replace(report.build), loss=replace(report.loss))
     except Exception as error:  # a class that cannot be imported here; unpickling runs foreign code
-        raise UsageError(f"{beside} cannot be loaded: {type(error).__name__}: {error}.") from error
-    return replace(report, path=str(path))
+        raise UsageError(
+            f"{beside} cannot be loaded: {type(error).__name__}: {error}. It was made with {document.get('made_with')}."
+        ) from error
 
 
 def _read(path: Path, *, must_be_own: bool) -> bytes:
-    """Read a file of a report. Raises UsageError if that fails, or if it must be this user's alone and is not."""
+    """Read a file of a report.
+
+    Raises:
+        UsageError: That fails, or it is no regular file (to open a FIFO would block, and a device may have no end), or
+            it must be this user's alone and is not.
+    """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(f"{path} is not a regular file, so it is not read.")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             data = file.read()

@@ -12,6 +12,7 @@ from multienv.cores import busy_cores, spread
 from multienv.envs.building import EnvFn, Processes, SerialWorkers, Workers, listed_env_fns
 from multienv.errors import UsageError
 from multienv.events import Hook
+from multienv.recovery.supervisor import abandon_all
 from multienv.vector.batching import deal
 from multienv.vector.hosted_vector_env import BatchOptions, HostedVectorEnv, VectorOptions
 
@@ -85,10 +86,9 @@ class SubprocessVectorEnv(HostedVectorEnv):
         super().__init__(self.env_fns, sizes, workers, spread if bind_cores else None, **options)
 
     def __del__(self) -> None:
-        """Release the processes, which then end by themselves, if close() was not called."""
+        """Let go of the processes, which close their envs and end by themselves, if close() was not called."""
         if self.__dict__.get("_owner") == os.getpid():  # a forked child leaves the trainer's workers alone
-            for worker in self.__dict__.get("_workers", ()):
-                worker.abandon()
+            abandon_all(self.__dict__.get("_workers", ()))
 
 
 class SerialVectorEnv(HostedVectorEnv):

@@ -16,6 +16,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class MainScript:
+    """The trainer's main script, which a worker may have to import: see ``worker.main_module``.
+
+    Attributes:
+        path: Of its file; ``""``: it is none.
+        module: Its name, if it was started by ``python -m``; else ``""``.
+        names: The names that it has defined, but for special ones.
+    """
+
+    path: str = ""
+    module: str = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """What a fresh process needs to see the world as the trainer does.
 
@@ -28,6 +43,7 @@ class Setting:
         registrations: Pickled specs of the envs the trainer has registered; needed only if an id is unknown.
         authkey: multiprocessing's, for proxies that an ``env_fn`` may hold.
         variables: Of this worker alone, put over the environment: ``worker_env``.
+        main: The main script.
     """
 
     path: tuple[str, ...]
@@ -37,6 +53,7 @@ class Setting:
     registrations: bytes
     authkey: bytes
     variables: Mapping[str, str] = field(default_factory=dict)
+    main: MainScript = MainScript()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from multienv.wire.segment import (
 from multienv.wire.shared_pickle import SharedPickle
 from multienv.worker.affinity import Affinity
 from multienv.worker.ends import MARK_VARIABLE, Ends
+from multienv.worker.main_module import stand_in
 from multienv.worker.snapshots import Snapshots, Woken
 
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
@@ -338,6 +339,7 @@ def _find_place(build: Build, snapshots: Snapshots) -> None:
     setting = build.setting
     if setting is None:
         return
+    stand_in(setting.main)
     multiprocessing.current_process().authkey = setting.authkey
     sys.argv[:] = setting.arguments
     if setting.environment is None:  # on another machine

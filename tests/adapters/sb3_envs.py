@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import gymnasium
@@ -73,3 +74,17 @@ class ShapesEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         assert self.action_space.contains(action), action
         return self.observation_space.sample(), 1.0, bool(self.np_random.random() < 0.2), False, {}
+
+
+class OneEpisodeEnv(CounterEnv):
+    """Ends its process at its second reset."""
+
+    def __init__(self) -> None:
+        super().__init__(horizon=5, count_episodes=False)
+        self.resets = 0
+
+    def reset(self, **options: Any) -> Any:
+        self.resets += 1
+        if self.resets == 2:
+            os._exit(3)
+        return super().reset(**options)

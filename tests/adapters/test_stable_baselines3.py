@@ -14,7 +14,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
-from sb3_envs import GoalEnv, MaskedEnv, NamedDict, ShapesEnv
+from sb3_envs import GoalEnv, MaskedEnv, NamedDict, OneEpisodeEnv, ShapesEnv
 from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -334,3 +334,30 @@ def test_make_vec_env_and_evaluate_policy():
     finally:
         envs.close()
         twin.close()
+
+
+def test_a_new_process_for_each_episode() -> None:
+    """For simulators that cannot reset: bit for bit what one process for all episodes gives."""
+    twin = DummyVecEnv([partial(CounterEnv, horizon=5, count_episodes=False)] * 2)
+    policy = RestartPolicy(recycle_after_episodes=1)
+    with made([OneEpisodeEnv] * 2, envs_per_worker=1, restart=policy) as envs:
+        for vec in (envs, twin):
+            vec.seed(3)
+        assert np.array_equal(envs.reset(), twin.reset())
+        for step in range(23):
+            actions = np.array([step % 4, 1])
+            got, expected = envs.step(actions), twin.step(actions)
+            assert all(np.array_equal(one, other) for one, other in zip(got[:3], expected[:3], strict=True))
+            for info, other in zip(got[3], expected[3], strict=True):
+                assert ("terminal_observation" in info) == ("terminal_observation" in other)
+                if "terminal_observation" in info:
+                    assert np.array_equal(info["terminal_observation"], other["terminal_observation"])
+        assert [(one.recycled, one.losses) for one in envs.statistics()] == [(4, 0)] * 2
+
+
+def test_a_reset_that_ends_its_process_costs_one_step() -> None:
+    with made([OneEpisodeEnv, partial(CounterEnv, horizon=5, count_episodes=False)]) as envs:
+        envs.reset()
+        lost = [step for step in range(30) if envs.step(np.array([1, 1]))[3][0].get("multienv", {}).get("reason")]
+        assert len(lost) >= 3
+        assert np.diff(lost).min() >= 5

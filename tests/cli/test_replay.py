@@ -319,6 +319,8 @@ DAMAGE: dict[str, Any] = {
     "foreign": with_text(format="something else"),
     "newer": with_text(version=1000),
     "of another pickle": with_text(checksum=1),
+    "attributes missing": lambda report: rewritten(report, b"cmultienv.reports.crash\nReport\n)\x81."),
+    "no report": lambda report: rewritten(report, pickle.dumps({"loss": None})),
     "nothing": with_text(build=None),
 }
 
@@ -335,6 +337,28 @@ def test_what_is_broken_or_foreign_is_said_to_be_so(cartpole_report: Path, tmp_p
     result = replay(tmp_path / "foreign.json")
     assert result.exit_code == 2
     assert "foreign.json is not a report of multienv" in result.stderr
+
+
+def test_a_fifo_or_a_device_named_like_a_report_is_not_read(
+    cartpole_report: Path, reports: Path, replay: Replay
+) -> None:
+    """To open the one would block for ever, and the other has no end."""
+    fifo, device = (cartpole_report.with_name(f"{digit}{cartpole_report.name[1:]}") for digit in "89")
+    os.mkfifo(fifo)
+    device.symlink_to("/dev/null")  # which would do no harm
+    _, line, *others = replay().stdout.splitlines()
+    assert cartpole_report.name in line
+    assert others == [f"Not read: {path.name} is not a regular file." for path in (device, fifo)]
+    assert len(json.loads(replay("--json").stdout)) == 1
+    for path in (fifo, device):
+        result = replay(path)
+        assert result.exit_code == 2
+        assert f"{path} is not a regular file, so it is not read." in result.stderr
+    for path in (fifo, device):
+        path.unlink()
+    cartpole_report.with_suffix(".pickle").unlink()
+    os.mkfifo(cartpole_report.with_suffix(".pickle"))
+    assert ".pickle is not a regular file" in replay(cartpole_report).stderr
 
 
 @pytest.mark.parametrize("suffix", [".json", ".pickle"])

@@ -164,3 +164,20 @@ def test_infos_of_resets_and_answers_to_calls_fail_alone(face, special):
             assert isinstance(caught.value.failures[CULPRIT], ResultNotPicklableError)
             assert [caught.value.results[row] is None for row in range(3)] == [False, True, False]
         envs.reset(options={"reset_mask": np.arange(3) != CULPRIT})
+
+
+class MadeInTheWorker(ReadingEnv):
+    """Has a space of a class that it makes when it is built, as grid2op does: no other process knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind = type("MadeAtRunTime", (spaces.Discrete,), {"__module__": __name__})
+        globals()["MadeAtRunTime"] = kind
+        self.action_space = kind(2)
+
+
+@pytest.mark.parametrize("build", [SubprocessEnv, lambda env_fn: SubprocessVectorEnv([env_fn, env_fn])])
+def test_space_of_a_class_that_the_trainer_does_not_know_is_named_with_the_remedy(build: Any) -> None:
+    with pytest.raises((ResultNotPicklableError, EnvsFailedError), match="MadeAtRunTime") as raised:
+        build(MadeInTheWorker).initialize()
+    assert "wrap the env in env_fn, so that its spaces are gymnasium's" in str(raised.value)

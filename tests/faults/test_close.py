@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gymnasium.spaces import Box
 
@@ -29,7 +31,7 @@ from kit import (
     monitor_itself,
     no_leaks,
 )
-from kit.trainer_process import becomes_true
+from kit.trainer_process import Trainer, becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ClosedError, WorkerLostError
 
@@ -205,3 +207,127 @@ def test_close_waits_for_a_slow_env_close(tmp_path: Path) -> None:
     began = time.monotonic()
     env.close()
     assert time.monotonic() - began >= 0.2
+
+
+# --- envs that take long to close -----------------------------------------------------------------
+
+PATIENT = Deadlines(close=30)
+
+
+class SavingEnv(CounterEnv):
+    """Writes a file when its close() is done, which takes a while."""
+
+    def __init__(self, path: str, seconds: float) -> None:
+        super().__init__(horizon=None)
+        self.path, self.seconds = Path(path), seconds
+
+    def close(self) -> None:
+        self.path.with_suffix(".begun").touch()
+        time.sleep(self.seconds)
+        self.path.touch()
+
+
+def open_saving(kind: str, path: str, seconds: float, deadlines: Deadlines) -> Any:
+    env_fns = [partial(SavingEnv, f"{path}{number}", seconds) for number in range(4)]
+    if kind == "env":
+        env = SubprocessEnv(env_fns[0], deadlines=deadlines, env_index=0).initialize()
+        env.reset(seed=0)
+        return env
+    envs = SubprocessVectorEnv(env_fns, envs_per_worker=1, deadlines=deadlines)
+    envs.reset(seed=0)
+    return envs
+
+
+def end_without_close(how: str, kind: str, path: str, seconds: str = "1.5", close: str = "30") -> None:
+    """Be a trainer that ends in a way which Python sees, and calls no close(); its envs are local variables."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+    envs = open_saving(kind, path, float(seconds), Deadlines(close=float(close)))
+    if how == "global":
+        globals()["kept"] = envs
+    print("ready", flush=True)
+    if how == "exception":
+        raise RuntimeError("the trainer's own mistake")
+    if how in ("sys.exit", "global"):
+        sys.exit(3)
+    while how != "return":
+        envs.step(1 if kind == "env" else np.ones(4, int))
+
+
+ENDS = [
+    ("return", "env", 0),
+    ("sys.exit", "vector", 3),
+    ("global", "vector", 3),
+    ("exception", "env", 1),
+    ("SIGINT", "vector", -signal.SIGINT),
+    ("SIGTERM", "env", 5),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "code"), ENDS)
+def test_each_end_that_python_sees_waits_for_a_slow_env_close(how: str, kind: str, code: int, tmp_path: Path) -> None:
+    with Trainer("test_close", "end_without_close", how, kind, tmp_path / "saved") as trainer:
+        trainer.expect("ready")
+        if how.startswith("SIG"):
+            trainer.signal(signal.Signals[how])
+        assert trainer.wait() == code
+        saved = sorted(path.name for path in tmp_path.glob("saved?"))
+        assert saved == [f"saved{number}" for number in range(1 if kind == "env" else 4)]
+        assert "close()" not in trainer.errors()
+        trainer.assert_nothing_lives()
+
+
+def test_forgotten_env_is_given_the_time_to_close(tmp_path: Path) -> None:
+    env = open_saving("env", str(tmp_path / "saved"), 1.5, PATIENT)
+    del env
+    assert becomes_true(lambda: (tmp_path / "saved0").exists(), 10.0)
+
+
+def test_env_close_that_is_cut_at_the_end_of_the_trainer_is_told_of(tmp_path: Path) -> None:
+    """All envs are waited for together, and no longer than Deadlines.close."""
+    with Trainer("test_close", "end_without_close", "sys.exit", "vector", tmp_path / "saved", 60, 2.0) as trainer:
+        trainer.expect("ready")
+        began = time.monotonic()
+        assert trainer.wait() == 3
+        assert time.monotonic() - began < 4 * 2.0
+        told = trainer.errors()
+        trainer.assert_nothing_lives()
+    assert [line.partition(":")[0] for line in sorted(told.splitlines())] == [
+        f"close() of env {number} was cut short" for number in range(4)
+    ]
+    assert "had not returned after 2.0 s" in told
+
+
+def test_env_close_that_is_cut_by_close_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    envs = open_saving("vector", str(tmp_path / "saved"), 60, Deadlines(close=0.5))
+    envs.close()
+    assert sorted(record.getMessage().partition(":")[0] for record in caplog.records) == [
+        f"close() of env {number} was cut short" for number in range(4)
+    ]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    caplog.clear()
+    envs = open_saving("vector", str(tmp_path / "saved"), 60, PATIENT)
+    envs.close(terminate=True)  # the caller wants it so
+    assert not caplog.records
+
+
+def test_env_that_is_busy_when_it_is_closed_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    env = SubprocessEnv(partial(SlowEnv, step_seconds=60), deadlines=PATIENT, env_index=7).initialize()
+    env.reset(seed=0)
+    env.step_async(0)
+    env.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("close() of env 7 was not called: step() had not ended after 0.5 s")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_signal_ends_a_trainer_that_waits_for_envs_to_close(number: signal.Signals, tmp_path: Path) -> None:
+    """SIGKILL, of course; and a second Ctrl-C ends the wait."""
+    with Trainer("test_close", "end_without_close", "sys.exit", "env", tmp_path / "saved", 60) as trainer:
+        trainer.expect("ready")
+        assert becomes_true((tmp_path / "saved0.begun").exists, 10.0)
+        time.sleep(1.0)  # longer than the workers of a trainer that is killed may take
+        assert trainer.process.poll() is None
+        trainer.signal(number)
+        trainer.wait(10.0)
+        trainer.assert_nothing_lives()

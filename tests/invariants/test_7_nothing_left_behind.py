@@ -266,6 +266,18 @@ def test_an_env_that_is_forgotten_while_it_hangs_leaves_nothing(marker: str, wit
     assert_nothing_left(before, timeout=GONE_WITHIN, ignore=monitor_itself)
 
 
+def test_worker_that_hangs_ends_when_its_channel_is_released(marker: str) -> None:
+    env: Any = SubprocessEnv(partial(FaultyEnv, fault=Fault("hang_c", "step", ignore_sigterm=True, once=marker)))
+    env.initialize()
+    env.reset(seed=0)
+    env.step_async(np.int64(1))
+    assert becomes_true(lambda: Path(marker).exists(), STUCK_AFTER)
+    pid = env.statistics().pid
+    env._supervisor.channel.release()
+    assert becomes_true(lambda: not is_alive(pid))
+    env.close()
+
+
 @pytest.mark.parametrize("kind", AND_ASYNC)
 def test_envs_that_cannot_be_built_leave_nothing(kind: str, without_collections: None) -> None:
     before = snapshot_resources(threads=True)

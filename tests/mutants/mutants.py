@@ -725,7 +725,23 @@ MUTANTS = [
         "processes/monitor.py",
         "                self._forsake(worker)\n            else:\n                worker.end(after=ORPHAN_GRACE)\n",
         "                self._forsake(worker)\n",
+        (f"{SEVEN}::test_worker_that_hangs_ends_when_its_channel_is_released",),
+    ),
+    Mutant(
+        "A worker that hangs is not killed where nobody has called close().",
+        7,
+        "processes/endings.py",
+        "        if channel.give_up() and channel.patience:\n",
+        "        if channel.patience:\n",
         (f"{SEVEN}::test_an_env_that_is_forgotten_while_it_hangs_leaves_nothing",),
+    ),
+    Mutant(
+        "A worker is given no time to close its envs where nobody has called close().",
+        7,
+        "recovery/supervisor.py",
+        "        channel.envs, channel.patience = self.record.env_in(-1), self._deadlines.close\n",
+        "        channel.envs, channel.patience = self.record.env_in(-1), 0.5\n",
+        ("tests/faults/test_close.py",),
     ),
     Mutant(
         "The monitor does not look whether the trainer is alive, but waits for the end of its sockets.",

@@ -575,9 +575,10 @@ class SimulatedChannel(Channel):
         process = self.process
         return None if process.snapshot is None else process.launcher.wake(process, process.snapshot)
 
-    def close(self, timeout: float, *, keep_memory: bool = False) -> None:
+    def close(self, timeout: float, *, keep_memory: bool = False) -> bool:
         self.kill()
         self.release(keep_memory=keep_memory)
+        return False
 
     def release(self, *, keep_memory: bool = False) -> None:
         self.process.end(KILLED)

@@ -1,0 +1,183 @@
+"""The trainer's main script in a worker: ``__main__`` is not that script there, and yet its names are looked up.
+
+``pickle.load`` of an instance of one of its classes does so, an entry point ``"__main__:MyEnv"``, Hydra's ``_target_``.
+A name is found in this order:
+
+1. among the functions and classes that travelled with ``env_fn`` (:func:`offered`): the objects that ``env_fn`` uses;
+2. in the script, if it is a file: it is imported under the name ``__mp_main__``, as multiprocessing's ``spawn`` does;
+   once in a process, and only when a name is looked up that the trainer's ``__main__`` had.
+
+Else an error names the remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing import reduction
+from types import ModuleType
+from typing import Any
+
+import gymnasium
+
+from multienv.errors import UsageError
+from multienv.wire.messages import MainScript
+
+# How the script is called where it is imported: no code below `if __name__ == "__main__":` runs then.
+IMPORTED = "__mp_main__"
+_lock = threading.RLock()
+_NO_FILE = "The main script is no file that could be imported here (a notebook, python -c, standard input)."
+
+
+# --- in the trainer -------------------------------------------------------------------------------
+
+
+def main_script() -> MainScript:
+    """Describe this process's main script: how to import it, and the names that it has defined so far."""
+    main = sys.modules.get("__main__")
+    if main is None or isinstance(main, MainModule):  # an env in a worker has a worker of its own
+        return _script
+    names = tuple(name for name in vars(main) if not _is_special(name))
+    module = getattr(getattr(main, "__spec__", None), "name", None) or ""
+    if module.rpartition(".")[2] == "__main__":  # of a package or an archive, which as a rule has no guard
+        return MainScript(names=names)
+    file = getattr(main, "__file__", None)
+    return MainScript(os.path.abspath(file) if isinstance(file, str) else "", module, names)  # noqa: PTH100 - as it is
+
+
+def is_of_main(value: Any) -> bool:
+    """Tell whether this is a function or class that is found in this process's main script under its own name."""
+    if getattr(value, "__module__", None) not in ("__main__", IMPORTED):
+        return False
+    return _names_here().get(value.__name__) is value
+
+
+def registered_in_main() -> dict[str, Any]:
+    """Return what registered envs of this process have as entry point ``"__main__:name"``, by name."""
+    main = _names_here()
+    points = [spec.entry_point for spec in gymnasium.registry.values()]
+    names = [point[9:] for point in points if isinstance(point, str) and point.startswith("__main__:")]
+    return {name: main[name] for name in names if name in main}
+
+
+def _names_here() -> dict[str, Any]:
+    main = sys.modules.get("__main__")
+    return _travelled if main is None or isinstance(main, MainModule) else vars(main)
+
+
+# --- in a worker ----------------------------------------------------------------------------------
+
+
+def offered(env_fns: Any, registered: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
+    """Put what travelled with ``env_fns`` into ``__main__``, where it is missing there; return ``env_fns``.
+
+    Args:
+        env_fns: What is unpickled.
+        registered: Entry points of registered envs, by name.
+        names: Functions and classes of the trainer's main script, by name.
+    """
+    here = _names_here()
+    for name, value in {**registered, **names}.items():
+        here.setdefault(name, value)
+    return env_fns
+
+
+class MainModule(ModuleType):
+    """Is ``__main__`` in a worker: names that did not travel are looked up in the script itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the script defines by this name. Raises AttributeError, and UsageError if that cannot be had."""
+        # A process that an env starts by multiprocessing has another __main__: what is sent to it by name is refused
+        # here, with an error. There it would end the process, and a Pool would start processes for ever.
+        is_sent = sys._getframe(1).f_code.co_filename == reduction.__file__
+        if is_sent or name not in (_travelled.keys() | _script.names):
+            raise AttributeError(f"module '__main__' has no attribute {name!r}")
+        if name in _travelled:
+            return _travelled[name]
+        with _lock:
+            found = vars(_imported(name)).get(name, _lock)
+        if found is _lock:
+            raise UsageError(
+                f"{_why(name)} Importing {_script.path or _script.module} does not define it: it stands below "
+                f"`if __name__ == '__main__':`, or was defined later. {_remedy(name)}"
+            )
+        return found
+
+
+def stand_in(script: MainScript) -> None:
+    """Make ``__main__`` of this process that of a worker."""
+    global _script
+    _script = script
+    sys.modules["__main__"] = sys.modules[IMPORTED] = MainModule("__main__")
+
+
+def refuse_while_importing(what: str) -> None:
+    """Raise UsageError if the main script is being imported: one without a guard would start its training again."""
+    if _looked_up:
+        raise UsageError(
+            f"{what} is made while a worker imports the main script, to find {_looked_up} in it. Put the code that "
+            "makes envs below `if __name__ == '__main__':`, so that an import does not run it; or move "
+            f"{_looked_up} to a module."
+        )
+
+
+_travelled: dict[str, Any] = {}
+_script = MainScript()
+_module: ModuleType | None = None
+_failure = ""  # why it cannot be imported
+_looked_up = ""  # the name that it is being imported for
+# The interpreter may refer to it without holding it.
+_first = sys.modules.get("__main__")
+
+
+def _imported(name: str) -> ModuleType:
+    """Return the script as a module; import it if that was not done before. Raises UsageError."""
+    global _module, _failure, _looked_up
+    if _looked_up:
+        raise AttributeError(f"module '__main__' has no attribute {name!r}: it is being imported")
+    if not _script.module and not os.path.isfile(_script.path):  # noqa: PTH113 - a string
+        raise UsageError(f"{_why(name)} {_NO_FILE} {_remedy(name)}")
+    cause: BaseException | None = None
+    if _module is None and not _failure:
+        _looked_up = name
+        try:
+            _module = _run_script()
+        except (Exception, SystemExit) as error:  # code of the user
+            _failure = f"Importing {_script.path or _script.module} raised {type(error).__name__}: {error}"
+            cause = error
+        finally:
+            _looked_up = ""
+    if _module is None:
+        raise UsageError(f"{_why(name)} {_failure.rstrip('.')}. {_remedy(name)}") from cause
+    return _module
+
+
+def _run_script() -> ModuleType:
+    if _script.module:
+        content = runpy.run_module(_script.module, run_name=IMPORTED, alter_sys=True)
+    else:
+        content = runpy.run_path(_script.path, run_name=IMPORTED)
+    module = ModuleType(IMPORTED)
+    vars(module).update(content)
+    sys.modules[IMPORTED] = module
+    return module
+
+
+def _why(name: str) -> str:
+    """Say what was looked up, and where."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or "<frozen " in frame.f_code.co_filename):
+        frame = frame.f_back
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"{place} looks up __main__.{name} in a worker, and it did not travel there with env_fn."
+
+
+def _remedy(name: str) -> str:
+    return f"Move {name} to a module and import it from there; or name it in the code of env_fn, so that it travels."
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
