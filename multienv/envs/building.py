@@ -22,7 +22,7 @@ from multienv.envs.process_seeds import ProcessSeeds, seeds_of_trainer
 from multienv.errors import UsageError
 from multienv.events import Hook, checked_hooks
 from multienv.processes.channel import Channel
-from multienv.processes.environment import module_path, worker_environment, working_directory
+from multienv.processes.environment import module_path, process_attributes, worker_environment, working_directory
 from multienv.processes.launcher import Launch, method_of
 from multienv.processes.serial import SerialChannel
 from multienv.recovery.recoverer import Launcher
@@ -72,6 +72,7 @@ class Processes:
             environment=worker_environment(self._native_threads),
             registrations=registrations(),
             authkey=bytes(multiprocessing.current_process().authkey),
+            attributes=process_attributes(),
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import os
@@ -34,10 +35,12 @@ from multienv.processes.leftovers import (
     mark_in,
     open_descriptors,
 )
+from multienv.processes.limits import advice
 from multienv.processes.protocol import (
     FREE,
     KILL,
     LAUNCH,
+    OWN_DESCRIPTORS,
     STACK,
     WAKE,
     Order,
@@ -147,6 +150,7 @@ class Monitor:
         self._takes_orders = True
         self._ends_at = time.monotonic() + IDLE
         self._stderr_patience = STDERR_PATIENCE
+        self._reserve = os.open(os.devnull, os.O_RDONLY)  # closed while an order with descriptors is received
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
@@ -220,13 +224,21 @@ class Monitor:
 
     def _take_order(self) -> bool:
         """Carry out one order from the control socket; return false if no more will come."""
+        reserve, self._reserve = self._reserve, -1
+        if reserve >= 0:
+            os.close(reserve)
         try:
             received = Order.receive(self._control)
+            if received is not None:
+                self._carry_out(*received)
         except BlockingIOError:
             return True
-        if received is None:
-            return False
-        order, descriptors = received
+        finally:
+            with contextlib.suppress(OSError):
+                self._reserve = os.open(os.devnull, os.O_RDONLY)
+        return received is not None
+
+    def _carry_out(self, order: Order, descriptors: list[int]) -> None:
         if order.operation == LAUNCH:
             self._launch(order, descriptors)
         elif order.operation == WAKE:
@@ -235,7 +247,6 @@ class Monitor:
             close_all(descriptors)
             if order.operation == FREE:
                 self._free(order.token)
-        return True
 
     def _free(self, token: int) -> None:
         """End the snapshot kept under this token; one that is being taken, or woken, ends when it is announced."""
@@ -284,10 +295,11 @@ class Monitor:
 
     def _launch(self, order: Order, descriptors: list[int]) -> None:
         monitor = os.getpid()
+        take_streams(descriptors)
         try:
             lines = Lines.make(descriptors)
             pid = os.fork()
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._decline(descriptors, error)
             return
         if pid == 0:
@@ -302,7 +314,7 @@ class Monitor:
                 raise OSError("there is no such snapshot")
             handed = (*lines.ends, lines.stderr_write)
             send_with_descriptors(snapshot.channel, WAKING.pack(os.getpid()), handed)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             if snapshot is not None:
                 snapshot.end()
             self._decline(descriptors, error)
@@ -311,10 +323,11 @@ class Monitor:
         self._admit(lines, snapshot.pid)
 
     @staticmethod
-    def _decline(descriptors: list[int], error: Exception) -> None:
+    def _decline(descriptors: list[int], error: OSError) -> None:
         """Tell the trainer why there is no worker, and close the descriptors that came with the order."""
         with contextlib.suppress(OSError, IndexError):  # not all were received
-            os.write(descriptors[2], tell_fate(Fate(None, stderr=f"The monitor cannot launch the worker: {error}")))
+            why = f"The monitor cannot launch the worker: {error}. {advice(error)}"
+            os.write(descriptors[0], tell_fate(Fate(None, stderr=why)))
         close_all(descriptors)
 
     def _admit(self, lines: Lines, pid: int) -> None:
@@ -480,9 +493,9 @@ class Monitor:
 class Lines(NamedTuple):
     """Both ends of what connects a worker: three came from the trainer, the others are the monitor's."""
 
+    fate: int
     wake_socket: int
     memory: int
-    fate: int
     stderr_read: int
     stderr_write: int
     stack_read: int
@@ -494,14 +507,16 @@ class Lines(NamedTuple):
     def make(cls, descriptors: list[int]) -> Lines:
         """Make the monitor's own pairs; each end is added to ``descriptors`` at once, to be closed if something fails.
 
-        Raises OSError; ValueError when not all that was sent could be received.
+        Raises OSError, also when not all that was sent could be received.
         """
-        wake_socket, memory, fate = descriptors
+        if len(descriptors) < OWN_DESCRIPTORS:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        fate, wake_socket, memory = descriptors
         for _ in range(2):
             descriptors += os.pipe()
         one, other = socket.socketpair()
         descriptors += one.detach(), other.detach()
-        return cls(wake_socket, memory, fate, *descriptors[3:])
+        return cls(fate, wake_socket, memory, *descriptors[3:])
 
     @property
     def ends(self) -> tuple[int, int, int, int]:
@@ -545,6 +560,18 @@ def become_worker(
         os.execv(spawn_command[0], [*spawn_command, order.title, *map(str, lines.ends)])  # noqa: S606 - our interpreter
     finally:
         os._exit(worker_main.LOOP_FAILED)
+
+
+def take_streams(descriptors: list[int]) -> None:
+    """Take the trainer's stdout and stderr from the end of those of an order, and have them in place of the monitor's.
+
+    A worker inherits the one; what workers write to stderr is written to the other, that of all workers to the newest.
+    """
+    streams = descriptors[OWN_DESCRIPTORS:]
+    del descriptors[OWN_DESCRIPTORS:]
+    for number, stream in zip((1, 2), streams, strict=False):
+        os.dup2(stream, number)
+        os.close(stream)
 
 
 def prctl(option: int, value: int) -> None:

@@ -58,7 +58,7 @@ _LINE_PATIENCE = 1.0
 _STACK_PATIENCE = 1.0
 _KILL_PATIENCE = 2.0
 
-# All channels of this process, for its exit and for forked children.
+# All channels of this process that have descriptors, for its exit and for forked children.
 live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
 
 
@@ -119,7 +119,7 @@ class ProcessChannel(Channel):
             with wake_socket:
                 self._fate, fate = map(ours.enter_context, socket.socketpair())
                 with fate:
-                    give([wake_socket.fileno(), self.segment.descriptor, fate.fileno()])
+                    give([fate.fileno(), wake_socket.fileno(), self.segment.descriptor])
             ours.pop_all()
         live.add(self)
 
@@ -317,6 +317,7 @@ class ProcessChannel(Channel):
                 with SystemErrors():
                     one.shutdown(socket.SHUT_RDWR)
             self._is_released = True
+            live.discard(self)
             self._wake_socket.close()
             self._fate.close()
             if keep_memory:

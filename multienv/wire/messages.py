@@ -16,6 +16,23 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Attributes:
+    """Attributes of the trainer's process that a child would inherit.
+
+    Attributes:
+        umask: ``None``: not known.
+        limits: For each resource its number and its soft and hard limit, as ``setrlimit`` takes them.
+        nice: As ``setpriority`` takes it.
+        cores: That the process may run on; ``None``: any.
+    """
+
+    umask: int | None
+    limits: tuple[tuple[int, int, int], ...]
+    nice: int
+    cores: frozenset[int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """What a fresh process needs to see the world as the trainer does.
 
@@ -28,6 +45,7 @@ class Setting:
         registrations: Pickled specs of the envs the trainer has registered; needed only if an id is unknown.
         authkey: multiprocessing's, for proxies that an ``env_fn`` may hold.
         variables: Of this worker alone, put over the environment: ``worker_env``.
+        attributes: Of the trainer's process; ``None``: those of the process itself, on another machine.
     """
 
     path: tuple[str, ...]
@@ -37,6 +55,7 @@ class Setting:
     registrations: bytes
     authkey: bytes
     variables: Mapping[str, str] = field(default_factory=dict)
+    attributes: Attributes | None = None
 
 
 @dataclass(frozen=True, slots=True)

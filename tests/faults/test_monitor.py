@@ -48,7 +48,8 @@ def test_a_worker_that_the_monitor_has_no_descriptors_for_is_lost_alone() -> Non
             with limited_descriptors(limit):
                 try:
                     env.initialize()
-                except MultienvError:
+                except MultienvError as error:
+                    assert "ulimit -n" in str(error)
                     refused += 1
                 finally:
                     env.close()
