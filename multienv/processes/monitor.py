@@ -26,7 +26,10 @@ from typing import NamedTuple, NoReturn
 
 from multienv.processes.channel import Fate
 from multienv.processes.leftovers import (
+    TRACKER_GRACE,
     children,
+    is_spared,
+    is_starting,
     is_titled,
     is_tracker,
     kill,
@@ -56,11 +59,13 @@ from multienv.worker.snapshots import ANNOUNCEMENT, WAKING
 
 STDERR_TAIL = 4096
 STACK_LIMIT = 16_384
-# Seconds without workers until the monitor ends, and with it the resource trackers that are still there.
+# Seconds without workers until the monitor takes no more orders, and ends once no resource tracker is left.
 IDLE = 1.0
 # Seconds between two checks that the trainer is alive. The end of the control socket shows the trainer's death at once,
 # unless a process that the trainer forked holds a copy.
 LOOK = 0.5
+# Seconds until a process that was starting is looked at again.
+SOON = 0.02
 # Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers that the trainer has released.
 STACK_GRACE = 0.3
 TERM_GRACE = 0.2
@@ -149,6 +154,7 @@ class Monitor:
         self._selector = selectors.DefaultSelector()
         self._takes_orders = True
         self._ends_at = time.monotonic() + IDLE
+        self._some_start = False  # some process is not known yet: look again soon
         self._stderr_patience = STDERR_PATIENCE
         self._reserve = os.open(os.devnull, os.O_RDONLY)  # closed while an order with descriptors is received
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -187,7 +193,11 @@ class Monitor:
         if self._takes_orders or self._workers:
             return False
         self._kill_adopted(children())
-        return time.monotonic() >= self._ends_at or not children() - self._spared()
+        left, until = children() - self._spared(), self._ends_at
+        if any(map(is_spared, left)):
+            kill(left, signal.SIGCONT)  # one that has been stopped would not end by itself
+            until += TRACKER_GRACE
+        return not left or time.monotonic() >= until
 
     def _take_no_more_orders(self) -> None:
         self._takes_orders = False
@@ -380,7 +390,7 @@ class Monitor:
                 break
             worker = self._workers.get(found.si_pid)
             if worker is not None:
-                if any(map(mark_in, children() - self._spared())):  # its env, or another's, has started programs
+                if children() - self._spared():  # its env, or another's, has started programs
                     kill_bereaved_group(worker.pid)
                 else:
                     kill_group(worker.pid, signal.SIGKILL)
@@ -422,13 +432,16 @@ class Monitor:
         """Kill processes that became our children when their parent died: a worker, or a process that one had started.
 
         A program with the mark of a live worker is spared: a script of the env's may have started it and ended. So is a
-        resource tracker: it ends by itself, as a rule; run() kills it in the end.
+        resource tracker: it ends by itself, as a rule; run() kills it in the end. One that starts is looked at again.
         """
+        self._some_start = False
         alive = {mark_of(os.getpid(), pid) for pid in self._workers}
         for pid in adopted - self._spared():
             mark = mark_in(pid)
             is_left = not alive or (mark not in alive if mark else is_titled(pid))
-            if is_left and not is_tracker(pid):
+            if is_left and is_starting(pid):
+                self._some_start = True
+            elif is_left and not is_tracker(pid):
                 kill([pid])
 
     def _spared(self) -> set[int]:
@@ -471,7 +484,11 @@ class Monitor:
     def _advance(self) -> float:
         """Send the stacks and signals that are due; return the seconds until the next ones are."""
         now = time.monotonic()
-        due = min(now + LOOK, self._ends_at)
+        if self._some_start:
+            self._kill_adopted(children())
+        due = now + (SOON if self._some_start else LOOK)
+        if now < self._ends_at:  # else a resource tracker is waited for
+            due = min(due, self._ends_at)
         for worker in list(self._workers.values()):
             if now >= worker.stack_due:
                 worker.stack_due = float("inf")
