@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple, NoReturn
 
 from multienv.processes.channel import Fate
@@ -64,6 +65,8 @@ IDLE = 1.0
 # Seconds between two checks that the trainer is alive. The end of the control socket shows the trainer's death at once,
 # unless a process that the trainer forked holds a copy.
 LOOK = 0.5
+# To reap hundreds of processes takes seconds where the cores are busy: so many are reaped between two looks at the clock.
+MOST_REAPED = 16
 # Seconds until a process that was starting is looked at again.
 SOON = 0.02
 # Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers that the trainer has released.
@@ -166,7 +169,7 @@ class Monitor:
         os.set_blocking(wake_read, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        self._on_readable(wake_read, lambda: self._reap(wake_read))
+        self._on_readable(wake_read, lambda: self._reap(wake_read, wake_write))
         self._control.setblocking(False)
         self._on_readable(self._control.fileno(), self._hear_trainer)
         while not self._is_done():
@@ -374,13 +377,17 @@ class Monitor:
 
     # --- the end of a worker ------------------------------------------------------------------
 
-    def _reap(self, wake: int) -> None:
+    def _reap(self, wake_read: int, wake_write: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(wake, 4096)
+            os.read(wake_read, 4096)
         # Listed before the dead are looked for: a child that is no worker has lost its parent by now, a worker or a
         # process that one had started; and _finish() reads all snapshots that a dead worker has announced.
         adopted = children()
-        while True:
+        for turn in count():
+            if turn == MOST_REAPED:  # signals may be due meanwhile to those that do not end by themselves
+                with contextlib.suppress(BlockingIOError):  # full: it wakes as well
+                    os.write(wake_write, b"\0")
+                break
             try:
                 # Not yet reaped: while the worker is a zombie, no other process group can get its number.
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
