@@ -65,7 +65,7 @@ IDLE = 1.0
 # Seconds between two checks that the trainer is alive. The end of the control socket shows the trainer's death at once,
 # unless a process that the trainer forked holds a copy.
 LOOK = 0.5
-# To reap hundreds of processes takes seconds where the cores are busy: so many are reaped between two looks at the clock.
+# So many are reaped between two looks at the clock: to reap hundreds takes seconds where the cores are busy.
 MOST_REAPED = 16
 # Seconds until a process that was starting is looked at again.
 SOON = 0.02

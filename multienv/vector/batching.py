@@ -30,8 +30,8 @@ Array = np.ndarray[Any, Any]
 Space = spaces.Space[Any]
 Split = Callable[[Any], Sequence[Any]]
 
-# From so many bytes on numpy has the kernel back its new arrays by huge pages. A bytearray has small ones, and each is a
-# page fault: 100 MB took six times as long.
+# From so many bytes on numpy has the kernel back its new arrays by huge pages. A bytearray has small ones, and each is
+# a page fault: 100 MB took six times as long.
 _HUGE = 2**22
 _NESTED = (spaces.Dict, spaces.Tuple)
 _SOLID = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
@@ -410,7 +410,9 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
     if count * sum(row_bytes(space)) >= _HUGE:
 
         def gather_large(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
-            return nested(space, [np.concatenate(leaves) for leaves in zip(*(one.leaves for one in replies))])
+            return nested(
+                space, [np.concatenate(leaves) for leaves in zip(*(one.leaves for one in replies), strict=True)]
+            )
 
         return gather_large
     if type(space) in _NESTED:
