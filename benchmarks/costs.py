@@ -1,11 +1,13 @@
 """What grows with size and count, beside the peers: descriptors, arrays in infos, large observations, captured data.
 
-Steps of the contenders of a row are taken in turns, in one run. Memory is that of the trainer, in a process of its own
-for each contender. The last table has no peer: how long the processes of a trainer live after it was killed.
+Steps of the contenders of a row are taken in turns, in one run: milliseconds of a step of four envs whose infos have an
+array of 1 MB each, and of one env with a large observation; the ratio is the median of pairs. Of what the env_fn of 8
+workers captures: how many copies the trainer's memory grows by, in a process of its own for each contender. The last
+table has no peer: how long the processes of a trainer live after it was killed.
 
 ::
 
-    pip install -e ".[sb3]"
+    pip install -e ".[bench]" psutil
     python benchmarks/costs.py                        # on an idle machine; about five minutes, and 8 GiB
     python benchmarks/costs.py --workers 100 200 400  # 30 MiB for each worker
 """
@@ -142,20 +144,20 @@ def main() -> None:
     parser.add_argument("--captured", type=int, default=200, help="megabytes that an env_fn captures")
     parser.add_argument("--workers", type=int, nargs="*", default=[100], help="of the trainers that are killed")
     given = parser.parse_args()
-    table = Table("", *MAKERS, f"{OURS} / {BASE}")
+    table = Table("", *MAKERS, "first / second")
     counts = {name: alone(descriptors_of_worker, name, 16) for name in MAKERS}
     table.add_row("descriptors a worker", *(f"{one:.1f}" for one in counts.values()), _ratio(counts))
     rows = (
-        ("4 MB in the infos of 4 envs, ms a step", (4, 4, 10**6)),
-        (f"{given.megabytes} MB of observation, ms a step", (1, given.megabytes * 10**6, 0)),
+        ("infos of 4 MB: ms", (4, 4, 10**6)),
+        (f"observation of {given.megabytes} MB: ms", (1, given.megabytes * 10**6, 0)),
     )
     for title, sizes in rows:
         steps = seconds_of_steps(*sizes, given.repeats)
         pairs = [one / other for one, other in zip(steps[OURS], steps[BASE], strict=True)]
         middle = [f"{1e3 * statistics.median(one):.1f}" for one in steps.values()]
-        table.add_row(title, *middle, f"{statistics.median(pairs):.2f}, median of pairs")
+        table.add_row(title, *middle, f"{statistics.median(pairs):.2f}")
     grown = {name: alone(memory_of_captured, name, given.captured * 10**6, 8) for name in MAKERS}
-    title = f"{given.captured} MB captured, 8 workers: growth of the trainer in copies"
+    title = f"{given.captured} MB captured: copies"
     table.add_row(title, *(f"{one:.1f}" for one in grown.values()), _ratio(grown))
     Console().print(table)
     ends = Table("workers", "seconds from SIGKILL of the trainer until the last process has ended")
