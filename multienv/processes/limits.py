@@ -61,7 +61,10 @@ def limits_of_trainer() -> tuple[Limit, ...]:
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
             kind = getattr(resource, name)
-            soft, hard = resource.getrlimit(kind)
+            try:
+                soft, hard = resource.getrlimit(kind)
+            except (OSError, ValueError):  # this system, or its sandbox, does not know it
+                continue
             if kind == resource.RLIMIT_NOFILE and _raised is not None and soft == _raised[1]:
                 soft = _raised[0]
             found.append(Limit(kind, soft, hard))
