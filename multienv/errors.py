@@ -15,6 +15,7 @@
     ├── WorkerLostError                     the worker died or had to be killed
     │   ├── WorkerHungError                   a deadline passed (also a TimeoutError)
     │   └── RestartBudgetExceeded             the worker was lost more often than the policy allows
+    ├── SystemLimitError (also an OSError)  the system allows no further process: descriptors, processes, memory
     ├── ClusterError                        the cluster cannot be reached, or a host cannot be started
     │   └── NoCapacityError                   no node has room for a host
     ├── NotRestoredError                    restore() or load_state_dict() could not bring the env back exactly
@@ -209,6 +210,21 @@ class WorkerHungError(WorkerLostError, TimeoutError):
 
 class RestartBudgetExceeded(WorkerLostError):  # noqa: N818 - a name of the public contract
     """Raised when a worker was lost more often than its ``RestartPolicy`` allows."""
+
+
+# --- the system's ---------------------------------------------------------------------------
+
+
+class SystemLimitError(MultienvError, OSError):
+    """Raised when the operating system allows no further worker: descriptors, processes, memory or file sizes.
+
+    The message names the limit and what is needed; ``errno`` is that of the failed system call. No env is lost: a call
+    that was made stays pending, and the next call tries again.
+    """
+
+    def __str__(self) -> str:
+        """Return the message, without the number of the error."""
+        return str(self.args[-1]) if self.args else ""
 
 
 # --- the cluster's --------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 from multienv.config import check_seconds
 from multienv.cores import Turns
-from multienv.errors import CallPendingError, ClusterError, MultienvError, WaitTimeout
+from multienv.errors import CallPendingError, ClusterError, MultienvError, SystemLimitError, WaitTimeout
 from multienv.native import native
 from multienv.processes.channel import Channel, wait_any
 from multienv.recovery import hot_path
@@ -560,6 +560,8 @@ class FanOut:
                 answers[place] = answer
             except HealingDue:
                 self._begin(current, place, supervisor.resume)
+            except SystemLimitError:  # no failure of the env, which stays asked: the next call tries again
+                raise
             except MultienvError as error:
                 self._fail(current, place, error)
 
@@ -653,7 +655,7 @@ class FanOut:
         An error that is no failure of the env, which stays asked, is raised: no descriptor is left, say.
         """
         supervised, error = place not in self._blocking and bool(current.order), task.error
-        is_of_env = isinstance(error, MultienvError) and not isinstance(error, ClusterError)
+        is_of_env = isinstance(error, MultienvError) and not isinstance(error, ClusterError | SystemLimitError)
         if error is not None and (is_of_env or not supervised):
             self._fail(current, place, error)
         elif not supervised:
@@ -661,7 +663,17 @@ class FanOut:
         del current.tasks[place]
         if error is not None and supervised and not is_of_env:
             sometimes("a thread cannot bring the envs back now")
+            self._drop_refused(current)
             raise error
+
+    def _drop_refused(self, current: Round) -> None:
+        """Drop the threads that have met the system's limits: their members stay asked, and are tried again.
+
+        Else each later call would raise what one of them met before.
+        """
+        for place, task in list(current.tasks.items()):
+            if task.wait(0) and isinstance(task.error, SystemLimitError):
+                del current.tasks[place]
 
     def _fail(self, current: Round, place: int, error: BaseException) -> None:
         if self._followup is not None and _name(current, place) == "step" and isinstance(error, MultienvError):

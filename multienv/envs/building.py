@@ -24,8 +24,9 @@ from multienv.envs.unpicklable import culprit_in
 from multienv.errors import UsageError
 from multienv.events import Hook, checked_hooks
 from multienv.processes.channel import Channel
-from multienv.processes.environment import module_path, worker_environment, working_directory
+from multienv.processes.environment import module_path, process_attributes, worker_environment, working_directory
 from multienv.processes.launcher import Launch, method_of
+from multienv.processes.limits import limit_error
 from multienv.processes.serial import SerialChannel
 from multienv.processes.worker_process import undisturbed
 from multienv.recovery.recoverer import Launcher
@@ -93,6 +94,7 @@ class Processes:
             registrations=registrations(),
             authkey=bytes(multiprocessing.current_process().authkey),
             main=main_script(),
+            attributes=process_attributes(),
         )
 
 
@@ -390,8 +392,12 @@ def _packed(env_fns: tuple[EnvFn, ...], *, shares: bool) -> bytes | SharedPickle
         ) from error
     if not shares or (len(data) < LARGE and not buffers):
         return data
-    # Undisturbed: a descriptor is made there.
-    return undisturbed(partial(share, data, buffers))
+    try:  # undisturbed: a descriptor is made there
+        return undisturbed(partial(share, data, buffers))
+    except OSError as error:
+        if error.errno is None:  # a signal handler's
+            raise
+        raise limit_error(error) from None
 
 
 def _can_be_pickled(value: Any) -> bool:

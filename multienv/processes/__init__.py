@@ -15,4 +15,5 @@ monitor         the main program of the monitor
 protocol        the messages between launcher, worker_process and monitor
 leftovers       finds processes that a dead worker has started
 environment     what a worker gets of the trainer's surroundings
+limits          the system's limits on descriptors, file sizes and processes
 """

@@ -17,6 +17,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -36,6 +37,7 @@ from multienv.processes.environment import (
     worker_environment,
 )
 from multienv.processes.leftovers import end_orphans
+from multienv.processes.limits import limit_error, raise_descriptor_limit, refuse_too_many
 from multienv.processes.protocol import FREE, LAUNCH, WAKE, Order, tell_fate
 from multienv.processes.worker_process import ProcessChannel, live, undisturbed
 from multienv.sometimes import sometimes
@@ -111,7 +113,7 @@ class Launch:
     shared: SharedPickle | None = None
 
     def start(self) -> ProcessChannel:
-        """Launch a process; does not wait for it. Raises OSError, UsageError, ClosedError."""
+        """Launch a process; does not wait for it. Raises SystemLimitError, UsageError, ClosedError."""
         order = Order(LAUNCH, self.method == "spawn", self.native_threads or 0, title=self.title or "multienv worker")
         return undisturbed(partial(_launched, order, -1 if self.shared is None else self.shared.handed()))
 
@@ -144,6 +146,7 @@ class MonitorClient:
 
     def __init__(self) -> None:
         refuse_other_namespace()
+        raise_descriptor_limit()  # the monitor inherits it
         self._control, theirs = socket.socketpair()
         try:
             # Not by the number of a standard stream, which a daemon may have closed.
@@ -228,30 +231,51 @@ def set_hash_seed(seed: str) -> None:
 def _launched(order: Order, shared: int = -1) -> ProcessChannel:
     """Launch a worker by the present monitor, or by a new one if the present one takes no more orders.
 
-    If one after the other is killed, return the channel to a worker that is lost already: those who launch workers know
-    how often they try again, and what to raise in the end.
+    If one monitor after the other is killed, return the channel to a worker that is lost already: those who launch
+    workers know how often they try again, and what to raise in the end. Raises SystemLimitError.
     """
     client: MonitorClient | None = None
-    for _ in range(_MONITORS):
-        client = _monitor(ended=client)
-        try:
-            with _turn:
-                return _ordered(client, order, shared)
-        except OSError as error:
-            if error.errno not in _ENDED:
-                raise
-            sometimes("the monitor ends while a worker is launched")
-    assert client is not None
-    return ProcessChannel(_tell_no_launch, client.resume)
+    try:
+        for _ in range(_MONITORS):
+            client = _monitor(ended=client)
+            refuse_too_many(len(live) + 1)
+            try:
+                with _turn:
+                    return _ordered(client, order, shared)
+            except OSError as error:
+                if error.errno not in _ENDED:
+                    raise
+                sometimes("the monitor ends while a worker is launched")
+        assert client is not None
+        return ProcessChannel(_tell_no_launch, client.resume)
+    except OSError as error:
+        if error.errno is None:  # a signal handler's: see SystemErrors
+            raise
+        raise limit_error(error) from None
 
 
 def _tell_no_launch(descriptors: Sequence[int]) -> None:
     """Tell what a monitor would tell of a worker that it cannot launch."""
-    os.write(descriptors[2], tell_fate(Fate(None, stderr=_NO_LAUNCH)))
+    os.write(descriptors[0], tell_fate(Fate(None, stderr=_NO_LAUNCH)))
 
 
 def _ordered(client: MonitorClient, order: Order, shared: int = -1) -> ProcessChannel:
-    return ProcessChannel(partial(client.send, order), client.resume, shared)
+    def give(descriptors: Sequence[int]) -> None:
+        client.send(order, [*descriptors, *_standard_streams()] if order.operation == LAUNCH else descriptors)
+
+    return ProcessChannel(give, client.resume, shared)
+
+
+def _standard_streams() -> list[int]:
+    """Return the descriptors of standard output and error as they are now; none if one is closed, or is a socket.
+
+    Where a daemon has closed them, sockets of ours may have their numbers.
+    """
+    try:
+        are_sockets = [stat.S_ISSOCK(os.fstat(number).st_mode) for number in (1, 2)]
+    except OSError:
+        return []
+    return [] if any(are_sockets) else [1, 2]
 
 
 def _monitor(ended: MonitorClient | None = None) -> MonitorClient:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from multienv.worker.ends import MARK_VARIABLE
 
-# Seconds given to the resource trackers that a dead monitor has left.
-_TRACKER_GRACE = 1.0
+# Seconds given to a resource tracker once all that it serves have ended. It takes milliseconds; but some seconds where
+# thirty processes want the cores, and a name that it has not unlinked by then stays until the next boot.
+TRACKER_GRACE = 10.0
 
 
 def mark_in(pid: int) -> str:
@@ -47,6 +48,19 @@ def is_tracker(pid: int) -> bool:
     return False
 
 
+def is_starting(pid: int) -> bool:
+    """Tell whether this process is in the middle of ``exec``: what it will be cannot be known yet."""
+    with contextlib.suppress(OSError):
+        if not Path(f"/proc/{pid}/cmdline").read_bytes():
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def is_spared(pid: int) -> bool:
+    """Tell whether this process is, or may become, a resource tracker."""
+    return is_tracker(pid) or is_starting(pid)
+
+
 def end_orphans(monitor: int) -> None:
     """Kill what the envs of a dead monitor have started; the kernel kills its workers, and its snapshots end.
 
@@ -54,7 +68,8 @@ def end_orphans(monitor: int) -> None:
     """
     orphans = {pid for pid in _processes() if mark_in(pid).startswith(f"{monitor}.")}
     kill(pid for pid in orphans if not is_tracker(pid))
-    until = time.monotonic() + _TRACKER_GRACE
+    kill(filter(is_tracker, orphans), signal.SIGCONT)
+    until = time.monotonic() + TRACKER_GRACE
     while any(map(is_tracker, orphans)) and time.monotonic() < until:
         time.sleep(0.01)  # not its parent: nothing tells its end
     kill(filter(is_tracker, orphans))
@@ -84,15 +99,15 @@ def kill_group(pid: int, number: signal.Signals) -> None:
 
 
 def kill_bereaved_group(pid: int) -> None:
-    """Kill the process group of a dead worker, except resource trackers.
+    """Kill the process group of a dead worker, except resource trackers and what may become one.
 
     Where there is one, what another process of the group forks meanwhile is missed here: it is killed when it has lost
     its parent.
     """
     group = {one for one in _processes() if _group_of(one) == pid}
-    trackers = set(filter(is_tracker, group))
-    if trackers:
-        kill(group - trackers)
+    spared = set(filter(is_spared, group))
+    if spared:
+        kill(group - spared)
     else:
         kill_group(pid, signal.SIGKILL)
 

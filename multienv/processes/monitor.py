@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import os
@@ -21,11 +22,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple, NoReturn
 
 from multienv.processes.channel import Fate
 from multienv.processes.leftovers import (
+    TRACKER_GRACE,
     children,
+    is_spared,
+    is_starting,
     is_titled,
     is_tracker,
     kill,
@@ -34,10 +39,12 @@ from multienv.processes.leftovers import (
     mark_in,
     open_descriptors,
 )
+from multienv.processes.limits import advice
 from multienv.processes.protocol import (
     FREE,
     KILL,
     LAUNCH,
+    OWN_DESCRIPTORS,
     STACK,
     WAKE,
     Order,
@@ -53,11 +60,15 @@ from multienv.worker.snapshots import ANNOUNCEMENT, WAKING
 
 STDERR_TAIL = 4096
 STACK_LIMIT = 16_384
-# Seconds without workers until the monitor ends, and with it the resource trackers that are still there.
+# Seconds without workers until the monitor takes no more orders, and ends once no resource tracker is left.
 IDLE = 1.0
 # Seconds between two checks that the trainer is alive. The end of the control socket shows the trainer's death at once,
 # unless a process that the trainer forked holds a copy.
 LOOK = 0.5
+# So many are reaped between two looks at the clock: to reap hundreds takes seconds where the cores are busy.
+MOST_REAPED = 16
+# Seconds until a process that was starting is looked at again.
+SOON = 0.02
 # Seconds given to faulthandler, to SIGTERM, to the kernel after SIGKILL, and to workers that the trainer has released.
 STACK_GRACE = 0.3
 TERM_GRACE = 0.2
@@ -146,7 +157,9 @@ class Monitor:
         self._selector = selectors.DefaultSelector()
         self._takes_orders = True
         self._ends_at = time.monotonic() + IDLE
+        self._some_start = False  # some process is not known yet: look again soon
         self._stderr_patience = STDERR_PATIENCE
+        self._reserve = os.open(os.devnull, os.O_RDONLY)  # closed while an order with descriptors is received
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
@@ -156,7 +169,7 @@ class Monitor:
         os.set_blocking(wake_read, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        self._on_readable(wake_read, lambda: self._reap(wake_read))
+        self._on_readable(wake_read, lambda: self._reap(wake_read, wake_write))
         self._control.setblocking(False)
         self._on_readable(self._control.fileno(), self._hear_trainer)
         while not self._is_done():
@@ -183,7 +196,11 @@ class Monitor:
         if self._takes_orders or self._workers:
             return False
         self._kill_adopted(children())
-        return time.monotonic() >= self._ends_at or not children() - self._spared()
+        left, until = children() - self._spared(), self._ends_at
+        if any(map(is_spared, left)):
+            kill(left, signal.SIGCONT)  # one that has been stopped would not end by itself
+            until += TRACKER_GRACE
+        return not left or time.monotonic() >= until
 
     def _take_no_more_orders(self) -> None:
         self._takes_orders = False
@@ -220,13 +237,21 @@ class Monitor:
 
     def _take_order(self) -> bool:
         """Carry out one order from the control socket; return false if no more will come."""
+        reserve, self._reserve = self._reserve, -1
+        if reserve >= 0:
+            os.close(reserve)
         try:
             received = Order.receive(self._control)
+            if received is not None:
+                self._carry_out(*received)
         except BlockingIOError:
             return True
-        if received is None:
-            return False
-        order, descriptors = received
+        finally:
+            with contextlib.suppress(OSError):
+                self._reserve = os.open(os.devnull, os.O_RDONLY)
+        return received is not None
+
+    def _carry_out(self, order: Order, descriptors: list[int]) -> None:
         if order.operation == LAUNCH:
             self._launch(order, descriptors)
         elif order.operation == WAKE:
@@ -235,7 +260,6 @@ class Monitor:
             close_all(descriptors)
             if order.operation == FREE:
                 self._free(order.token)
-        return True
 
     def _free(self, token: int) -> None:
         """End the snapshot kept under this token; one that is being taken, or woken, ends when it is announced."""
@@ -284,10 +308,11 @@ class Monitor:
 
     def _launch(self, order: Order, descriptors: list[int]) -> None:
         monitor = os.getpid()
+        take_streams(descriptors)
         try:
             lines = Lines.make(descriptors)
             pid = os.fork()
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._decline(descriptors, error)
             return
         if pid == 0:
@@ -302,7 +327,7 @@ class Monitor:
                 raise OSError("there is no such snapshot")
             handed = (*lines.ends, lines.stderr_write)
             send_with_descriptors(snapshot.channel, WAKING.pack(os.getpid()), handed)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             if snapshot is not None:
                 snapshot.end()
             self._decline(descriptors, error)
@@ -311,10 +336,11 @@ class Monitor:
         self._admit(lines, snapshot.pid)
 
     @staticmethod
-    def _decline(descriptors: list[int], error: Exception) -> None:
+    def _decline(descriptors: list[int], error: OSError) -> None:
         """Tell the trainer why there is no worker, and close the descriptors that came with the order."""
         with contextlib.suppress(OSError, IndexError):  # not all were received
-            os.write(descriptors[2], tell_fate(Fate(None, stderr=f"The monitor cannot launch the worker: {error}")))
+            why = f"The monitor cannot launch the worker: {error}. {advice(error)}"
+            os.write(descriptors[0], tell_fate(Fate(None, stderr=why)))
         close_all(descriptors)
 
     def _admit(self, lines: Lines, pid: int) -> None:
@@ -351,13 +377,17 @@ class Monitor:
 
     # --- the end of a worker ------------------------------------------------------------------
 
-    def _reap(self, wake: int) -> None:
+    def _reap(self, wake_read: int, wake_write: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(wake, 4096)
+            os.read(wake_read, 4096)
         # Listed before the dead are looked for: a child that is no worker has lost its parent by now, a worker or a
         # process that one had started; and _finish() reads all snapshots that a dead worker has announced.
         adopted = children()
-        while True:
+        for turn in count():
+            if turn == MOST_REAPED:  # signals may be due meanwhile to those that do not end by themselves
+                with contextlib.suppress(BlockingIOError):  # full: it wakes as well
+                    os.write(wake_write, b"\0")
+                break
             try:
                 # Not yet reaped: while the worker is a zombie, no other process group can get its number.
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -367,7 +397,7 @@ class Monitor:
                 break
             worker = self._workers.get(found.si_pid)
             if worker is not None:
-                if any(map(mark_in, children() - self._spared())):  # its env, or another's, has started programs
+                if children() - self._spared():  # its env, or another's, has started programs
                     kill_bereaved_group(worker.pid)
                 else:
                     kill_group(worker.pid, signal.SIGKILL)
@@ -409,13 +439,16 @@ class Monitor:
         """Kill processes that became our children when their parent died: a worker, or a process that one had started.
 
         A program with the mark of a live worker is spared: a script of the env's may have started it and ended. So is a
-        resource tracker: it ends by itself, as a rule; run() kills it in the end.
+        resource tracker: it ends by itself, as a rule; run() kills it in the end. One that starts is looked at again.
         """
+        self._some_start = False
         alive = {mark_of(os.getpid(), pid) for pid in self._workers}
         for pid in adopted - self._spared():
             mark = mark_in(pid)
             is_left = not alive or (mark not in alive if mark else is_titled(pid))
-            if is_left and not is_tracker(pid):
+            if is_left and is_starting(pid):
+                self._some_start = True
+            elif is_left and not is_tracker(pid):
                 kill([pid])
 
     def _spared(self) -> set[int]:
@@ -458,7 +491,11 @@ class Monitor:
     def _advance(self) -> float:
         """Send the stacks and signals that are due; return the seconds until the next ones are."""
         now = time.monotonic()
-        due = min(now + LOOK, self._ends_at)
+        if self._some_start:
+            self._kill_adopted(children())
+        due = now + (SOON if self._some_start else LOOK)
+        if now < self._ends_at:  # else a resource tracker is waited for
+            due = min(due, self._ends_at)
         for worker in list(self._workers.values()):
             if now >= worker.stack_due:
                 worker.stack_due = float("inf")
@@ -480,9 +517,9 @@ class Monitor:
 class Lines(NamedTuple):
     """Both ends of what connects a worker: three came from the trainer, the others are the monitor's."""
 
+    fate: int
     wake_socket: int
     memory: int
-    fate: int
     stderr_read: int
     stderr_write: int
     stack_read: int
@@ -494,14 +531,16 @@ class Lines(NamedTuple):
     def make(cls, descriptors: list[int]) -> Lines:
         """Make the monitor's own pairs; each end is added to ``descriptors`` at once, to be closed if something fails.
 
-        Raises OSError; ValueError when not all that was sent could be received.
+        Raises OSError, also when not all that was sent could be received.
         """
-        wake_socket, memory, fate = descriptors
+        if len(descriptors) < OWN_DESCRIPTORS:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        fate, wake_socket, memory = descriptors
         for _ in range(2):
             descriptors += os.pipe()
         one, other = socket.socketpair()
         descriptors += one.detach(), other.detach()
-        return cls(wake_socket, memory, fate, *descriptors[3:])
+        return cls(fate, wake_socket, memory, *descriptors[3:])
 
     @property
     def ends(self) -> tuple[int, int, int, int]:
@@ -545,6 +584,18 @@ def become_worker(
         os.execv(spawn_command[0], [*spawn_command, order.title, *map(str, lines.ends)])  # noqa: S606 - our interpreter
     finally:
         os._exit(worker_main.LOOP_FAILED)
+
+
+def take_streams(descriptors: list[int]) -> None:
+    """Take the trainer's stdout and stderr from the end of those of an order, and have them in place of the monitor's.
+
+    A worker inherits the one; what workers write to stderr is written to the other, that of all workers to the newest.
+    """
+    streams = descriptors[OWN_DESCRIPTORS:]
+    del descriptors[OWN_DESCRIPTORS:]
+    for number, stream in zip((1, 2), streams, strict=False):
+        os.dup2(stream, number)
+        os.close(stream)
 
 
 def prctl(option: int, value: int) -> None:

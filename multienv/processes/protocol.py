@@ -20,10 +20,14 @@ from dataclasses import dataclass
 from multienv.processes.channel import Fate
 
 # Orders on the control socket.
-LAUNCH = 1  # a new process; descriptors: line, memory, fate
+# A new process; descriptors: fate, wake socket, memory; and the trainer's stdout and stderr, unless they are closed.
+# Where descriptors run out, the first ones are received: over the fate socket it is told why there is no process.
+LAUNCH = 1
 FREE = 2  # end the snapshot kept under this token
+# Of the descriptors that come with LAUNCH, those that are the worker's own.
+OWN_DESCRIPTORS = 3
 # On the control socket: wake the snapshot kept under this token. On a fate socket: wake the worker's snapshot.
-WAKE = 3  # descriptors as for LAUNCH
+WAKE = 3  # descriptors: fate, wake socket, memory
 # On a fate socket.
 KILL = 4  # SIGTERM, then SIGKILL
 STACK = 5  # tell the stack, and go on

@@ -62,7 +62,7 @@ KILL_PATIENCE = 2.0
 # Seconds given to other workers to take descriptors that were sent to them, when too many are on their way.
 _LONGEST_HANDING = 30.0
 
-# All channels of this process, for its exit and for forked children.
+# All channels of this process that have descriptors, for its exit and for forked children.
 live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
 
 
@@ -127,7 +127,7 @@ class ProcessChannel(Channel):
                     self._hand(shared)
                 self._fate, fate = map(ours.enter_context, socket.socketpair())
                 with fate:
-                    give([wake_socket.fileno(), self.segment.descriptor, fate.fileno()])
+                    give([fate.fileno(), wake_socket.fileno(), self.segment.descriptor])
             ours.pop_all()
         live.add(self)
 
@@ -364,6 +364,7 @@ class ProcessChannel(Channel):
                 with SystemErrors():
                     one.shutdown(socket.SHUT_RDWR)
             self._is_released = True
+            live.discard(self)
             self._wake_socket.close()
             self._fate.close()
             if keep_memory:

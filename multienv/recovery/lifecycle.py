@@ -239,6 +239,8 @@ class Lifecycle:
         self._is_long = False
         found = self._shortly_replayed(effort) if self._repeats else None
         found = found or self.recoverer.wake(lost, self._journal.since, effort, fate)
+        if found is None:
+            self.drop()  # first: there may be no descriptors for a lost process and its replacement at a time
         found = found or self.recoverer.bring_back(self._journal.plans(), effort, self._journal.why_no_plan())
         self._is_long = self._journal.can_be_shorter(found.plan)
         return found

@@ -24,12 +24,15 @@ from multienv.native import native
 from multienv.wire.actions import misfit, shown, step_head_of
 from multienv.wire.codecs import RowsReply
 from multienv.wire.messages import dumps
-from multienv.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_of
+from multienv.wire.rows import batch_of, has_rows, leaf_spaces, nested, row_bytes, row_of
 
 Array = np.ndarray[Any, Any]
 Space = spaces.Space[Any]
 Split = Callable[[Any], Sequence[Any]]
 
+# From so many bytes on numpy has the kernel back its new arrays by huge pages. A bytearray has small ones, and each is
+# a page fault: 100 MB took six times as long.
+_HUGE = 2**22
 _NESTED = (spaces.Dict, spaces.Tuple)
 _SOLID = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
 
@@ -408,6 +411,14 @@ def _gatherer(space: Any, count: int, *, copy: bool) -> Callable[[Sequence[RowsR
         pairs = zip(shapes, views, strict=True)
         return nested(space, [np.ndarray(shape, dtype, bytearray().join(parts)) for (shape, dtype), parts in pairs])
 
+    if count * sum(row_bytes(space)) >= _HUGE:
+
+        def gather_large(replies: Sequence[RowsReply], views: list[Any], turn: int) -> Any:
+            return nested(
+                space, [np.concatenate(leaves) for leaves in zip(*(one.leaves for one in replies), strict=True)]
+            )
+
+        return gather_large
     if type(space) in _NESTED:
         return gather
     ((shape, dtype),) = shapes

@@ -31,6 +31,23 @@ class MainScript:
 
 
 @dataclass(frozen=True, slots=True)
+class Attributes:
+    """Attributes of the trainer's process that a child would inherit.
+
+    Attributes:
+        umask: ``None``: not known.
+        limits: For each resource its number and its soft and hard limit, as ``setrlimit`` takes them.
+        nice: As ``setpriority`` takes it.
+        cores: That the process may run on; ``None``: any.
+    """
+
+    umask: int | None
+    limits: tuple[tuple[int, int, int], ...]
+    nice: int
+    cores: frozenset[int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """What a fresh process needs to see the world as the trainer does.
 
@@ -44,6 +61,7 @@ class Setting:
         authkey: multiprocessing's, for proxies that an ``env_fn`` may hold.
         variables: Of this worker alone, put over the environment: ``worker_env``.
         main: The main script.
+        attributes: Of the trainer's process; ``None``: those of the process itself, on another machine.
     """
 
     path: tuple[str, ...]
@@ -54,6 +72,7 @@ class Setting:
     authkey: bytes
     variables: Mapping[str, str] = field(default_factory=dict)
     main: MainScript = MainScript()
+    attributes: Attributes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,24 +6,28 @@ One file without a name (``memfd_create``) that the trainer and one process map:
     1024      two small banks, for requests that are sent before the layout is known
     2048      short payload: what has no fixed size, up to 512 bytes
     4096      two banks with the layout of the envs, used in turn
-    2**40 …   longer payload, written and read with ``pwrite`` and ``pread``
+    2**40 …   longer payload, written and read with ``pwrite`` and ``pread``; lower where the size of files is limited
 
 Nothing in here is used up by reading it: an interrupted reader reads once more.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import platform
+import resource
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from multienv.errors import SystemLimitError
 from multienv.native import native
 from multienv.wire.banks import SMALL, Bank
+from multienv.wire.mapping import shared_memory_of
 
 if TYPE_CHECKING:
     from multienv.wire.banks import BankLayout
@@ -53,6 +57,8 @@ CORE = 50  # 1 + the core to run on while steps are short; 0: any (trainer)
 LOOKS = 51  # look for the next request before going to sleep: so many workers share a core; 0: do not (trainer)
 RESTARTS = 52  # processes that were started in place of lost ones, up to this one (trainer)
 BANK_SIZE = 53  # bytes of one bank; 0: not laid out yet (both, the same)
+PAYLOADS = 48  # where longer payload begins (trainer)
+PAYLOAD_SIZE = 49  # the most bytes of it; there are four places (trainer)
 NUMBERED = 54  # 1: a word counts only once the line has brought its number; no side looks or sleeps (trainer)
 PID = 56  # the process that serves this segment (worker)
 SNAPSHOTS = 57  # forked snapshots it has taken (worker)
@@ -65,8 +71,8 @@ SHARED = 64  # 1: the first byte on the wake socket brings the file that the wor
 
 _SHORT_PAYLOAD = 2048
 _SHORT = 512
-_LONG = 2**40
-_AREA = 2**36
+_PAYLOADS = 2**40
+_PAYLOAD_SIZE = 2**36
 _UNUSED = 2**42
 
 
@@ -86,10 +92,8 @@ class Segment:
     """
 
     __slots__ = (
-        "_control",
-        "_flags",
+        "_is_mapped",
         "_long",
-        "_memory",
         "_short",
         "banks",
         "descriptor",
@@ -102,13 +106,12 @@ class Segment:
         self.descriptor = descriptor
         if descriptor >= 0 and not read_only and os.fstat(descriptor).st_size < CONTROL_SIZE:
             os.ftruncate(descriptor, CONTROL_SIZE)
-        access = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
-        # A forked snapshot must not share memory with its worker; the file it is handed anew.
-        self._flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE
-        self._control: mmap.mmap | None = mmap.mmap(descriptor, CONTROL_SIZE, self._flags, access)
-        self._memory: mmap.mmap | None = None
+        if read_only:
+            view = memoryview(mmap.mmap(descriptor, CONTROL_SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
+        else:
+            view = _mapped(descriptor, CONTROL_SIZE)
+        self._is_mapped = True
         self._long: dict[int, bytes] = {}  # payload, where there is no file
-        view = memoryview(self._control)
         self.words, self.times = _words(view), view.cast("d")
         places = range(_SHORT_PAYLOAD, CONTROL_SIZE, _SHORT)
         self._short = [view[place : place + _SHORT] for place in places]  # one for each area of payload
@@ -120,24 +123,35 @@ class Segment:
         """Make a segment that can be handed to another process."""
         descriptor = anonymous_file()
         try:
-            return cls(descriptor)
+            segment = cls(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
+        # A finite ulimit -f holds for this file too: one half of it is for the banks, an eighth for each payload.
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        is_limited = limit != resource.RLIM_INFINITY
+        segment.words[PAYLOADS] = min(_PAYLOADS, limit // 2) if is_limited else _PAYLOADS
+        segment.words[PAYLOAD_SIZE] = min(_PAYLOAD_SIZE, limit // 8) if is_limited else _PAYLOAD_SIZE
+        return segment
 
     def lay_out(self, layout: BankLayout) -> None:
-        """Use banks with this layout for all requests from now on; both sides call this with equal layouts."""
+        """Use banks with this layout for all requests from now on; both sides call this with equal layouts.
+
+        Raises:
+            SystemLimitError: They are larger than a file may be here.
+        """
         if self.descriptor < 0 and layout == self.layout:
             return  # trainer and host share this very object
         size = CONTROL_SIZE + 2 * layout.size
+        if self.descriptor >= 0 and size > self.words[PAYLOADS]:
+            raise _too_large(size, 2 * size)
         if self.descriptor >= 0 and os.fstat(self.descriptor).st_size < size:
             # A byte written behind the banks only ever makes the file longer. Both sides may do it at the same time.
             os.pwrite(self.descriptor, b"\0", size)
-        memory = mmap.mmap(self.descriptor, size, self._flags)
-        view = memoryview(memory)
+        view = _mapped(self.descriptor, size)
         banks = tuple(Bank(layout, view, CONTROL_SIZE + side * layout.size) for side in (0, 1))
         self.words[BANK_SIZE] = layout.size
-        self._memory, self.layout, self.banks = memory, layout, banks
+        self.layout, self.banks = layout, banks
 
     def aside(self) -> Segment:
         """Return a segment of this process alone with the same layout and, shared with this one, the control words."""
@@ -184,7 +198,10 @@ class Segment:
         if self.descriptor < 0:
             self._long[area] = data
             return
-        rest, place = memoryview(data), _LONG + area * _AREA
+        most = self.words[PAYLOAD_SIZE]
+        if len(data) > most:
+            raise _too_large(len(data), 8 * len(data))
+        rest, place = memoryview(data), self.words[PAYLOADS] + area * most
         while rest:
             written = os.pwrite(self.descriptor, rest, place)
             rest, place = rest[written:], place + written
@@ -194,7 +211,7 @@ class Segment:
             return bytes(self._short[area][:length])
         if self.descriptor < 0:
             return self._long.get(area, b"")[:length]
-        place = _LONG + area * _AREA
+        place = self.words[PAYLOADS] + area * self.words[PAYLOAD_SIZE]
         data = os.pread(self.descriptor, length, place)
         while len(data) < length:  # the kernel hands out 2 GiB at a time
             more = os.pread(self.descriptor, length - len(data), place + len(data))
@@ -204,7 +221,7 @@ class Segment:
         return data
 
     def close(self) -> None:
-        """Close the descriptor; the memory stays mapped. Until Python 3.13 a mapping has a descriptor of its own."""
+        """Close the descriptor; the memory stays mapped, without the long payload."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -216,17 +233,33 @@ class Segment:
         the caller keeps refers to this object, by the frames of its traceback, but not to the memory any more.
         """
         self.close()
-        if self._control is not None:
+        if self._is_mapped:
             view = memoryview(bytearray(self.words))
             self.words, self.times, self.banks = _words(view), view.cast("d"), ()
             self._short = [memoryview(bytearray(_SHORT)) for _ in self._short]
-            self._control = self._memory = None  # last: an interruption leaves all to do again
+            self._is_mapped = False  # last: an interruption leaves all to do again
+
+
+def _mapped(descriptor: int, size: int) -> memoryview:
+    """Map the beginning of the file; -1: memory of this process alone, which a forked snapshot does not share."""
+    if descriptor < 0:
+        return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))
+    return shared_memory_of(descriptor, size)
 
 
 def _words(memory: memoryview) -> memoryview[int]:
     """Return the control words in a memory as integers."""
     words: memoryview[int] = memory.cast("q") if native is None else native.Words(memory)  # which stands in for one
     return words
+
+
+def _too_large(size: int, limit: int) -> SystemLimitError:
+    """Return the error for bytes that do not fit into the segment's file, given the limit under which they would."""
+    return SystemLimitError(
+        errno.EFBIG,
+        f"{size} bytes do not fit into the memory that a worker shares with the trainer: it counts as a file, and the "
+        f"size of files is limited here. Raise the limit to {limit} bytes at least (ulimit -f unlimited).",
+    )
 
 
 def wake_bytes(number: int) -> bytes:
@@ -247,6 +280,10 @@ def anonymous_file(kind: str = SHARED_NAME) -> int:
     else:
         descriptor, path = tempfile.mkstemp(prefix=f"{kind}-")
         Path(path).unlink()
+    if descriptor < 3:  # a daemon has closed its standard streams: what is printed would be written into the memory
+        number = descriptor
+        descriptor = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(number)
     # An env that writes to descriptors which are not its own writes where nobody reads.
     os.lseek(descriptor, _UNUSED, os.SEEK_SET)
     return descriptor

@@ -51,8 +51,7 @@ class Affinity:
         self._is_bound = False
         self._rest, self._rests_until = REST, 0.0
         self._waited: float | None = None
-        if account >= 0:
-            self._cores, self._policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
+        self.start()
 
     @classmethod
     def of_this_process(cls, words: Any) -> Affinity:
@@ -61,6 +60,11 @@ class Affinity:
         with contextlib.suppress(OSError):
             account = os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         return cls(words, account)
+
+    def start(self) -> None:
+        """Take the cores and the scheduling policy of this process, as they are now, for those it was given."""
+        if self._account >= 0:
+            self._cores, self._policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
 
     def consider(self, seconds: float, steps: int) -> None:
         """Draw conclusions from a sample.

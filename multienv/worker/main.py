@@ -12,6 +12,7 @@ import faulthandler
 import mmap
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import socket
@@ -26,7 +27,7 @@ import cloudpickle
 
 from multienv.native import native
 from multienv.wire.banks import STEP
-from multienv.wire.messages import Build
+from multienv.wire.messages import Attributes, Build
 from multienv.wire.segment import (
     LOOKS,
     NUMBERED,
@@ -118,12 +119,14 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
     segment, number, woken = _take_up(ends), 0, False
     forks = Forks(segment)
     snapshots = Snapshots(segment, ends, forks.fork)
-    host = make_host(
-        segment,
-        on_build=lambda build: _find_place(build, snapshots),
-        on_keep=snapshots.keep,
-        load=partial(_load, _take_shared(segment, ends)),
-    )
+    affinity: Affinity
+
+    def on_build(build: Build) -> None:
+        _find_place(build, snapshots)
+        affinity.start()
+
+    load = partial(_load, _take_shared(segment, ends))
+    host = make_host(segment, on_build=on_build, on_keep=snapshots.keep, load=load)
     while True:
         try:
             if woken:
@@ -132,7 +135,8 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
                 snapshots.go_on(segment, ends)
                 segment.words[REPLY] = number  # tells the trainer that it is up
                 _wake_trainer(segment, ends.wake_socket, number)
-            _serve(ends.wake_socket, host, segment, snapshots, forks)
+            affinity = Affinity.of_this_process(segment.words)
+            _serve(ends.wake_socket, host, segment, snapshots, forks, affinity)
             break
         except Woken as again:
             ends, number, woken = again.ends, again.number, True
@@ -141,7 +145,9 @@ def _live(ends: Ends, make_host: MakeHost) -> None:
             host.close_envs()
 
 
-def _serve(wake_socket: socket.socket, host: Any, segment: Segment, snapshots: Snapshots, forks: Forks) -> None:
+def _serve(
+    wake_socket: socket.socket, host: Any, segment: Segment, snapshots: Snapshots, forks: Forks, affinity: Affinity
+) -> None:
     """Execute requests until the wake socket ends or the host has been closed."""
     # The newest request that was executed. In a woken snapshot it is not the snapshot's: the segment is new, and the
     # trainer may go on with a lower number.
@@ -149,7 +155,7 @@ def _serve(wake_socket: socket.socket, host: Any, segment: Segment, snapshots: S
     words, times, clock = segment.words, segment.times, time.perf_counter
     is_numbered = words[NUMBERED]
     sleeps = NUMBERED if is_numbered else TRAINER_SLEEPS
-    affinity, unseen = Affinity.of_this_process(words), 0
+    unseen = 0
     wake = partial(_wake_trainer, segment, wake_socket)
     try:
         while True:
@@ -348,9 +354,31 @@ def _find_place(build: Build, snapshots: Snapshots) -> None:
     sys.path[:] = setting.path
     with contextlib.suppress(OSError):
         os.chdir(setting.directory)
+    if setting.attributes is not None:
+        _take(setting.attributes)
     kept = {name: os.environ[name] for name in (MARK_VARIABLE,) if name in os.environ}
     os.environ.clear()
     os.environ.update({**setting.environment, **setting.variables, **kept})
+
+
+def _take(attributes: Attributes) -> None:
+    """Give this process the trainer's attributes. What the system does not allow is left as it is."""
+    if attributes.umask is not None:
+        os.umask(attributes.umask)
+    for kind, soft, hard in attributes.limits:
+        present = resource.getrlimit(kind)
+        if (soft, hard) == present:
+            continue
+        try:
+            resource.setrlimit(kind, (soft, hard))
+        except (OSError, ValueError):  # only root may raise the hard one
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(kind, (soft, present[1]))
+    with contextlib.suppress(OSError):  # only root may lower it
+        os.setpriority(os.PRIO_PROCESS, 0, attributes.nice)
+    if attributes.cores is not None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, attributes.cores)
 
 
 def set_title(title: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -100,6 +101,16 @@ class SurroundingsEnv(CounterEnv):
 
     def directory(self) -> str:
         return os.getcwd()
+
+    def process_attributes(self) -> tuple[Any, ...]:
+        umask = os.umask(0)
+        os.umask(umask)
+        core = resource.getrlimit(resource.RLIMIT_CORE)
+        return umask, core, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0)
+
+    def say(self, text: str) -> None:
+        for descriptor in (1, 2):
+            os.write(descriptor, text.encode())
 
     def input(self) -> tuple[str, bytes]:
         return sys.stdin.read(), os.read(0, 100)

@@ -146,6 +146,40 @@ def test_directory_and_environment_are_the_trainers_but_for_its_mpi_job(tmp_path
     assert not [name for name in environment if name.startswith(("OMPI_", "PMI_", "PMIX_", "MPI_"))]
 
 
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_process_attributes_and_streams_are_the_trainers_at_the_launch(tmp_path, context):
+    """Not those that it had when its monitor was launched: a trainer of its own changes them in between."""
+    code = f"""
+import os, resource
+from kit import CounterEnv
+from contract_envs import SurroundingsEnv
+from multienv import SubprocessEnv
+with SubprocessEnv(CounterEnv):
+    os.umask(0o27)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    os.nice(3)
+    core = max(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {{core}})
+    log = os.open({str(tmp_path / "log")!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    with SubprocessEnv(SurroundingsEnv, context={context!r}) as env:
+        expected = 0o27, resource.getrlimit(resource.RLIMIT_CORE), os.getpriority(os.PRIO_PROCESS, 0), {{core}}
+        assert env.call("process_attributes") == expected, env.call("process_attributes")
+        env.call("say", "said by the first, ")
+        env.reset(seed=0)
+        os.kill(env.statistics().pid, 9)
+        env.step(0)
+        assert env.call("process_attributes") == expected
+        env.call("say", "said by the second, ")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=found_here(), timeout=60, capture_output=True, text=True)
+    said = (tmp_path / "log").read_text()
+    assert done.returncode == 0, done.stderr + said
+    assert said.count("said by the second") == 2
+    assert said.count("said by the first") >= 2  # and once more by the replay of the call
+
+
 @pytest.mark.parametrize("context", CONTEXTS[:1])
 def test_native_threads_are_limited_unless_told_otherwise(monkeypatch, context):
     for name in THREAD_VARIABLES:

@@ -38,7 +38,7 @@ class limited_descriptors:  # noqa: N801 - used like a function
 def test_a_worker_that_the_monitor_has_no_descriptors_for_is_lost_alone() -> None:
     """Whichever of its system calls is the first to find none left."""
     policy = RestartPolicy(on_crash="raise")
-    refused = 0
+    refused: list[str] = []
     with SubprocessEnv(CounterEnv) as other:
         other.reset(seed=0)
         first = monitor_pid()
@@ -48,8 +48,8 @@ def test_a_worker_that_the_monitor_has_no_descriptors_for_is_lost_alone() -> Non
             with limited_descriptors(limit):
                 try:
                     env.initialize()
-                except MultienvError:
-                    refused += 1
+                except MultienvError as error:
+                    refused.append(str(error))
                 finally:
                     env.close()
         other.step(1)
@@ -57,7 +57,8 @@ def test_a_worker_that_the_monitor_has_no_descriptors_for_is_lost_alone() -> Non
         assert monitor_pid() == first
         with SubprocessEnv(CounterEnv) as env:
             env.reset(seed=0)
-    assert refused >= 3
+    assert len(refused) >= 3
+    assert all("ulimit -n" in one for one in refused)
 
 
 def test_what_an_env_started_ends_with_it_although_the_monitor_is_dead() -> None:

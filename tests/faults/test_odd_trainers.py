@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -26,10 +27,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit import CounterEnv, is_alive, monitor_process
+from kit import CounterEnv, is_alive, monitor_pid, monitor_process
 from kit.trainer_process import becomes_true, run
-from multienv import MultiEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
-from multienv.errors import MultienvError, UsageError
+from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv.errors import MultienvError, SystemLimitError, UsageError
 
 HERE = Path(__file__).stem
 ENDLESS = partial(CounterEnv, horizon=None)
@@ -238,6 +239,135 @@ def test_children_in_another_pid_namespace_are_refused() -> None:
     said = run(HERE, "have_children_elsewhere")
     if "refused" not in said:
         pytest.skip(said[0])
+
+
+# --- a trainer whose descriptors, or files, are limited --------------------------------------------------------
+
+
+class LimitsEnv(CounterEnv):
+    """Tells the limits of its process."""
+
+    def limits_here(self) -> list[tuple[int, int]]:
+        return [resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def have_many_workers(soft: str, hard: str, workers: str) -> None:
+    """Have so many workers under these limits; say the limits of one of them, and what each costs the trainer."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), int(hard)))
+    before = descriptors()
+    with SubprocessVectorEnv([LimitsEnv] * int(workers), envs_per_worker=1) as envs:
+        envs.reset(seed=0)
+        say("descriptors", (descriptors() - before) / int(workers))
+        say("of a worker", envs.call("limits_here")[0][0])
+
+
+def test_soft_limit_on_descriptors_is_raised_and_workers_keep_their_own() -> None:
+    """A worker holds three descriptors of its trainer, and five of the monitor: forty do not fit below 64."""
+    said = run(HERE, "have_many_workers", 64, 1024, 40)
+    assert float(said[0].split()[1]) < 3.5
+    assert said[1] == "of a worker (64, 1024)"
+
+
+def fill_descriptors(leaving: int) -> list[int]:
+    """Open descriptors until no more than so many are left."""
+    opened = []
+    with contextlib.suppress(OSError):
+        while True:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    for _ in range(leaving):
+        os.close(opened.pop())
+    return opened
+
+
+def have_too_many_workers() -> None:
+    """Have more workers than the hard limit allows, then fewer."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    before = descriptors()
+    for build in (lambda n: SubprocessVectorEnv([CounterEnv] * n, envs_per_worker=1), lambda n: MultiEnv(envs_of(n))):
+        with pytest.raises(SystemLimitError, match=r"may have 100 descriptors .* n workers need .*envs_per_worker"):
+            build(40)
+        with build(4) as envs:
+            envs.reset(seed=0)
+    gc.collect()
+    say("left", descriptors() - before)
+
+
+def envs_of(number: int) -> list[SubprocessEnv]:
+    return create_subprocess_envs([CounterEnv] * number)
+
+
+def test_more_workers_than_descriptors_are_refused_by_an_error_that_names_the_limit() -> None:
+    run(HERE, "have_too_many_workers")
+
+
+def lose_workers_while_none_can_be_launched(envs_per_worker: str) -> None:
+    """Lose all workers while the system allows no memory for others; step again when it does."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    actions, bare = np.zeros(4, int), [ENDLESS() for _ in range(4)]
+    with SubprocessVectorEnv([ENDLESS] * 4, envs_per_worker=int(envs_per_worker), reports="") as envs:
+        envs.reset(seed=0)
+        for seed, env in enumerate(bare):
+            env.reset(seed=seed)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        pids = [one.pid or 0 for one in envs.statistics()]
+        os.kill(monitor_pid(), signal.SIGKILL)
+        assert becomes_true(lambda: not any(map(is_alive, pids)))
+        for _ in range(6):
+            with pytest.raises(SystemLimitError, match="ulimit -f"):
+                envs.step(actions)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        seen, _, _, truncated, _ = envs.step(actions)
+        assert not truncated.any()
+        assert np.array_equal(seen, [env.step(0)[0] for env in bare])
+
+
+@pytest.mark.parametrize("envs_per_worker", [1, 4])
+def test_recovery_that_the_system_refuses_is_made_by_the_next_call(envs_per_worker: int) -> None:
+    """Not one refusal of each worker, one after the other, when there is room again."""
+    run(HERE, "lose_workers_while_none_can_be_launched", envs_per_worker)
+
+
+def lose_workers_at_the_limit() -> None:
+    """Have as many workers as possible, and lose the monitor with all of them."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    with SubprocessVectorEnv([ENDLESS] * 40, envs_per_worker=1, restart=RestartPolicy(snapshots=False)) as envs:
+        envs.reset(seed=0)
+        opened = fill_descriptors(60)  # not enough for another forty, with three each
+        pids = [one.pid or 0 for one in envs.statistics()]
+        os.kill(monitor_pid(), signal.SIGKILL)
+        assert becomes_true(lambda: not any(map(is_alive, pids)))
+        assert not envs.step(np.zeros(40, int))[3].any()
+        assert sum(one.exact_recoveries for one in envs.statistics()) == 40
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def test_lost_workers_give_their_descriptors_back_before_others_are_launched() -> None:
+    run(HERE, "lose_workers_at_the_limit")
+
+
+def limit_files(limit: str) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    with SubprocessVectorEnv([partial(CounterEnv, horizon=5)] * 4, envs_per_worker=2) as envs:
+        envs.reset(seed=0)
+        for _ in range(20):
+            envs.step(np.zeros(4, int))
+        say("went on")
+
+
+def limit_files_too_far() -> None:
+    with pytest.raises(SystemLimitError, match=r"A file may have 1000 bytes here.*ulimit -f unlimited"):
+        limit_files("1000")
+
+
+def test_finite_limit_on_file_sizes_is_enough_or_named() -> None:
+    """The memory that is shared with a worker counts as a file."""
+    assert "went on" in run(HERE, "limit_files", 10_000_000)
+    run(HERE, "limit_files_too_far")
 
 
 # --- a trainer that ends ------------------------------------------------------------------------------------

@@ -196,6 +196,37 @@ def test_shared_memory_of_an_env_goes_with_its_process(how: str, forking: dict[s
     assert_nothing_left(before, timeout=GONE_WITHIN)
 
 
+@pytest.mark.parametrize("how", ["close", "killed", "monitor killed"])
+def test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowly(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does on busy cores: it reads what it is to unlink when the env's process has long ended.
+
+    Half a second after the monitor takes no more orders, and no later: other tests look for names that are left.
+    """
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\nif 'resource_tracker import main' in ' '.join(sys.orig_argv): time.sleep(1.5)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    before = snapshot_resources()
+    env = SubprocessEnv(UntidyEnv).initialize()
+    name = env.get_attr("shared_name")
+    if how != "close":
+        os.kill(env.statistics().pid or 0 if how == "killed" else monitor_pid(), signal.SIGKILL)
+    env.close()
+    assert is_there(name)
+    assert becomes_true(lambda: not is_there(name), within=10.0)
+    assert_nothing_left(before, timeout=GONE_WITHIN)
+
+
+class UntidyEnv(CounterEnv):
+    """Has shared memory with a name, which it never unlinks; does not wait for the resource tracker to start."""
+
+    def __init__(self) -> None:
+        self.shared_name = SharedMemory(create=True, size=4096).name
+        super().__init__()
+
+
 def test_resource_tracker_that_does_not_end_by_itself_is_killed() -> None:
     before = snapshot_resources()
     with SubprocessEnv(SharedMemoryEnv) as env:

@@ -784,6 +784,24 @@ MUTANTS = [
         (f"{SEVEN}::test_the_last_close_leaves_nothing",),
     ),
     Mutant(
+        "Lost workers keep their descriptors while others are launched.",
+        7,
+        "recovery/lifecycle.py",
+        "        if found is None:\n            self.drop()  #",
+        "        if found is None:\n            pass  #",
+        (
+            "tests/faults/test_odd_trainers.py::test_lost_workers_give_their_descriptors_back_before_others_are_launched",
+        ),
+    ),
+    Mutant(
+        "The monitor does not wait for a resource tracker that starts slowly.",
+        7,
+        "processes/monitor.py",
+        "            until += TRACKER_GRACE\n",
+        "",
+        (f"{SEVEN}::test_shared_memory_of_an_env_goes_although_its_resource_tracker_starts_slowly",),
+    ),
+    Mutant(
         "close() does not free kept snapshots.",
         7,
         "recovery/checkpoint.py",

@@ -1,0 +1,37 @@
+"""Map a file into memory without a descriptor for the mapping.
+
+``mmap.mmap`` duplicates the descriptor that it is given, and keeps it as long as the mapping: always until Python 3.13,
+and unless it is told otherwise since. With two mappings a worker, that was two of the five descriptors that a worker
+cost its trainer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+if _libc is not None:
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def shared_memory_of(descriptor: int, size: int) -> memoryview:
+    """Map the first ``size`` bytes of a file, for reading and writing, shared with all who map it.
+
+    The mapping goes with the last view of it, whatever becomes of the descriptor. Raises OSError.
+    """
+    if _libc is None:
+        return memoryview(mmap.mmap(descriptor, size))
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return memoryview(memory).cast("B")
