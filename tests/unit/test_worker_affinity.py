@@ -87,3 +87,12 @@ def test_the_end_undoes_what_was_done_and_nothing_is_bound_afterwards(kernel):
     kernel.affinity.end()
     kernel.samples(100, BRIEF)
     assert not kernel.bound
+
+
+def test_cores_given_after_the_launch_are_those_that_a_worker_is_bound_within(kernel):
+    kernel.cores = {1, 2}  # the trainer's, which come with the request to build the envs
+    kernel.affinity.start()
+    kernel.samples(ENOUGH, BRIEF)
+    assert kernel.bound
+    kernel.affinity.end()
+    assert kernel.cores == {1, 2}
