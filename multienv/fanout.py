@@ -320,7 +320,8 @@ class FanOut:
             requests: As for :meth:`ask`.
             whole: ``collect()`` follows in the same call of the caller's.
         """
-        if whole:
+        # Most often it is free: then this costs no call of a function.
+        if whole and self._owner.setdefault("thread", mine := get_ident()) != mine:
             self._claim(name)
         nothing, order, done = self.nothing, self._turns.now(), 0
         current = Round(name, requests, order, whole=whole, nothing=nothing)
