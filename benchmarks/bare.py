@@ -124,7 +124,9 @@ def _sleep(words: Any, place: int, last: int, asleep: int, file: int) -> None:
     patience: float | None = FIRST_SLEEP
     words[asleep] = 1
     while words[place] == last:
-        if select.select([file], [], [], patience)[0]:
+        poller = select.poll()  # select() takes no descriptor above 1,023
+        poller.register(file, select.POLLIN)
+        if poller.poll(None if patience is None else 1000 * patience):
             os.read(file, 64)
         patience = None
     words[asleep] = 0
