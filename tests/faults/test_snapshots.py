@@ -55,9 +55,16 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def settle(env: SubprocessEnv) -> None:
-    """Wait until a snapshot that has just been begun is complete: one at a time."""
-    assert becomes_true(lambda: sum(map(is_alive, descendants(pid_of(env)))) == 1)
+def settled(env: SubprocessEnv) -> int:
+    """Wait until a snapshot that has just been begun is complete, and the one before it has ended; return its pid."""
+    looks: list[list[int]] = []
+
+    def is_alone() -> bool:  # twice: a list of processes that was read while they changed may miss one
+        looks.append([pid for pid in descendants(pid_of(env)) if is_alive(pid)])
+        return len(looks[-1]) == 1 and looks[-2:] == [looks[-1]] * 2
+
+    assert becomes_true(is_alone)
+    return looks[-1][0]
 
 
 def steps(env: Any, count: int) -> list[Any]:
@@ -74,7 +81,7 @@ def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
         seen = steps(env, 1100)  # one in 64 is looked at
         pids = set()
         for _ in range(5):
-            settle(env)
+            settled(env)
             pids.add(pid_of(env))
             kill(pid_of(env))
             seen += steps(env, 1)
@@ -127,8 +134,7 @@ def test_a_snapshot_that_nobody_wants_ends() -> None:
     with SubprocessEnv(ENDLESS, restart=policy) as env:
         env.reset(seed=0)
         steps(env, 7)
-        settle(env)
-        snapshot = max(pid for pid in descendants(pid_of(env)) if is_alive(pid))
+        snapshot = settled(env)
         kill(pid_of(env))
         with pytest.raises(Exception, match="SIGKILL"):
             env.step(np.int64(1))
