@@ -124,8 +124,14 @@ def calm() -> CounterEnv:
 
 @pytest.mark.parametrize(
     ("mode", "envs_per_worker", "hangs"),
-    [("NEXT_STEP", 1, False), ("NEXT_STEP", 2, False), ("SAME_STEP", 1, False), ("SAME_STEP", 2, False)]
-    + [("NEXT_STEP", 2, True), ("SAME_STEP", 1, True)],
+    [
+        ("NEXT_STEP", 1, False),
+        ("NEXT_STEP", 2, False),
+        ("NEXT_STEP", 2, True),
+        ("SAME_STEP", 1, False),
+        ("SAME_STEP", 1, True),
+        ("SAME_STEP", 2, False),
+    ],
 )
 def test_an_env_whose_reset_ends_its_process_loses_one_step_and_goes_on_in_a_new_one(
     mode: str, envs_per_worker: int, hangs: bool

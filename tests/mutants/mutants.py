@@ -34,6 +34,7 @@ SIMULATED_STARTS = ("tests/simulation/test_single_faults.py", "tests/simulation/
 UNIT_JOURNAL = ("tests/unit/test_journal.py",)
 EVIDENCE = ("tests/invariants/test_3_all_bytes_are_evidence.py",)
 REPLAYED = ("tests/invariants/test_3_replayed_is_said.py",)
+RECYCLING = ("tests/contract/test_recycling.py",)
 SEVEN = "tests/invariants/test_7_nothing_left_behind.py"
 
 
@@ -925,5 +926,46 @@ MUTANTS = [
         "worker/snapshots.py",
         "            random.setstate(drawn)\n",
         "",
+    ),
+    # --- between two episodes ----------------------------------------------------------------------
+    Mutant(
+        "The process of the next episode draws what that of the last one has drawn.",
+        2,
+        "worker/starts.py",
+        "        if first and not generators:\n",
+        "        if False:\n",
+        RECYCLING,
+    ),
+    Mutant(
+        "An env whose reset ends processes keeps its past.",
+        3,
+        "recovery/supervisor.py",
+        "                self.maintenance.spoil(slot)\n",
+        "                pass\n",
+        RECYCLING,
+    ),
+    Mutant(
+        "A new process is built beside the old one although that has failed.",
+        7,
+        "recovery/maintenance.py",
+        "        self.ends_first = self.ends_first or not is_built\n",
+        "",
+        RECYCLING,
+    ),
+    Mutant(
+        "The reset of a SAME_STEP follows an episode that goes on.",
+        1,
+        "vector/same_step.py",
+        "        if has_followed or not (reply.terminated[0] or reply.truncated[0]):\n",
+        "        if has_followed:\n",
+        RECYCLING,
+    ),
+    Mutant(
+        "A second thread takes part in a call.",
+        4,
+        "fanout.py",
+        '        if whole and self._owner.setdefault("thread", mine := get_ident()) != mine:\n',
+        "        if False:\n",
+        ("tests/contract/test_wrong_calls.py",),
     ),
 ]
