@@ -17,7 +17,6 @@ any number of times.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -35,7 +34,7 @@ from multienv.recovery import hot_path
 from multienv.recovery.hot_path import MISSING, STEPPING, STEPPING_HALF
 from multienv.recovery.supervisor import HealingDue, Supervisor
 from multienv.sometimes import sometimes
-from multienv.threads import Bell, Pool, Task
+from multienv.threads import Bell, Pool, Task, idents_of_threads
 
 # An endless round that always finds something to take looks for dead processes after so many seconds.
 _LOOK_EVERY = 0.1
@@ -249,7 +248,7 @@ class FanOut:
         mine = get_ident()
         if self._owner.setdefault("thread", mine) == mine:  # in C: no other thread comes in between
             return
-        if any(thread.ident == self._owner.get("thread") for thread in threading.enumerate()):
+        if self._owner.get("thread") in idents_of_threads():
             raise CallPendingError(
                 f"{name}(): another thread is in a call of these envs, or was interrupted in one. Make one call at a "
                 "time, or give each thread envs of its own. Nothing was sent.",
@@ -356,6 +355,7 @@ class FanOut:
         check_seconds("timeout", timeout, zero=True)
         current = self._round
         assert current is not None
+        self._claim(current.name)
         if timeout is None and current.name == "step" and not current.tasks:
             state = STEPPING if current.whole else STEPPING_HALF
             hot_path.take(self.supervisors, current.order, current.answers, state, self._leaves_ends)
@@ -495,6 +495,7 @@ class FanOut:
             is_here = self._heals_here and until == inf and not current.tasks
             places = current.order if is_here else self._heard(current, until)
             if not places and monotonic() >= until:
+                self._owner.clear()  # any thread may wait again
                 raise WaitTimeout(f"{current.name}(): an answer is not there yet; nothing is lost, wait again.")
             self._collect_once(current, places, heals=is_here)
         return current

@@ -43,6 +43,13 @@ else:
     Lock = threading.RLock
 
 
+def idents_of_threads() -> set[int]:
+    """Return the identifiers of all threads, including those that the module ``threading`` has not started."""
+    if sys.version_info >= (3, 11, 9):  # before, it may deadlock: https://github.com/python/cpython/issues/106883
+        return set(sys._current_frames())  # noqa: TID251 - not before
+    return {thread.ident or 0 for thread in threading.enumerate()}
+
+
 class Pool(ThreadPoolExecutor):
     """A ThreadPoolExecutor that starts all its threads at once, and so never has to count which are idle.
 

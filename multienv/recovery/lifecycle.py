@@ -6,7 +6,7 @@ commits the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -308,6 +308,11 @@ class Lifecycle:
             channel = launch(lasting)
         self._journal.begin(number, lasting)
         return channel
+
+    def can_replay(self, anew: Collection[int]) -> bool:
+        """Tell whether a replay may lead to all envs but those that are to be new ones, as far as is known."""
+        plans = [] if self._journal.memory.has_shown else self._journal.plans(near=True)
+        return any(plan.missing.keys() <= set(anew) for plan in plans)
 
     def replace(self, number: int, generators: Mapping[int, bytes]) -> Replacement:
         """Have the envs, which are not lost, in a new process.

@@ -55,7 +55,7 @@ class Maintenance:
         return max(0, record.episodes - (self._resets_itself or not is_over))
 
     def spoil(self, slot: int) -> None:
-        """Have a slot get a new env before the next request."""
+        """Note that a slot is to get a new env before the next request."""
         self.spoilt, self.is_due = self.spoilt | {slot}, True
 
     def put_off(self, episodes: int, *, slots: int, is_built: bool = True) -> None:

@@ -202,6 +202,7 @@ class Supervisor:
         self.path: deque[tuple[Event, State]] = deque(maxlen=_PATH)
         self.index = index
         self._sharing = 0
+        self._why_lost = ""  # of a process that was ended by plan; "": see _INTERRUPTED
         self.policy, self._deadlines = policy, deadlines
         self._limits = Limits(deadlines, resets_in_steps=build.autoreset in ("NEXT_STEP", "SAME_STEP"))
         self._owner = os.getpid()
@@ -593,7 +594,9 @@ class Supervisor:
         """Bring the envs back, or end their episodes."""
         if self.lifecycle.loss is None:
             assert self.channel is not None
-            return self._lose(self.channel.kill(detail=_INTERRUPTED))
+            gone = self.channel.kill(detail=_INTERRUPTED)
+            gone.detail, self._why_lost = self._why_lost or gone.detail, ""
+            return self._lose(gone)
         event = self.lifecycle.recover()
         found, self.lifecycle.found = self.lifecycle.found, None
         self.refuse_if_closed("collect", None if found is None else found.channel)
@@ -945,7 +948,7 @@ class Supervisor:
         maintenance, record, slots = self.maintenance, self.record, range(self.rules.slots)
         anew = tuple(slots) if resetting or self._is_between_episodes() else tuple(sorted(maintenance.spoilt))
         why = maintenance.recycling_due or "after a reset that ended process after process"
-        ends_first = maintenance.ends_first or len(anew) == len(slots)
+        ends_first = len(anew) == len(slots) or (maintenance.ends_first and self.lifecycle.can_replay(anew))
         try:
             generators = self.ask_between(TellGenerators(anew), ASIDE) if anew else {}
         except (MultienvError, RequestFailedError) as error:  # lost in between, and told of by the next step
@@ -974,12 +977,11 @@ class Supervisor:
             record.recycling(why, outcome, replacement.reason, replacement.effort)
             return
         maintenance.put_off(record.episodes, slots=len(slots), is_built=replacement.is_built)
+        sometimes("a process that has ended first is not replaced", ends_first)
+        sometimes("a replacement by plan is put off", not ends_first)
         if ends_first:
-            sometimes("a process that has ended first is not replaced")
-            logger.warning("%s: no new process, %s: %s", record.name, why, replacement.reason)
-        else:
-            sometimes("a replacement by plan is put off")
-            record.recycling(why, "put off", replacement.reason, replacement.effort)
+            self._why_lost = f"it was ended to be replaced {why}, and no new process could be had: {replacement.reason}"
+        record.recycling(why, "put off", replacement.reason, replacement.effort)
 
     def _is_between_episodes(self) -> bool:
         """Tell whether the episodes of all envs have ended, and none has begun since."""

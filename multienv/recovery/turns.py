@@ -6,7 +6,7 @@ from multienv.threads import Lock
 
 
 class Turns:
-    """Tells who may build its envs now.
+    """Bounds how many workers build their envs at the same time.
 
     A turn is taken by name, and taking it again does nothing. So an interruption right after that costs no turn.
 

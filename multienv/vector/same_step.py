@@ -66,7 +66,7 @@ class ResetAtOnce:
             reply.leaves,
             ended.reply.rewards,
             ended.reply.terminated,
-            ended.reply.truncated,
+            ended.reply.truncated | reply.truncated,  # of a reset that ended every process
             Extras([(0, info)], {}, observations),
             {**ended.reply.errors, **reply.errors},
         )

@@ -88,11 +88,13 @@ class SharedPickle:
         return SharedPickle(self.data, self.places, self._file)
 
     def whole(self, most: int) -> bytes:
-        """Return a pickle of the same value that needs no file, in the trainer; ``b""`` if it has more bytes."""
-        if len(self.data) + sum(size for _, size in self.places) > most:
+        """Return a pickle of the same value that needs no file, in the trainer.
+
+        ``b""``: it has more bytes than ``most``, or the file is closed.
+        """
+        descriptor = -1 if self._file is None else self._file.descriptor
+        if descriptor < 0 or len(self.data) + sum(size for _, size in self.places) > most:
             return b""
-        assert self._file is not None
-        descriptor = self._file.descriptor
         parts = [bytearray(os.pread(descriptor, size, offset)) for offset, size in self.places]
         return pickle.dumps(self._loaded(parts, _Whole), protocol=5)
 

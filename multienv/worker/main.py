@@ -334,7 +334,8 @@ def _load(shared: int, env_fns: bytes | SharedPickle) -> Any:
     try:
         return env_fns.load(shared)
     finally:
-        os.close(shared)
+        if shared >= 0:  # else the trainer has ended
+            os.close(shared)
 
 
 def _find_place(build: Build, snapshots: Snapshots) -> None:

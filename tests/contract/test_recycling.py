@@ -272,3 +272,30 @@ def test_an_env_that_owns_a_port_is_recycled_once_its_old_process_has_ended(
     else:
         assert put_off, "in the middle of an episode the new one is tried beside the old one first"
         assert "is not replaced" in caplog.text
+
+
+class RememberingPort(Port):
+    """Shows how many steps it has taken since it was built."""
+
+    def __init__(self, port: int, horizon: int) -> None:
+        super().__init__(port, horizon)
+        self.steps_ever = 0
+
+    def step(self, action: Any) -> Any:
+        self.steps_ever += 1
+        return CounterEnv.step(self, action)
+
+    def _next_draw(self) -> float:
+        return super()._next_draw() + self.steps_ever
+
+
+def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed() -> None:
+    """One that can only be replaced by ending it first, and remembers more than a replay gives back, goes on."""
+    events: list[Any] = []
+    env_fns = [partial(RememberingPort, port, horizon) for port, horizon in zip(free_ports(2), (50, 70), strict=True)]
+    policy = RestartPolicy(recycle_after_steps=70, backoff=0.0, journal_limit=12_000)
+    with SubprocessVectorEnv(env_fns, envs_per_worker=2, restart=policy, hooks=[events.append]) as envs:
+        envs.reset(seed=5)
+        assert not any(envs.step(np.array([1, 1]))[3].any() for _ in range(600))
+    assert "put off" in {event.outcome for event in events if isinstance(event, Recycled)}
+    assert not any(isinstance(event, Loss) for event in events)

@@ -17,6 +17,7 @@ import gymnasium
 import numpy as np
 import pytest
 from contract_envs import FarewellEnv, LockInfoEnv, OldEnv, failures, raising_env
+from gymnasium.error import NoAsyncCallError
 
 from kit import CounterEnv, Fault, FaultyEnv, first_difference
 from multienv import (
@@ -334,3 +335,27 @@ def test_a_thread_that_was_interrupted_and_has_ended_leaves_the_envs_to_others()
         assert observation[0] == 1
         assert info["multienv"] == {"resumed": True}
         assert env.step(2)[0][0] == 2
+
+
+def test_two_threads_that_collect_the_same_step_get_it_once() -> None:
+    with SubprocessVectorEnv([partial(CounterEnv, horizon=None)] * 2, envs_per_worker=1) as envs:
+        envs.reset(seed=3)
+        got: list[Any] = []
+        refused: list[Any] = []
+
+        def collect() -> None:
+            try:
+                got.append(envs.step_wait()[0][:, 0].tolist())
+            except (CallPendingError, NoAsyncCallError) as error:
+                refused.append(error)
+
+        for step in range(1, 200):
+            envs.step_async(np.array([1, 1]))
+            threads = [Thread(target=collect) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert got == [[float(step)] * 2]
+            got.clear()
+        assert len(refused) == 199
