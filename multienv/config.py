@@ -189,10 +189,10 @@ class RestartPolicy(Named):
         max_snapshots: How many snapshots from ``env.snapshot()`` may exist at a time; each is a frozen process.
         recycle_after_steps: Replace a process after this many steps, for simulators that leak. Between two episodes,
             the old process ends, and a new one begins the next episode; nothing is replayed. The random generators go
-            on, so the trajectory changes only if the env remembers earlier episodes. During an episode the process is
-            replaced by a replay, as after a loss. If the envs cannot be replayed, or cannot be built beside the old
-            ones (a port, a licence), a warning says so, and it is tried again after some more episodes, then with the
-            old process ended first. This limit and the next three are checked every 64 steps, and when an episode
+            on, so the trajectory changes only if the env remembers earlier episodes. During an episode (and always with
+            SAME_STEP and several envs in a process) the process is replaced by a replay, as after a loss. If the envs
+            cannot be replayed, or cannot be built beside the old ones (a port, a licence), a warning says so, and it is
+            tried again after some more episodes, then with the old process ended first. This limit and the next three are checked every 64 steps, and when an episode
             begins or ends.
         recycle_after_episodes: Replace a process after this many episodes; needs one env per process. With 1, each
             episode has a new process.

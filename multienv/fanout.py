@@ -356,7 +356,7 @@ class FanOut:
         current = self._round
         assert current is not None
         self._claim(current.name)
-        if timeout is None and current.name == "step" and not current.tasks:
+        if timeout is None and current.name == "step" and not current.tasks and not current.ended:
             state = STEPPING if current.whole else STEPPING_HALF
             hot_path.take(self.supervisors, current.order, current.answers, state, self._leaves_ends)
         return self._collect(current, inf if timeout is None else monotonic() + timeout)

@@ -51,6 +51,7 @@ class ExactAnswers:
         started: Number of the last reply that tells how random generators stood before resets; 0: none did.
         generators: What it tells: slot → state.
         evidence, irregular: Of the last reply, if its observation travelled as a payload.
+        spaces: Observation and action space that a single env has set since it was built, pickled; ``b""``: none.
         ended: The last step ended an episode.
     """
 
@@ -70,6 +71,7 @@ class ExactAnswers:
         self.reading: tuple[int, Any] = (0, self.loose)
         self.started, self.generators = 0, NONE
         self.evidence = self.irregular = b""
+        self.spaces = b""
         self.ended = False
 
     def read(self, segment: Segment, number: int) -> bytes:
@@ -121,15 +123,26 @@ class ExactAnswers:
 
     def standing(self, segment: Segment) -> dict[str, Any]:
         """Return what the caller saw last, as plain data."""
-        return {"seen": self.seen, "irregular": self._irregular_seen(), "bank": _rows_of(segment, self.seen)}
+        bank = _rows_of(segment, self.seen)
+        return {"seen": self.seen, "irregular": self._irregular_seen(), "bank": bank, "spaces": self.spaces}
 
     def stand(self, segment: Segment, standing: dict[str, Any]) -> None:
         """Restore what the caller saw last, as :meth:`standing` returned it, into the banks of a new process, too."""
         self.seen, self.loose = standing["seen"], (standing["seen"], standing["irregular"])
         self.started = 0
+        if standing["spaces"] != self.spaces:
+            self._show_spaces(standing["spaces"])
         bank = segment.banks[self.seen & 1]
         if len(standing["bank"]) == bank.layout.size - bank.layout.rewards:
             bank.view[bank.layout.rewards :] = standing["bank"]
+
+    def _show_spaces(self, spaces: bytes) -> None:
+        """Show spaces that the env has set, pickled; ``b""``: those that it was built with."""
+        self.spaces, self._codec.checks_actions = spaces, not spaces
+        shown = self._codec.space, self._codec.action_space
+        with contextlib.suppress(Illegible):
+            shown = foreign(partial(pickle.loads, spaces), Illegible) if spaces else shown
+        self._on_spaces(shown)
 
     def _irregular_seen(self) -> bytes:
         number, irregular = self.loose
@@ -141,9 +154,7 @@ class ExactAnswers:
         extras, illegible = unpack_extras(rest)
         _note_starts(self, number, extras.generators)
         if extras.spaces:
-            self._codec.checks_actions = False
-            with contextlib.suppress(Illegible):  # then the env shows those that it was built with
-                self._on_spaces(foreign(partial(pickle.loads, extras.spaces), Illegible))
+            self._show_spaces(extras.spaces)
         for error in illegible.values():
             raise error
         info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]

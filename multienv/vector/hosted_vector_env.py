@@ -573,7 +573,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         if self._resets_at_once:
             raise UsageError(
                 "rollout(): with 'SAME_STEP', one env in a process, and recycle_... or max_rss, the trainer takes part "
-                "at each end of an episode. Make the envs with 'NEXT_STEP', or with envs_per_worker=2. Nothing was sent."
+                "at each end of an episode. Make the envs with 'NEXT_STEP' or envs_per_worker=2. Nothing was sent."
             )
         if not self._all_begun:
             self._refuse_without_episodes("rollout")

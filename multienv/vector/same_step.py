@@ -16,11 +16,15 @@ from multienv.wire.infos import Extras
 
 
 class _Ending(NamedTuple):
-    """Holds what a step returned that ended an episode, and the number of that request."""
+    """Holds what a step returned that ended an episode, and the number of the newest request that was answered.
+
+    ``is_last``: The reset is asked for once more; whatever comes of that is shown.
+    """
 
     number: int
     returned: tuple[Any, ...]
     reply: RowsReply
+    is_last: bool = False
 
 
 class ResetAtOnce:
@@ -42,8 +46,12 @@ class ResetAtOnce:
         self, supervisor: Supervisor, ended: _Ending | None, reply: RowsReply, request: Any
     ) -> tuple[_Ending, str, Any] | None:
         """Return what to keep of a reply that ended an episode, and the request that follows it."""
-        has_followed = ended is not None and ended.number != supervisor.number
-        if has_followed or not (reply.terminated[0] or reply.truncated[0]):
+        if ended is not None and ended.number != supervisor.number:
+            # A reset that ended process after process: the next one has an env without the past that made it fail.
+            is_lost = reply.truncated[0] and not ended.is_last
+            again = ended._replace(number=supervisor.number, is_last=True)
+            return (again, "step", request) if is_lost else None
+        if not (reply.terminated[0] or reply.truncated[0]):
             return None
         observation = self._observation_of(reply)
         flags = bool(reply.terminated[0]), bool(reply.truncated[0])

@@ -119,8 +119,7 @@ def refuse_while_importing(what: str) -> None:
     if _looked_up:
         raise UsageError(
             f"{what} is made while a worker imports the main script, to find {_looked_up} in it. Put the code that "
-            "makes envs below `if __name__ == '__main__':`, so that an import does not run it; or move "
-            f"{_looked_up} to a module."
+            "makes envs below `if __name__ == '__main__':`, so that an import does not run it."
         )
 
 

@@ -98,3 +98,15 @@ def test_other_bounds_in_a_batch_are_no_error() -> None:
         for _ in range(2):
             envs.reset()
             envs.step(np.array([0, 0]))
+
+
+def test_spaces_are_those_of_the_state_that_is_restored() -> None:
+    with SubprocessEnv(Levels) as env:
+        env.reset(seed=3)
+        snapshot, state = env.snapshot(), env.state_dict()
+        for restore in (lambda: env.restore(snapshot), lambda: env.load_state_dict(state)):
+            env.reset()
+            assert env.action_space.shape == (3,)
+            restore()
+            assert env.action_space.shape == env.observation_space.shape == (2,)
+            env.step(np.zeros(2, np.float32))

@@ -24,6 +24,7 @@ from multienv import (
     SyncSubprocessEnvManager,
     create_subprocess_envs,
 )
+from multienv.errors import WaitTimeout
 from multienv.events import Event, Loss, Recycled
 
 
@@ -299,3 +300,42 @@ def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed() -> 
         assert not any(envs.step(np.array([1, 1]))[3].any() for _ in range(600))
     assert "put off" in {event.outcome for event in events if isinstance(event, Recycled)}
     assert not any(isinstance(event, Loss) for event in events)
+
+
+class SlowSecondReset(CounterEnv):
+    """Takes half a second for its second reset."""
+
+    def __init__(self) -> None:
+        super().__init__(horizon=4, count_episodes=False)
+        self.resets = 0
+
+    def reset(self, **options: Any) -> Any:
+        self.resets += 1
+        time.sleep(0.5 * (self.resets == 2))
+        return super().reset(**options)
+
+
+def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end() -> None:
+    policy = RestartPolicy(recycle_after_episodes=1000)
+    with SubprocessVectorEnv([SlowSecondReset], autoreset_mode="SAME_STEP", restart=policy) as envs:
+        envs.reset(seed=5)
+        for _ in range(3):
+            envs.step(np.array([1]))
+        envs.step_async(np.array([1]))
+        with pytest.raises(WaitTimeout):
+            envs.step_wait(timeout=0.1)
+        observations, rewards, terminated, _, infos = envs.step_wait()
+        assert (observations[0][0], infos["final_obs"][0][0]) == (0, 4)
+        assert terminated.tolist() == [True]
+        assert rewards[0] != 0.0
+
+
+def test_a_reset_that_ends_processes_loses_nothing_between_two_requests_of_same_step() -> None:
+    """With any limit of recycling and one env a process: the step that ends the episode is answered before its reset."""
+    twin = gymnasium.vector.SyncVectorEnv([calm], autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
+    policy = RestartPolicy(recycle_after_episodes=1000, backoff=0.0)
+    with SubprocessVectorEnv([FailsAtSecondReset], autoreset_mode="SAME_STEP", restart=policy) as envs:
+        assert repr(envs.reset(seed=5)) == repr(twin.reset(seed=5))
+        for step in range(20):
+            assert repr(envs.step(np.array([step % 4]))) == repr(twin.step(np.array([step % 4]))), step
+        assert envs.statistics()[0].losses >= 4

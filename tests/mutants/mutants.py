@@ -956,8 +956,8 @@ MUTANTS = [
         "The reset of a SAME_STEP follows an episode that goes on.",
         1,
         "vector/same_step.py",
-        "        if has_followed or not (reply.terminated[0] or reply.truncated[0]):\n",
-        "        if has_followed:\n",
+        "        if not (reply.terminated[0] or reply.truncated[0]):\n            return None\n",
+        "",
         RECYCLING,
     ),
     Mutant(
