@@ -192,8 +192,8 @@ class RestartPolicy(Named):
             on, so the trajectory changes only if the env remembers earlier episodes. During an episode (and always with
             SAME_STEP and several envs in a process) the process is replaced by a replay, as after a loss. If the envs
             cannot be replayed, or cannot be built beside the old ones (a port, a licence), a warning says so, and it is
-            tried again after some more episodes, then with the old process ended first. This limit and the next three are checked every 64 steps, and when an episode
-            begins or ends.
+            tried again after some more episodes, then with the old process ended first. This limit and the next three
+            are checked every 64 steps, and when an episode begins or ends.
         recycle_after_episodes: Replace a process after this many episodes; needs one env per process. With 1, each
             episode has a new process.
         recycle_after: Replace a process after this many seconds.
