@@ -942,8 +942,9 @@ class Supervisor:
     def _recycle(self, channel: Channel, *, resetting: bool) -> None:
         """Replace the process between two requests: with new envs between two episodes, else if they can be replayed.
 
-        Where all envs are new the old process ends first: it may hold a port, a lock or a licence. If that keeps envs
-        from being built in the middle of an episode, it ends first the next time. What is lost then is a loss.
+        Where all envs are new the old process ends first: it may hold a port, a lock or a licence. During an episode
+        the new one is built beside it. If the envs cannot be built there, the old process ends first from then
+        on, as long as a replay may bring its envs back; if none does, that is a loss like any other.
         """
         maintenance, record, slots = self.maintenance, self.record, range(self.rules.slots)
         anew = tuple(slots) if resetting or self._is_between_episodes() else tuple(sorted(maintenance.spoilt))
