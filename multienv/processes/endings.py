@@ -14,7 +14,7 @@ from multienv.threads import start_plain_thread
 
 logger = logging.getLogger("multienv")
 
-# Seconds that a worker may take to finish the request that it is executing: it may hang, and nobody awaits the answer.
+# Seconds that a worker may take to finish the request that it is executing: it may hang, and its answer is not awaited.
 BUSY_PATIENCE = 0.5
 
 

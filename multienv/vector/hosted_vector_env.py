@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy as copying
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +144,8 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         made = workers(**options)
         followup, autoreset, make = None, self.autoreset_mode.name, made.make
         if autoreset == "SAME_STEP" and made.recycles and max(sizes) == 1:
-            followup, autoreset = ResetAtOnce(lambda reply: self._rows.row(reply, 0)), "NEXT_STEP"
+            me = weakref.proxy(self)  # envs that are not closed end with the last reference to them
+            followup, autoreset = ResetAtOnce(lambda reply: me._rows.row(reply, 0)), "NEXT_STEP"
         self._workers = [make(env_fns[rows], rows.start, autoreset=autoreset, space=space) for rows in self._slices]
         if place is not None:
             place(self._workers)

@@ -22,7 +22,7 @@ if _libc is not None:
 
 
 def shared_memory_of(descriptor: int, size: int) -> memoryview:
-    """Map the first ``size`` bytes of a file, for reading and writing, shared with all who map it.
+    """Map the first ``size`` bytes of a file, for reading and writing, shared with every process that maps it.
 
     The mapping goes with the last view of it, whatever becomes of the descriptor. Raises OSError.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 from kit import CounterEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
+from kit.process_table import is_alive
+from kit.trainer_process import becomes_true
 from multienv import (
     Deadlines,
     MultiEnv,
@@ -339,3 +342,16 @@ def test_a_reset_that_ends_processes_loses_nothing_between_two_requests_of_same_
         for step in range(20):
             assert repr(envs.step(np.array([step % 4]))) == repr(twin.step(np.array([step % 4]))), step
         assert envs.statistics()[0].losses >= 4
+
+
+def test_envs_that_are_recycled_and_not_closed_end_with_the_last_reference_to_them() -> None:
+    gc.disable()
+    try:
+        policy = RestartPolicy(recycle_after_episodes=5)
+        envs = SubprocessVectorEnv([calm], autoreset_mode="SAME_STEP", restart=policy)
+        envs.reset(seed=5)
+        pid = envs.statistics()[0].pid or 0
+        del envs
+        assert becomes_true(lambda: not is_alive(pid))
+    finally:
+        gc.enable()
