@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class MainScript:
-    """The trainer's main script, which a worker may have to import: see ``worker.main_module``.
+    """Describes the trainer's main script, which a worker may have to import: see ``worker.main_module``.
 
     Attributes:
         path: Of its file; ``""``: it is none.

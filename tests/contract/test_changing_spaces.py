@@ -97,7 +97,9 @@ def test_other_bounds_in_a_batch_are_no_error() -> None:
     with SubprocessVectorEnv([lambda: Levels(grows=False)] * 2) as envs:
         for _ in range(2):
             envs.reset()
-            envs.step(np.array([0, 0]))
+            observations, rewards, *_ = envs.step(np.array([1, 1]))
+            assert observations.shape == (2, 2)
+            assert rewards.tolist() == [1.0, 1.0]
 
 
 def test_spaces_are_those_of_the_state_that_is_restored() -> None:
