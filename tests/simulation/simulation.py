@@ -33,7 +33,7 @@ from multienv.events import LossCause
 from multienv.processes import launcher
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.recovery import hot_path
-from multienv.threads import Bell
+from multienv.threads import Bell, Pool
 from multienv.wire.banks import STEP, STEPPED
 from multienv.wire.messages import Build
 from multienv.wire.segment import (
@@ -276,6 +276,9 @@ class Simulation:
         """Have faces that are made meanwhile use this simulation, and its clock."""
         kept = building.Launch, fanout.wait_any, time.monotonic, random.getstate(), np.random.get_state()
         processes = launcher._monitor, launcher._ordered, time.sleep, cores._here
+        # Threads take their turns: what one worker's recovery shows of an env is known to the next one.
+        pools = fanout.Pool, building.Pool
+        fanout.Pool = building.Pool = OneByOne  # type: ignore[assignment, misc]
         cores._here = partial(int, -1)  # workers are asked in their order, wherever this process runs
         building.Launch = self.launcher  # type: ignore[assignment, misc]
         fanout.wait_any = self.wait_any
@@ -289,10 +292,18 @@ class Simulation:
         finally:
             building.Launch, fanout.wait_any, clock, generator, legacy = kept  # type: ignore[misc]
             launcher._monitor, launcher._ordered, time.sleep, cores._here = processes
+            fanout.Pool, building.Pool = pools  # type: ignore[misc]
             for module in (time, fanout, hot_path):
                 module.monotonic = clock  # type: ignore[attr-defined]
             random.setstate(generator)
             np.random.set_state(legacy)
+
+
+class OneByOne(Pool):
+    """Makes the calls of all threads in the order in which they were begun."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        super().__init__(1, name)
 
 
 class SimulatedLauncher:
