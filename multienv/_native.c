@@ -181,8 +181,8 @@ typedef struct {
 
 #define FIELDS(X)                                                                                                      \
     X(after) X(answers) X(asked_by) X(buffers) X(columns) X(elements) X(encode) X(entries) X(flags) X(is_due)          \
-    X(journal) X(last_answer) X(limit) X(lock) X(looks) X(maintenance) X(meanings) X(number) X(pending) X(read)        \
-    X(record) X(recording) X(records) X(recycling) X(rows) X(seen) X(started) X(state) X(steps) X(until) X(wanted)     \
+    X(journal) X(last_answer) X(limit) X(lock) X(looks) X(maintenance) X(meanings) X(number) X(pending) X(position)    \
+    X(read) X(recording) X(records) X(recycling) X(rows) X(seen) X(started) X(state) X(steps) X(until) X(wanted)       \
     X(words)
 #define NAMES(X)                                                                                                       \
     X(acquire) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout) X(look_at_limits) X(note_beginning)           \
@@ -1083,7 +1083,7 @@ static Outcome
 ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t place, PyObject *state, PyObject *asker)
 {
     Outcome outcome = FAILED;
-    PyObject *maintenance = NULL, *buffers = NULL, *pending = NULL, *number = NULL, *limit = NULL;
+    PyObject *maintenance = NULL, *buffers = NULL, *pending = NULL, *number = NULL, *limit = NULL, *position = NULL;
     Words *words = NULL;
     PyObject *until = NULL;
     long long last;
@@ -1105,7 +1105,8 @@ ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t place, PyObject *sta
         (pending = get(supervisor, &f_pending)) == NULL ||
         (words = words_of(buffers)) == NULL ||
         (limit = get(buffers, &f_limit)) == NULL ||
-        get_number(supervisor, &f_number, &last) < 0 ||
+        (position = get(supervisor, &f_position)) == NULL ||
+        get_number(position, &f_number, &last) < 0 ||
         (number = PyLong_FromLongLong(last + 1)) == NULL) {
         goto end;
     }
@@ -1136,6 +1137,7 @@ end:
     Py_XDECREF(maintenance);
     Py_XDECREF(buffers);
     Py_XDECREF(pending);
+    Py_XDECREF(position);
     Py_XDECREF(words);
     Py_XDECREF(limit);
     Py_XDECREF(number);
@@ -1174,7 +1176,7 @@ take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t place, Taking *taki
 {
     Outcome outcome = FAILED;
     PyObject *buffers = NULL, *number = NULL, *records = NULL, *record = NULL, *meanings = NULL, *head = NULL;
-    PyObject *read = NULL, *answer = NULL, *journal = NULL, *replies = NULL, *after = NULL, *kept = NULL;
+    PyObject *read = NULL, *answer = NULL, *journal = NULL, *replies = NULL, *after = NULL, *position = NULL;
     Words *words = NULL;
     int is_state = is_here(supervisor, &f_state, taking->state);
     if (is_state < 1) {
@@ -1183,7 +1185,8 @@ take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t place, Taking *taki
     long long last, looks;
     if ((buffers = get(supervisor, &f_buffers)) == NULL ||
         (words = words_of(buffers)) == NULL ||
-        get_number(supervisor, &f_number, &last) < 0 ||
+        (position = get(supervisor, &f_position)) == NULL ||
+        get_number(position, &f_number, &last) < 0 ||
         (number = PyLong_FromLongLong(last + 1)) == NULL) {
         goto end;
     }
@@ -1250,7 +1253,7 @@ take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t place, Taking *taki
             goto end;
         }
     }
-    if ((journal = get(supervisor, &f_journal)) == NULL) {
+    if ((journal = get(position, &f_journal)) == NULL) {
         goto end;
     }
     int recording = get_truth(journal, &f_recording);
@@ -1277,8 +1280,8 @@ take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t place, Taking *taki
         goto end;
     }
     if (put(supervisor, &f_last_answer, answer) < 0 ||
-        put(replies, &f_seen, number) < 0 ||
-        put(supervisor, &f_number, number) < 0 ||
+        put(position, &f_seen, number) < 0 ||
+        put(position, &f_number, number) < 0 ||
         put(supervisor, &f_state, PyTuple_GET_ITEM(after, meaning)) < 0) {
         goto end;
     }
@@ -1292,11 +1295,11 @@ take_one(PyObject *supervisor, PyObject *answers, Py_ssize_t place, Taking *taki
             goto end;
         }
         long long steps;
-        if ((kept = get(supervisor, &f_record)) == NULL || get_number(kept, &f_steps, &steps) < 0) {
+        if (get_number(position, &f_steps, &steps) < 0) {
             goto end;
         }
         PyObject *more = PyLong_FromLongLong(steps + 1);
-        int failed = more == NULL || put(kept, &f_steps, more) < 0;
+        int failed = more == NULL || put(position, &f_steps, more) < 0;
         Py_XDECREF(more);
         if (failed) {
             goto end;
@@ -1346,7 +1349,7 @@ end:
     Py_XDECREF(journal);
     Py_XDECREF(replies);
     Py_XDECREF(after);
-    Py_XDECREF(kept);
+    Py_XDECREF(position);
     return outcome;
 }
 

@@ -141,7 +141,7 @@ def ask(
             with supervisor.lock:
                 if supervisor.state is not RUNNING or supervisor.asked_by is not asker or supervisor.maintenance.is_due:
                     return done
-                buffers, number, pending = supervisor.buffers, supervisor.number + 1, supervisor.pending
+                buffers, number, pending = supervisor.buffers, supervisor.position.number + 1, supervisor.pending
                 try:
                     buffers.encode(number, action)
                 except MultienvError:  # the supervisor raises it once more
@@ -187,7 +187,8 @@ def take(  # noqa: C901 - one loop, because each call counts here
             if supervisor.state is not state:
                 is_left = True
                 continue
-            buffers, number = supervisor.buffers, supervisor.number + 1
+            buffers, position = supervisor.buffers, supervisor.position
+            number = position.number + 1
             words, side = buffers.words, number & 1
             looks = buffers.looks
             if words[REPLY] != number and looks:
@@ -211,22 +212,21 @@ def take(  # noqa: C901 - one loop, because each call counts here
                 if answer is None:
                     is_left = True
                     continue
-            journal = supervisor.journal
+            journal = position.journal
             if journal.recording:
                 journal.entries[number] = bytes(buffers.records[side])
-            replies = supervisor.answers
             if meaning == _BEGINS:
                 answer = answer[0], answer[4]
             supervisor.last_answer = answer
             # Adjacent stores: no signal handler comes in between.
-            replies.seen, supervisor.number, supervisor.state = number, number, buffers.after[meaning]
+            position.seen, position.number, supervisor.state = number, number, buffers.after[meaning]
             if meaning == _BEGINS:
                 supervisor.note_beginning(number)
             else:
                 if meaning:
                     supervisor.note_ends(answer, number)
-                supervisor.record.steps += 1
-            if replies.started == number:
+                position.steps += 1
+            if supervisor.answers.started == number:
                 supervisor.note_starts(number)
             elif not number & SAMPLE or (meaning and supervisor.maintenance.recycling.wanted):
                 supervisor.look_at_limits()

@@ -32,7 +32,7 @@ def test_a_request_and_a_reply_whose_numbers_have_not_come_are_not_believed() ->
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
         supervisor: Any = supervisor_of(env)
-        channel, number = supervisor.channel, supervisor.number + 1
+        channel, number = supervisor.channel, supervisor.position.number + 1
         supervisor.buffers.encode(number, 1)
         os.kill(channel.pid, signal.SIGSTOP)
         channel._rung = 0

@@ -303,5 +303,5 @@ def test_an_env_that_no_replay_matches_costs_its_neighbours_nothing_in_their_fir
             for part, other in zip(told[:4], expected[:4], strict=True):
                 assert np.array_equal(part[1:], other)
         (worker,) = envs._workers
-        assert [history.is_whole for history in worker.journal.histories] == [False, True, True]
+        assert [history.is_whole for history in worker.position.journal.histories] == [False, True, True]
     twin.close()

@@ -137,7 +137,7 @@ def banks_after(script: list[list[Any]], face: str, mode: str) -> list[Any]:
                 envs.reset(seed=1)
             except Exception as error:  # also what gymnasium does not merge
                 seen.append(type(error).__name__)
-            segment, number = worker.segment, worker.number
+            segment, number = worker.segment, worker.position.number
             seen.append((number, bytes(segment.banks[number & 1].view), segment.read_reply_payload(number)))
     return seen
 
