@@ -182,8 +182,8 @@ typedef struct {
 #define FIELDS(X)                                                                                                      \
     X(after) X(answers) X(asked_by) X(buffers) X(columns) X(elements) X(encode) X(entries) X(flags) X(is_due)          \
     X(journal) X(last_answer) X(limit) X(lock) X(looks) X(maintenance) X(meanings) X(number) X(pending) X(position)    \
-    X(read) X(recording) X(records) X(recycling) X(rows) X(seen) X(started) X(state) X(steps) X(until) X(wanted)       \
-    X(words)
+    X(read) X(recording) X(records) X(recycling) X(rows) X(seen) X(started) X(state) X(step_limit) X(steps) X(until)    \
+    X(wanted) X(words)
 #define NAMES(X)                                                                                                       \
     X(acquire) X(columns) X(dtype) X(is_answered) X(is_astray) X(layout) X(look_at_limits) X(note_beginning)           \
     X(note_ends) X(note_starts) X(release) X(rewards) X(ring) X(rows) X(shown) X(terminated) X(view)    \
@@ -193,7 +193,6 @@ typedef struct {
 #define DECLARE_FIELD(word) static Field f_##word;
 #define DECLARE_NAME(word) static PyObject *s_##word;
 FIELDS(DECLARE_FIELD)
-static Field f_limit_of_pending; /* another class's `limit`, which would only take turns in the place of the first */
 NAMES(DECLARE_NAME)
 CONSTANTS(DECLARE_NAME)
 
@@ -1104,7 +1103,7 @@ ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t place, PyObject *sta
     if ((buffers = get(supervisor, &f_buffers)) == NULL ||
         (pending = get(supervisor, &f_pending)) == NULL ||
         (words = words_of(buffers)) == NULL ||
-        (limit = get(buffers, &f_limit)) == NULL ||
+        (limit = get(pending, &f_step_limit)) == NULL ||
         (position = get(supervisor, &f_position)) == NULL ||
         get_number(position, &f_number, &last) < 0 ||
         (number = PyLong_FromLongLong(last + 1)) == NULL) {
@@ -1121,7 +1120,7 @@ ask_one(PyObject *supervisor, PyObject *actions, Py_ssize_t place, PyObject *sta
     }
     until = limit == Py_None ? Py_NewRef(Py_None) : time_from_now(seconds);
     if (until == NULL ||
-        put(pending, &f_limit_of_pending, limit) < 0 ||
+        put(pending, &f_limit, limit) < 0 ||
         put(pending, &f_until, until) < 0 ||
         put(supervisor, &f_state, state) < 0) {
         goto end;
@@ -2221,7 +2220,6 @@ PyInit__native(void)
         keys[place] = mixed((place + 1) * 0x9E3779B97F4A7C15u);
     }
     FIELDS(INTERN_FIELD)
-    f_limit_of_pending.name = f_limit.name;
     NAMES(INTERN_NAME)
     CONSTANTS(INTERN_NAME)
     PyObject *module = PyModule_Create(&definition);

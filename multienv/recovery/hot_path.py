@@ -70,7 +70,6 @@ class StepBuffers:
     Args:
         channel: To the process.
         codec: Of its envs.
-        limit: Seconds that a step may take; ``None``: no limit.
     """
 
     __slots__ = (
@@ -78,7 +77,6 @@ class StepBuffers:
         "elements",
         "encode",
         "heads",
-        "limit",
         "looks",
         "meanings",
         "read",
@@ -87,9 +85,9 @@ class StepBuffers:
         "words",
     )
 
-    def __init__(self, channel: Channel, codec: Codec, limit: float | None) -> None:
+    def __init__(self, channel: Channel, codec: Codec) -> None:
         segment = channel.segment
-        self.words, self.ring, self.looks, self.limit = segment.words, channel.ring, channel.looks, limit
+        self.words, self.ring, self.looks = segment.words, channel.ring, channel.looks
         self.heads = [bank.head for bank in segment.banks]
         self.records = [bank.record for bank in segment.banks]
         self.encode: Callable[[int, Any], None] = codec.encoder(segment)
@@ -146,7 +144,7 @@ def ask(
                     buffers.encode(number, action)
                 except MultienvError:  # the supervisor raises it once more
                     return done
-                limit = pending.limit = buffers.limit
+                limit = pending.limit = pending.step_limit
                 pending.until = None if limit is None else monotonic() + limit
                 supervisor.state = state
                 words = buffers.words

@@ -56,7 +56,7 @@ from multienv.recovery.hot_path import (
     take,
 )
 from multienv.recovery.journal import Journal, Plan, furthest_replay
-from multienv.recovery.limits import SECOND_CHANCE, Limits
+from multienv.recovery.limits import Limits
 from multienv.recovery.maintenance import Maintenance
 from multienv.recovery.pending import Pending
 from multienv.recovery.policy import Effort
@@ -226,7 +226,6 @@ class Supervisor:
         self._sharing = 0
         self._why_lost = ""  # of a process that was ended by plan; "": see _INTERRUPTED
         self.policy, self._deadlines = policy, deadlines
-        self._limits = Limits(deadlines, resets_in_steps=build.autoreset in ("NEXT_STEP", "SAME_STEP"))
         self._owner = os.getpid()
         self.lock = Lock()
         self._closed = False  # not an Event: an interruption inside set() would leave its lock held for ever
@@ -239,7 +238,7 @@ class Supervisor:
         self.position = Position(replace(build, starts=share if journal.recording else 0.0), journal)
         self.record = Record(self.position, index, hooks, reports)
         self.maintenance = Maintenance(policy, self.position, resets_itself=resets_itself)
-        self.pending = Pending(self.record.env_in, learning=self._limits.finds)
+        self.pending = Pending(self.record.env_in, Limits(deadlines, resets_in_steps=resets_itself), len(build.draws))
         self.recoverer = Recoverer(launcher, policy, deadlines, self.record.recovering, self._strayed)
         self.channel: Channel | None = None
         self.healing: Healing | None = None
@@ -306,8 +305,7 @@ class Supervisor:
             self.recoverer.restarts += 1
         self.channel, self._building = self.recoverer.launch(self.position.build)
         self.recoverer.handed_over()
-        self.pending.limit = self._deadlines.start
-        self.pending.arm()
+        self.pending.bound(self._deadlines.start)
         return self._happen(Launched())
 
     # --- steps, and resets that carry nothing -----------------------------------------------------
@@ -329,7 +327,7 @@ class Supervisor:
         if self.state is not OVER or maintenance.is_due or maintenance.recycling.wanted:
             return False
         self.record.asked = ()
-        self.pending.begin(BEGINNING, b"", self._limits.reset)
+        self.pending.begin(BEGINNING, b"", self.pending.limit_of(Kind.RESET))
         self.state = BEGINNING_ANEW if whole else BEGINNING_ANEW_HALF
         self._publish()
         return True
@@ -384,7 +382,7 @@ class Supervisor:
                 return channel.wait(number, until)
             self._find_limit()
             was_here = channel.answered(number)
-            is_here = self.pending.await_reply(channel, number, until, self._name(), self._counted())
+            is_here = self.pending.await_reply(channel, number, until, self.state.request)
             if not was_here:
                 self.note_time()
             return is_here
@@ -395,33 +393,12 @@ class Supervisor:
 
     def note_time(self) -> None:
         """Note how long the pending request took, when a wait for it has ended; deadlines are found by that."""
-        limits, request, number = self._limits, self.state.request, self.position.number + 1
-        if not limits.is_learning or request is None or request.steps or self.segment is None:
-            return
-        if self.segment.words[REPLY] == number and limits.note(
-            request.kind.value, self.pending.longest(number, self.rules.slots)
-        ):
-            self._learn()
-
-    def _learn(self) -> None:
-        """Find the deadlines that are not given."""
-        self._limits.learn(self.position.steps, self.position.episodes)
-        if self.buffers is not None:
-            self.buffers.limit = self._limits.step
+        number = self.position.number + 1
+        if self.segment is not None and self.segment.words[REPLY] == number:
+            self.pending.note_time(self.state.request, number, self.position.steps, self.position.episodes)
 
     def _find_limit(self) -> None:
-        """Give a request that is waited for the deadline that is found now, if it had none when it was asked."""
-        request = self.state.request
-        if self._limits.is_learning and request is not None and self.pending.until is None:
-            self._learn()
-            limit = self._limit_of(request.kind, request.steps)
-            if limit is not None:
-                self.bound(limit)
-
-    def _counted(self) -> Any:
-        """Return the control words if each env of several has the deadline of the pending request for itself."""
-        request = self.state.request
-        return self.segment.words if self.rules.slots > 1 and request is not None and not request.steps else None
+        self.pending.find_limit(self.state.request, self.position.steps, self.position.episodes)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -433,14 +410,14 @@ class Supervisor:
         number = self.position.number + 1
         if self.state.process is Process.READY:
             self.buffers.encode(number, action)
-            self.pending.begin_step(self._limits.step)
+            self.pending.begin_step()
         else:  # there is no process to ask it
             sometimes("a step is asked for while there is no process")
             assert self.codec is not None
             aside = Segment(-1)
             aside.lay_out(self.codec.layout)
             self.codec.encoder(aside)(number, action)
-            self.pending.begin_step(self._limits.step, number, aside)
+            self.pending.begin_step(number, aside)
         self._happen(Asked(Request(Kind.STEP, "step", whole)))
         if instruction_of(self.state, self.rules) is Instruction.ASK:
             self._publish()
@@ -478,17 +455,10 @@ class Supervisor:
                     f"{name}(): its arguments cannot be sent to the env: {type(error).__name__}: {error}. "
                     "Nothing was sent."
                 ) from error
-            self.pending.begin(message, payload, self._limit_of(kind, steps))
+            self.pending.begin(message, payload, self.pending.limit_of(kind, steps))
             self._happen(Asked(Request(kind, name, whole, touched, steps)))
             if self.state.process is Process.READY:
                 self._publish()
-
-    def _limit_of(self, kind: Kind, steps: int) -> float | None:
-        """Return the deadline of a request; of a rollout that of all its steps together."""
-        limits = self._limits
-        if steps:
-            return None if limits.step is None else steps * self.rules.slots * limits.step
-        return {Kind.STEP: limits.step, Kind.RESET: limits.reset, Kind.CALL: limits.call}[kind]
 
     def _publish(self) -> None:
         assert self.channel is not None
@@ -575,13 +545,9 @@ class Supervisor:
             repeats and gone.cause == "died",
         )
         instruction = self._happen(lost)
-        if gone.cause == "hung" and request is not None and self._limits.finds(request.kind.value):
-            limit = self._limit_of(request.kind, request.steps)
-            if limit is not None and self.pending.limit == limit:  # else it was raised before, or is the caller's own
-                sometimes("a deadline that was found from the times seen is raised")
-                self.pending.limit = SECOND_CHANCE * limit
-                told = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
-                logger.warning(told, request.name, self.record.env_in(gone.slot), self.pending.limit)
+        if gone.cause == "hung" and request is not None and self.pending.was_slow(request):
+            told = "%s() of %s may take %.0f s in the next process: it may only be slow (Deadlines 'auto')."
+            logger.warning(told, request.name, self.record.env_in(gone.slot), self.pending.limit)
         if instruction is not Instruction.RECOVER:
             self._drop_lost(healing, instruction)
         return instruction
@@ -704,7 +670,7 @@ class Supervisor:
         channel, pending = self.channel, self.pending
         assert channel is not None
         try:
-            if not pending.await_reply(channel, self._building, until, "initialize"):
+            if not pending.await_reply(channel, self._building, until, None):
                 return None
             self.recoverer.await_build(self.position.build, channel, self._building, pending.until)
         except RequestFailedError as failed:
@@ -1008,13 +974,12 @@ class Supervisor:
             else:
                 return None
             self._find_limit()
-            return channel, number, self.pending.due(number, self._counted())
+            return channel, number, self.pending.due(channel, number, self.state.request)
 
     def bound(self, seconds: float) -> None:
         """Give the pending request a deadline: so many seconds from now, and in each process that it is asked of."""
         with self.lock:
-            self.pending.limit = seconds
-            self.pending.arm()
+            self.pending.bound(seconds)
 
     # --- the present process ----------------------------------------------------------------------
 
@@ -1053,7 +1018,7 @@ class Supervisor:
         """Make a process the worker's, in which so many requests were replayed."""
         codec, segment, old = self.codec, channel.segment, self.channel
         assert codec is not None
-        buffers = StepBuffers(channel, codec, self._limits.step)
+        buffers = StepBuffers(channel, codec)
         if self.segment is not None:
             self.position.show(segment, self.position.shown(self.segment))
         self.answers.started, self._is_long = 0, False
@@ -1127,8 +1092,7 @@ class Supervisor:
                 forks = self._forks and not words[OBSTACLE]
                 journal.trim(limit, seconds, longest, words[SNAPSHOT], forks=forks)
             self.maintenance.look(channel, (lambda: True) if resetting else self._is_between_episodes)
-            if self._limits.is_learning:
-                self._learn()
+            self.pending.learn(self.position.steps, self.position.episodes)
 
     def _maintain(self, *, resetting: bool) -> None:
         """Do what is due between two requests: replace the process."""

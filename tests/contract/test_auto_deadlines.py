@@ -13,7 +13,7 @@ import pytest
 from kit import CounterEnv, first_difference
 from multienv import AsyncSubprocessEnvManager, Deadlines, MultiEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import UsageError, WaitTimeout
-from multienv.recovery import limits, supervisor
+from multienv.recovery import limits, pending
 
 AUTO = Deadlines(step="auto", reset="auto")
 SLOW, HANGS, HANGS_ONCE = 1, 2, 3
@@ -43,7 +43,7 @@ class UnevenEnv(CounterEnv):
 def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in life, but for a tenth of the time."""
     monkeypatch.setattr(limits, "LEAST", 0.3)
-    monkeypatch.setattr(supervisor, "SECOND_CHANCE", 10.0)
+    monkeypatch.setattr(pending, "SECOND_CHANCE", 10.0)
 
 
 def multi_env(directory: Path, **options: Any) -> Any:

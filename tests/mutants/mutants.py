@@ -555,9 +555,9 @@ MUTANTS = [
     Mutant(
         "A request that was ended by a deadline found from the times seen has no longer in the next process.",
         5,
-        "recovery/supervisor.py",
-        "self.pending.limit = SECOND_CHANCE * limit",
-        "self.pending.limit = limit",
+        "recovery/pending.py",
+        "self.limit = SECOND_CHANCE * limit",
+        "self.limit = limit",
         ("tests/contract/test_auto_deadlines.py",),
     ),
     Mutant(
