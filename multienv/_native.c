@@ -6,8 +6,7 @@ The Python code is the reference, line for line:
     Parts, ask      the trainer's requests              recovery/hot_path.py
     Integers        an action that is an integer        wire/actions.py
     Reader, take    the trainer's answers               wire/codecs.py, recovery/hot_path.py
-    RowsStep        a worker's step of several envs     worker/rows.py
-    ExactStep       a worker's step of one env          worker/exact.py
+    Step            a worker's step                     worker/stepper.py
     serve           a worker's loop                     worker/main.py
     write_digests   digests of observations             wire/digests.py
 
@@ -323,7 +322,7 @@ time_from_now(double seconds)
 }
 
 /* Names of multienv.wire, and types of numpy, learned when they are first needed. */
-static Py_ssize_t STEP, SKIPPED, INT, ARRAY, SLOT, BUSY, TRAINER_SLEEPS;
+static Py_ssize_t STEP, SKIPPED, IRREGULAR, INT, ARRAY, SLOT, BUSY, TRAINER_SLEEPS;
 static PyTypeObject *ndarray, *float64;
 
 /* Learns numbers and types by their names. */
@@ -332,6 +331,7 @@ learn_names(void)
 {
     struct { const char *module, *name; Py_ssize_t *place; } numbers[] = {
         {"multienv.wire.banks", "STEP", &STEP},           {"multienv.wire.banks", "SKIPPED", &SKIPPED},
+        {"multienv.wire.banks", "IRREGULAR", &IRREGULAR},
         {"multienv.wire.actions", "INT", &INT},           {"multienv.wire.actions", "ARRAY", &ARRAY},
         {"multienv.wire.segment", "SLOT", &SLOT},         {"multienv.wire.segment", "BUSY", &BUSY},
         {"multienv.wire.segment", "REQUEST", &REQUEST},   {"multienv.wire.segment", "REPLY", &REPLY},
@@ -1500,7 +1500,7 @@ typedef struct {
 
 #define STEPPER(X)                                                                                                     \
     X(reference) X(rest) X(note_error) X(finish) X(fail) X(write_payload) X(take_info) X(told) X(words) X(calls)       \
-    X(decode) X(packer)
+    X(decode) X(packer) X(is_verbatim)
 
 typedef struct {
     PyObject_HEAD
@@ -1509,6 +1509,7 @@ typedef struct {
     Side sides[2];
     Infos infos;
     Py_ssize_t slots;
+    int verbatim; /* the values of the only env travel to the bit */
 } Stepper;
 
 /* Appends (slot, info) to the list; takes the reference to the info. */
@@ -1602,26 +1603,41 @@ write_observation(Side *side, Py_ssize_t slot, PyObject *observation)
     return failed ? refused() : DONE;
 }
 
-/* Writes what one of several envs returned; LEFT: the reference is to. */
+/* Whether an env has returned False for this flag, to the bit if it is verbatim. */
 static Outcome
-write_row(Side *side, Py_ssize_t slot, PyObject *result)
+goes_on(Stepper *self, PyObject *flag)
+{
+    int is_true = flag == Py_False ? 0 : self->verbatim ? 1 : PyObject_IsTrue(flag);
+    return is_true < 0 ? refused() : is_true ? LEFT : DONE;
+}
+
+/* Writes what an env returned; LEFT: the reference is to. */
+static Outcome
+write_row(Stepper *self, Side *side, Py_ssize_t slot, PyObject *result)
 {
     if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != 5) {
         return LEFT;
     }
     for (int flag = 2; flag < 4; flag++) {
-        PyObject *value = PyTuple_GET_ITEM(result, flag);
-        int is_true = value == Py_False ? 0 : PyObject_IsTrue(value);
-        if (is_true) {
-            return is_true < 0 ? refused() : LEFT;
+        Outcome outcome = goes_on(self, PyTuple_GET_ITEM(result, flag));
+        if (outcome != DONE) {
+            return outcome;
         }
     }
-    double reward = PyFloat_AsDouble(PyTuple_GET_ITEM(result, 1));
+    PyObject *observation = PyTuple_GET_ITEM(result, 0), *given = PyTuple_GET_ITEM(result, 1);
+    if (self->verbatim) {
+        int is_float64 = Py_IS_TYPE(given, float64);
+        if (!(is_float64 || PyFloat_CheckExact(given)) || !Py_IS_TYPE(observation, ndarray)) {
+            return LEFT;
+        }
+        ((unsigned char *)side->bank.buf)[4] = is_float64; /* its place in REWARD_TYPES, see wire/codecs.py */
+    }
+    double reward = PyFloat_AsDouble(given);
     if (reward == -1.0 && PyErr_Occurred()) {
         return refused();
     }
     memcpy((char *)side->bank.buf + side->rewards + 8 * slot, &reward, sizeof reward);
-    return write_observation(side, slot, PyTuple_GET_ITEM(result, 0));
+    return write_observation(side, slot, observation);
 }
 
 /* Takes the exception that is set as an argument, if an env may raise it; new reference. */
@@ -1661,7 +1677,7 @@ done_with(Stepper *self)
     Py_RETURN_NONE;
 }
 
-/* What several envs have come to besides their rows. */
+/* What envs have come to besides their rows. */
 typedef struct {
     PyObject *infos, *failures; /* a list and a dict, or NULL */
     Py_ssize_t taken;           /* so many infos have been taken as numbers, of the first slots */
@@ -1683,13 +1699,31 @@ begin_beside(Stepper *self, Beside *beside)
     return beside->infos == NULL || beside->failures == NULL ? -1 : 0;
 }
 
-/* Steps one of several envs; new reference to its info. */
+/* The actions of all slots; new reference. */
+static PyObject *
+actions_of(Stepper *self, PyObject *number, const unsigned char *bank)
+{
+    PyObject *decoded;
+    if (self->verbatim && bank[1] == INT) {
+        int64_t value;
+        memcpy(&value, bank + HEAD, sizeof value);
+        decoded = PyLong_FromLongLong(value);
+    }
+    else {
+        PyObject *tag = PyLong_FromLong(bank[1]);
+        decoded = tag == NULL ? NULL : PyObject_CallFunctionObjArgs(self->decode, number, tag, NULL);
+        Py_XDECREF(tag);
+    }
+    return decoded != NULL && self->verbatim ? Py_BuildValue("(N)", decoded) : decoded;
+}
+
+/* Steps an env; new reference to its info. */
 static PyObject *
 step_slot(Stepper *self, Side *side, Py_ssize_t slot, PyObject *actions)
 {
     PyObject *call = PySequence_GetItem(self->calls, slot), *action = PySequence_GetItem(actions, slot), *info = NULL;
     PyObject *result = call == NULL || action == NULL ? NULL : PyObject_CallOneArg(call, action);
-    Outcome outcome = result == NULL ? FAILED : write_row(side, slot, result);
+    Outcome outcome = result == NULL ? FAILED : write_row(self, side, slot, result);
     if (outcome == DONE) {
         info = Py_NewRef(PyTuple_GET_ITEM(result, 4));
     }
@@ -1723,11 +1757,11 @@ note_info(Stepper *self, Beside *beside, Py_ssize_t slot, PyObject *info)
     return is_some < 0 || failed ? -1 : 0;
 }
 
-/* Notes the error of a slot. */
+/* Notes the error of a slot; that of a single env is the answer to the request. */
 static int
 note_error(Stepper *self, Side *side, Beside *beside, Py_ssize_t slot)
 {
-    PyObject *error = taken_exception();
+    PyObject *error = self->verbatim ? NULL : taken_exception();
     if (error == NULL) {
         return -1;
     }
@@ -1741,23 +1775,23 @@ note_error(Stepper *self, Side *side, Beside *beside, Py_ssize_t slot)
 }
 
 static int
-rows_answered(Stepper *self, Side *side, PyObject *number, int64_t request, Beside *beside)
+answer(Stepper *self, Side *side, PyObject *number, int64_t request, Beside *beside)
 {
     if (beside->infos == NULL && beside->taken && beside->taken < self->slots && begin_beside(self, beside) < 0) {
         return -1;
     }
+    long long flags;
+    if (get_number(side->side, &f_flags, &flags) < 0) {
+        return -1;
+    }
     int is_more = beside->infos != NULL && (PyList_GET_SIZE(beside->infos) || PyDict_GET_SIZE(beside->failures));
-    if (is_more || PyDict_GET_SIZE(self->told)) {
+    if (is_more || PyDict_GET_SIZE(self->told) || flags & IRREGULAR) {
         if (begin_beside(self, beside) < 0 ||
             called(PyObject_CallFunctionObjArgs(self->finish, number, side->side, beside->infos, beside->failures,
                                                 NULL)) < 0) {
             return -1;
         }
         return learn_from_packer(self);
-    }
-    long long flags;
-    if (get_number(side->side, &f_flags, &flags) < 0) {
-        return -1;
     }
     if (flags) {
         ((unsigned char *)side->bank.buf)[3] = (unsigned char)flags;
@@ -1773,21 +1807,24 @@ rows_answered(Stepper *self, Side *side, PyObject *number, int64_t request, Besi
 }
 
 static PyObject *
-step_rows(Stepper *self, PyObject *number, int64_t request)
+step_once(Stepper *self, PyObject *number)
 {
+    long long request = PyLong_AsLongLong(number);
+    if (request == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
     Side *side = &self->sides[request & 1];
     unsigned char *bank = side->bank.buf;
-    if (bank[0] != STEP || bank[1] & SKIPPED || bank[1] < ARRAY) {
+    if (bank[0] != STEP || bank[1] & SKIPPED || (bank[1] < ARRAY && !self->verbatim)) {
         return PyObject_CallOneArg(self->reference, number);
     }
     _Atomic int64_t *words = ((Words *)self->words)->words;
     atomic_store(&words[BUSY], request);
     memset(bank + side->flags, 0, side->unset);
     Beside beside = {0};
-    PyObject *zero = PyLong_FromLong(0), *tag = PyLong_FromLong(bank[1]);
-    PyObject *actions = NULL;
-    int failed = zero == NULL || tag == NULL || put(side->side, &f_flags, zero) < 0 ||
-                 (actions = PyObject_CallFunctionObjArgs(self->decode, number, tag, NULL)) == NULL;
+    PyObject *zero = PyLong_FromLong(0), *actions = NULL;
+    int failed = zero == NULL || put(side->side, &f_flags, zero) < 0 ||
+                 (actions = actions_of(self, number, bank)) == NULL;
     for (Py_ssize_t slot = 0; slot < self->slots && !failed; slot++) {
         atomic_store(&words[SLOT], slot + 1);
         PyObject *info = step_slot(self, side, slot, actions);
@@ -1795,95 +1832,14 @@ step_rows(Stepper *self, PyObject *number, int64_t request)
             failed = note_error(self, side, &beside, slot) < 0;
         }
     }
-    failed = failed || rows_answered(self, side, number, request, &beside) < 0;
+    failed = failed || answer(self, side, number, request, &beside) < 0;
     failed = failed && answer_failed(self, number) < 0;
     Py_XDECREF(zero);
-    Py_XDECREF(tag);
     Py_XDECREF(actions);
     Py_XDECREF(beside.infos);
     Py_XDECREF(beside.failures);
     return failed ? NULL : done_with(self);
 }
-
-/* Writes what the only env returned to the bit; LEFT: the reference is to. */
-static Outcome
-write_exactly(Stepper *self, Side *side, PyObject *number, int64_t request, PyObject *result)
-{
-    unsigned char *bank = side->bank.buf;
-    int64_t flags;
-    memcpy(&flags, bank + side->flags, sizeof flags);
-    if (flags || !PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != 5 ||
-        PyTuple_GET_ITEM(result, 2) != Py_False || PyTuple_GET_ITEM(result, 3) != Py_False ||
-        !Py_IS_TYPE(PyTuple_GET_ITEM(result, 0), ndarray)) {
-        return LEFT;
-    }
-    PyObject *reward = PyTuple_GET_ITEM(result, 1), *info = PyTuple_GET_ITEM(result, 4);
-    int is_float64 = Py_IS_TYPE(reward, float64), is_some = !PyDict_CheckExact(info) || PyDict_GET_SIZE(info);
-    if (!(is_float64 || PyFloat_CheckExact(reward)) ||
-        (is_some && (!PyDict_CheckExact(info) || !take_numbers(&self->infos, 0, info)))) {
-        return LEFT;
-    }
-    Outcome outcome = write_observation(side, 0, PyTuple_GET_ITEM(result, 0));
-    if (outcome != DONE) {
-        return outcome;
-    }
-    memcpy(bank + side->rewards, &((PyFloatObject *)reward)->ob_fval, sizeof(double));
-    if (is_float64) {
-        bank[4] = 1; /* its place in REWARD_TYPES, see wire/codecs.py */
-    }
-    if (side->digest != Py_None && called(PyObject_CallNoArgs(side->digest)) < 0) {
-        return FAILED;
-    }
-    if (is_some) {
-        return write_numbers(self, side, number, request) < 0 ? FAILED : DONE;
-    }
-    write_no_payload(self, request);
-    return DONE;
-}
-
-static PyObject *
-step_exactly(Stepper *self, PyObject *number, int64_t request)
-{
-    Side *side = &self->sides[request & 1];
-    unsigned char *bank = side->bank.buf;
-    if (bank[0] != STEP || bank[1] & SKIPPED) {
-        return PyObject_CallOneArg(self->reference, number);
-    }
-    _Atomic int64_t *words = ((Words *)self->words)->words;
-    atomic_store(&words[BUSY], request);
-    atomic_store(&words[SLOT], 1);
-    PyObject *action = NULL, *call = NULL, *result = NULL;
-    if (bank[1] == INT) {
-        int64_t value;
-        memcpy(&value, bank + HEAD, sizeof value);
-        action = PyLong_FromLongLong(value);
-    }
-    else {
-        PyObject *tag = PyLong_FromLong(bank[1]);
-        action = tag == NULL ? NULL : PyObject_CallFunctionObjArgs(self->decode, number, tag, NULL);
-        Py_XDECREF(tag);
-    }
-    if (action != NULL && (call = PySequence_GetItem(self->calls, 0)) != NULL) {
-        result = PyObject_CallOneArg(call, action);
-    }
-    Outcome outcome = result == NULL ? FAILED : write_exactly(self, side, number, request, result);
-    if (outcome == LEFT) {
-        int failed = called(PyObject_CallFunctionObjArgs(self->rest, number, result, NULL)) < 0 ||
-                     learn_from_packer(self) < 0;
-        outcome = failed ? FAILED : DONE;
-    }
-    if (outcome == FAILED) {
-        outcome = answer_failed(self, number) < 0 ? FAILED : DONE;
-    }
-    Py_XDECREF(action);
-    Py_XDECREF(call);
-    Py_XDECREF(result);
-    return outcome == FAILED ? NULL : done_with(self);
-}
-
-static PyTypeObject RowsStepType;
-
-static PyObject *step_once(Stepper *self, PyObject *number);
 
 static int
 stepper_traverse(Stepper *self, visitproc visit, void *arg)
@@ -1998,14 +1954,12 @@ stepper_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return PyErr_Format(PyExc_TypeError, "a stepper has words, and a list of calls");
     }
     self->slots = PyList_GET_SIZE(self->calls);
-    int is_whole = self->reference && self->rest && self->fail && self->write_payload && self->decode && self->packer;
-    if (type == &RowsStepType) {
-        is_whole = is_whole && self->note_error && self->finish && self->take_info && self->told;
-    }
-    if (!is_whole) {
+#define IS_MISSING(word) || self->word == NULL
+    if (0 STEPPER(IS_MISSING)) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_TypeError, "something that a stepper is made of is missing");
     }
+    self->verbatim = self->is_verbatim == Py_True && self->slots == 1;
     for (int side = 0; side < 2; side++) {
         if (take_side(&self->sides[side], PyTuple_GET_ITEM(sides, side), self->slots) < 0) {
             Py_DECREF(self);
@@ -2025,31 +1979,18 @@ stepper_call(Stepper *self, PyObject *args, PyObject *kwargs)
     return step_once(self, number);
 }
 
-#define STEPPER_TYPE(type, title, text)                                                                                \
-    static PyTypeObject type = {                                                                                       \
-        PyVarObject_HEAD_INIT(NULL, 0)                                                                                 \
-        .tp_name = "multienv._native." title,                                                                          \
-        .tp_doc = PyDoc_STR(text),                                                                                     \
-        .tp_basicsize = sizeof(Stepper),                                                                               \
-        .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,                                                           \
-        .tp_new = stepper_new,                                                                                         \
-        .tp_traverse = (traverseproc)stepper_traverse,                                                                 \
-        .tp_clear = (inquiry)stepper_clear,                                                                            \
-        .tp_dealloc = (destructor)stepper_dealloc,                                                                     \
-        .tp_call = (ternaryfunc)stepper_call,                                                                          \
-    };
-STEPPER_TYPE(RowsStepType, "RowsStep", "Executes a request; steps several envs. See worker/rows.py.")
-STEPPER_TYPE(ExactStepType, "ExactStep", "Executes a request; steps one env. See worker/exact.py.")
-
-static PyObject *
-step_once(Stepper *self, PyObject *number)
-{
-    long long request = PyLong_AsLongLong(number);
-    if (request == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    return Py_IS_TYPE(self, &RowsStepType) ? step_rows(self, number, request) : step_exactly(self, number, request);
-}
+static PyTypeObject StepType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "multienv._native.Step",
+    .tp_doc = PyDoc_STR("Executes a request; see worker/stepper.py."),
+    .tp_basicsize = sizeof(Stepper),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = stepper_new,
+    .tp_traverse = (traverseproc)stepper_traverse,
+    .tp_clear = (inquiry)stepper_clear,
+    .tp_dealloc = (destructor)stepper_dealloc,
+    .tp_call = (ternaryfunc)stepper_call,
+};
 
 PyDoc_STRVAR(serve_doc, "serve(words, handle, last, untimed, seconds, forks, wake)\n--\n\n\
 Execute steps as they come, until another request than a step comes, or a step that is to be timed, or none within so\n\
@@ -2068,7 +2009,7 @@ serve(PyObject *module, PyObject *args)
     if (learn_names() < 0) {
         return NULL;
     }
-    int serves = Py_IS_TYPE(handle, &RowsStepType) || Py_IS_TYPE(handle, &ExactStepType);
+    int serves = Py_IS_TYPE(handle, &StepType);
     while (differs(words, REQUEST, last, seconds) && serves) {
         int64_t request = atomic_load(&words->words[REQUEST]);
         unsigned char *bank = ((Stepper *)handle)->sides[request & 1].bank.buf;
@@ -2224,7 +2165,7 @@ PyInit__native(void)
     CONSTANTS(INTERN_NAME)
     PyObject *module = PyModule_Create(&definition);
     PyTypeObject *types[] = {&WordsType, &PartsType, &IntegersType, &ReaderType, &RowsReaderType,
-                             &RowsStepType, &ExactStepType};
+                             &StepType};
     for (size_t each = 0; each < sizeof types / sizeof *types; each++) {
         if (module != NULL && PyModule_AddType(module, types[each]) < 0) {
             Py_CLEAR(module);

@@ -110,6 +110,13 @@ def payload_of(segment: Segment, number: int) -> ReplyPayload:
     return ReplyPayload(payload[LENGTH.size : middle], payload[middle:end], payload[end:])
 
 
+def verbatim_of(irregular: bytes) -> tuple[Any, Any, bool, bool]:
+    """Return observation, reward and flags of a single env that do not fit the bank."""
+    (packed,) = pickle.loads(irregular)
+    told: tuple[Any, Any, bool, bool] = pickle.loads(packed)
+    return told
+
+
 class ExactCodec:
     """Reads the replies of one env exactly as it gave them.
 
@@ -173,7 +180,7 @@ class ExactCodec:
     def observation(self, segment: Segment, number: int, irregular: bytes) -> Any:
         """Return the observation in the reply to ``number``, whose irregular part is given where it is irregular."""
         if irregular:
-            return pickle.loads(irregular)[0]
+            return verbatim_of(irregular)[0]
         if self._observations is None:
             return None
         bank = segment.banks[number & 1]
@@ -183,8 +190,7 @@ class ExactCodec:
         """Return observation, reward, terminated and truncated of any reply."""
         bank = segment.banks[number & 1]
         if bank.view[3] & IRREGULAR:
-            observation, reward, terminated, truncated = pickle.loads(irregular)
-            return observation, reward, terminated, truncated
+            return verbatim_of(irregular)
         reward = _reward_of(bank.view[4], bank.rewards[0].item())
         return (
             self.observation(segment, number, b""),

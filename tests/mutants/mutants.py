@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "With NEXT_STEP autoreset a batch resets one step early.",
         1,
-        "worker/rows.py",
+        "worker/stepper.py",
         'if self._group.autoreset != "SAME_STEP":',
         'if self._group.autoreset == "DISABLED":',
         ("tests/contract/test_vector_env.py",),
@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant(
         "With SAME_STEP autoreset a batch loses the final observation.",
         1,
-        "worker/rows.py",
+        "worker/stepper.py",
         'return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}',
         'return observation, {"final_info": final_info, **(info or {})}',
         ("tests/contract/test_vector_env.py",),
@@ -699,7 +699,7 @@ MUTANTS = [
     Mutant(
         "In a batch the env that is stepped is not marked.",
         6,
-        "worker/rows.py",
+        "worker/stepper.py",
         "                    words[SLOT] = mark\n",
         "",
     ),
