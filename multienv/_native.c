@@ -1699,29 +1699,27 @@ begin_beside(Stepper *self, Beside *beside)
     return beside->infos == NULL || beside->failures == NULL ? -1 : 0;
 }
 
-/* The actions of all slots; new reference. */
+/* The actions of all slots, or the action of the only env; new reference. */
 static PyObject *
 actions_of(Stepper *self, PyObject *number, const unsigned char *bank)
 {
-    PyObject *decoded;
-    if (self->verbatim && bank[1] == INT) {
+    if (bank[1] == INT) {
         int64_t value;
         memcpy(&value, bank + HEAD, sizeof value);
-        decoded = PyLong_FromLongLong(value);
+        return PyLong_FromLongLong(value);
     }
-    else {
-        PyObject *tag = PyLong_FromLong(bank[1]);
-        decoded = tag == NULL ? NULL : PyObject_CallFunctionObjArgs(self->decode, number, tag, NULL);
-        Py_XDECREF(tag);
-    }
-    return decoded != NULL && self->verbatim ? Py_BuildValue("(N)", decoded) : decoded;
+    PyObject *tag = PyLong_FromLong(bank[1]);
+    PyObject *decoded = tag == NULL ? NULL : PyObject_CallFunctionObjArgs(self->decode, number, tag, NULL);
+    Py_XDECREF(tag);
+    return decoded;
 }
 
 /* Steps an env; new reference to its info. */
 static PyObject *
 step_slot(Stepper *self, Side *side, Py_ssize_t slot, PyObject *actions)
 {
-    PyObject *call = PySequence_GetItem(self->calls, slot), *action = PySequence_GetItem(actions, slot), *info = NULL;
+    PyObject *call = PySequence_GetItem(self->calls, slot), *info = NULL;
+    PyObject *action = self->verbatim ? Py_NewRef(actions) : PySequence_GetItem(actions, slot);
     PyObject *result = call == NULL || action == NULL ? NULL : PyObject_CallOneArg(call, action);
     Outcome outcome = result == NULL ? FAILED : write_row(self, side, slot, result);
     if (outcome == DONE) {

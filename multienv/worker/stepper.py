@@ -66,7 +66,8 @@ class Stepper:
         Args:
             otherwise: Executes a request that is not a step.
         """
-        segment, group, rest, finish = self._segment, self._group, self._rest, self._finish
+        segment, group, rest, finish, decode = self._segment, self._group, self._rest, self._finish, self._decode
+        asked_space, is_array = self._asked_space, self._is_array
         words, calls, ndarray, tags, exact = segment.words, group.calls, np.ndarray, _PLAIN_REWARDS, group.exact
         slots, marks = range(group.slots), range(1, group.slots + 1)
         targets: list[tuple[Any, ...]] = [
@@ -84,8 +85,14 @@ class Stepper:
             failures: Failures = {}
             side.clear_flags()
             try:
-                asked = self._calls_without(side) if view[1] & SKIPPED else calls
-                actions = self._actions(number, view[1], side)
+                tag = view[1]
+                asked = self._calls_without(side) if tag & SKIPPED else calls
+                if not exact:
+                    actions = decode(number, tag & ~SKIPPED)
+                    if not is_array:
+                        actions = utils.iterate(asked_space, actions)
+                else:  # an action that is skipped is not even unpickled: it may be what ends each process
+                    actions = (None if tag & SKIPPED else decode(number, tag),)
                 for slot, mark, call, action, cell in zip(slots, marks, asked, actions, cells, strict=True):
                     words[SLOT] = mark
                     try:
@@ -126,7 +133,7 @@ class Stepper:
             words[BUSY] = 0
             return None
 
-        if native is None or is_loose or not (exact or self._is_array):
+        if native is None or is_loose or not (exact or is_array):
             return handle
         return native.Step(  # type: ignore[no-any-return]
             reference=handle,
@@ -139,7 +146,7 @@ class Stepper:
             told=told,
             words=words,
             calls=calls,
-            decode=self._decode,
+            decode=decode,
             packer=self._packer,
             is_verbatim=exact,
             sides=tuple(
@@ -169,13 +176,6 @@ class Stepper:
                     raise
                 self._note_failure(side, slot, failure_of(error), failures)
         self._finish(number, side, infos, failures)
-
-    def _actions(self, number: int, tag: int, side: _Side) -> Any:
-        """Return an action for each slot."""
-        if self._group.exact:  # the action may be what ends each process: it is not even unpickled where it is skipped
-            return (None if tag & SKIPPED else self._decode(number, tag),)
-        actions = self._decode(number, tag & ~SKIPPED)
-        return actions if self._is_array else utils.iterate(self._asked_space, actions)
 
     def _begin(self, side: _Side, slot: int, observation: Any, info: Any, infos: Infos) -> None:
         """Write what a reset returned."""
