@@ -9,10 +9,10 @@ An *endless* round lets each member go at its own pace: it is asked again whenev
 taken as they come. ``stream.py`` has what is made of it.
 
 **Ctrl-C.** A round that was broken off before all its requests were published was never made: the next call takes it
-back from those that were asked, whose processes count as lost. One that was sent stays ``FanOut.unfinished`` until its owner has handed the
-outcome to the caller; an endless round always. The supervisors keep the answers. So :meth:`FanOut.collect` and
-:meth:`FanOut.take` wait for what was not answered and take what was not taken; they may be broken off and called again
-any number of times.
+back from those that were asked, whose processes count as lost. One that was sent stays ``FanOut.unfinished`` until its
+owner has handed the outcome to the caller; an endless round always. The supervisors keep the answers. So
+:meth:`FanOut.collect` and :meth:`FanOut.take` wait for what was not answered and take what was not taken; they may be
+broken off and called again any number of times.
 """
 
 from __future__ import annotations

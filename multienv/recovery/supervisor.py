@@ -13,6 +13,7 @@ saw them last.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -999,7 +1000,7 @@ class Supervisor:
         """Make what reads replies."""
         build = position.build
         if isinstance(codec, ExactCodec):
-            return ExactAnswers(codec, position, self._error_of, self.record.truncation, self._show_spaces)
+            return ExactAnswers(codec, position, self._error_of, self.record.truncation, self._set_spaces)
         return RowsAnswers(
             codec,
             position,
@@ -1009,10 +1010,16 @@ class Supervisor:
             truncates=build.truncates_errors,
         )
 
-    def _show_spaces(self, spaces: tuple[Any, Any]) -> None:
-        show = self.on_spaces()
+    def _set_spaces(self, spaces: bytes) -> None:
+        """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
+        codec, show = self.codec, self.on_spaces()
+        assert isinstance(codec, ExactCodec)
+        self.position.spaces, codec.checks_actions = spaces, not spaces
+        shown = codec.space, codec.action_space
+        with contextlib.suppress(Illegible):
+            shown = foreign(partial(pickle.loads, spaces), Illegible) if spaces else shown
         if show is not None:
-            show(spaces)
+            show(shown)
 
     def adopt(self, channel: Channel, replayed: int = 0) -> None:
         """Make a process the worker's, in which so many requests were replayed."""
@@ -1053,7 +1060,7 @@ class Supervisor:
         self.adopt(channel)
         self.position.show(channel.segment, position["shown"])
         if self.position.spaces != spaces:
-            self.answers.show_spaces()
+            self._set_spaces(self.position.spaces)
         self.stand(state)
 
     def drop(self) -> None:
@@ -1232,7 +1239,7 @@ class Supervisor:
             raise self._error_to_raise(instruction) from None
 
     def is_published(self) -> bool:
-        """Tell whether the pending request, if there is one, lies where the process finds it, or waits for a process."""
+        """Tell whether there is a pending request, and the process finds it, or none is there that could."""
         with self.lock:
             if self.state.request is None or self.state.process is not Process.READY:
                 return self.state.request is not None

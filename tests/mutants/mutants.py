@@ -134,7 +134,7 @@ MUTANTS = [
         "After a step of a rollout that shows nothing the next one shows what was there before.",
         3,
         "recovery/rollouts.py",
-        'position.show(aside, {**position.shown(aside), "seen": number})',
+        'scratch.show(aside, {**scratch.shown(aside), "seen": number})',
         "pass",
         ("tests/faults/test_rollouts_and_kills.py", "tests/contract/test_rollouts.py"),
     ),
