@@ -97,7 +97,7 @@ class Position:
         return {"seen": self.seen, "loose": loose, "bank": rows}
 
     def show(self, segment: Segment, shown: Mapping[str, Any]) -> None:
-        """Let the caller have seen what :meth:`shown` returned; its rows are put into the bank of ``segment``."""
+        """Note that the caller has seen what :meth:`shown` returned; its rows are put into a bank of ``segment``."""
         self.seen = shown["seen"]
         self.loose = (self.seen, shown["loose"]) if self.build.exact else list(shown["loose"])
         bank = segment.banks[self.seen & 1]

@@ -395,7 +395,7 @@ class Recoverer:
         return None if found is None else found.channel
 
     def _follow(self, channel: Channel, number: int, plan: Plan, effort: Effort) -> Found | None:
-        """Have a woken snapshot execute what came after it; ``None``: it is otherwise. Raises ``Gone``."""
+        """Replay in a woken snapshot what came after it; ``None``: what comes out differs. Raises ``Gone``."""
         assert self.codec is not None
         effort.attempts += 1
         until, limit = effort.until, time.monotonic() + _UP_WITHIN

@@ -160,7 +160,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def abandon_all(workers: Iterable[Supervisor]) -> None:
-    """Let go of workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
+    """Release workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
     let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
 
 
@@ -755,7 +755,7 @@ class Supervisor:
     }
 
     def _commit_error(self, instruction: Instruction) -> None:
-        """Have the error of a loss be the answer."""
+        """Commit the error of a loss as the answer."""
         error = self._error_to_raise(instruction)
         if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
             self.give_up()  # a reset may end every process in which the env is as it was
@@ -1045,14 +1045,14 @@ class Supervisor:
             old.release()
 
     def prefer(self, core: int | None, *, sharing: int) -> None:
-        """Have the worker, and each process after it, run on this core while steps are short."""
+        """Bind the worker, and each process after it, to this core while steps are short."""
         self.core, self._sharing = core, sharing
         channel = self.channel
         if channel is not None:
             channel.prefer(core, sharing=sharing)
 
     def move_to(self, position: Mapping[str, Any], state: State, channel: Channel) -> None:
-        """Stand at another position, as :meth:`Position.dump` returned it; the envs in this process do."""
+        """Take over a process whose envs stand at another position, as :meth:`Position.dump` returned it."""
         spaces = self.position.spaces
         self.position.load(position)
         self.maintenance.moved()
@@ -1192,7 +1192,7 @@ class Supervisor:
             return self._checkpoints.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Have the envs as they were when this snapshot of them was taken."""
+        """Bring the envs back to where they were when this snapshot was taken."""
         with self.lock:
             self._refuse_if_unusable("restore")
             self._checkpoints.restore(snapshot)
@@ -1211,7 +1211,7 @@ class Supervisor:
             self._checkpoints.load_state_dict(state)
 
     def ask_between(self, message: Message, limit: float) -> Any:
-        """Have the process answer a request of ours between two of the caller's; a loss meanwhile is healed first."""
+        """Return the answer to a request of ours between two of the caller's; a loss meanwhile is healed first."""
         while True:
             if self.state.process is Process.LOST:
                 self._bring_back()
@@ -1246,7 +1246,7 @@ class Supervisor:
             return bool(self.segment.words[REQUEST] == self.position.number + 1)
 
     def take_back(self) -> None:
-        """Have the pending request not made: an exception struck before all of it was sent. Again does nothing."""
+        """Undo the pending request: an exception struck before all of it was sent. Again does nothing."""
         with self.lock:
             if self.state.request is not None:
                 sometimes("a request is taken back")
@@ -1255,11 +1255,11 @@ class Supervisor:
                 self._happen(Interrupted())
 
     def note_closed(self) -> None:
-        """Be closed from now on."""
+        """Note that the worker is closed: it refuses all calls from now on."""
         self._happen(Closed())
 
     def stand(self, state: State) -> None:
-        """Have a state that was left earlier."""
+        """Go back to a state that was left for a while."""
         self.state = interned(state)
 
     # --- wrong calls ------------------------------------------------------------------------------
@@ -1360,7 +1360,7 @@ class Supervisor:
         return cut_short(channel.envs, limit) if is_cut else ""
 
     def abandon(self) -> Channel | None:
-        """Let go without waiting; return the channel to the process, if there is one, for ``let_go()``."""
+        """Release all without waiting; return the channel to the process, if there is one, for ``let_go()``."""
         self._closed = True
         channel, self.channel = self.channel, None
         self._release()
@@ -1371,7 +1371,7 @@ class Supervisor:
             self._release()
 
     def _release(self) -> None:
-        """Let go of the process, of snapshots, and of what keeps memory mapped."""
+        """Release the process, snapshots, and what keeps memory mapped."""
         self.note_closed()
         self._checkpoints.free_all()
         self.record.reports.drop()

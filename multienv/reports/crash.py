@@ -134,7 +134,7 @@ class CrashReports:
         self.path, self._case = "", None
 
     def close(self, recovery: Recovery) -> None:
-        """Have the report written: at once if an error or a truncation names it, else soon, by another thread."""
+        """Give the report to be written: at once if an error or a truncation names it, else soon, by another thread."""
         self.last, case, self.path, self._case = self.path, self._case, "", None
         if case is None:
             return

@@ -179,7 +179,7 @@ def is_full(size: int) -> bool:
 
 
 def submit(path: Path, compose: Compose, size: int, *, wait: bool) -> None:
-    """Have a report written: now, waiting for it, or soon."""
+    """Give a report to be written: now, waiting for it, or soon."""
     writing = Writing(path, compose, size, 0.0 if wait else DELAY)
     try:
         writing.start()

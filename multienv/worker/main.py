@@ -306,7 +306,7 @@ def _take_signals() -> None:
 
 
 def _take_up(ends: Ends) -> Segment:
-    """Have stacks written where the monitor reads them, and map the segment."""
+    """Open the file where stacks are written for the monitor, and map the segment."""
     faulthandler.enable(ends.stack, all_threads=True)
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True, chain=False)
@@ -383,7 +383,7 @@ def _take(attributes: Attributes) -> None:
 
 
 def set_title(title: str) -> None:
-    """Have ``ps`` show ``title``: as the name, of which the kernel keeps 15 characters, and as the command line."""
+    """Show ``title`` in ``ps``: as the name, of which the kernel keeps 15 characters, and as the command line."""
     if _libc is None or not title:
         return
     data = title.encode()
