@@ -1058,6 +1058,13 @@ class Supervisor:
         if instruction is not Instruction.NOTHING:
             raise self.lifecycle.error(instruction, self.state) from None
 
+    def is_published(self) -> bool:
+        """Tell whether the pending request, if there is one, lies where the process finds it, or waits for a process."""
+        with self.lock:
+            if self.state.request is None or self.state.process is not Process.READY:
+                return self.state.request is not None
+            return bool(self.segment.words[REQUEST] == self.number + 1)
+
     def take_back(self) -> None:
         """Have the pending request not made: an exception struck before all of it was sent. Again does nothing."""
         with self.lock:
