@@ -2,9 +2,9 @@
 
 **The problem.** Python's own handler of SIGINT raises KeyboardInterrupt between any two instructions of the main
 thread. A training loop that catches it, saves and goes on wants to find its envs as it left them. But the instruction
-that was interrupted may lie between "the request is published" and "the state says so", or in a finalizer, where the interpreter
-prints the exception and drops it. The supervisor survives an exception at any line: it takes the worker for lost and
-recovers its envs, exactly. That is a high price for a key that somebody pressed beside a healthy worker.
+that was interrupted may lie between "the request is published" and "the state says so", or in a finalizer, where the
+interpreter prints the exception and drops it. The supervisor survives an exception at any line: it takes the worker
+for lost and recovers its envs, exactly. That is a high price for a key that somebody pressed beside a healthy worker.
 
 **What does not work.** To write each line so that an exception before or after it does no harm: there is always one
 more line. To block the signal: another thread takes it then, of BLAS for instance, and Python runs the handler in the
@@ -59,7 +59,7 @@ PATIENCE = 5.0
 _AGAIN = 0.002
 
 _PACKAGE = __name__.partition(".")[0] + "."
-# Rooms that run code of the user's in this process, or are programs that use the library.
+# Rooms that count as code of the user's: one hosts the envs, the others are programs that use the library.
 _OF_USER = tuple(_PACKAGE + room for room in ("worker", "cli", "testing"))
 _interruptible: set[CodeType] = set()
 _running_user_code: set[CodeType] = set()
@@ -158,10 +158,8 @@ def may_raise(frame: FrameType | None) -> bool:
             return False
         if code in _interruptible or (code in _running_user_code and frame is not innermost):
             is_decided = True
-        elif not is_decided and module.startswith(_PACKAGE):
-            if not module.startswith(_OF_USER):
-                return False
-            is_decided = True
+        elif not is_decided and module.startswith(_PACKAGE) and not module.startswith(_OF_USER):
+            return False
         frame = frame.f_back
     return True
 
