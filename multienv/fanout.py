@@ -8,9 +8,10 @@ one worker is waited for all others are watched, so that such a thread begins wh
 An *endless* round lets each member go at its own pace: it is asked again whenever it has answered, and answers are
 taken as they come. ``stream.py`` has what is made of it.
 
-**Ctrl-C.** A round that was broken off before all its requests were published was never made: the next call takes it
-back from those that were asked, whose processes count as lost. One that was sent stays ``FanOut.unfinished`` until its
-owner has handed the outcome to the caller; an endless round always. The supervisors keep the answers. So
+**Ctrl-C.** KeyboardInterrupt is raised only where it does no harm: see ``interrupts.py``. Other signal handlers may
+raise anywhere. A round that was broken off before all its requests were published was never made: the next call takes
+it back from those that were asked, whose processes count as lost. One that was sent stays ``FanOut.unfinished`` until
+its owner has handed the outcome to the caller; an endless round always. The supervisors keep the answers. So
 :meth:`FanOut.collect` and :meth:`FanOut.take` wait for what was not answered and take what was not taken; they may be
 broken off and called again any number of times.
 """
@@ -25,6 +26,7 @@ from threading import get_ident
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
+from multienv import interrupts
 from multienv.config import check_seconds
 from multienv.cores import Turns
 from multienv.errors import CallPendingError, ClusterError, MultienvError, SystemLimitError, WaitTimeout
@@ -430,8 +432,9 @@ class FanOut:
     def finish(self) -> None:
         """Call the hooks with what happened meanwhile; note in the last line that the outcome is handed over.
 
-        What the caller does between this and its ``return`` must not call anything: an interruption would lose the
-        outcome. One in a hook does not: the next call has it.
+        Ctrl-C that came in the call is raised before that, and the next call has the outcome; so is what a hook raises.
+        What the caller does between this and its ``return`` must not call anything: what another signal handler raises
+        there would lose the outcome.
         """
         if any(self._told):
             current, self._round = self._round, None  # for a hook that uses the envs all the same
@@ -439,6 +442,8 @@ class FanOut:
                 self.call_hooks()
             finally:
                 self._round = current
+        if interrupts.noted is not None:
+            interrupts.raise_noted()
         self._owner.clear()
         self._round = None
 

@@ -17,6 +17,7 @@ from multienv.cluster import frames
 from multienv.cluster.frames import Frame
 from multienv.cluster.relay import TOLD
 from multienv.events import LossCause
+from multienv.interrupts import interruptible, shielded
 from multienv.processes.channel import LONGEST_SLEEP, Channel, Fate, Gone
 from multienv.threads import Bell
 from multienv.wire.actions import PICKLED
@@ -96,6 +97,7 @@ class RelayChannel(Channel):
         self._courier.post((frames.ASK, self.name, number, layout, part, payload))
         self._posted, self._layout = number, segment.layout
 
+    @interruptible
     def wait(self, number: int, until: float | None) -> bool:
         """Sleep until the reply, the end of the process or ``until``."""
         words = self.segment.words
@@ -187,6 +189,7 @@ class RelayChannel(Channel):
     def _lose(self, cause: LossCause = "died", detail: str = "the channel is closed") -> Gone:
         return Gone(cause, pid=self.pid, detail=detail) if self._gone is None else self._gone()
 
+    @interruptible
     def _await(self, is_done: Callable[[], bool], seconds: float) -> bool:
         until = time.monotonic() + seconds
         while not is_done():
@@ -207,6 +210,7 @@ class RelayChannel(Channel):
             self._await(lambda: len(self._stacks) > before or self._gone is not None, _STACK_PATIENCE)
         return self._stacks[-1] if len(self._stacks) > before else ""
 
+    @shielded
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
         """Have the relay kill the process; a host that does not say so in time is left to its silence."""
         if self._gone is None and not self._is_released:

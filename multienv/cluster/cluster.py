@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import multienv
+from multienv import interrupts
 from multienv.cluster import frames
 from multienv.cluster.courier import UnansweredError
 from multienv.cluster.options import RayOptions
@@ -187,7 +188,7 @@ class Cluster:
             tried.clear()
             if time.monotonic() >= until:
                 break
-            time.sleep(AGAIN)  # Ray tells nobody when a CPU gets free
+            interrupts.sleep(AGAIN)  # Ray tells nobody when a CPU gets free
         seconds = f"{self._options.placement_timeout:g} s"
         if late:
             cause = " Ray's log there tells of its runtime_env." if self._options.runtime_env else ""

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TypeVar
 
 from multienv.events import LossCause
+from multienv.interrupts import interruptible, shielded
 from multienv.processes.channel import (
     FIRST_SLEEP,
     LONGEST_SLEEP,
@@ -66,6 +67,7 @@ _LONGEST_HANDING = 30.0
 live: weakref.WeakSet[ProcessChannel] = weakref.WeakSet()
 
 
+@shielded
 def undisturbed(function: Callable[[], T]) -> T:
     """Call a function so that no signal handler interrupts it.
 
@@ -160,6 +162,7 @@ class ProcessChannel(Channel):
                 self._wake_socket.send(wake_bytes(number), NO_SIGNAL | socket.MSG_DONTWAIT)
             self._rung = number
 
+    @interruptible
     def wait(self, number: int, until: float | None) -> bool:
         """Poll for the reply, then sleep until the reply, the end of the process or ``until``."""
         words = self.segment.words
@@ -287,6 +290,7 @@ class ProcessChannel(Channel):
             detail=detail,
         )
 
+    @shielded
     def kill(self, *, cause: LossCause = "died", stack: bool = False, detail: str = "") -> Gone:
         """Have the monitor kill the process, which counts as dead even if an uninterruptible system call delays it."""
         if self._gone is None and not self._is_released:
@@ -386,6 +390,7 @@ class ProcessChannel(Channel):
             self.release()
 
 
+@interruptible
 def readable(descriptors: Sequence[int], seconds: float) -> bool:
     """Wait up to ``seconds`` until one of these descriptors is readable or has ended; tell whether one is."""
     poller = select.poll()  # a new one: two threads cannot share one, nor a thread and its signal handler

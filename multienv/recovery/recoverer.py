@@ -17,6 +17,7 @@ from functools import cache, partial
 from itertools import count
 from typing import Any, Protocol
 
+from multienv import interrupts
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import NoCapacityError, ResultNotPicklableError
 from multienv.processes.channel import Channel, Fate, Gone
@@ -342,7 +343,7 @@ class Recoverer:
             sometimes("a restart waits for its turn")
             if time.monotonic() >= effort.tell_at:
                 self._say(effort, "waiting before the next restart (RestartPolicy.backoff)")
-            time.sleep(_LOOK)
+            interrupts.sleep(_LOOK)
         if self._closed:
             raise Unrecoverable("it was closed")
 
@@ -510,7 +511,7 @@ class Recoverer:
             self._check_time(effort)
             if time.monotonic() >= effort.tell_at:
                 self._say(effort, "waiting while other workers build their envs (starts_at_once)")
-            time.sleep(_LOOK)
+            interrupts.sleep(_LOOK)
         try:
             return self._restart(build, effort, lost)
         finally:

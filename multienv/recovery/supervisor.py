@@ -29,6 +29,7 @@ from typing import Any
 
 from gymnasium.error import NoAsyncCallError
 
+from multienv import interrupts
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
     ClosedError,
@@ -277,6 +278,8 @@ class Supervisor:
         with self.lock:
             self._refuse_if_unusable("start")
             if self.state.process is Process.NONE and self.description is None:
+                interrupts.users.add(self)
+                interrupts.take_over()
                 self._launch()
 
     def initialize(self, timeout: float | None = None) -> Description:
@@ -1109,6 +1112,7 @@ class Supervisor:
             self._recycle(channel, resetting=resetting)
         maintenance.is_due = False
 
+    @interrupts.shielded
     def _recycle(self, channel: Channel, *, resetting: bool) -> None:
         """Replace the process between two requests: with new envs between two episodes, else if they can be replayed.
 
@@ -1210,6 +1214,7 @@ class Supervisor:
             self._refuse_if_unusable("load_state_dict")
             self._checkpoints.load_state_dict(state)
 
+    @interrupts.shielded
     def ask_between(self, message: Message, limit: float) -> Any:
         """Return the answer to a request of ours between two of the caller's; a loss meanwhile is healed first."""
         while True:
@@ -1244,6 +1249,13 @@ class Supervisor:
             if self.state.request is None or self.state.process is not Process.READY:
                 return self.state.request is not None
             return bool(self.segment.words[REQUEST] == self.position.number + 1)
+
+    def is_published(self) -> bool:
+        """Tell whether there is a pending request, and it lies where the process finds it or waits for a process."""
+        with self.lock:
+            if self.state.request is None or self.state.process is not Process.READY:
+                return self.state.request is not None
+            return bool(self.segment.words[REQUEST] == self.number + 1)
 
     def take_back(self) -> None:
         """Undo the pending request: an exception struck before all of it was sent. Again does nothing."""
@@ -1373,6 +1385,8 @@ class Supervisor:
     def _release(self) -> None:
         """Release the process, snapshots, and what keeps memory mapped."""
         self.note_closed()
+        interrupts.users.discard(self)
+        interrupts.put_back()
         self._checkpoints.free_all()
         self.record.reports.drop()
         channel, self.seeds = self.channel, None
