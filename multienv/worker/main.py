@@ -48,9 +48,6 @@ from multienv.worker.snapshots import Snapshots, Woken
 
 # Sent to a worker that hangs: faulthandler then writes the stacks of all threads, also while C code runs.
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
-# The same for a process that looks on: `multienv top` reads the stacks where nothing else writes, behind the segment's
-# memory, so the trainer's monitor does not take them for those of a crash.
-LOOK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 # The exit code of a worker whose own loop failed, which is a defect of multienv.
 LOOP_FAILED = 70
 
@@ -287,8 +284,6 @@ def _take_up(ends: Ends) -> Segment:
     faulthandler.enable(ends.stack, all_threads=True)
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True, chain=False)
-    if LOOK_SIGNAL is not None:
-        faulthandler.register(LOOK_SIGNAL, file=ends.memory, all_threads=True, chain=False)
     segment = Segment(ends.memory)
     segment.words[PID] = os.getpid()
     return segment
