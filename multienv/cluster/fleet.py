@@ -166,14 +166,7 @@ class Fleet:
     def courier(self, seat: Seat) -> Courier:
         """Return a courier that has a host made for this seat."""
         self.refuse_if_lost()
-        options = self.options
-        return Courier(
-            seat.connect,
-            self.trouble,
-            suspect_after=options.suspect_after,
-            rounds=options.rounds_in_flight,
-            most_bytes=options.bytes_in_flight,
-        )
+        return Courier(seat.connect, self.trouble, suspect_after=self.options.suspect_after)
 
     def pick(self, seat: Seat, nodes: Sequence[Node], tried: Collection[str]) -> Node | None:
         """Choose the node for the next host of a seat; ``None``: none has so many CPUs free."""

@@ -1244,18 +1244,11 @@ class Supervisor:
             raise self._error_to_raise(instruction) from None
 
     def is_published(self) -> bool:
-        """Tell whether there is a pending request, and the process finds it, or none is there that could."""
-        with self.lock:
-            if self.state.request is None or self.state.process is not Process.READY:
-                return self.state.request is not None
-            return bool(self.segment.words[REQUEST] == self.position.number + 1)
-
-    def is_published(self) -> bool:
         """Tell whether there is a pending request, and it lies where the process finds it or waits for a process."""
         with self.lock:
             if self.state.request is None or self.state.process is not Process.READY:
                 return self.state.request is not None
-            return bool(self.segment.words[REQUEST] == self.number + 1)
+            return bool(self.segment.words[REQUEST] == self.position.number + 1)
 
     def take_back(self) -> None:
         """Undo the pending request: an exception struck before all of it was sent. Again does nothing."""

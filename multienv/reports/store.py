@@ -30,7 +30,7 @@ DELAY = 0.02
 PATIENCE = 5.0
 # Journals that wait to be written take no more memory than this.
 WAITING_BYTES = 64 * 2**20
-_NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|pickle|npz|part)")
+_NAME = re.compile(r"(\d{8}-\d{6}-\d{6}-\d+-\d+)(?:-env\d+)?\.(?:json|pickle|part)")
 
 Compose = Callable[[], tuple[Any, bytes]]
 

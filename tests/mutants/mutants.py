@@ -639,7 +639,7 @@ MUTANTS = [
         "A worker that sleeps is not woken by a request.",
         5,
         "processes/worker_process.py",
-        "self._wake_socket.send(wake_bytes(number), NO_SIGNAL | socket.MSG_DONTWAIT)",
+        'self._wake_socket.send(b"s", NO_SIGNAL | socket.MSG_DONTWAIT)',
         "pass",
     ),
     Mutant(
