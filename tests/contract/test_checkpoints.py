@@ -16,10 +16,8 @@ import pytest
 
 from kit import CounterEnv, GlobalRandomEnv, NondeterministicEnv, StickyStateEnv, Transition, first_difference
 from kit.trainer_process import run
-from multienv import MultiEnv, RestartPolicy, SerialEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
+from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import (
-    CallPendingError,
-    ClosedError,
     EnvsFailedError,
     NotRestoredError,
     ResetNeededError,
@@ -135,29 +133,6 @@ def test_a_damaged_one_is_refused() -> None:
                 env.load_state_dict(one)
         assert env.statistics().pid == pid
         env.load_state_dict({name: state[name] for name in reversed(state)})
-
-
-def test_wrong_calls() -> None:
-    with SubprocessEnv(CounterEnv) as env:
-        env.reset(seed=0)
-        good = env.state_dict()
-        for bad in (None, {}, {"version": 0}, [good]):
-            with pytest.raises(UsageError, match="state_dict"):
-                env.load_state_dict(bad)  # type: ignore[arg-type]
-        env.step_async(1)
-        for call in (env.state_dict, partial(env.load_state_dict, good)):
-            with pytest.raises(CallPendingError):
-                call()
-        assert env.step_wait()[0][0] == 1
-    for call in (env.state_dict, partial(env.load_state_dict, good)):
-        with pytest.raises(ClosedError):
-            call()
-    with SerialEnv(CounterEnv) as env, pytest.raises(UsageError, match="does not replay"):
-        env.load_state_dict(good)
-    with SubprocessEnv(CounterEnv, restart=RestartPolicy(on_crash="raise", on_timeout="truncate")) as env:
-        env.reset(seed=0)
-        with pytest.raises(UsageError, match="journal_limit"):
-            env.state_dict()
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])

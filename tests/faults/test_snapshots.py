@@ -23,7 +23,7 @@ import pytest
 from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
 from kit.trainer_process import becomes_true
-from multienv import RestartPolicy, SerialEnv, SubprocessEnv, SubprocessVectorEnv
+from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ClosedError, UsageError
 from multienv.events import Event, Recovery
 from multienv.processes.launcher import Launch
@@ -376,7 +376,3 @@ def test_wrong_calls() -> None:
         with pytest.raises(UsageError, match="pending"):
             env.restore(token)
         assert env.step_wait()[0][0] == 1
-    with SerialEnv(ENDLESS) as env:  # in the trainer's own process
-        env.reset(seed=0)
-        with pytest.raises(UsageError, match="forked"):
-            env.snapshot()
