@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -175,3 +176,34 @@ def return_a_lock_as_metadata() -> gymnasium.Env[Any, Any]:
 
 def numbered(index: int) -> CounterEnv:
     return CounterEnv(horizon=10 + index)
+
+
+class Port(CounterEnv):
+    """Holds a port while it lives, and leaks."""
+
+    def __init__(self, port: int, horizon: int) -> None:
+        super().__init__(horizon=horizon, count_episodes=False)
+        self.socket = socket.create_server(("127.0.0.1", port))
+        self.leak: list[bytearray] = []
+
+    def step(self, action: Any) -> Any:
+        self.leak.append(bytearray(2**20))
+        return super().step(action)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class RememberingPort(Port):
+    """Shows how many steps it has taken since it was built."""
+
+    def __init__(self, port: int, horizon: int) -> None:
+        super().__init__(port, horizon)
+        self.steps_ever = 0
+
+    def step(self, action: Any) -> Any:
+        self.steps_ever += 1
+        return CounterEnv.step(self, action)
+
+    def _next_draw(self) -> float:
+        return super()._next_draw() + self.steps_ever

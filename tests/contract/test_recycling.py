@@ -9,13 +9,16 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from contract_envs import Port, RememberingPort
+from manager_envs import GatedEnv, open_up
 
-from kit import CounterEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
 from kit.process_table import is_alive
 from kit.trainer_process import becomes_true
 from multienv import (
@@ -108,22 +111,12 @@ def test_a_batch_with_one_env_in_each_process_is_recycled_by_episodes(mode: str)
 # --- a fresh process at the end of an episode ---------------------------------------------------
 
 
-class FailsAtSecondReset(CounterEnv):
-    """Ends its process at its second reset, or hangs there."""
-
-    def __init__(self, hangs: bool = False) -> None:
-        super().__init__(horizon=4, count_episodes=False)
-        self.hangs, self.resets = hangs, 0
-
-    def reset(self, **options: Any) -> Any:
-        self.resets += 1
-        if self.resets == 2:
-            time.sleep(60.0) if self.hangs else os._exit(3)
-        return super().reset(**options)
-
-
-def calm() -> CounterEnv:
-    return CounterEnv(horizon=4, count_episodes=False)
+calm = partial(CounterEnv, horizon=4, count_episodes=False)
+# Ends its process at its second reset, or hangs there.
+ends_at_reset, hangs_at_reset = (
+    partial(FaultyEnv, fault=Fault(manner, "reset", at=2), horizon=4, count_episodes=False)
+    for manner in ("exit", "hang")
+)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +134,7 @@ def test_an_env_whose_reset_ends_its_process_loses_one_step_and_goes_on_in_a_new
     mode: str, envs_per_worker: int, hangs: bool
 ) -> None:
     """Whatever brings it back has the past that makes the reset fail: so a process without it is tried."""
-    env_fns = [partial(FailsAtSecondReset, hangs), calm]
+    env_fns = [hangs_at_reset if hangs else ends_at_reset, calm]
     options: dict[str, Any] = {"restart": RestartPolicy(backoff=0.0)}
     options |= {"deadlines": Deadlines(step=0.3)} if hangs else {}
     with SubprocessVectorEnv(env_fns, envs_per_worker=envs_per_worker, autoreset_mode=mode, **options) as envs:
@@ -175,13 +168,13 @@ def test_a_new_process_for_each_episode_of_a_batch_is_bit_for_bit_one_process_fo
     each = RestartPolicy(recycle_after_episodes=1)
     many = partial(SubprocessVectorEnv, envs_per_worker=1, autoreset_mode=mode, restart=each)
     one = partial(gymnasium.vector.SyncVectorEnv, autoreset_mode=gymnasium.vector.AutoresetMode[mode])
-    assert repr(rolled(many, FailsAtSecondReset)) == repr(rolled(one, calm))
+    assert repr(rolled(many, ends_at_reset)) == repr(rolled(one, calm))
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
 def test_a_new_process_for_each_episode_at_own_pace(mode: str) -> None:
     each = RestartPolicy(recycle_after_episodes=1)
-    with SubprocessVectorEnv([FailsAtSecondReset, calm], envs_per_worker=1, autoreset_mode=mode, restart=each) as envs:
+    with SubprocessVectorEnv([ends_at_reset, calm], envs_per_worker=1, autoreset_mode=mode, restart=each) as envs:
         twin = gymnasium.vector.SyncVectorEnv([calm, calm], autoreset_mode=gymnasium.vector.AutoresetMode[mode])
         twin.reset(seed=5)
         envs.reset_async(seed=5)
@@ -196,18 +189,18 @@ def test_a_new_process_for_each_episode_at_own_pace(mode: str) -> None:
 
 def test_a_new_process_for_each_episode_of_single_envs_and_managers() -> None:
     each = RestartPolicy(recycle_after_episodes=1)
-    with SubprocessEnv(FailsAtSecondReset, restart=each) as env:
+    with SubprocessEnv(ends_at_reset, restart=each) as env:
         assert_same_trajectory(rollout(env, num_steps=30, seed=3), undisturbed(calm, num_steps=30, seed=3))
         assert env.statistics().losses == 0
         assert env.statistics().recycled == 30 // 4
     for mode in ("NEXT_STEP", "SAME_STEP"):
-        with MultiEnv(create_subprocess_envs([FailsAtSecondReset] * 2, restart=each), autoreset_mode=mode) as envs:
+        with MultiEnv(create_subprocess_envs([ends_at_reset] * 2, restart=each), autoreset_mode=mode) as envs:
             twin = gymnasium.vector.SyncVectorEnv([calm, calm], autoreset_mode=gymnasium.vector.AutoresetMode[mode])
             assert np.array_equal(envs.reset(seed=5)[0], twin.reset(seed=5)[0])
             for step in range(20):
                 values, expected = envs.step([step % 4, 1]), twin.step(np.array([step % 4, 1]))
                 assert all(np.array_equal(one, other) for one, other in zip(values[:4], expected[:4], strict=True))
-    manager = SyncSubprocessEnvManager([FailsAtSecondReset] * 2, {"episode_num": 3}, restart=each)
+    manager = SyncSubprocessEnvManager([ends_at_reset] * 2, {"episode_num": 3}, restart=each)
     manager.launch()
     while not manager.done:
         manager.step({index: np.int64(1) for index in manager.ready_obs})
@@ -216,22 +209,6 @@ def test_a_new_process_for_each_episode_of_single_envs_and_managers() -> None:
 
 
 # --- old and new cannot live together ---------------------------------------------------------------
-
-
-class Port(CounterEnv):
-    """Holds a port while it lives, and leaks."""
-
-    def __init__(self, port: int, horizon: int) -> None:
-        super().__init__(horizon=horizon, count_episodes=False)
-        self.socket = socket.create_server(("127.0.0.1", port))
-        self.leak: list[bytearray] = []
-
-    def step(self, action: Any) -> Any:
-        self.leak.append(bytearray(2**20))
-        return super().step(action)
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def free_ports(count: int) -> list[int]:
@@ -278,21 +255,6 @@ def test_an_env_that_owns_a_port_is_recycled_once_its_old_process_has_ended(
         assert "is not replaced" in caplog.text
 
 
-class RememberingPort(Port):
-    """Shows how many steps it has taken since it was built."""
-
-    def __init__(self, port: int, horizon: int) -> None:
-        super().__init__(port, horizon)
-        self.steps_ever = 0
-
-    def step(self, action: Any) -> Any:
-        self.steps_ever += 1
-        return CounterEnv.step(self, action)
-
-    def _next_draw(self) -> float:
-        return super()._next_draw() + self.steps_ever
-
-
 def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed() -> None:
     """One that can only be replaced by ending it first, and remembers more than a replay gives back, goes on."""
     events: list[Any] = []
@@ -305,28 +267,17 @@ def test_no_process_is_ended_by_plan_in_an_episode_that_cannot_be_replayed() -> 
     assert not any(isinstance(event, Loss) for event in events)
 
 
-class SlowSecondReset(CounterEnv):
-    """Takes half a second for its second reset."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=4, count_episodes=False)
-        self.resets = 0
-
-    def reset(self, **options: Any) -> Any:
-        self.resets += 1
-        time.sleep(0.5 * (self.resets == 2))
-        return super().reset(**options)
-
-
-def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end() -> None:
+def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end(gate: Path) -> None:
     policy = RestartPolicy(recycle_after_episodes=1000)
-    with SubprocessVectorEnv([SlowSecondReset], autoreset_mode="SAME_STEP", restart=policy) as envs:
+    env_fn = partial(GatedEnv, reset_gate=str(gate), horizon=4, count_episodes=False)
+    with SubprocessVectorEnv([env_fn], autoreset_mode="SAME_STEP", restart=policy) as envs:
         envs.reset(seed=5)
         for _ in range(3):
             envs.step(np.array([1]))
         envs.step_async(np.array([1]))
         with pytest.raises(WaitTimeout):
             envs.step_wait(timeout=0.1)
+        open_up(gate)
         observations, rewards, terminated, _, infos = envs.step_wait()
         assert (observations[0][0], infos["final_obs"][0][0]) == (0, 4)
         assert terminated.tolist() == [True]
@@ -337,7 +288,7 @@ def test_a_reset_that_ends_processes_loses_nothing_between_two_requests_of_same_
     """With any limit of recycling and one env a process: the step that ends the episode is answered before its reset."""
     twin = gymnasium.vector.SyncVectorEnv([calm], autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
     policy = RestartPolicy(recycle_after_episodes=1000, backoff=0.0)
-    with SubprocessVectorEnv([FailsAtSecondReset], autoreset_mode="SAME_STEP", restart=policy) as envs:
+    with SubprocessVectorEnv([ends_at_reset], autoreset_mode="SAME_STEP", restart=policy) as envs:
         assert repr(envs.reset(seed=5)) == repr(twin.reset(seed=5))
         for step in range(20):
             assert repr(envs.step(np.array([step % 4]))) == repr(twin.step(np.array([step % 4]))), step

@@ -7,12 +7,12 @@ import logging
 import math
 import os
 import signal
-import threading
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from invariant_envs import CountsResets, DelayedByPipe, MemoryEnv, with_thread
 
 from kit import CounterEnv
 from kit.monitor import monitor_pid
@@ -30,22 +30,6 @@ from multienv.errors import NotRestoredError
 from multienv.recovery import journal, supervisor
 
 NO_SNAPSHOTS = {"snapshots": False, "backoff": 0.0}
-
-
-class MemoryEnv(CounterEnv):
-    """Counts all its steps, which a reset does not end; from some step on what it draws depends on the count."""
-
-    def __init__(self, shows_after: float = math.inf, horizon: int = 5) -> None:
-        super().__init__(horizon=horizon, count_episodes=False)
-        self.shows_after, self.steps_ever = shows_after, 0
-
-    def step(self, action: Any) -> Any:
-        self.steps_ever += 1
-        return super().step(action)
-
-    def _next_draw(self) -> float:
-        shown = 0.001 * self.steps_ever if self.steps_ever >= self.shows_after else 0.0
-        return super()._next_draw() + shown
 
 
 @pytest.fixture
@@ -205,11 +189,6 @@ def test_replay_that_strays_is_tried_from_the_construction(dear: None, caplog: A
     assert caplog.text.count("carries memory across resets") == 1
 
 
-def with_thread(shows_after: float) -> MemoryEnv:
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-    return MemoryEnv(shows_after)
-
-
 def test_env_that_cannot_be_forked_is_replayed_from_its_construction_while_that_is_affordable() -> None:
     play = Play(partial(with_thread, 1), restart=RestartPolicy(backoff=0.0))
     play.walk(700, kills=range(90, 700, 60)).close()
@@ -222,24 +201,6 @@ def test_loss_of_worker_and_snapshot_is_replayed_or_truncated_and_never_called_e
         play.walk(120, kills=[61], victims=lambda pid: [pid, monitor_pid()]).close()
         assert play.outcomes() == [expected], shows_after
         assert (play.differs is None) == (shows_after == math.inf) or expected == "truncated"
-
-
-class CountsResets(CounterEnv):
-    """Counts its resets, those that raise too, and gives that number as a reward in the end."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=15, count_episodes=False)
-        self.resets = 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.resets += 1
-        if options:
-            raise ValueError("there is no such map")
-        return super().reset(seed=seed)
-
-    def step(self, action: Any) -> Any:
-        observation, reward, ended, *rest = super().step(action)
-        return (observation, float(self.resets) if ended else reward, ended, *rest)
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -279,24 +240,6 @@ def test_replay_that_has_forgotten_an_attribute_is_not_exact_whatever_the_user_s
         play.env.call("poke", 0.0)
     play.walk(40, kills=[33]).close()
     assert play.outcomes() == ["replayed"]
-
-
-class DelayedByPipe(MemoryEnv):
-    """Keeps its last observations in a pipe."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = os.pipe()
-        os.write(self.ends[1], bytes(3))
-
-    def step(self, action: Any) -> Any:
-        os.write(self.ends[1], bytes([int(action)]))
-        observation, _, *rest = super().step(action)
-        return (observation, float(os.read(self.ends[0], 1)[0]), *rest)
-
-    def close(self) -> None:
-        for end in self.ends:
-            os.close(end)
 
 
 def test_env_that_keeps_something_in_a_pipe_is_not_forked() -> None:

@@ -7,7 +7,6 @@ Each test makes exactness impossible, and then wants the truncation; or leaves i
 from __future__ import annotations
 
 import os
-import random
 import signal
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faces import AND_ASYNC, KINDS, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
+from invariant_envs import FileEnv, HiddenGoalEnv, WideEnv
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive
 from kit.trainer_process import becomes_true
@@ -24,43 +24,6 @@ from multienv.errors import WorkerLostError
 from multienv.recovery import supervisor
 
 STAY = np.zeros(3, np.int64)
-
-
-class FileEnv(CounterEnv):
-    """Adds to a file with each step, and shows how long it is: a replay writes again what has been written."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(horizon=None)
-        self.path = path
-
-    def step(self, action: Any) -> Any:
-        with Path(self.path).open("ab") as file:
-            file.write(b".")
-        return super().step(action)
-
-    def _next_draw(self) -> float:
-        return super()._next_draw() + (Path(self.path).stat().st_size if Path(self.path).exists() else 0)
-
-
-class WideEnv(NondeterministicEnv):
-    """Observes float64 where its space says float32: of a single env that travels as a payload."""
-
-    def _observe(self) -> Any:
-        return super()._observe().astype(np.float64)
-
-
-class HiddenGoalEnv(CounterEnv):
-    """Draws in ``reset()``, from a generator that all envs of the process share, what its last reward alone shows."""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        if seed is not None:
-            random.seed(seed)
-        self.goal = random.random()
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> Any:
-        observation, _, terminated, truncated, info = super().step(action)
-        return observation, self.goal if terminated else 0.0, terminated, truncated, info
 
 
 def unrepeatable(what: str, directory: Path) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from invariant_envs import HangsInLongReplays, HangsWhenToldAgain, Leaking
 
-from kit import CounterEnv, SlowEnv
+from kit import CounterEnv, NondeterministicEnv, SlowEnv
 from multienv import Deadlines, Recovery, Recycled, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.recovery import supervisor
 
@@ -25,51 +25,6 @@ gymnasium.register_envs(ale_py)
 HORIZONS = (23, 31, 37)
 ANEW = RestartPolicy(snapshots=False, begins_anew=True)
 MIB = 2**20
-
-
-class SlowToRender(CounterEnv):
-    """Takes 12 ms to render."""
-
-    def render(self) -> Any:
-        time.sleep(0.012)
-
-
-class HangsInLongReplays(CounterEnv):
-    """In each process but the first one its 21st step hangs."""
-
-    def __init__(self, marker: Path) -> None:
-        super().__init__(horizon=5, count_episodes=False)
-        self.left = 20 if marker.exists() else 1_000_000
-        marker.touch()
-
-    def step(self, action: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            time.sleep(3600)
-        return super().step(action)
-
-
-class HangsWhenToldAgain(CounterEnv):
-    """Its method hangs in each process but the first one."""
-
-    def __init__(self, marker: Path) -> None:
-        super().__init__(horizon=5)
-        self.is_first = not marker.exists()
-        marker.touch()
-
-    def tell(self) -> None:
-        while not self.is_first:
-            time.sleep(1)
-
-
-class Leaking(CounterEnv):
-    """Keeps 1 MiB of each step for ever, in its process."""
-
-    kept: list[bytearray] = []  # noqa: RUF012 - that is the leak
-
-    def step(self, action: Any) -> Any:
-        self.kept.append(bytearray(os.urandom(1024) * 1024))
-        return super().step(action)
 
 
 @pytest.fixture
@@ -195,7 +150,7 @@ def test_the_chance_of_an_atari_emulator_is_put_back_at_a_reset(brief: None) -> 
 @pytest.mark.parametrize("slow", ["reset", "render"])
 def test_resets_and_renderings_count_among_the_seconds_that_a_replay_may_take(slow: str) -> None:
     """Steps take next to nothing here: by their time alone the whole run would be replayed."""
-    kind = {"reset": partial(SlowEnv, reset_seconds=0.05), "render": SlowToRender}[slow]
+    kind = {"reset": partial(SlowEnv, reset_seconds=0.05), "render": partial(SlowEnv, render_seconds=0.012)}[slow]
     requests = {"reset": 5, "render": 9}[slow]  # of an episode
     events: list[Any] = []
     policy = RestartPolicy(snapshots=False, replay_limit=0.25, begins_anew=True)
@@ -280,18 +235,9 @@ def test_an_env_whose_episode_has_outgrown_its_journal_is_truncated_alone() -> N
     twin.close()
 
 
-class Unrepeatable(CounterEnv):
-    """Draws from the machine: no replay of it can be exact."""
-
-    def step(self, action: Any) -> Any:
-        observation, *rest = super().step(action)
-        observation[2] += os.getpid()
-        return (observation, *rest)
-
-
 def test_an_env_that_no_replay_matches_costs_its_neighbours_nothing_in_their_first_episode() -> None:
     """They have no reset to begin at yet: they begin at their construction, at the second loss as well."""
-    env_fns = [Unrepeatable, CounterEnv, partial(CounterEnv, horizon=None)]
+    env_fns = [partial(NondeterministicEnv, since=1), CounterEnv, partial(CounterEnv, horizon=None)]
     twin = gymnasium.vector.SyncVectorEnv(env_fns[1:])
     with SubprocessVectorEnv(env_fns, envs_per_worker=3, restart=RestartPolicy(snapshots=False)) as envs:
         assert np.array_equal(envs.reset(seed=[5, 6, 7])[0][1:], twin.reset(seed=[6, 7])[0])
