@@ -30,8 +30,9 @@ from cluster.lossy_host import (
     every,
     silent_from,
 )
-from cluster.relayed_envs import GateEnv, PictureEnv
+from cluster.relayed_envs import PictureEnv
 from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, assert_same_trajectory, first_difference, is_alive, rollout
+from kit.gates import GatedEnv
 from kit.interruption import Ledger, every_place
 from kit.trainer_process import becomes_true
 from multienv import (
@@ -85,7 +86,7 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clusters]:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> str:
-    """The FIFO at which a `GateEnv` waits."""
+    """The FIFO at which a `GatedEnv` waits."""
     os.mkfifo(tmp_path / "gate")
     return str(tmp_path / "gate")
 
@@ -145,7 +146,7 @@ def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters
         return "unanswered" if asks(sent) and not kept else ""
 
     cluster, options = clusters.make(schedule)
-    with RayEnv(partial(GateEnv, gate=gate), ray=options, deadlines=Deadlines(step=10.0)) as env:
+    with RayEnv(partial(GatedEnv, step_gate=gate), ray=options, deadlines=Deadlines(step=10.0)) as env:
         env.reset(seed=1)
         assert kept
         env.step_async(3)
@@ -162,7 +163,7 @@ def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters
 def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, gate: str) -> None:
     """No loop runs hot on either side while an env is slow."""
     cluster, options = clusters.make(every(4, "unanswered"))
-    with RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
+    with RayEnv(partial(GatedEnv, step_gate=gate), ray=options) as env:
         env.reset(seed=1)
         before = cluster.hosts[0].calls
         env.step_async(3)
@@ -215,7 +216,7 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
 def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, gate: str) -> None:
     """As Ctrl-Z and ``fg`` have it."""
     cluster, options = clusters.make(suspect_after=STRICT)
-    with RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
+    with RayEnv(partial(GatedEnv, step_gate=gate), ray=options) as env:
         env.reset(seed=5)
         env.step_async(3)
         me = os.getpid()
@@ -450,7 +451,7 @@ def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
 
 def test_close_while_a_step_is_under_way(clusters: Clusters, gate: str) -> None:
     cluster, options = clusters.make()
-    env = RayEnv(partial(GateEnv, gate=gate), ray=options).initialize()
+    env = RayEnv(partial(GatedEnv, step_gate=gate), ray=options).initialize()
     env.reset(seed=1)
     env.step_async(3)
     began = time.monotonic()

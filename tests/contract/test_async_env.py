@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gate_env import GO, WAIT, GateEnv, gated_from_the_second_time
+from contract_envs import EchoEnv
 
 from kit import CounterEnv, assert_nothing_left, is_alive, snapshot_resources
+from kit.gates import GO, WAIT, GateEnv, gated_from_the_second_time
 from kit.policies import constant
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import AsyncEnv, Deadlines, Recovery, RestartPolicy, SubprocessEnv
@@ -158,16 +159,10 @@ async def test_all_calls_are_those_of_a_subprocess_env() -> None:
         np.testing.assert_equal(await all_calls(env), expected)
 
 
-class RaisesEnv(CounterEnv):
-    """Raises what means something else to a coroutine, or to a call that waits."""
-
-    def step(self, action: Any) -> Any:
-        raise WaitTimeout("not ready") if action else StopIteration(3)
-
-
 @in_a_loop
 async def test_what_an_env_raises_is_the_envs_whatever_it_means_to_a_coroutine() -> None:
-    async with AsyncEnv(RaisesEnv, env_index=7) as env:
+    raises = partial(EchoEnv, StopIteration(3), WaitTimeout("not ready"))
+    async with AsyncEnv(raises, env_index=7) as env:
         for action, kind in enumerate((StopIteration, WaitTimeout)):
             await env.reset(seed=3)
             with pytest.raises(EnvError, match="Env 7 raised") as caught:

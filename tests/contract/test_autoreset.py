@@ -6,12 +6,12 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from contract_envs import MeetingEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from kit import CounterEnv, Fault, FaultError, FaultyEnv, first_difference
@@ -146,21 +146,6 @@ def test_after_a_reset_that_raised_the_next_step_begins_the_episode(mode, whole)
         assert len(failed) == 1
         if mode is AutoresetMode.SAME_STEP:
             assert first_difference((*failed[0].returned[1:4], failed[0].returned[0]), returned) is None
-
-
-class MeetingEnv(CounterEnv):
-    """In its second reset it waits for another one to do the same."""
-
-    def __init__(self, *, pipe: Path, reads: bool, **counter: Any) -> None:
-        super().__init__(**counter)
-        self.pipe, self.reads, self.resets = pipe, reads, 0
-
-    def reset(self, **given: Any) -> Any:
-        self.resets += 1
-        if self.resets == 2:
-            with self.pipe.open("rb" if self.reads else "wb"):  # which blocks until the other end is opened
-                pass
-        return super().reset(**given)
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])

@@ -6,17 +6,16 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
 from contract_envs import (
     EndlessFailure,
+    LicensedEnv,
     exit_at_build,
     raise_at_build,
     return_a_lock_as_metadata,
@@ -225,18 +224,6 @@ def test_a_function_that_needs_more_is_refused(function):
 
 
 # --- so many at a time --------------------------------------------------------------------------
-
-
-class LicensedEnv(CounterEnv):
-    """Holds a licence while it is built: a file in a directory; shows how many were held at the most."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        with tempfile.NamedTemporaryFile(dir=directory):
-            self.held = 0
-            for _ in range(10):
-                self.held = max(self.held, len(list(directory.iterdir())))
-                time.sleep(0.01)
 
 
 def vector_env(env_fns: Any, **options: Any) -> Any:

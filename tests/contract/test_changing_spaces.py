@@ -9,39 +9,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
+from contract_envs import Levels
 
 from multienv import MultiEnv, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import ActionError, EnvsFailedError
-
-
-class Levels(gymnasium.Env[Any, Any]):
-    """Each episode is larger than the last one."""
-
-    def __init__(self, grows: bool = True) -> None:
-        self.size, self.grows, self.steps = 1, grows, 0
-        self._set_spaces()
-
-    def _set_spaces(self) -> None:
-        self.observation_space = spaces.Box(-9.0, 9.0, (self.size,), np.float32)
-        self.action_space: Any = spaces.Box(-1.0, 1.0, (self.size,), np.float32)
-        if not self.grows:
-            self.observation_space, self.action_space = spaces.Box(-9.0, self.size, (2,)), spaces.Discrete(self.size)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.size, self.steps = self.size + 1, 0
-        self._set_spaces()
-        return self._observe(), {}
-
-    def _observe(self) -> Any:
-        shape = self.observation_space.shape
-        return self.np_random.random(shape, np.float32) + self.steps
-
-    def step(self, action: Any) -> Any:
-        assert self.action_space.contains(action), f"{action} is not in {self.action_space}"
-        self.steps += 1
-        return self._observe(), float(np.sum(action)), self.steps == 3, False, {}
 
 
 def played(env: Any, kills: Any = ()) -> list[Any]:

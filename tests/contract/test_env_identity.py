@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from contract_envs import CallableAttributes, DictEnv, EchoEnv
+from contract_envs import CallableAttributes, DictEnv, EchoEnv, Poked, wrapped_inside
 from gymnasium import wrappers
 from gymnasium.utils.env_checker import check_env
 
@@ -32,11 +32,6 @@ from multienv.errors import UsageError
 
 FACES = [SubprocessEnv, SerialEnv]
 CARTPOLE = partial(gymnasium.make, "CartPole-v1")
-
-
-def wrapped_inside() -> gymnasium.Env[Any, Any]:
-    env = wrappers.FlattenObservation(DictEnv(horizon=20))
-    return wrappers.TimeLimit(wrappers.TransformReward(env, lambda reward: reward * 2), 7)
 
 
 # --- gymnasium's checker ------------------------------------------------------------------------
@@ -231,16 +226,6 @@ def test_a_method_is_called_there_and_not_on_a_copy(face):
             assert env.get_attr("offset") == 1.5
         assert env.get_attr("named")(name="an argument's") == 13
         assert env.get_attr("step")(1)[0][0] == 1
-
-
-class Poked(CounterEnv):
-    def __init__(self):
-        super().__init__()
-        self.poke_later = partial(self.poke)
-        self.engine = threading.Lock()  # as little to be pickled as a simulator
-
-    def named(self, name):
-        return len(name)
 
 
 @pytest.mark.parametrize("face", FACES)

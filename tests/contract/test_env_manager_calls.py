@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from contract_envs import DictEnv
-from manager_envs import GatedEnv, counters, opened_meanwhile
+from manager_envs import counters
 
 from kit import CounterEnv, Fault, FaultyEnv, PidEnv
 from kit.faults import FaultError
+from kit.gates import GatedEnv, opened_meanwhile
 from multienv import AsyncSubprocessEnvManager
 
 

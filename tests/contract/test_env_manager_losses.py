@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manager_envs import FailingResetEnv, GatedBuildEnv, opened_meanwhile
+from manager_envs import FailingResetEnv
 
-from kit import CounterEnv, NondeterministicEnv
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv
+from kit.gates import GatedBuildEnv, opened_meanwhile
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import AsyncSubprocessEnvManager, RestartPolicy
 from multienv.errors import ClosedError
@@ -56,23 +57,6 @@ def test_an_episode_that_cannot_be_brought_back_is_not_counted(manager_of: Any) 
         assert steps == 4
 
 
-class NeverReadyEnv(CounterEnv):
-    """Hangs when it is built, or stepped; a file says that it does."""
-
-    def __init__(self, begun: Path, what: str) -> None:
-        super().__init__()
-        self.begun = begun
-        if what == "launch":
-            self.hang()
-
-    def step(self, action: Any) -> Any:
-        self.hang()
-
-    def hang(self) -> None:
-        self.begun.touch()
-        signal.pause()
-
-
 @pytest.mark.parametrize(
     ("what", "how"),
     [("launch", "thread"), ("launch", "signal handler"), ("step", "signal handler"), ("retry", "thread")],
@@ -84,7 +68,8 @@ def test_close_ends_what_a_manager_waits_for(manager_of: Any, what: str, how: st
         failing = partial(FailingResetEnv, errors=str(errors), horizon=1)
         manager = manager_of([failing], max_retry=3, retry_waiting_time=3600.0)
     else:
-        manager = manager_of([partial(NeverReadyEnv, begun, what)] * 2)
+        moment: Any = "construct" if what == "launch" else what
+        manager = manager_of([partial(FaultyEnv, fault=Fault("hang", moment, once=begun))])
     is_waiting = begun.exists if what != "retry" else lambda: errors.exists() and errors.read_text() == "twice"
     trainer = threading.get_ident()
     before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from manager_envs import GatedEnv, SeenResetEnv, counters, open_up, opened_meanwhile
+from manager_envs import SeenResetEnv, counters
 
+from kit.gates import GatedEnv, open_up, opened_meanwhile
 from multienv import AsyncSubprocessEnvManager, SyncSubprocessEnvManager
 from multienv.errors import (
     CallPendingError,

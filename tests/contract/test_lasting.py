@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, FailsNthTime, SpaceEnv
+from kit import CounterEnv, FailsNthTime, FarewellEnv, SpaceEnv
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.errors import EnvError, UsageError, WorkerLostError
 
@@ -68,19 +68,11 @@ def test_env_fn_that_raises_when_a_lost_env_is_built_anew_is_told_with_its_cause
         assert env.step(1)[0][0] == 1
 
 
-class Closing(CounterEnv):
-    path = ""
-
-    def close(self) -> None:
-        with Path(self.path).open("a") as file:
-            file.write("closed\n")
-
-
 def test_an_env_that_was_brought_back_is_closed_as_any_other(tmp_path: Path) -> None:
-    path = tmp_path / "said"
-    with SubprocessEnv(partial(Closing, horizon=None)) as env:
-        env.set_attr("path", str(path))
+    left = tmp_path / "left"
+    with SubprocessEnv(partial(FarewellEnv, left=left)) as env:
         env.reset(seed=0)
         kill(env)
         env.step(1)
-    assert path.read_text() == "closed\n"
+        assert not left.exists()
+    assert left.exists()

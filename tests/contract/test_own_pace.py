@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from contract_envs import DictEnv
-from gate_env import GO, WAIT, GateEnv
 from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import iterate
 
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, first_difference
+from kit.gates import GO, WAIT, GateEnv
 from multienv import (
     Deadlines,
     MultiEnv,

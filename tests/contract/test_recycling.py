@@ -16,9 +16,9 @@ import gymnasium
 import numpy as np
 import pytest
 from contract_envs import Port, RememberingPort
-from manager_envs import GatedEnv, open_up
 
 from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
+from kit.gates import GatedEnv, open_up
 from kit.process_table import is_alive
 from kit.trainer_process import becomes_true
 from multienv import (

@@ -9,16 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
+from contract_envs import task_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from multienv import (
     AutoResetWrapper,
     MultiEnv,
     Recovery,
-    ResetWith,
     RestartPolicy,
     SerialVectorEnv,
     SubprocessEnv,
@@ -26,35 +25,6 @@ from multienv import (
 )
 from multienv.recovery import journal, supervisor
 from multienv.testing import worker_pids
-
-
-class TaskEnv(gymnasium.Env[Any, Any]):
-    """Shows what its episodes begin with; they end after four steps, or five."""
-
-    observation_space = gymnasium.spaces.Box(-1e9, 1e9, (3,), np.float64)
-    action_space = gymnasium.spaces.Discrete(4)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._task, self._left = (options or {}).get("task", -1), 4 + int(self.np_random.integers(2))
-        return self._shown(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._left -= 1
-        return self._shown(), float(action), self._left == 0, False, {}
-
-    def _shown(self) -> Any:
-        return np.array([self._task, self._left, self.np_random.random()])
-
-
-def arguments(index: int, episode: int) -> dict[str, Any]:
-    """Seeds in every other episode alone: in the others the env's generator goes on."""
-    seed = {"seed": 1000 * index + episode} if episode % 2 else {}
-    return {**seed, "options": {"task": 100 * index + episode}}
-
-
-def env_fn(index: int) -> Any:
-    return gymnasium.wrappers.RecordEpisodeStatistics(ResetWith(TaskEnv(), partial(arguments, index)))
 
 
 @pytest.fixture(params=["from the construction", "from a reset"])
@@ -91,7 +61,7 @@ def test_episodes_of_a_batch_are_the_same_whatever_processes_are_lost(
 ) -> None:
     events: list[Any] = []
     envs = SubprocessVectorEnv(
-        [env_fn] * 2,
+        [task_env] * 2,
         envs_per_worker=envs_per_worker,
         autoreset_mode=mode,
         restart=RestartPolicy(snapshots=False, backoff=0.0, max_restarts=100),
@@ -103,9 +73,9 @@ def test_episodes_of_a_batch_are_the_same_whatever_processes_are_lost(
             os.kill(worker_pids(envs)[step % (2 // envs_per_worker)], signal.SIGKILL)
 
     seen = walked(envs, 60, kill)
-    bare = SyncVectorEnv([partial(env_fn, index) for index in range(2)], autoreset_mode=mode)
+    bare = SyncVectorEnv([partial(task_env, index) for index in range(2)], autoreset_mode=mode)
     assert_same(seen, walked(bare, 60))
-    assert_same(seen, walked(SerialVectorEnv([env_fn] * 2, autoreset_mode=mode), 60))
+    assert_same(seen, walked(SerialVectorEnv([task_env] * 2, autoreset_mode=mode), 60))
     outcomes = [event.outcome for event in events if isinstance(event, Recovery)]
     assert len(outcomes) == 13
     assert set(outcomes) == {"exact" if way == "from the construction" else "replayed"}
@@ -114,7 +84,7 @@ def test_episodes_of_a_batch_are_the_same_whatever_processes_are_lost(
 
 
 def test_resets_of_the_caller_count_and_keep_what_they_say(way: str) -> None:
-    with SubprocessEnv(env_fn, env_index=3, restart=RestartPolicy(snapshots=False, backoff=0.0)) as env:
+    with SubprocessEnv(task_env, env_index=3, restart=RestartPolicy(snapshots=False, backoff=0.0)) as env:
         for episode in range(8):
             said = {"options": {"task": -5}} if episode == 4 else {}
             assert env.reset(**said)[0][0] == said.get("options", {}).get("task", 300 + episode)
@@ -126,9 +96,9 @@ def test_resets_of_the_caller_count_and_keep_what_they_say(way: str) -> None:
 
 
 def test_it_works_in_lists_and_in_the_autoreset_wrapper() -> None:
-    multi = MultiEnv([SubprocessEnv(env_fn, env_index=index) for index in range(2)], autoreset_mode="SameStep")
-    single = AutoResetWrapper(SubprocessEnv(env_fn, env_index=1), "SameStep")
-    bare = AutoResetWrapper(env_fn(1), "SameStep")
+    multi = MultiEnv([SubprocessEnv(task_env, env_index=index) for index in range(2)], autoreset_mode="SameStep")
+    single = AutoResetWrapper(SubprocessEnv(task_env, env_index=1), "SameStep")
+    bare = AutoResetWrapper(task_env(1), "SameStep")
     with multi:
         assert [observation[0] for observation in multi.reset()[0]] == [0, 100]
         single.env.initialize()  # type: ignore[attr-defined]
@@ -141,8 +111,8 @@ def test_it_works_in_lists_and_in_the_autoreset_wrapper() -> None:
 
 def test_it_goes_on_in_a_new_process_for_each_episode() -> None:
     restart = RestartPolicy(recycle_after_episodes=1)
-    envs = SubprocessVectorEnv([env_fn] * 2, envs_per_worker=1, restart=restart, autoreset_mode="SameStep")
-    bare = SyncVectorEnv([partial(env_fn, index) for index in range(2)], autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = SubprocessVectorEnv([task_env] * 2, envs_per_worker=1, restart=restart, autoreset_mode="SameStep")
+    bare = SyncVectorEnv([partial(task_env, index) for index in range(2)], autoreset_mode=AutoresetMode.SAME_STEP)
     with envs:
         envs.reset(seed=7)
         bare.reset(seed=7)

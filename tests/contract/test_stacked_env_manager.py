@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_envs import DictEnv
+from contract_envs import DictEnv, MisshapenEnv
 from gymnasium import spaces
-from manager_envs import GatedEnv
 
 from kit import CounterEnv, SpaceEnv, TokenSpace, digest_value
+from kit.gates import GatedEnv
 from multienv import StackedSubprocessEnvManager
 from multienv.errors import EnvError, UsageError
 from multienv.managers.config import EnvState
@@ -114,14 +114,6 @@ def test_observations_that_cannot_be_stacked_come_as_a_tuple() -> None:
         batch = manager.ready_obs
         assert isinstance(batch, tuple)
         assert len(batch) == 2
-
-
-class MisshapenEnv(CounterEnv):
-    """With action 3 its observation is of another shape."""
-
-    def step(self, action: Any) -> Any:
-        observation, *rest = super().step(action)
-        return (observation[:2] if action == 3 else observation, *rest)
 
 
 def test_an_observation_that_does_not_fit_is_the_failure_of_its_env_alone() -> None:

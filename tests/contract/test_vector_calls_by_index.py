@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contract_envs import OddInfoEnv
 from gymnasium.wrappers import TimeLimit
 
 from kit import CounterEnv
@@ -74,16 +75,9 @@ def test_each_env_is_reset_with_options_of_its_own(envs):
     assert observations[:, 0].tolist() == [3, 0, 0, 5, 7]
 
 
-class Telling(CounterEnv):
-    """Tells what gymnasium's merging changes: numbers of other types, keys that only some steps have."""
-
-    def _info(self) -> dict[str, Any]:
-        return {"number": self.episode_step, "pair": (1, 2)} if self.episode_step % 2 else {}
-
-
 @pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])
 def test_infos_that_are_not_merged_are_what_each_env_gave(face):
-    fns = [partial(Telling, horizon=3), Telling, CounterEnv]
+    fns = [partial(OddInfoEnv, horizon=3), OddInfoEnv, CounterEnv]
     with face(fns, merge_infos=False, autoreset_mode="SameStep") as envs:
         _, infos = envs.reset(seed=0)
         assert infos == [{}, {}, {}]

@@ -8,9 +8,9 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
+from contract_envs import OwnGeneratorEnv, SeesSeedEnv, seeded_by_its_maker
 from vector_pairs import beside_gymnasium, expect_same
 
 from kit import CounterEnv
@@ -18,36 +18,6 @@ from multienv import RestartPolicy, SerialEnv, SerialVectorEnv, SubprocessEnv, S
 
 SEEDS = (21, 22, 23)
 FACES = [SerialVectorEnv, SubprocessVectorEnv]
-
-
-class SeesSeedEnv(CounterEnv):
-    """Shows in each info what seed its reset was given: 0 for none."""
-
-    given = 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.given = 0 if seed is None else seed
-        return super().reset(seed=seed, options=options)
-
-    def _info(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-
-class OwnGeneratorEnv(CounterEnv):
-    """Draws from a generator of its own, made by its constructor without a seed."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.luck = np.random.default_rng()
-
-    def _next_draw(self) -> float:
-        return float(self.luck.random())
-
-
-def seeded_by_its_maker(seed: int) -> gymnasium.Env[Any, Any]:
-    env = gymnasium.make("CartPole-v1")
-    env.reset(seed=seed)
-    return env
 
 
 @pytest.mark.parametrize("face", FACES)

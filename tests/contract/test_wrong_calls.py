@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_envs import FarewellEnv, LockInfoEnv, OldEnv, failures, raising_env
+from contract_envs import LockInfoEnv, OldEnv, failures, raising_env
 from gymnasium.error import NoAsyncCallError
 
-from kit import CounterEnv, Fault, FaultyEnv, first_difference
+from kit import CounterEnv, FarewellEnv, Fault, FaultyEnv, first_difference
 from multienv import (
     MultiEnv,
     RestartPolicy,

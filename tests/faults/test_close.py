@@ -23,6 +23,8 @@ from gymnasium.spaces import Box
 
 from kit import (
     CounterEnv,
+    FailsNthTime,
+    FarewellEnv,
     Fault,
     FaultyEnv,
     SlowEnv,
@@ -151,14 +153,8 @@ def test_close_in_the_middle_of_a_step() -> None:
         assert not is_alive(pid)
 
 
-def slow_the_second_time(path: str) -> CounterEnv:
-    time.sleep(60.0 if Path(path).exists() else 0.0)
-    Path(path).touch()
-    return CounterEnv()
-
-
 def test_close_while_one_of_several_workers_is_brought_back(marker: str) -> None:
-    fns = [partial(slow_the_second_time, marker), CounterEnv]
+    fns = [FailsNthTime(counter=marker, nth=2, manner="hang"), CounterEnv]
     policy = RestartPolicy(snapshots=False)
     envs = SubprocessVectorEnv(fns, envs_per_worker=1, deadlines=Deadlines(close=1000), restart=policy)
     envs.reset(seed=1)
@@ -214,21 +210,9 @@ def test_close_waits_for_a_slow_env_close(tmp_path: Path) -> None:
 PATIENT = Deadlines(close=30)
 
 
-class SavingEnv(CounterEnv):
-    """Writes a file when its close() is done, which takes a while."""
-
-    def __init__(self, path: str, seconds: float) -> None:
-        super().__init__(horizon=None)
-        self.path, self.seconds = Path(path), seconds
-
-    def close(self) -> None:
-        self.path.with_suffix(".begun").touch()
-        time.sleep(self.seconds)
-        self.path.touch()
-
-
 def open_saving(kind: str, path: str, seconds: float, deadlines: Deadlines) -> Any:
-    env_fns = [partial(SavingEnv, f"{path}{number}", seconds) for number in range(4)]
+    saving = partial(FarewellEnv, close_seconds=seconds, horizon=None)
+    env_fns = [partial(saving, left=f"{path}{number}") for number in range(4)]
     if kind == "env":
         env = SubprocessEnv(env_fns[0], deadlines=deadlines, env_index=0).initialize()
         env.reset(seed=0)

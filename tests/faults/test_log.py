@@ -6,14 +6,13 @@ import logging
 import os
 import re
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit import CounterEnv
+from kit import CounterEnv, SlowEnv
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.recovery import pending, recoverer
 from multienv.reports import store
@@ -54,23 +53,11 @@ def test_a_quick_replacement_by_plan_is_no_warning(caplog: pytest.LogCaptureFixt
         assert "Env 3: its process is replaced" in record.getMessage()
 
 
-class SlowEnv(CounterEnv):
-    """Sleeps in each step."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def step(self, action: Any) -> Any:
-        time.sleep(self._seconds)
-        return super().step(action)
-
-
 def test_a_recovery_that_takes_long_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recoverer, "_SILENCE", 0.2)
-    policy, fns = RestartPolicy(snapshots=False), [CounterEnv, partial(SlowEnv, 0.05)]
+    policy, fns = RestartPolicy(snapshots=False), [CounterEnv, partial(SlowEnv, step_seconds=0.05)]
     with SubprocessVectorEnv(fns, envs_per_worker=2, restart=policy, reports="") as envs:
         envs.reset(seed=0)
         for _ in range(12):
@@ -91,7 +78,7 @@ def test_the_warning_of_a_silent_hang_names_the_env_of_several_in_the_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pending, "SILENCE", 0.2)
-    with SubprocessVectorEnv([CounterEnv, partial(SlowEnv, 1.0), CounterEnv], envs_per_worker=3) as envs:
+    with SubprocessVectorEnv([CounterEnv, partial(SlowEnv, step_seconds=1.0), CounterEnv], envs_per_worker=3) as envs:
         envs.reset(seed=0)
         envs.step([1, 1, 1])
     assert [record.getMessage().partition(" (pid")[0] for record in caplog.records] == [

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import random
-import resource
 import signal
-import socket
-import subprocess
-import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -19,6 +12,7 @@ import ale_py
 import gymnasium
 import numpy as np
 import pytest
+from fault_envs import Alarmed, ForkShyEnv, Obstructed, filling
 
 from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
@@ -91,27 +85,6 @@ def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
     assert [one.loss.exit_code for one in rungs.recoveries] == [-9] * 5
 
 
-class Alarmed(CounterEnv):
-    """Goes by a timer, which it sets once, and whose signal it takes."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=None)
-        self.method = 0
-        signal.signal(signal.SIGALRM, self.ring)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
-
-    def ring(self, *_: Any) -> None:
-        self.method += 1
-
-    def step(self, action: Any) -> Any:
-        before = self.method
-        while self.method == before:
-            signal.pause()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-        return super().step(action)
-
-
 def test_handlers_and_timers_are_what_they_were() -> None:
     with SubprocessEnv(Alarmed, restart=OFTEN) as env:
         env.reset(seed=0)
@@ -144,17 +117,6 @@ def test_a_snapshot_that_nobody_wants_ends() -> None:
 # --- an env that strays --------------------------------------------------------------------------------
 
 
-class ForkShyEnv(CounterEnv):
-    """Is not what it was in a forked copy."""
-
-    def __init__(self, **counter: Any) -> None:
-        super().__init__(**counter)
-        os.register_at_fork(after_in_child=self._be_another)
-
-    def _be_another(self) -> None:
-        self.offset += 1.0
-
-
 def test_an_env_that_a_snapshot_does_not_bring_back_costs_the_others_of_its_process_nothing() -> None:
     """The journal brings it back, and the one that nothing brings back is truncated alone."""
     rungs, stray = Rungs(), partial(NondeterministicEnv, since=1, horizon=None)
@@ -170,26 +132,6 @@ def test_an_env_that_a_snapshot_does_not_bring_back_costs_the_others_of_its_proc
 
 
 # --- when there is none ------------------------------------------------------------------------------------
-
-
-class Fills(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Ends its process in each step once it has been reset ten times in it, as with a table of handles that is full."""
-
-    resets = 0
-
-    def reset(self, **options: Any) -> Any:
-        self.resets += 1
-        return super().reset(**options)
-
-    def step(self, action: Any) -> Any:
-        if self.resets > 10:
-            os.abort()
-        time.sleep(0.002)  # or the worker is young for all the test, and has no reset to begin at
-        return super().step(action)
-
-
-def filling() -> gymnasium.Env[Any, Any]:
-    return Fills(gymnasium.make("CartPole-v1"))
 
 
 @pytest.mark.parametrize("restart", [RestartPolicy(), OFTEN, RestartPolicy(snapshots=False)], ids=str)
@@ -209,33 +151,6 @@ def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_p
         told = ours.statistics()[0]
     assert told.truncated_recoveries == 0
     assert told.losses > 0
-
-
-class Obstructed(CounterEnv):
-    """Has what would not survive a fork, from its first reset on."""
-
-    def __init__(self, obstacle: str) -> None:
-        super().__init__(horizon=None)
-        self.obstacle = obstacle
-        self.held: Any = None
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        if self.obstacle == "threads":
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
-        elif self.obstacle == "child processes":
-            self.held = subprocess.Popen(["sleep", "1000"])
-        elif self.obstacle == "sockets":
-            self.held = socket.socketpair()
-        elif self.obstacle == "pipes":
-            self.held = os.pipe()
-        elif self.obstacle == "shared memory":
-            self.held = mmap.mmap(-1, 4096)
-        elif self.obstacle == "the fork failed":  # no descriptor is left
-            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-            with contextlib.suppress(OSError):
-                while True:
-                    os.open(os.devnull, os.O_RDONLY)
-        return super().reset(seed=seed, options=options)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

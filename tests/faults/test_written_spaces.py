@@ -11,24 +11,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from fault_envs import Float64Env
 from gymnasium import spaces
 
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
 POLICY = RestartPolicy(snapshot_every=20)
-
-
-class Float64Env(gymnasium.Env[Any, Any]):
-    def __init__(self) -> None:
-        self.observation_space = spaces.Dict({"a": spaces.Box(-1, 1, (2,), np.float64)})
-        self.action_space = spaces.Box(-1, 1, (1,), np.float64)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        return {"a": self.np_random.random(2)}, {}
-
-    def step(self, action: Any) -> Any:
-        return {"a": self.np_random.random(2) + action}, float(action[0]), False, False, {}
 
 
 def set_dtype(space: spaces.Dict) -> None:

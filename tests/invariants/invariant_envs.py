@@ -113,13 +113,6 @@ def hangs_in_its_second_life(path: str) -> FaultyEnv:
     return FaultyEnv(fault=Fault("hang_c", "step", at=3, ignore_sigterm=True) if is_second else ())
 
 
-def gated_the_second_time(directory: Path) -> CounterEnv:
-    while (directory / "built").exists() and not (directory / "gate").exists():
-        time.sleep(0.002)
-    (directory / "built").touch()
-    return CounterEnv()
-
-
 class MarksTheSecondLife(CounterEnv):
     """Leaves a file when it is built for the second time; dies in its second step of the first life, if told so."""
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 from faces import AND_ASYNC, RAISE, REPLAY, Face
-from invariant_envs import MarksTheSecondLife, WaitsForTheSecondLife, gated_the_second_time, hangs_in_its_second_life
+from invariant_envs import MarksTheSecondLife, WaitsForTheSecondLife, hangs_in_its_second_life
 
 from kit import CounterEnv, FailsNthTime, Fault, FaultyEnv, SlowEnv, is_alive, monitor_pid
+from kit.gates import gated_from_the_second_time
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, SyncSubprocessEnvManager
 from multienv.errors import ClosedError, WaitTimeout, WorkerHungError
@@ -152,7 +153,7 @@ def test_a_replay_that_hangs_is_given_up_by_the_deadline_of_a_step(
 ) -> None:
     """Then another process is tried: the whole of Deadlines.recovery, two minutes, is not waited for."""
     monkeypatch.setattr(recoverer, "REPLAY_GRACE", 0.2)
-    limits = Deadlines(step=0.5, reset=60.0)
+    limits = Deadlines(step=0.5, reset=20.0)
     with Face("vector_env", [partial(hangs_in_its_second_life, marker)], deadlines=limits, restart=REPLAY) as face:
         face.reset(0)
         for _ in range(4):
@@ -180,7 +181,7 @@ def test_workers_that_hang_are_killed_side_by_side() -> None:
 @pytest.mark.parametrize("then", ["wait", "close"])
 @pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
 def test_a_wait_is_bounded_while_a_worker_is_brought_back(kind: str, then: str, tmp_path: Path) -> None:
-    with Face(kind, [partial(gated_the_second_time, tmp_path)], restart=REPLAY) as face:
+    with Face(kind, [partial(gated_from_the_second_time, tmp_path)], restart=REPLAY) as face:
         face.reset(0)
         face.signal()
         face.envs.step_async(1 if kind == "subprocess_env" else [1])

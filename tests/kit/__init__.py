@@ -11,7 +11,16 @@ from typing import Any
 HOMES = {
     "counter": ["CounterEnv"],
     "envs": [
-        *("FaultyEnv", "ForkingEnv", "GlobalRandomEnv", "NondeterministicEnv", "PidEnv", "SameArrayEnv", "SlowEnv"),
+        *(
+            "FarewellEnv",
+            "FaultyEnv",
+            "ForkingEnv",
+            "GlobalRandomEnv",
+            "NondeterministicEnv",
+            "PidEnv",
+            "SameArrayEnv",
+            "SlowEnv",
+        ),
         "StickyStateEnv",
     ],
     "faults": ["FailsNthTime", "Fault", "FaultError", "TwoArgumentError"],

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -63,6 +64,19 @@ class SlowEnv(CounterEnv):
     def close(self) -> None:
         time.sleep(self.close_seconds)
         super().close()
+
+
+class FarewellEnv(SlowEnv):
+    """Leaves a file when its close() is done, and one with the suffix ``.begun`` when that begins."""
+
+    def __init__(self, *, left: str | os.PathLike[str], **slow: Any) -> None:
+        super().__init__(**slow)
+        self.left = Path(left)
+
+    def close(self) -> None:
+        self.left.with_suffix(".begun").touch()
+        super().close()
+        self.left.touch()
 
 
 class FaultyEnv(SlowEnv):
