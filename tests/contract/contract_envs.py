@@ -515,7 +515,7 @@ class LicensedEnv(CounterEnv):
         super().__init__()
         with tempfile.NamedTemporaryFile(dir=directory):
             self.held = 0
-            for _ in range(10):
+            for _ in range(5):
                 self.held = max(self.held, len(list(directory.iterdir())))
                 time.sleep(0.01)
 

@@ -248,17 +248,24 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("how", "kind", "code"), ENDS)
-def test_each_end_that_python_sees_waits_for_a_slow_env_close(how: str, kind: str, code: int, tmp_path: Path) -> None:
-    with Trainer("test_close", "end_without_close", how, kind, tmp_path / "saved") as trainer:
-        trainer.expect("ready")
-        if how.startswith("SIG"):
-            trainer.signal(signal.Signals[how])
-        assert trainer.wait() == code
-        saved = sorted(path.name for path in tmp_path.glob("saved?"))
-        assert saved == [f"saved{number}" for number in range(1 if kind == "env" else 4)]
-        assert "close()" not in trainer.errors()
-        trainer.assert_nothing_lives()
+def test_each_end_that_python_sees_waits_for_a_slow_env_close(tmp_path: Path) -> None:
+    """All trainers at a time: each of them waits."""
+    with contextlib.ExitStack() as stack:
+        trainers = []
+        for how, kind, code in ENDS:
+            (tmp_path / how).mkdir()
+            trainer = Trainer("test_close", "end_without_close", how, kind, tmp_path / how / "saved")
+            trainers.append((stack.enter_context(trainer), how, kind, code))
+        for trainer, how, _, _ in trainers:
+            trainer.expect("ready")
+            if how.startswith("SIG"):
+                trainer.signal(signal.Signals[how])
+        for trainer, how, kind, code in trainers:
+            assert trainer.wait() == code, how
+            saved = sorted(path.name for path in (tmp_path / how).glob("saved?"))
+            assert saved == [f"saved{number}" for number in range(1 if kind == "env" else 4)], how
+            assert "close()" not in trainer.errors()
+            trainer.assert_nothing_lives()
 
 
 def test_forgotten_env_is_given_the_time_to_close(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_p
     envs: int, restart: RestartPolicy
 ) -> None:
     """A snapshot, and a replay of the whole past, would end in the same step again, and so would each later step."""
-    steps = 400
+    steps = 300
     plain = gymnasium.vector.SyncVectorEnv([partial(gymnasium.make, "CartPole-v1")] * envs)
     with SubprocessVectorEnv([filling] * envs, envs_per_worker=envs, restart=restart, reports="") as ours:
         ours.action_space.seed(1)
