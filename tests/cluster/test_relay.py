@@ -15,12 +15,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.vector import SyncVectorEnv
 
 from cluster.lossy_host import (
     HARMLESS,
@@ -34,6 +36,7 @@ from cluster.relayed_envs import PictureEnv
 from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, assert_same_trajectory, first_difference, is_alive, rollout
 from kit.gates import GatedEnv
 from kit.interruption import Ledger, every_place
+from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import (
     Deadlines,
@@ -124,16 +127,6 @@ def test_each_worker_on_a_node_has_its_own_variables_and_so_have_its_replacement
 
 
 # --- calls that get lost ------------------------------------------------------------------------------
-
-
-def assert_same_batches(envs: Any, env_fns: list[Any], steps: int, before: Callable[[int], object] = bool) -> None:
-    """Fail unless the batch does what one in this process does, to the bit."""
-    with SerialVectorEnv(env_fns) as twin:
-        assert first_difference(envs.reset(seed=3)[0], twin.reset(seed=3)[0]) is None
-        for step in range(steps):
-            before(step)
-            actions = np.array([(step + index) % 3 for index in range(len(env_fns))])
-            assert first_difference(envs.step(actions)[:4], twin.step(actions)[:4]) is None, f"step {step}"
 
 
 def test_old_call_that_comes_late_asks_for_nothing_that_was_asked_since(clusters: Clusters, gate: str) -> None:
@@ -346,8 +339,8 @@ def test_large_observations_go_through_arrays_and_are_right_though_calls_are_los
     kinds = ("late", "slow reply", "twice", "stale", "unanswered")
     cluster, options = clusters.make(lambda host, call, sent: kinds[call // 2 % 5] if call % 2 else "")
     env_fns = [partial(PictureEnv, side=side, horizon=4)] * 4
-    with RayVectorEnv(env_fns, ray=options, envs_per_worker=2) as envs:
-        assert_same_batches(envs, env_fns, 20)
+    with RayVectorEnv(env_fns, ray=options, envs_per_worker=2) as envs, closing(SyncVectorEnv(env_fns)) as twin:
+        run_side_by_side(envs, twin, 20)
         assert [one.restarts for one in envs.statistics()] == [0] * 2
     assert {*cluster.struck} == {*kinds}
     assert len(cluster.hosts) == 1
@@ -364,15 +357,12 @@ def test_bytes_in_flight_stay_below_the_cap_and_one_frame(clusters: Clusters) ->
 
     cluster, options = clusters.make(schedule, bytes_in_flight=cap, on_its_way=0.003)
     env_fns = [partial(PictureEnv, side=side, horizon=4)] * 6
-    envs = RayVectorEnv(env_fns, ray=options, envs_per_worker=1)
-    try:
+    with RayVectorEnv(env_fns, ray=options, envs_per_worker=1) as envs, closing(SyncVectorEnv(env_fns)) as twin:
         host = cluster.hosts[0]
-        assert_same_batches(envs, env_fns, 8, lambda step: step or setattr(host, "most_returned", 0))
+        run_side_by_side(envs, twin, 8, before_step=lambda step: step or setattr(host, "most_returned", 0))
         assert shares == {cap // options.rounds_in_flight}
         # Each of the two calls under way may go beyond its share by an answer; some hundred bytes for the frames.
         assert side**2 < host.most_returned <= cap + 2 * (side**2 + 2000)
-    finally:
-        envs.close()
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------------

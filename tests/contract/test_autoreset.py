@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from contract_envs import MeetingEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from kit import CounterEnv, Fault, FaultError, FaultyEnv, first_difference
+from kit import CounterEnv, Fault, FaultError, FaultyEnv, first_difference, kill_worker
 from multienv import AutoResetWrapper, Deadlines, MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
 
 MODES = list(AutoresetMode)
@@ -68,7 +67,7 @@ def test_multi_env_is_what_gymnasiums_sync_vector_env_is_also_while_workers_are_
         ended = np.zeros(3, bool)
         for step in range(STEPS):
             if host == "process" and step % 16 == 3:
-                os.kill(m.envs[step % 3].statistics().pid, signal.SIGKILL)
+                kill_worker(m.envs[step % 3])
             if mode is AutoresetMode.DISABLED and ended.any():
                 ours, our_infos = m.reset(options={"reset_mask": ended.copy()})
                 theirs, their_infos = peer.reset(options={"reset_mask": ended.copy()})

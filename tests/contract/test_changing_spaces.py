@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import gymnasium
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 from contract_envs import Levels
 
+from kit import kill_worker
 from multienv import MultiEnv, SerialEnv, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import ActionError, EnvsFailedError
 
@@ -19,7 +18,7 @@ def played(env: Any, kills: Any = ()) -> list[Any]:
     record = [env.reset(seed=3)]
     for step in range(12):
         if step in kills:
-            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            kill_worker(env)
         assert env.observation_space.shape == record[-1][0].shape
         record.append(env.step(np.full(env.action_space.shape, 0.5, np.float32)))
         if record[-1][2]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,15 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, GlobalRandomEnv, NondeterministicEnv, StickyStateEnv, Transition, first_difference
+from kit import (
+    CounterEnv,
+    GlobalRandomEnv,
+    NondeterministicEnv,
+    StickyStateEnv,
+    Transition,
+    first_difference,
+    kill_worker,
+)
 from kit.trainer_process import run
 from multienv import MultiEnv, RestartPolicy, SubprocessEnv, SubprocessVectorEnv, create_subprocess_envs
 from multienv.errors import (
@@ -60,7 +66,7 @@ def test_another_env_goes_on_bit_for_bit(name: str, steps: int) -> None:
         other.reset(seed=99)
         other.load_state_dict(state)
         assert other.statistics().steps == state["steps"]
-        os.kill(other.statistics().pid or 0, signal.SIGKILL)  # it can be brought back as any other
+        kill_worker(other)  # it can be brought back as any other
         actual = go_on(other, actions, ended=ended)
         assert other.statistics().exact_recoveries == 1
     assert first_difference(actual, expected) is None

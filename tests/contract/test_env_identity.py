@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import threading
 from collections import OrderedDict
 from functools import partial
@@ -25,6 +23,7 @@ from kit import (
     digest_value,
     example_spaces,
     first_difference,
+    kill_worker,
     rollout,
 )
 from multienv import SerialEnv, SubprocessEnv
@@ -106,7 +105,7 @@ def test_every_space_keeps_its_types_and_the_order_of_its_keys_also_after_a_loss
                 run.reset(seed=2)
             for step, action in enumerate(actions):
                 if face is SubprocessEnv and step == 4:
-                    os.kill(env.statistics().pid, signal.SIGKILL)
+                    kill_worker(env)
                 seen, expected = env.step(action), twin.step(action)
                 assert digest_value(seen[0]) == digest_value(expected[0])
                 assert _key_order(seen[0]) == _key_order(expected[0])

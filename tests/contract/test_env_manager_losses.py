@@ -12,17 +12,13 @@ from typing import Any
 import pytest
 from manager_envs import FailingResetEnv
 
-from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, kill_worker
 from kit.gates import GatedBuildEnv, opened_meanwhile
 from kit.trainer_process import STUCK_AFTER, becomes_true
 from multienv import AsyncSubprocessEnvManager, RestartPolicy
 from multienv.errors import ClosedError
 
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
-
-
-def kill(manager: Any, index: int) -> None:
-    os.kill(manager.statistics()[index].pid, signal.SIGKILL)
 
 
 def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
@@ -32,7 +28,7 @@ def test_one_envs_recovery_holds_up_no_other(tmp_path: Path) -> None:
     fns = [partial(GatedBuildEnv, gate=str(gate), horizon=None), partial(CounterEnv, horizon=None)]
     options: Any = {"wait_num": 1, "step_wait_timeout": 0.0, "restart": RestartPolicy(snapshots=False)}
     with AsyncSubprocessEnvManager(fns, **options) as manager:
-        kill(manager, 0)
+        kill_worker(manager, 0)
         seen = dict(manager.step({0: 1, 1: 1}))
         for _ in range(50):
             assert 0 not in seen
@@ -49,7 +45,7 @@ def test_an_episode_that_cannot_be_brought_back_is_not_counted(manager_of: Any) 
     options: Any = {"episode_num": 1, "restart": RestartPolicy(snapshots=False)}
     with manager_of([partial(NondeterministicEnv, horizon=4)], **options) as manager:
         manager.step({0: 1})
-        kill(manager, 0)
+        kill_worker(manager, 0)
         assert manager.step({0: 1})[0].info["abnormal"]
         steps = 0
         while not manager.done:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
 from typing import Any
 
@@ -14,7 +12,7 @@ from contract_envs import CallableAttributes
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit, TransformReward
 
-from kit import CounterEnv, Fault, FaultyEnv, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, first_difference, kill_worker
 from multienv import MultiEnv, SerialEnv, SubprocessEnv, create_subprocess_envs
 from multienv.errors import (
     ActionError,
@@ -22,10 +20,6 @@ from multienv.errors import (
     EnvsFailedError,
 )
 from multienv.fanout import FanOut
-
-
-def kill(env: Any) -> None:
-    os.kill(env.statistics().pid, signal.SIGKILL)
 
 
 def of_every_kind(horizon: int | None = 5, context: str = "forkserver") -> list[gymnasium.Env[Any, Any]]:
@@ -171,7 +165,7 @@ def test_an_episode_that_the_caller_begins_for_an_ended_env_goes_on(mode, how, k
         first.reset() if how == "reset" else first.restore(token)
         for step in range(5):
             if step == killed:
-                kill(first)
+                kill_worker(first)
             observations, _, ends, _, _ = m.step([step % 4, None])
             assert observations[0][[0, 3]].tolist() == [step + 1, step % 4]
             assert ends[0] is (step == 4)
@@ -199,7 +193,7 @@ def test_closing_closes_envs_of_every_kind_one_of_them_lost():
     envs = of_every_kind()
     m = MultiEnv(envs)
     m.reset(seed=0)
-    kill(envs[0])
+    kill_worker(envs[0])
     for _ in range(2):
         m.close()
     assert envs[3].statistics().state == "closed"

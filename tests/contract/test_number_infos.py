@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from contract_envs import TellingEnv
-from vector_pairs import beside_gymnasium, run_side_by_side
 
+from kit.side_by_side import beside_gymnasium, run_side_by_side
 from multienv import SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
 Tell = Callable[[int, int], dict[Any, Any]]  # index, step → info

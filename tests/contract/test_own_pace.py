@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import iterate
 
-from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, first_difference
+from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, TokenSpace, first_difference, kill_worker
 from kit.gates import GO, WAIT, GateEnv
 from multienv import (
     Deadlines,
@@ -38,7 +37,7 @@ from multienv.errors import (
     UsageError,
     WaitTimeout,
 )
-from multienv.testing import Killer, worker_pids
+from multienv.testing import Killer
 
 NUM_ENVS = 4
 ENV_FNS = [partial(CounterEnv, horizon=3 + index) for index in range(NUM_ENVS)]
@@ -180,7 +179,7 @@ def test_an_env_that_is_replaced_by_plan_holds_up_no_other(face: Any, tmp_path: 
         (tmp_path / "gate").touch()
         envs.step(batch(envs, [WAIT, GO]))
         (tmp_path / "gate").unlink()
-        os.kill(worker_pids(envs)[0], signal.SIGKILL)
+        kill_worker(envs)
         envs.send(batch(envs, [GO, GO]))
         for step in range(2, 30):
             observations, *_, indices = envs.recv(1)
@@ -268,7 +267,7 @@ def test_some_envs_are_reset_while_none_is_under_way(envs_per_worker: int) -> No
 def test_a_dead_worker_is_noticed_while_others_are_always_ready(face: Any) -> None:
     with face([partial(CounterEnv, horizon=None)] * 3, restart=NO_SNAPSHOTS) as envs:
         envs.reset(seed=3)
-        os.kill(worker_pids(envs)[0], signal.SIGKILL)
+        kill_worker(envs)
         envs.send(batch(envs, [1] * 3))
         until, seen = time.monotonic() + 20.0, set[int]()
         while 0 not in seen:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,21 @@ import gymnasium
 import numpy as np
 import pytest
 from contract_envs import Port, RememberingPort
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, assert_no_splice, assert_same_trajectory, rollout
+from kit import (
+    CounterEnv,
+    Fault,
+    FaultyEnv,
+    NondeterministicEnv,
+    assert_no_splice,
+    assert_same_trajectory,
+    kill_worker,
+    rollout,
+)
 from kit.gates import GatedEnv, open_up
 from kit.process_table import is_alive
+from kit.side_by_side import beside_gymnasium, run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import (
     Deadlines,
@@ -81,7 +91,7 @@ def test_a_process_that_dies_while_it_is_replaced_is_brought_back() -> None:
     def kill(event: Event) -> None:
         events.append(event)
         if isinstance(event, Recycled):
-            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            kill_worker(env)
 
     env_fn = partial(CounterEnv, horizon=40, count_episodes=False)
     with SubprocessEnv(env_fn, restart=RestartPolicy(recycle_after_steps=64), hooks=[kill]) as env:
@@ -92,20 +102,12 @@ def test_a_process_that_dies_while_it_is_replaced_is_brought_back() -> None:
 
 @pytest.mark.parametrize("mode", ["SAME_STEP"])
 def test_a_batch_with_one_env_in_each_process_is_recycled_by_episodes(mode: str) -> None:
-    def run(policy: RestartPolicy) -> tuple[list[Any], list[int]]:
-        env_fns = [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in (7, 11)]
-        envs = SubprocessVectorEnv(env_fns, envs_per_worker=1, autoreset_mode=mode, restart=policy)
-        record: list[Any] = [envs.reset(seed=5)]
-        record += [envs.step(np.array([1, 0])) for _ in range(120)]
+    env_fns = [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in (7, 11)]
+    own = {"envs_per_worker": 1, "restart": RestartPolicy(recycle_after_episodes=3)}
+    with beside_gymnasium(SubprocessVectorEnv, env_fns, own, autoreset_mode=AutoresetMode[mode]) as (envs, twin):
+        run_side_by_side(envs, twin, 120)
         recycled = [one.recycled for one in envs.statistics()]
-        envs.close()
-        return record, recycled
-
-    plain, none = run(RestartPolicy())
-    recycled, some = run(RestartPolicy(recycle_after_episodes=3))
-    assert none == [0, 0]
-    assert 3 <= some[1] < some[0] <= 6
-    assert repr(plain) == repr(recycled)
+    assert 3 <= recycled[1] < recycled[0] <= 6
 
 
 # --- a fresh process at the end of an episode ---------------------------------------------------
@@ -117,6 +119,10 @@ ends_at_reset, hangs_at_reset = (
     partial(FaultyEnv, fault=Fault(manner, "reset", at=2), horizon=4, count_episodes=False)
     for manner in ("exit", "hang")
 )
+
+
+def calm_twin(envs: int, mode: str) -> Any:
+    return closing(SyncVectorEnv([calm] * envs, autoreset_mode=AutoresetMode[mode]))
 
 
 @pytest.mark.parametrize(
@@ -153,29 +159,16 @@ def test_an_env_whose_reset_ends_its_process_loses_one_step_and_goes_on_in_a_new
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 def test_a_new_process_for_each_episode_of_a_batch_is_bit_for_bit_one_process_for_all(mode: str) -> None:
-    def rolled(make: Any, env_fn: Any) -> list[Any]:
-        envs = make([env_fn, env_fn])
-        record: list[Any] = [envs.reset(seed=5)]
-        ended = np.zeros(2, np.bool_)
-        for step in range(50):
-            if mode == "DISABLED" and ended.any():
-                record.append(envs.reset(options={"reset_mask": ended}))
-            record.append(envs.step(np.array([step % 4, (step + 1) % 4])))
-            ended = record[-1][2] | record[-1][3]
-        envs.close()
-        return record
-
-    each = RestartPolicy(recycle_after_episodes=1)
-    many = partial(SubprocessVectorEnv, envs_per_worker=1, autoreset_mode=mode, restart=each)
-    one = partial(gymnasium.vector.SyncVectorEnv, autoreset_mode=gymnasium.vector.AutoresetMode[mode])
-    assert repr(rolled(many, ends_at_reset)) == repr(rolled(one, calm))
+    options: dict[str, Any] = {"autoreset_mode": mode, "restart": RestartPolicy(recycle_after_episodes=1)}
+    with SubprocessVectorEnv([ends_at_reset] * 2, envs_per_worker=1, **options) as envs, calm_twin(2, mode) as twin:
+        run_side_by_side(envs, twin, 50)
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
 def test_a_new_process_for_each_episode_at_own_pace(mode: str) -> None:
     each = RestartPolicy(recycle_after_episodes=1)
     with SubprocessVectorEnv([ends_at_reset, calm], envs_per_worker=1, autoreset_mode=mode, restart=each) as envs:
-        twin = gymnasium.vector.SyncVectorEnv([calm, calm], autoreset_mode=gymnasium.vector.AutoresetMode[mode])
+        twin = SyncVectorEnv([calm, calm], autoreset_mode=AutoresetMode[mode])
         twin.reset(seed=5)
         envs.reset_async(seed=5)
         envs.recv(2)
@@ -195,7 +188,7 @@ def test_a_new_process_for_each_episode_of_single_envs_and_managers() -> None:
         assert env.statistics().recycled == 30 // 4
     for mode in ("NEXT_STEP", "SAME_STEP"):
         with MultiEnv(create_subprocess_envs([ends_at_reset] * 2, restart=each), autoreset_mode=mode) as envs:
-            twin = gymnasium.vector.SyncVectorEnv([calm, calm], autoreset_mode=gymnasium.vector.AutoresetMode[mode])
+            twin = SyncVectorEnv([calm, calm], autoreset_mode=AutoresetMode[mode])
             assert np.array_equal(envs.reset(seed=5)[0], twin.reset(seed=5)[0])
             for step in range(20):
                 values, expected = envs.step([step % 4, 1]), twin.step(np.array([step % 4, 1]))
@@ -226,30 +219,24 @@ def test_an_env_that_owns_a_port_is_recycled_once_its_old_process_has_ended(
     """The new process cannot be built beside the old one: that is a warning, and the old one ends first next time."""
     events: list[Any] = []
     limit, horizons = 200 * 2**20, (150, 190)
-    with SubprocessVectorEnv(
-        [partial(Port, port, horizon) for port, horizon in zip(free_ports(2), horizons, strict=True)],
-        envs_per_worker=envs_per_worker,
-        autoreset_mode=mode,
-        restart=RestartPolicy(max_rss=limit, backoff=0.0),
-        hooks=[events.append],
-    ) as envs:
-        twin = gymnasium.vector.SyncVectorEnv(
-            [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in horizons],
-            autoreset_mode=gymnasium.vector.AutoresetMode[mode],
+    sizes: list[int] = []
+    options: dict[str, Any] = {"restart": RestartPolicy(max_rss=limit, backoff=0.0), "hooks": [events.append]}
+    ports = [partial(Port, port, horizon) for port, horizon in zip(free_ports(2), horizons, strict=True)]
+    counters = [partial(CounterEnv, horizon=horizon, count_episodes=False) for horizon in horizons]
+    with (
+        SubprocessVectorEnv(ports, envs_per_worker=envs_per_worker, autoreset_mode=mode, **options) as envs,
+        closing(SyncVectorEnv(counters, autoreset_mode=AutoresetMode[mode])) as twin,
+    ):
+        run_side_by_side(
+            envs, twin, 1000, before_step=lambda _: sizes.extend(one.rss or 0 for one in envs.statistics())
         )
-        assert np.array_equal(envs.reset(seed=5)[0], twin.reset(seed=5)[0])
-        largest = 0
-        for step in range(1000):
-            values, expected = envs.step(np.array([step % 4, 1])), twin.step(np.array([step % 4, 1]))
-            assert all(np.array_equal(one, other) for one, other in zip(values[:4], expected[:4], strict=True)), step
-            largest = max(largest, *(one.rss or 0 for one in envs.statistics()))
     recycled = [event for event in events if isinstance(event, Recycled)]
     put_off = [event for event in recycled if event.outcome == "put off"]
     assert len(recycled) - len(put_off) >= 2
     assert not any(isinstance(event, Loss) for event in events)
     if envs_per_worker == 1:  # between two episodes, of which nothing is replayed
         assert not put_off
-        assert largest < limit + 2**20 * (max(horizons) + 64)
+        assert max(sizes) < limit + 2**20 * (max(horizons) + 64)
     else:
         assert put_off, "in the middle of an episode the new one is tried beside the old one first"
         assert "is not replaced" in caplog.text
@@ -286,12 +273,10 @@ def test_wait_that_is_broken_off_between_an_end_and_its_reset_keeps_the_end(gate
 
 def test_a_reset_that_ends_processes_loses_nothing_between_two_requests_of_same_step() -> None:
     """With any limit of recycling and one env a process: the step that ends the episode is answered before its reset."""
-    twin = gymnasium.vector.SyncVectorEnv([calm], autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
     policy = RestartPolicy(recycle_after_episodes=1000, backoff=0.0)
-    with SubprocessVectorEnv([ends_at_reset], autoreset_mode="SAME_STEP", restart=policy) as envs:
-        assert repr(envs.reset(seed=5)) == repr(twin.reset(seed=5))
-        for step in range(20):
-            assert repr(envs.step(np.array([step % 4]))) == repr(twin.step(np.array([step % 4]))), step
+    options: dict[str, Any] = {"autoreset_mode": "SAME_STEP", "restart": policy}
+    with SubprocessVectorEnv([ends_at_reset], **options) as envs, calm_twin(1, "SAME_STEP") as twin:
+        run_side_by_side(envs, twin, 20)
         assert envs.statistics()[0].losses >= 4
 
 

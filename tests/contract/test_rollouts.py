@@ -9,10 +9,10 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from vector_pairs import expect_same
 
 from kit import CounterEnv, Fault, FaultyEnv, SpaceEnv, example_spaces, first_difference
 from kit.policies import Fails, Linear, Sampling, constant, telling
+from kit.side_by_side import expect_same
 from multienv import (
     Deadlines,
     Fragment,

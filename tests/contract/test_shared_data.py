@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from contract_envs import TableEnv
 
-from kit import no_leaks
+from kit import kill_worker, no_leaks
 from multienv import (
     MultiEnv,
     RestartPolicy,
@@ -25,7 +24,6 @@ from multienv.cli.env_functions import env_functions
 from multienv.errors import UsageError
 from multienv.reports import store
 from multienv.reports.read import load
-from multienv.testing import worker_pids
 from multienv.wire.shared_file import DATA_NAME, SharedFile
 
 TABLE = np.random.default_rng(0).random(500_000)
@@ -87,7 +85,7 @@ def test_a_replacement_is_built_from_it_and_nothing_shows_what_another_env_has_w
         assert list(start) == [TABLE[0]] * 2
         for _ in range(5):
             envs.step(np.array([1, 0]))
-        os.kill(worker_pids(envs)[0], signal.SIGKILL)
+        kill_worker(envs)
         envs.step(np.array([1, 0]))
         assert list(envs.reset()[0][:, 0]) == [sum([1] * 6, TABLE[0]), TABLE[0]]
         statistics = envs.statistics()
@@ -173,7 +171,7 @@ def test_a_report_holds_what_it_needs(reports: Path) -> None:
     with no_leaks():
         with SubprocessEnv(lambda: TableEnv(table, words)) as env:
             env.reset(seed=0)
-            os.kill(worker_pids(env)[0], signal.SIGKILL)
+            kill_worker(env)
             env.step(0)
         store.settle()
         assert not shared_files()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from contract_envs import MadeInTheWorker, Reading, ReadingEnv, SpecialInfoEnv
 
+from kit import kill_worker
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResultNotPicklableError
 
@@ -38,7 +38,7 @@ def test_it_fails_alone_and_its_episode_goes_on_with_the_next_step(face, kills):
 
     def strike() -> None:
         if kills:
-            os.kill(envs.statistics()[0].pid, signal.SIGKILL)
+            kill_worker(envs)
 
     with contextlib.closing(envs):
         assert counts(envs.reset(seed=1)[0]) == [0, 0, 0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 from contract_envs import OddInfoEnv
 from gymnasium.wrappers import TimeLimit
 
-from kit import CounterEnv
+from kit import CounterEnv, kill_worker
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError
 
@@ -64,8 +62,7 @@ def test_what_is_called_by_reading_it_is_called_again_after_a_loss() -> None:
         with pytest.raises(TypeError, match="takes exactly one argument"):
             envs.get_attr("poke")  # which has called the third
         assert envs.get_attr("poke", [2, 0]) == (3, 7)
-        (statistics,) = envs.statistics()
-        os.kill(statistics.pid, signal.SIGKILL)
+        kill_worker(envs)
         envs.step(np.zeros(3, int))
         assert envs.get_attr("pokes") == (1, 1, 3)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from contract_envs import WideEnv
 from gymnasium.vector import AutoresetMode
-from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
 from kit import CounterEnv, SameArrayEnv
+from kit.side_by_side import beside_gymnasium, expect_same, run_side_by_side
 from multienv import SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import ActionError, EnvsFailedError, UsageError
 from multienv.vector.batching import deal

@@ -11,9 +11,9 @@ import pytest
 from contract_envs import BrokenFirstEnv, bounded, space_env
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from vector_pairs import beside_gymnasium, expect_same, run_side_by_side
 
 from kit import SpaceEnv
+from kit.side_by_side import beside_gymnasium, expect_same, run_side_by_side
 from multienv import SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import EnvsFailedError, ResetNeededError
 

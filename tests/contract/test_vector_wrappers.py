@@ -12,9 +12,9 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit, TransformReward
 from gymnasium.wrappers import vector as wrappers
-from vector_pairs import expect_same
 
 from kit import CounterEnv
+from kit.side_by_side import expect_same
 from multienv import SerialVectorEnv, SubprocessVectorEnv, make_vec
 from multienv.vector.rendering import tile_images
 

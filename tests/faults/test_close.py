@@ -30,6 +30,7 @@ from kit import (
     SlowEnv,
     SpaceEnv,
     is_alive,
+    kill_worker,
     monitor_itself,
     no_leaks,
 )
@@ -158,7 +159,7 @@ def test_close_while_one_of_several_workers_is_brought_back(marker: str) -> None
     policy = RestartPolicy(snapshots=False)
     envs = SubprocessVectorEnv(fns, envs_per_worker=1, deadlines=Deadlines(close=1000), restart=policy)
     envs.reset(seed=1)
-    os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+    kill_worker(envs)
     with closing(envs, 0.3), pytest.raises(ClosedError):
         envs.step([1, 1])
 
@@ -181,7 +182,7 @@ def test_ten_restarts_leave_no_descriptor_map_or_thread() -> None:
         env.reset(seed=0)
         counts = []
         for _ in range(11):
-            os.kill(env.statistics().pid or 0, signal.SIGKILL)
+            kill_worker(env)
             env.step(env.action_space.sample())
             gc.collect()
             counts.append(open_things())

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit import CounterEnv, SlowEnv
+from kit import CounterEnv, SlowEnv, kill_worker
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.recovery import pending, recoverer
 from multienv.reports import store
@@ -30,7 +28,7 @@ def test_each_loss_is_one_warning(action: Any, cost: str, reports: Path, caplog:
     with caplog.at_level(logging.INFO, "multienv"), SubprocessEnv(CounterEnv, env_index=3, restart=policy) as env:
         env.reset(seed=7)
         env.step(1)
-        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill_worker(env)
         env.step(1)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     told = caplog.records[1].getMessage()
@@ -62,7 +60,7 @@ def test_a_recovery_that_takes_long_says_how_far_it_is(
         envs.reset(seed=0)
         for _ in range(12):
             envs.step([1, 1])
-        os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+        kill_worker(envs)
         with caplog.at_level(logging.WARNING, "multienv"):
             envs.step([1, 1])
     *news, outcome = [record.getMessage() for record in caplog.records]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, is_alive, monitor_pid
+from kit import CounterEnv, Fault, FaultyEnv, ForkingEnv, is_alive, kill_worker, monitor_pid
 from kit.trainer_process import becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv
 from multienv.errors import MultienvError, WorkerLostError
@@ -116,7 +116,7 @@ def test_a_launch_survives_monitors_that_die_one_after_the_other(kill_monitors: 
     with SubprocessEnv(CounterEnv, restart=REPLAYED) as env:
         env.reset(seed=0)
         env.step(1)
-        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill_worker(env)
         kill_monitors(count)
         observation, _, _, truncated, _ = env.step(1)
         assert (int(observation[0]), truncated) == (2, False)
@@ -131,7 +131,7 @@ def test_a_launch_is_given_up_with_a_reason_where_all_monitors_die(kill_monitors
     with env:
         env.reset(seed=0)
         env.step(1)
-        os.kill(env.statistics().pid or 0, signal.SIGKILL)
+        kill_worker(env)
         kill_monitors(math.inf)
         _, _, _, truncated, info = env.step(1)
         assert truncated

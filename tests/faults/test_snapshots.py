@@ -16,6 +16,7 @@ from fault_envs import Alarmed, ForkShyEnv, Obstructed, filling
 
 from invariants.faces import Face, assert_as_without_losses, counts
 from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
+from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ClosedError, UsageError
@@ -140,14 +141,9 @@ def test_a_process_that_its_past_has_made_fail_is_replaced_by_one_without_that_p
     envs: int, restart: RestartPolicy
 ) -> None:
     """A snapshot, and a replay of the whole past, would end in the same step again, and so would each later step."""
-    steps = 300
     plain = gymnasium.vector.SyncVectorEnv([partial(gymnasium.make, "CartPole-v1")] * envs)
     with SubprocessVectorEnv([filling] * envs, envs_per_worker=envs, restart=restart, reports="") as ours:
-        ours.action_space.seed(1)
-        assert first_difference(ours.reset(seed=1)[0], plain.reset(seed=1)[0]) is None
-        for _ in range(steps):
-            actions = ours.action_space.sample()
-            assert first_difference(ours.step(actions)[:4], plain.step(actions)[:4]) is None
+        run_side_by_side(ours, plain, 300)
         told = ours.statistics()[0]
     assert told.truncated_recoveries == 0
     assert told.losses > 0

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from invariant_envs import CountsResets, DelayedByPipe, MemoryEnv, with_thread
 
-from kit import CounterEnv
+from kit import CounterEnv, kill_worker
 from kit.monitor import monitor_pid
 from multienv import (
     MultiEnv,
@@ -172,9 +172,7 @@ def test_deaths_however_soon_after_each_other_are_exact(dear: None) -> None:
     def strike(event: Any) -> None:
         if isinstance(event, Recovery) and left[0]:
             left[0] -= 1
-            victim = play.env.statistics().pid
-            assert victim
-            os.kill(victim, signal.SIGKILL)
+            kill_worker(play.env)
 
     play.env._supervisor.record._hooks += (strike,)
     play.walk(300, kills=[*range(60, 300, 50)]).close()
@@ -283,9 +281,7 @@ def test_memory_that_has_shown_in_one_worker_is_known_to_all_of_its_batch(face: 
         envs.reset(seed=1)
         for step in range(120):
             if step in (30, 60, 75, 90):
-                victim = envs.statistics()[{30: 1, 60: 0, 75: 0, 90: 1}[step]].pid
-                assert victim
-                os.kill(victim, signal.SIGKILL)
+                kill_worker(envs, {30: 1, 60: 0, 75: 0, 90: 1}[step])
             envs.step(actions)
     finally:
         envs.close()

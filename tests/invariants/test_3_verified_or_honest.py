@@ -6,8 +6,6 @@ Each test makes exactness impossible, and then wants the truncation; or leaves i
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 from faces import AND_ASYNC, KINDS, REPLAY, Face, assert_as_without_losses, assert_honest_truncation, counts
 from invariant_envs import FileEnv, HiddenGoalEnv, WideEnv
 
-from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive
+from kit import CounterEnv, Fault, FaultyEnv, NondeterministicEnv, StickyStateEnv, descendants, is_alive, kill_worker
 from kit.trainer_process import becomes_true
 from multienv import Recovery, Recycled, RestartPolicy, SubprocessVectorEnv
 from multienv.errors import WorkerLostError
@@ -173,7 +171,7 @@ def test_what_envs_draw_from_generators_that_they_share_is_never_taken_for_exact
             one.reset(seed=5)
         for step in range(400):
             if way == "killed" and step == 200:
-                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+                kill_worker(envs)
             (_, *told, infos), (_, *expected, _) = envs.step(STAY), twin.step(STAY)
             if told[2].any():
                 assert (way, step) == ("killed", 200)
@@ -200,6 +198,6 @@ def test_a_replay_in_which_envs_draw_what_they_drew_from_shared_generators_is_ex
             one.reset(seed=5)
         for step in range(400):
             if step in (200, 333):
-                os.kill(envs.statistics()[0].pid or 0, signal.SIGKILL)
+                kill_worker(envs)
             assert all(map(np.array_equal, envs.step(STAY)[:4], twin.step(STAY)[:4])), step
         assert envs.statistics()[0].exact_recoveries == 2

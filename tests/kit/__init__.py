@@ -24,6 +24,7 @@ HOMES = {
         "StickyStateEnv",
     ],
     "faults": ["FailsNthTime", "Fault", "FaultError", "TwoArgumentError"],
+    "kills": ["kill_worker"],
     "leaks": ["assert_nothing_left", "new_names", "no_leaks", "snapshot_resources"],
     "monitor": ["monitor_itself", "monitor_pid", "monitor_process"],
     "process_table": ["descendants", "is_alive"],
