@@ -158,7 +158,7 @@ def test_a_slow_env_holds_up_no_other(face: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("face", EACH_BY_ITSELF)
 def test_a_hung_env_is_brought_back_while_the_others_go_on(face: Any, tmp_path: Path) -> None:
     hangs = partial(FaultyEnv, fault=Fault("hang", "step", at=3, once=tmp_path / "hung"), horizon=None)
-    options = {"restart": NO_SNAPSHOTS, "deadlines": Deadlines(step=1.5)}
+    options = {"restart": NO_SNAPSHOTS, "deadlines": Deadlines(step=0.8)}
     with face([hangs, partial(CounterEnv, horizon=None)], **options) as envs:
         found: list[list[Any]] = [[], []]
         envs.reset_async(seed=3)
