@@ -35,6 +35,7 @@ from multienv.errors import UsageError, WorkerLostError
 from multienv.reports.read import load
 from multienv.reports.store import settle
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
 PATH = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(multienv.__file__).parents[1])])
 RAISE = RestartPolicy(on_crash="raise", on_timeout="raise")
 
@@ -83,14 +84,6 @@ def killed(env_fn: Any, steps: int, reports: Path, *, seed: int = 3, **options: 
         assert recovery.outcome in ("exact", "replayed")
     settle()
     return Path(recovery.report)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def monitor_stays() -> Iterator[None]:
-    """Keep a worker, and with it the monitor, which would end and be launched again between many of these tests."""
-    with SubprocessEnv(CounterEnv) as env:
-        env.initialize()
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +156,9 @@ def test_a_report_is_replayed_in_the_world_that_its_trainer_saw(tmp_path: Path, 
     (tmp_path / "horizon").write_text("7")
     (tmp_path / "trainer.py").write_text(
         """if True:
-        import os, pathlib, signal, sys
+        import os, pathlib, sys
         import gymnasium, helper
+        from kit import kill_worker
         from multienv import SubprocessEnv
         gymnasium.register("Mine-v0", entry_point=lambda **kw: helper.Env(**kw))
         def make():

@@ -10,7 +10,6 @@ import copy
 import gc
 import os
 import random
-import signal
 import subprocess
 import threading
 import time
@@ -33,7 +32,17 @@ from cluster.lossy_host import (
     silent_from,
 )
 from cluster.relayed_envs import PictureEnv
-from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, assert_same_trajectory, first_difference, is_alive, rollout
+from kit import (
+    CounterEnv,
+    Fault,
+    FaultyEnv,
+    SlowEnv,
+    assert_same_trajectory,
+    first_difference,
+    is_alive,
+    kill_worker,
+    rollout,
+)
 from kit.gates import GatedEnv
 from kit.interruption import Ledger, every_place
 from kit.side_by_side import run_side_by_side
@@ -43,7 +52,6 @@ from multienv import (
     Recovery,
     RestartPolicy,
     SerialVectorEnv,
-    SubprocessEnv,
 )
 from multienv.cluster import cluster as cluster_module
 from multienv.cluster import courier, fleet, frames, relay
@@ -55,6 +63,7 @@ from multienv.cluster.relay import Relay
 from multienv.errors import ClosedError, NoCapacityError, WorkerHungError, WorkerLostError
 from multienv.testing import worker_pids
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
 HOLD = 0.1
 # Seconds of silence after which a host that is silent for good is given up.
 STRICT = 0.5
@@ -67,13 +76,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     monkeypatch.setattr(relay, "HOLD", HOLD)
     monkeypatch.setattr(courier, "HOLD", HOLD)
     with caplog.at_level("CRITICAL", "multienv"):
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def monitor() -> Iterator[None]:
-    """Have the monitor stay from test to test."""
-    with SubprocessEnv(CounterEnv):
         yield
 
 
@@ -103,11 +105,6 @@ def assert_as_if_local(env: Any, **counter: Any) -> None:
     assert_same_trajectory(rollout(env, ACTIONS, seed=5), rollout(CounterEnv(**counter), ACTIONS, seed=5))
 
 
-def kill(pid: int | None) -> None:
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-
-
 def test_each_worker_on_a_node_has_its_own_variables_and_so_have_its_replacements(clusters: Clusters) -> None:
     def build() -> Any:
         env = CounterEnv()
@@ -120,7 +117,7 @@ def test_each_worker_on_a_node_has_its_own_variables_and_so_have_its_replacement
         envs.reset(seed=0)
         for losses in range(2):
             if losses:
-                kill(worker_pids(envs)[1])
+                kill_worker(envs, 1)
             envs.step([0, 0])
             assert envs.get_attr("device") == ("0", "1")
         assert [one.exact_recoveries for one in envs.statistics()] == [0, 1]
@@ -285,7 +282,7 @@ def test_replay_is_bounded_by_the_time_of_resets_and_begins_where_the_worker_tol
                 assert np.array_equal(env.reset()[0], twin.reset()[0])
             for step in range(4):
                 if (episode, step) == (23, 2):
-                    kill(env.statistics().pid)
+                    kill_worker(env)
                 assert first_difference(env.step(step)[:4], twin.step(step)[:4]) is None
     (recovery,) = [event for event in events if isinstance(event, Recovery)]
     assert recovery.outcome == "exact"
@@ -300,7 +297,7 @@ def test_stale_answer_of_a_woken_snapshot_is_not_taken_for_that_to_a_later_reque
         env.reset(seed=5)
         env.step(1)
         env.step(1)
-        kill(env.statistics().pid)
+        kill_worker(env)
         env.step(1)
         channel = env._supervisor.channel
         assert channel is not None
@@ -576,7 +573,7 @@ class Played:
             self.kinds.add(op)
             if op == "kill":
                 with contextlib.suppress(ProcessLookupError):
-                    kill(env.statistics().pid)
+                    kill_worker(env)
             elif op == "die":
                 self.is_doomed = True
             elif op == "call":

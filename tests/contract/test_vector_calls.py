@@ -25,21 +25,12 @@ CARTPOLE = partial(gymnasium.make, "CartPole-v1")
 ACTIONS = np.array([1, 2])
 
 
-@contextlib.contextmanager
-def made(face: Any, env_fns: Any, **options: Any) -> Any:
-    envs = face(env_fns, **options)
-    try:
-        yield envs
-    finally:
-        envs.close()
-
-
 # --- calls and attributes -------------------------------------------------------------------------
 
 
 @both_faces
 def test_calls_and_attributes(face):
-    with made(face, [CARTPOLE] * 3) as envs:
+    with face([CARTPOLE] * 3) as envs:
         assert envs.call("get_wrapper_attr", "gravity") == (9.8,) * 3
         assert envs.get_attr("gravity") == (9.8,) * 3
         envs.set_attr("gravity", [1.0, 2.0, 3.0])
@@ -60,8 +51,8 @@ def test_calls_and_attributes(face):
 @both_faces
 def test_one_raises_in_a_step(face, mode):
     """The results of the others are not lost, and their episodes go on; the one that failed begins anew."""
-    with made(
-        face, [CounterEnv, partial(FaultyEnv, fault=Fault("raise", "step", at=3)), CounterEnv], autoreset_mode=mode
+    with face(
+        [CounterEnv, partial(FaultyEnv, fault=Fault("raise", "step", at=3)), CounterEnv], autoreset_mode=mode
     ) as envs:
         envs.reset(seed=0)
         for _ in range(2):

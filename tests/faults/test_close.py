@@ -38,6 +38,7 @@ from kit.trainer_process import Trainer, becomes_true
 from multienv import Deadlines, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.errors import ClosedError, WorkerLostError
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
 # close() asks for this long, then kills: stack (none), SIGTERM and SIGKILL within a second; doubled for a slow machine.
 ASKS = 0.1
 BOUND = 2 * (ASKS + 2.0)
@@ -50,13 +51,6 @@ HANG_IN_C = Fault("hang_c", "step", ignore_sigterm=True)
 def no_leaks_of_ours() -> Any:
     """Stricter than the fixture of all tests: threads too."""
     return no_leaks(timeout=5.0, ignore=monitor_itself, threads=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def companion() -> Iterator[None]:
-    """Have the monitor up, and every import done, before anything is counted."""
-    with SubprocessEnv(CounterEnv):
-        yield
 
 
 def close_twice(env: Any) -> None:

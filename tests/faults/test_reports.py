@@ -228,9 +228,8 @@ def test_a_full_disk_leaves_nothing_half(tmp_path: Path, full_disk: None, caplog
 
 def test_at_the_end_of_the_interpreter_all_are_written(reports: Path) -> None:
     script = """if True:
-        import os, signal
         from multienv import SubprocessEnv
-        from kit import CounterEnv
+        from kit import CounterEnv, kill_worker
         env = SubprocessEnv(CounterEnv).initialize()
         env.reset(seed=0)
         kill_worker(env)

@@ -15,7 +15,7 @@ import pytest
 from fault_envs import Alarmed, ForkShyEnv, Obstructed, filling
 
 from invariants.faces import Face, assert_as_without_losses, counts
-from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, monitor_pid
+from kit import CounterEnv, NondeterministicEnv, descendants, first_difference, is_alive, kill_worker, monitor_pid
 from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import RestartPolicy, SubprocessEnv, SubprocessVectorEnv
@@ -46,10 +46,6 @@ def pid_of(env: SubprocessEnv) -> int:
     return env.statistics().pid or 0
 
 
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
 def settled(env: SubprocessEnv) -> int:
     """Wait until a snapshot that has just been begun is complete, and the one before it has ended; return its pid."""
     looks: list[list[int]] = []
@@ -78,7 +74,7 @@ def test_a_woken_snapshot_leaves_another_one_in_its_place_at_once() -> None:
         for _ in range(5):
             settled(env)
             pids.add(pid_of(env))
-            kill(pid_of(env))
+            kill_worker(env)
             seen += steps(env, 1)
         assert [int(one[0][0]) for one in seen] == list(range(1, 1106))
         assert len(pids) == 5
@@ -93,7 +89,7 @@ def test_handlers_and_timers_are_what_they_were() -> None:
         for rung in ("snapshot", "restored"):
             kept = env.snapshot()
             if rung == "snapshot":
-                kill(pid_of(env))
+                kill_worker(env)
             else:
                 env.restore(kept)
             seen += steps(env, 10)
@@ -109,7 +105,7 @@ def test_a_snapshot_that_nobody_wants_ends() -> None:
         env.reset(seed=0)
         steps(env, 7)
         snapshot = settled(env)
-        kill(pid_of(env))
+        kill_worker(env)
         with pytest.raises(Exception, match="SIGKILL"):
             env.step(np.int64(1))
         assert becomes_true(lambda: not is_alive(snapshot))
@@ -160,7 +156,7 @@ def test_an_env_that_cannot_be_forked_has_none(obstacle: str) -> None:
         seen = steps(env, 10)
         assert env.statistics().no_snapshots == obstacle
         assert env.statistics().snapshots == 0
-        kill(pid_of(env))
+        kill_worker(env)
         seen += steps(env, 10)
         assert [int(one[0][0]) for one in seen] == list(range(1, 21))
     assert rungs.seen == ["journal"]
@@ -189,7 +185,7 @@ def test_each_branch_is_the_trajectory_that_leads_there(env_id: str, options: An
             for action in branch[:-1]:
                 env.step(action)
                 if kills and dice.random() < 0.3:
-                    kill(pid_of(env))
+                    kill_worker(env)
             seen = env.step(branch[-1])
             path = path + branch
             bare = env_fn()  # a new one: its state may outlive an episode

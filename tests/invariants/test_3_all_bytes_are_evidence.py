@@ -5,9 +5,6 @@ A recovery of an env that draws another world each time is never exact, though t
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,20 +13,15 @@ import numpy as np
 import pytest
 from world_envs import WAYS, FinalWorld, VectorRewards, WorldEnv
 
+from kit import kill_worker
 from multienv import Recovery, RestartPolicy, SubprocessEnv, SubprocessVectorEnv
 from multienv.recovery.verification import same
 
 # What an env returns to show a number between 0 and 1, and the space that it says it has.
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
 IN_ROWS = ("a dict in another order", "float64 in a float32 Box", "a small float64", "one pixel", "one of many pixels",
            "a tuple of a number and an array", "a list", "text", "a sequence")  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def monitor_stays() -> Iterator[None]:
-    """Keep a worker, and with it the monitor, which would end and be launched again between many of these tests."""
-    with SubprocessEnv(partial(WorldEnv, "text", "")):
-        yield
 
 
 # By a replay alone, and by a snapshot that stands some steps before the death.
@@ -57,15 +49,9 @@ def lost(way: str, chance: str, policy: str, *, batch: bool, **options: Any) -> 
         for _ in range(steps):
             env.step(action)
             twin.step(action)
-        told = env.statistics()[0] if batch else env.statistics()
-        kill(told.pid)
+        kill_worker(env)
         found, expected = env.step(action), twin.step(action)
     return found, expected, [event for event in events if isinstance(event, Recovery)]
-
-
-def kill(worker: int | None) -> None:
-    assert worker
-    os.kill(worker, signal.SIGKILL)
 
 
 # A replay that begins at a snapshot is compared by the same code: once for each form that evidence has.
@@ -126,7 +112,7 @@ def test_observation_that_ended_an_episode_is_compared_though_the_next_one_began
             envs.reset(seed=1)
             for step in range(9):
                 if step == 8:
-                    kill(envs.statistics()[0].pid)
+                    kill_worker(envs)
                 *_, infos = envs.step(np.zeros(2, np.int64))
         (recovery,) = [event for event in events if isinstance(event, Recovery)]
         assert recovery.outcome == expected, chance
@@ -142,7 +128,7 @@ def test_a_vector_reward_is_compared(chance: str) -> None:
         env.reset(seed=1)
         for _ in range(3):
             env.step(0)
-        kill(env.statistics().pid)
+        kill_worker(env)
         env.step(0)
     (recovery,) = [event for event in events if isinstance(event, Recovery)]
     assert recovery.outcome == ("truncated" if chance else "exact")

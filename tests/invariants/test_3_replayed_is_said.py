@@ -145,8 +145,7 @@ def test_start_is_proven_by_a_whole_episode(batch: bool, dear: None) -> None:
             _, _, ended, *_ = env.step(action)
             if not batch and ended:
                 env.reset()
-        told = env.statistics()[0] if batch else env.statistics()
-        os.kill(told.pid, signal.SIGKILL)
+        kill_worker(env)
         env.step(action)
     (recovery,) = [event for event in events if isinstance(event, Recovery)]
     assert recovery.outcome == "exact"
@@ -216,9 +215,7 @@ def test_replay_from_the_construction_repeats_resets_that_raised(batch: bool) ->
         env.reset(seed=1)
         for step in range(15):
             if step == 5:
-                victim = (env.statistics()[0] if batch else env.statistics()).pid
-                assert victim
-                os.kill(victim, signal.SIGKILL)
+                kill_worker(env)
             _, reward, ended, *_ = env.step(action)
         assert np.all(ended)
         assert np.all(np.equal(reward, 2.0))
