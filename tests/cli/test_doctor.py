@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,23 @@ from cli_command import ODD_ENVS, run, run_process
 from typer.testing import Result
 
 import multienv as package
+from multienv import RestartPolicy
 from multienv.cli import checks
 from multienv.recovery import journal
 
 CHECKS = ["builds", "steps", "repeats", "begins anew", "forks", "replays", "hangs", "leaks"]
 
 
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing wait before a restart, and a fifth of the steps show a memory across resets."""
+    monkeypatch.setattr(checks, "RestartPolicy", partial(RestartPolicy, backoff=0.0))
+    monkeypatch.setattr(checks, "_ANEW_STEPS", checks._ANEW_STEPS // 5)
+
+
 @pytest.fixture
 def in_short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Leave out the two checks that take a second and more; return the names of the others."""
+    hurry(monkeypatch)
     left = [check for check in checks.CHECKS if check not in (checks.hangs, checks.begins_anew)]
     monkeypatch.setattr(checks, "CHECKS", left)
     return [name for name in CHECKS if name not in ("hangs", "begins anew")]
@@ -31,6 +40,7 @@ def examined(
     monkeypatch: pytest.MonkeyPatch, name: str, *chosen: Callable[..., Any], **arguments: Any
 ) -> tuple[Result, dict[str, Any], dict[str, dict[str, Any]]]:
     """The result of these checks alone, what the command prints as JSON, and the rows by name."""
+    hurry(monkeypatch)
     monkeypatch.setattr(checks, "CHECKS", [checks.builds, checks.steps, *chosen])
     result, told = run("doctor", name, "--json", "--env-kwargs", json.dumps(arguments))
     return result, told, {row["name"]: row for row in told["checks"]}
@@ -79,7 +89,8 @@ def test_an_env_whose_episodes_may_outgrow_a_replay_is_told_which_option_helps(
     assert re.search(r"RestartPolicy\(.*replay_limit=\d+\.0\)", told["code"])
 
 
-def test_an_env_that_draws_from_elsewhere_truncates() -> None:
+def test_an_env_that_draws_from_elsewhere_truncates(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
     result, told = run("doctor", f"{ODD_ENVS}:Chance", "--json")
     assert result.exit_code == 1, result.output
     verdicts = {row["name"]: row["verdict"] for row in told["checks"]}

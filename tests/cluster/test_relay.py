@@ -10,17 +10,18 @@ import copy
 import gc
 import os
 import random
-import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.vector import SyncVectorEnv
 
 from cluster.lossy_host import (
     HARMLESS,
@@ -29,16 +30,27 @@ from cluster.lossy_host import (
     every,
     silent_from,
 )
-from cluster.relayed_envs import GateEnv, PictureEnv
-from kit import CounterEnv, Fault, FaultyEnv, SlowEnv, assert_same_trajectory, first_difference, is_alive, rollout
+from cluster.relayed_envs import PictureEnv
+from kit import (
+    CounterEnv,
+    Fault,
+    FaultyEnv,
+    SlowEnv,
+    assert_same_trajectory,
+    first_difference,
+    is_alive,
+    kill_worker,
+    rollout,
+)
+from kit.gates import GatedEnv
 from kit.interruption import Ledger, every_place
+from kit.side_by_side import run_side_by_side
 from kit.trainer_process import becomes_true
 from multienv import (
     Deadlines,
     Recovery,
     RestartPolicy,
     SerialVectorEnv,
-    SubprocessEnv,
 )
 from multienv.cluster import cluster as cluster_module
 from multienv.cluster import courier, fleet, frames, relay
@@ -50,6 +62,7 @@ from multienv.cluster.relay import Relay
 from multienv.errors import ClosedError, NoCapacityError, WorkerHungError, WorkerLostError
 from multienv.testing import worker_pids
 
+pytestmark = pytest.mark.usefixtures("monitor_stays")
 HOLD = 0.1
 # Seconds of silence after which a host that is silent for good is given up.
 STRICT = 0.5
@@ -65,13 +78,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
         yield
 
 
-@pytest.fixture(autouse=True, scope="module")
-def monitor() -> Iterator[None]:
-    """Have the monitor stay from test to test."""
-    with SubprocessEnv(CounterEnv):
-        yield
-
-
 @pytest.fixture
 def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clusters]:
     made = Clusters()
@@ -84,7 +90,7 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clusters]:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> str:
-    """The FIFO at which a `GateEnv` waits."""
+    """The FIFO at which a `GatedEnv` waits."""
     os.mkfifo(tmp_path / "gate")
     return str(tmp_path / "gate")
 
@@ -96,11 +102,6 @@ def let_pass(gate: str) -> None:
 def assert_as_if_local(env: Any, **counter: Any) -> None:
     """Fail unless the env does what a `CounterEnv` in this process does, to the bit."""
     assert_same_trajectory(rollout(env, ACTIONS, seed=5), rollout(CounterEnv(**counter), ACTIONS, seed=5))
-
-
-def kill(pid: int | None) -> None:
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
 
 
 def test_each_worker_on_a_node_has_its_own_variables_and_so_have_its_replacements(clusters: Clusters) -> None:
@@ -115,7 +116,7 @@ def test_each_worker_on_a_node_has_its_own_variables_and_so_have_its_replacement
         envs.reset(seed=0)
         for losses in range(2):
             if losses:
-                kill(worker_pids(envs)[1])
+                kill_worker(envs, 1)
             envs.step([0, 0])
             assert envs.get_attr("device") == ("0", "1")
         assert [one.exact_recoveries for one in envs.statistics()] == [0, 1]
@@ -124,20 +125,10 @@ def test_each_worker_on_a_node_has_its_own_variables_and_so_have_its_replacement
 # --- calls ------------------------------------------------------------------------------
 
 
-def assert_same_batches(envs: Any, env_fns: list[Any], steps: int, before: Callable[[int], object] = bool) -> None:
-    """Fail unless the batch does what one in this process does, to the bit."""
-    with SerialVectorEnv(env_fns) as twin:
-        assert first_difference(envs.reset(seed=3)[0], twin.reset(seed=3)[0]) is None
-        for step in range(steps):
-            before(step)
-            actions = np.array([(step + index) % 3 for index in range(len(env_fns))])
-            assert first_difference(envs.step(actions)[:4], twin.step(actions)[:4]) is None, f"step {step}"
-
-
 def test_pending_request_makes_about_one_call_in_the_time_that_a_call_waits(clusters: Clusters, gate: str) -> None:
     """No loop runs hot on either side while an env is slow."""
     cluster, options = clusters.make(every(4, "late"))
-    with RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
+    with RayEnv(partial(GatedEnv, step_gate=gate), ray=options) as env:
         env.reset(seed=1)
         before = cluster.hosts[0].calls
         env.step_async(3)
@@ -176,7 +167,7 @@ def test_silent_host_is_given_up_and_its_env_brought_back_on_the_next_one(cluste
 def test_trainer_that_was_stopped_takes_neither_host_nor_head_for_silent(clusters: Clusters, gate: str) -> None:
     """As Ctrl-Z and ``fg`` have it."""
     cluster, options = clusters.make(suspect_after=STRICT)
-    with RayEnv(partial(GateEnv, gate=gate), ray=options) as env:
+    with RayEnv(partial(GatedEnv, step_gate=gate), ray=options) as env:
         env.reset(seed=5)
         env.step_async(3)
         me = os.getpid()
@@ -252,7 +243,7 @@ def test_replay_is_bounded_by_the_time_of_resets_and_begins_where_the_worker_tol
                 assert np.array_equal(env.reset()[0], twin.reset()[0])
             for step in range(4):
                 if (episode, step) == (23, 2):
-                    kill(env.statistics().pid)
+                    kill_worker(env)
                 assert first_difference(env.step(step)[:4], twin.step(step)[:4]) is None
     (recovery,) = [event for event in events if isinstance(event, Recovery)]
     assert recovery.outcome == "exact"
@@ -267,7 +258,7 @@ def test_stale_answer_of_a_woken_snapshot_is_not_taken_for_that_to_a_later_reque
         env.reset(seed=5)
         env.step(1)
         env.step(1)
-        kill(env.statistics().pid)
+        kill_worker(env)
         env.step(1)
         channel = env._supervisor.channel
         assert channel is not None
@@ -299,8 +290,8 @@ def test_kill_at_a_deadline_is_always_told_as_a_hang(clusters: Clusters) -> None
 def test_large_observations_are_right_though_calls_come_late(clusters: Clusters) -> None:
     cluster, options = clusters.make(lambda host, call, sent: HARMLESS[call // 2 % 2] if call % 2 else "")
     env_fns = [partial(PictureEnv, side=1000, horizon=4)] * 4
-    with RayVectorEnv(env_fns, ray=options, envs_per_worker=2) as envs:
-        assert_same_batches(envs, env_fns, 20)
+    with RayVectorEnv(env_fns, ray=options, envs_per_worker=2) as envs, closing(SyncVectorEnv(env_fns)) as twin:
+        run_side_by_side(envs, twin, 20)
         assert [one.restarts for one in envs.statistics()] == [0] * 2
     assert {*cluster.struck} == {*HARMLESS}
     assert len(cluster.hosts) == 1
@@ -382,7 +373,7 @@ def test_interrupted_start_leaves_no_host(clusters: Clusters) -> None:
 
 def test_close_while_a_step_is_under_way(clusters: Clusters, gate: str) -> None:
     cluster, options = clusters.make()
-    env = RayEnv(partial(GateEnv, gate=gate), ray=options).initialize()
+    env = RayEnv(partial(GatedEnv, step_gate=gate), ray=options).initialize()
     env.reset(seed=1)
     env.step_async(3)
     began = time.monotonic()
@@ -517,7 +508,7 @@ class Played:
             self.kinds.add(op)
             if op == "kill":
                 with contextlib.suppress(ProcessLookupError):
-                    kill(env.statistics().pid)
+                    kill_worker(env)
             elif op == "die":
                 self.is_doomed = True
             elif op == "call":

@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from kit import CounterEnv, SpaceEnv
+from kit import CounterEnv, SpaceEnv, kill_worker
 from kit.trainer_process import STUCK_AFTER
 from multienv import RestartPolicy, SubprocessEnv
 from multienv.cli.env_functions import env_functions
@@ -80,7 +80,7 @@ def test_a_kill_that_is_healed(reports: Path) -> None:
 def lose_one(env_fn: Any = CounterEnv, action: Any = 0, **options: Any) -> Recovery:
     with SubprocessEnv(env_fn, restart=RAISE, **options) as env:
         env.reset(seed=0)
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         with pytest.raises(WorkerLostError):
             env.step(action)
         recovery = env.statistics().last_recovery
@@ -156,7 +156,7 @@ def test_a_journal_that_is_too_large_for_a_report_leaves_the_document_alone(repo
         env.reset(seed=0)
         for number in range(150):
             env.step(np.full(actions.shape, number / 150, np.float32))
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         with pytest.raises(WorkerLostError) as caught:
             env.step(np.ones(actions.shape, np.float32))
     path = Path(caught.value.report)
@@ -190,7 +190,7 @@ def test_a_directory_that_cannot_be_is_said_once_and_breaks_nothing(
         env.reset(seed=0)
         for _ in range(3):
             env.step(0)
-            os.kill(env.statistics().pid, signal.SIGKILL)
+            kill_worker(env)
             env.step(0)
             store.settle()
         assert env.statistics().exact_recoveries == 3
@@ -211,7 +211,7 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_leaves_nothing_half(tmp_path: Path, full_disk: None, caplog: pytest.LogCaptureFixture) -> None:
     with SubprocessEnv(CounterEnv, restart=RAISE, reports=tmp_path) as env:
         env.reset(seed=0)
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
         with pytest.raises(WorkerLostError):
@@ -223,12 +223,11 @@ def test_a_full_disk_leaves_nothing_half(tmp_path: Path, full_disk: None, caplog
 
 def test_at_the_end_of_the_interpreter_all_are_written(reports: Path) -> None:
     script = """if True:
-        import os, signal
         from multienv import SubprocessEnv
-        from kit import CounterEnv
+        from kit import CounterEnv, kill_worker
         env = SubprocessEnv(CounterEnv).initialize()
         env.reset(seed=0)
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         env.step(0)
     """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -245,7 +244,7 @@ def test_a_forked_child_writes_none_of_the_trainers(reports: Path, monkeypatch: 
     monkeypatch.setattr(store, "write", wait_and_write)
     with SubprocessEnv(CounterEnv) as env:
         env.reset(seed=0)
-        os.kill(env.statistics().pid, signal.SIGKILL)
+        kill_worker(env)
         env.step(0)  # the report waits in the trainer
         child = multiprocessing.get_context("fork").Process(target=store.settle)
         child.start()
