@@ -3,6 +3,7 @@
 Rooms: each imports only from rooms above it in this list (``tests/unit/test_architecture.py`` checks it)::
 
     errors, config, events   the error tree, options, the events for hooks
+    interrupts               where Ctrl-C may raise KeyboardInterrupt
     threads, cores           calls in threads that Ctrl-C may interrupt; which worker runs on which core
     wire                     the shared memory of a worker: its layout, and how it is read
     worker                   inside a worker process: the request loop, the envs, snapshots
@@ -95,6 +96,4 @@ def __getattr__(name: str) -> Any:
     """Import one of the names above."""
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
-    if name.endswith("Error"):
-        return getattr(importlib.import_module("multienv.errors"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

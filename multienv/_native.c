@@ -1702,7 +1702,7 @@ serve(PyObject *module, PyObject *args)
         Py_DECREF(is_astray);
         last = request;
         atomic_store(&words->words[REPLY], request);
-        int failed = atomic_load(&words->words[TRAINER_SLEEPS]) && called(PyObject_CallOneArg(wake, number)) < 0;
+        int failed = atomic_load(&words->words[TRAINER_SLEEPS]) && called(PyObject_CallNoArgs(wake)) < 0;
         Py_DECREF(number);
         if (failed) {
             return NULL;

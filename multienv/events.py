@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from multienv.errors import UsageError
+from multienv.interrupts import runs_user_code
 
 logger = logging.getLogger("multienv")
 
@@ -211,6 +212,7 @@ def checked_hooks(hooks: Any) -> tuple[Hook, ...]:
     return given
 
 
+@runs_user_code
 def tell(told: deque[tuple[Callable[[Any], object], Any]]) -> None:
     """Call hooks with events, the oldest first, and forget them; log the exceptions that hooks raise."""
     while told:

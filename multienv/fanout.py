@@ -8,11 +8,12 @@ one worker is waited for all others are watched, so that such a thread begins wh
 An *endless* round lets each member go at its own pace: it is asked again whenever it has answered, and answers are
 taken as they come. ``stream.py`` has what is made of it.
 
-**Ctrl-C.** A round that was broken off while it was sent was never made: the next call takes it back from those that
-were asked, whose processes count as lost. One that was sent stays ``FanOut.unfinished`` until its owner has handed the
-outcome to the caller; an endless round always. The supervisors keep the answers. So :meth:`FanOut.collect` and
-:meth:`FanOut.take` wait for what was not answered and take what was not taken; they may be broken off and called again
-any number of times.
+**Ctrl-C.** KeyboardInterrupt is raised only where it does no harm: see ``interrupts.py``. Other signal handlers may
+raise anywhere. A round that was broken off before all its requests were published was never made: the next call takes
+it back from those that were asked, whose processes count as lost. One that was sent stays ``FanOut.unfinished`` until
+its owner has handed the outcome to the caller; an endless round always. The supervisors keep the answers. So
+:meth:`FanOut.collect` and :meth:`FanOut.take` wait for what was not answered and take what was not taken; they may be
+broken off and called again any number of times.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from threading import get_ident
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
+from multienv import interrupts
 from multienv.config import check_seconds
 from multienv.cores import Turns
 from multienv.errors import CallPendingError, ClusterError, MultienvError, SystemLimitError, WaitTimeout
@@ -234,7 +236,7 @@ class FanOut:
 
     @property
     def unfinished(self) -> Round | None:
-        """Return the round whose outcome has not been handed to the caller; one that was half sent is taken back."""
+        """Return the round whose outcome has not been handed to the caller; one that was sent in part is taken back."""
         current = self._round
         if current is not None:
             if current.whole:
@@ -256,8 +258,26 @@ class FanOut:
             )
         self._owner["thread"] = mine  # it was interrupted there, and has ended
 
+    def _is_sent(self, current: Round, place: int) -> bool:
+        """Tell whether nothing is left to do to send a member its request, though an exception came meanwhile.
+
+        A worker has its request once the number of it is published. What comes after that, the byte that wakes it,
+        is sent again by each wait. Most interruptions strike there: the worker wakes, and takes the core.
+        """
+        request, supervisor = current.requests[place], self.supervisors[place]
+        if request is self.nothing or current.answers[place] is not MISSING or place in current.tasks:
+            return True
+        return supervisor.asked_by is self._me and supervisor.is_published()
+
     def _take_back(self, current: Round) -> None:
-        """Have the requests not made that an exception has struck while they were sent. May be broken off, too."""
+        """Take back the requests of a round that an exception has struck while it was sent, unless all were sent.
+
+        This may be broken off, too.
+        """
+        if all(self._is_sent(current, place) for place in current.sending):
+            sometimes("a round that was broken off is sent as a whole")
+            current.sending = ()
+            return
         for place in current.sending:
             supervisor = self.supervisors[place]
             if supervisor is not None and supervisor.asked_by is self._me:
@@ -412,8 +432,9 @@ class FanOut:
     def finish(self) -> None:
         """Call the hooks with what happened meanwhile; note in the last line that the outcome is handed over.
 
-        What the caller does between this and its ``return`` must not call anything: an interruption would lose the
-        outcome. One in a hook does not: the next call has it.
+        Ctrl-C that came in the call is raised before that, and the next call has the outcome; so is what a hook raises.
+        What the caller does between this and its ``return`` must not call anything: what another signal handler raises
+        there would lose the outcome.
         """
         if any(self._told):
             current, self._round = self._round, None  # for a hook that uses the envs all the same
@@ -421,6 +442,8 @@ class FanOut:
                 self.call_hooks()
             finally:
                 self._round = current
+        if interrupts.noted is not None:
+            interrupts.raise_noted()
         self._owner.clear()
         self._round = None
 

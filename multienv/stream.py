@@ -16,6 +16,7 @@ from math import inf
 from time import monotonic
 from typing import Any, Protocol
 
+from multienv import interrupts
 from multienv.config import check_seconds, integer
 from multienv.errors import CallPendingError, ClosedError, UsageError, WaitTimeout
 from multienv.fanout import FanOut, Noted, Ready, Round
@@ -162,7 +163,12 @@ class Stream:
             )
 
     def hand_over(self, envs: Collection[int]) -> None:
-        """Have the caller have these envs, of which all is done: nothing may come after it but the return."""
+        """Have the caller have these envs, of which all is done: nothing may come after it but the return.
+
+        Ctrl-C that came in the call is raised before that.
+        """
+        if interrupts.noted is not None:
+            interrupts.raise_noted()
         self.ready = {env: one for env, one in self.ready.items() if env not in envs}
 
     def _ask(self) -> None:

@@ -19,6 +19,7 @@ from itertools import chain, starmap
 from typing import Any
 
 from multienv.errors import MultienvError
+from multienv.interrupts import interruptible
 
 if sys.version_info >= (3, 14) and sys.implementation.name == "cpython":
 
@@ -156,6 +157,7 @@ class Task:
         """Have this called at the end of the call; if that has come already, it may not be."""
         self._then = then
 
+    @interruptible
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds until the call has ended; return whether it has. Never raises its error."""
         # An interruption may leave the lock held; by then the call has ended, and the lock is not asked for any more.

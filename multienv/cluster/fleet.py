@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
+from multienv import interrupts
 from multienv.cluster import frames
 from multienv.cluster.channel import RelayChannel
 from multienv.cluster.cluster import AGAIN, WATCH_EVERY, Cluster, Node, RayHost, Watch, in_order
@@ -137,7 +138,7 @@ class Fleet:
             nodes = [node for node in known if node.free > 0]
             if nodes or not known or time.monotonic() >= until:
                 break
-            time.sleep(AGAIN)  # Ray tells nobody when a CPU gets free
+            interrupts.sleep(AGAIN)  # Ray tells nobody when a CPU gets free
         if options.placement == "pack" and options.hosts is None:
             totals = itertools.accumulate(node.free for node in nodes)
             nodes = nodes[: 1 + sum(total < envs for total in totals)]
@@ -165,14 +166,7 @@ class Fleet:
     def courier(self, seat: Seat) -> Courier:
         """Return a courier that has a host made for this seat."""
         self.refuse_if_lost()
-        options = self.options
-        return Courier(
-            seat.connect,
-            self.trouble,
-            suspect_after=options.suspect_after,
-            rounds=options.rounds_in_flight,
-            most_bytes=options.bytes_in_flight,
-        )
+        return Courier(seat.connect, self.trouble, suspect_after=self.options.suspect_after)
 
     def pick(self, seat: Seat, nodes: Sequence[Node], tried: Collection[str]) -> Node | None:
         """Choose the node for the next host of a seat; ``None``: none has so many CPUs free."""

@@ -11,6 +11,7 @@ from multienv.envs.building import mode_of
 from multienv.envs.calls import Calls
 from multienv.envs.subprocess_env import supervisor_of
 from multienv.errors import MultienvError, UsageError
+from multienv.interrupts import runs_user_code
 from multienv.recovery.state_machine import Episode
 from multienv.recovery.supervisor import Supervisor
 from multienv.wire.codecs import Transition
@@ -126,6 +127,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         """
         return self._step_here(action) if self._calls is None else self._calls.step(action)
 
+    @runs_user_code
     def _step_here(self, action: Any) -> Transition:
         """Step an env without a supervisor."""
         if self._is_due:
@@ -142,6 +144,7 @@ class AutoResetWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
                 return self._begin_here()
         return transition  # type: ignore[no-any-return]
 
+    @runs_user_code
     def _begin_here(self) -> Transition:
         """Make the reset that is due; if it is interrupted, the next step makes it."""
         result = joined(self._ending, self.env.reset())

@@ -17,6 +17,7 @@ import cloudpickle
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
+from multienv import interrupts
 from multienv.config import Deadlines, RestartPolicy, integer
 from multienv.envs.pickling import pickled, pickled_env_fns
 from multienv.envs.process_seeds import ProcessSeeds, seeds_of_trainer
@@ -360,6 +361,7 @@ def build_all(workers: Sequence[Supervisor]) -> dict[int, BaseException]:
         worker.recoverer.turns = turns
         if turns is None:
             worker.start()
+    interrupts.take_over()
     # Else each is started by the thread that waits for it.
     most = len(workers) if turns is None else min(len(workers), turns.most)
     pool = Pool(max(1, most), "multienv-build")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from multienv import interrupts
 from multienv.cores import spread
 from multienv.errors import ClosedError, EnvError, EnvsFailedError, RestartBudgetExceeded, UsageError, WorkerLostError
 from multienv.fanout import FanOut, InThread, Noted, Ready, ask_patiently
@@ -284,6 +285,8 @@ class Scheduler:
         steps = self.news()
         self.tell_failures(what, steps, timesteps=steps)
         shaped = shape(steps)
+        if interrupts.noted is not None:
+            interrupts.raise_noted()
         # The last line but the return: a signal handler finds the timesteps handed over, or not.
         self._forget((), steps)
         return shaped

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from multienv.events import LossCause
+from multienv.interrupts import interruptible
 from multienv.threads import Bell
 from multienv.wire.segment import CORE, LOOKS, REPLY, TRAINER_SLEEPS, Segment
 
@@ -216,6 +217,7 @@ class Channel(ABC):
         """
 
 
+@interruptible
 def wait_any(
     waiting: Sequence[tuple[Channel, int]],
     until: float,

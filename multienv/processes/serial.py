@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multienv.events import LossCause
+from multienv.interrupts import runs_user_code
 from multienv.processes.channel import Channel, Fate, Gone
 from multienv.wire.segment import PID, REPLY, REQUEST, Segment
 
@@ -42,6 +43,7 @@ class SerialChannel(Channel):
         """Note the request."""
         self.segment.words[REQUEST] = number
 
+    @runs_user_code
     def wait(self, number: int, until: float | None) -> bool:
         """Execute the request unless its reply is there; return true. Raises Gone if the host is lost."""
         if self.segment.words[REPLY] == number:

@@ -70,10 +70,10 @@ class ExactAnswers:
 
     Args:
         codec: Of the env.
-        position: What the caller has seen; changed here only if the env has set other spaces.
+        position: What the caller has seen.
         error_of: Builds the error of a failure.
         told: What ``info["multienv"]`` says of a truncation.
-        on_spaces: Called with spaces that the env has set.
+        on_spaces: Called with the spaces that the env has set, pickled.
 
     Attributes:
         started: Number of the last reply that tells how random generators stood before resets; 0: none did.
@@ -88,7 +88,7 @@ class ExactAnswers:
         position: Position,
         error_of: ErrorOf,
         told: Told,
-        on_spaces: Callable[[tuple[Any, Any]], object] = lambda spaces: None,
+        on_spaces: Callable[[bytes], object],
     ) -> None:
         self._codec, self._position = codec, position
         self._error_of, self._told, self._on_spaces = error_of, told, on_spaces
@@ -143,21 +143,11 @@ class ExactAnswers:
         extras, illegible = unpack_extras(rest)
         _note_starts(self, number, extras.generators)
         if extras.spaces:
-            self._position.spaces = extras.spaces
-            self.show_spaces()
+            self._on_spaces(extras.spaces)
         for error in illegible.values():
             raise error
         info: dict[str, Any] = next(iter(extras.infos), (0, {}))[1]
         return info
-
-    def show_spaces(self) -> None:
-        """Show the spaces that the env has set, or, if it has set none, those that it was built with."""
-        spaces = self._position.spaces
-        self._codec.checks_actions = not spaces
-        shown = self._codec.space, self._codec.action_space
-        with contextlib.suppress(Illegible):
-            shown = foreign(partial(pickle.loads, spaces), Illegible) if spaces else shown
-        self._on_spaces(shown)
 
 
 class RowsAnswers:
@@ -247,9 +237,6 @@ class RowsAnswers:
         if not self._codec.has_rows:
             return list(self._position.loose)
         return [leaf.copy() for leaf in self._codec.rows(segment, self._position.seen).leaves]
-
-    def show_spaces(self) -> None:
-        """Show the spaces that the envs were built with; envs of a batch set no others."""
 
     def _reply(self, segment: Segment, read: Read, command: str) -> tuple[RowsReply, Extras]:
         number, loose = read.number, list(self._position.loose)

@@ -132,7 +132,7 @@ class Checkpoints:
     # --- snapshots ----------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Have the process fork itself; return the copy. Raises UsageError."""
+        """Ask the process to fork itself, and return the copy. Raises UsageError."""
         worker = self._supervisor
         worker.check("snapshot")
         self._kept.free_dropped()

@@ -71,7 +71,7 @@ class Healing:
         return None
 
     def let_go(self) -> None:
-        """Let go of the lost process; its segment stays, with what the caller saw last."""
+        """Release the lost process; its segment stays, with what the caller saw last."""
         self.lost.kill()
         self.lost.release(keep_memory=True)
 

@@ -66,7 +66,7 @@ class Maintenance:
         self.recycling.put_off(self._position.episodes, 2 * len(self._position.seeds) if is_built else 1)
 
     def leave(self, why: str) -> None:
-        """Have the process replaced before the next request."""
+        """Note that the process is to be replaced before the next request, and why."""
         self.recycling_due, self.is_due = why, True
 
     def moved(self) -> None:

@@ -94,11 +94,11 @@ class Position:
         bank = segment.banks[self.seen & 1]
         rows = bytes(bank.view[bank.layout.rewards :]) if self.seen else b""  # else a lost process may have written it
         loose = self.irregular if self.build.exact else list(self.loose)
-        return {"seen": self.seen, "loose": loose, "bank": rows, "spaces": self.spaces}
+        return {"seen": self.seen, "loose": loose, "bank": rows}
 
     def show(self, segment: Segment, shown: Mapping[str, Any]) -> None:
-        """Let the caller have seen what :meth:`shown` returned; its rows are put into the bank of ``segment``."""
-        self.seen, self.spaces = shown["seen"], shown["spaces"]
+        """Note that the caller has seen what :meth:`shown` returned; its rows are put into a bank of ``segment``."""
+        self.seen = shown["seen"]
         self.loose = (self.seen, shown["loose"]) if self.build.exact else list(shown["loose"])
         bank = segment.banks[self.seen & 1]
         if len(shown["bank"]) == bank.layout.size - bank.layout.rewards:
@@ -109,6 +109,7 @@ class Position:
         return {
             "journal": self.journal.dump(),
             "shown": self.shown(segment),
+            "spaces": self.spaces,
             "build": (self.build.seeds, self.build.draws, dict(self.build.generators)),
             "seeds": tuple(self.seeds),
             "number": self.number,
@@ -125,4 +126,4 @@ class Position:
         self.build = replace(self.build, seeds=seeds, draws=draws, generators=generators)
         self.seeds[:], self.steps_before[:] = data["seeds"], data["steps_before"]
         self.number, self.steps, self.episodes = data["number"], data["steps"], data["episodes"]
-        self.seconds = data["seconds"]
+        self.seconds, self.spaces = data["seconds"], data["spaces"]

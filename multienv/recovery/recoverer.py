@@ -17,6 +17,7 @@ from functools import cache, partial
 from itertools import count
 from typing import Any, Protocol
 
+from multienv import interrupts
 from multienv.config import Deadlines, RestartPolicy
 from multienv.errors import NoCapacityError, ResultNotPicklableError
 from multienv.processes.channel import Channel, Fate, Gone
@@ -342,7 +343,7 @@ class Recoverer:
             sometimes("a restart waits for its turn")
             if time.monotonic() >= effort.tell_at:
                 self._say(effort, "waiting before the next restart (RestartPolicy.backoff)")
-            time.sleep(_LOOK)
+            interrupts.sleep(_LOOK)
         if self._closed:
             raise Unrecoverable("it was closed")
 
@@ -395,7 +396,7 @@ class Recoverer:
         return None if found is None else found.channel
 
     def _follow(self, channel: Channel, number: int, plan: Plan, effort: Effort) -> Found | None:
-        """Have a woken snapshot execute what came after it; ``None``: it is otherwise. Raises ``Gone``."""
+        """Replay in a woken snapshot what came after it; ``None``: what comes out differs. Raises ``Gone``."""
         assert self.codec is not None
         effort.attempts += 1
         until, limit = effort.until, time.monotonic() + _UP_WITHIN
@@ -510,7 +511,7 @@ class Recoverer:
             self._check_time(effort)
             if time.monotonic() >= effort.tell_at:
                 self._say(effort, "waiting while other workers build their envs (starts_at_once)")
-            time.sleep(_LOOK)
+            interrupts.sleep(_LOOK)
         try:
             return self._restart(build, effort, lost)
         finally:

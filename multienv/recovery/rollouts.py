@@ -67,7 +67,7 @@ class RolloutReader:
 
     Args:
         codec: Of the worker.
-        position: What the caller has seen so far within the rollout; for this reader alone.
+        scratch: A position for this reader alone: what the caller has seen so far within the rollout.
         answers: Reads the reply to each request (``ExactAnswers``, ``RowsAnswers``) there.
         told: What ``info["multienv"]`` says of a truncation.
         same_step: A worker with several envs begins the next episode in the step that ended one.
@@ -75,9 +75,9 @@ class RolloutReader:
     """
 
     def __init__(
-        self, codec: Codec, position: Position, answers: Any, told: Told, *, same_step: bool, truncates: bool
+        self, codec: Codec, scratch: Position, answers: Any, told: Told, *, same_step: bool, truncates: bool
     ) -> None:
-        self._codec, self._position, self._answers, self._told = codec, position, answers, told
+        self._codec, self._scratch, self._answers, self._told = codec, scratch, answers, told
         self._same_step, self._truncates = same_step, truncates
         self._aside = Segment(-1)  # until all is read and journalled, the worker's own shows what the caller saw last
         self._aside.lay_out(codec.layout)
@@ -97,8 +97,8 @@ class RolloutReader:
             result: What was answered; truncations are laid over its banks.
             skipped: The slots that took no part in the first step, or in any, and why.
         """
-        position, answers, aside, reply = self._position, self._answers, self._aside, RolloutReply()
-        position.show(aside, message.shown)
+        scratch, answers, aside, reply = self._scratch, self._answers, self._aside, RolloutReply()
+        scratch.show(aside, message.shown)
         answers.started = 0
         shown = [self._legible(reply, self._first)]
         memory, size = memoryview(result.banks), aside.layout.size
@@ -116,20 +116,20 @@ class RolloutReader:
                     shown.append(self._codec.observation(aside, number, b""))
                 reply.entries.append(bytes(bank.record))
                 reply.steps += 1
-                position.seen = number
+                scratch.seen = number
                 continue
             aside.write_reply_payload(number, payload)
             read = answers.read(aside, number)
             reply.entries.append(entry_of(bank, request_payload, read.evidence))
             take(read, skipped, reply, shown)
-            position.seen, position.loose = read.seen, read.loose
+            scratch.seen, scratch.loose = read.seen, read.loose
             if answers.started == number:
                 reply.starts.append((number, answers.generators))
             if read.seen != number:  # it shows nothing: what was seen last is seen once more
-                position.show(aside, {**position.shown(aside), "seen": number})
+                scratch.show(aside, {**scratch.shown(aside), "seen": number})
                 bank.rewards[:], bank.terminated[:], bank.truncated[:] = 0.0, False, True
             view[:] = bank.view
-        reply.shown = {**position.shown(aside), "seen": number}
+        reply.shown = {**scratch.shown(aside), "seen": number}
         self._finish(first, result, reply, shown)
         return reply
 

@@ -13,6 +13,7 @@ saw them last.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -28,6 +29,7 @@ from typing import Any
 
 from gymnasium.error import NoAsyncCallError
 
+from multienv import interrupts
 from multienv.config import Deadlines, RestartPolicy, check_seconds
 from multienv.errors import (
     ClosedError,
@@ -159,7 +161,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def abandon_all(workers: Iterable[Supervisor]) -> None:
-    """Let go of workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
+    """Release workers that nobody refers to any more; their envs are closed, but not waited for. For finalizers."""
     let_go([channel for channel in [worker.abandon() for worker in workers] if channel is not None])
 
 
@@ -276,6 +278,8 @@ class Supervisor:
         with self.lock:
             self._refuse_if_unusable("start")
             if self.state.process is Process.NONE and self.description is None:
+                interrupts.users.add(self)
+                interrupts.take_over()
                 self._launch()
 
     def initialize(self, timeout: float | None = None) -> Description:
@@ -754,7 +758,7 @@ class Supervisor:
     }
 
     def _commit_error(self, instruction: Instruction) -> None:
-        """Have the error of a loss be the answer."""
+        """Commit the error of a loss as the answer."""
         error = self._error_to_raise(instruction)
         if instruction is Instruction.RAISE_POISON and self.state.episode is Episode.NONE:
             self.give_up()  # a reset may end every process in which the env is as it was
@@ -999,7 +1003,7 @@ class Supervisor:
         """Make what reads replies."""
         build = position.build
         if isinstance(codec, ExactCodec):
-            return ExactAnswers(codec, position, self._error_of, self.record.truncation, self._show_spaces)
+            return ExactAnswers(codec, position, self._error_of, self.record.truncation, self._set_spaces)
         return RowsAnswers(
             codec,
             position,
@@ -1009,10 +1013,16 @@ class Supervisor:
             truncates=build.truncates_errors,
         )
 
-    def _show_spaces(self, spaces: tuple[Any, Any]) -> None:
-        show = self.on_spaces()
+    def _set_spaces(self, spaces: bytes) -> None:
+        """Show spaces that a single env has set, pickled; ``b""``: those that it was built with."""
+        codec, show = self.codec, self.on_spaces()
+        assert isinstance(codec, ExactCodec)
+        self.position.spaces, codec.checks_actions = spaces, not spaces
+        shown = codec.space, codec.action_space
+        with contextlib.suppress(Illegible):
+            shown = foreign(partial(pickle.loads, spaces), Illegible) if spaces else shown
         if show is not None:
-            show(spaces)
+            show(shown)
 
     def adopt(self, channel: Channel, replayed: int = 0) -> None:
         """Make a process the worker's, in which so many requests were replayed."""
@@ -1038,14 +1048,14 @@ class Supervisor:
             old.release()
 
     def prefer(self, core: int | None, *, sharing: int) -> None:
-        """Have the worker, and each process after it, run on this core while steps are short."""
+        """Bind the worker, and each process after it, to this core while steps are short."""
         self.core, self._sharing = core, sharing
         channel = self.channel
         if channel is not None:
             channel.prefer(core, sharing=sharing)
 
     def move_to(self, position: Mapping[str, Any], state: State, channel: Channel) -> None:
-        """Stand at another position, as :meth:`Position.dump` returned it; the envs in this process do."""
+        """Take over a process whose envs stand at another position, as :meth:`Position.dump` returned it."""
         spaces = self.position.spaces
         self.position.load(position)
         self.maintenance.moved()
@@ -1053,7 +1063,7 @@ class Supervisor:
         self.adopt(channel)
         self.position.show(channel.segment, position["shown"])
         if self.position.spaces != spaces:
-            self.answers.show_spaces()
+            self._set_spaces(self.position.spaces)
         self.stand(state)
 
     def drop(self) -> None:
@@ -1102,6 +1112,7 @@ class Supervisor:
             self._recycle(channel, resetting=resetting)
         maintenance.is_due = False
 
+    @interrupts.shielded
     def _recycle(self, channel: Channel, *, resetting: bool) -> None:
         """Replace the process between two requests: with new envs between two episodes, else if they can be replayed.
 
@@ -1185,7 +1196,7 @@ class Supervisor:
             return self._checkpoints.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Have the envs as they were when this snapshot of them was taken."""
+        """Bring the envs back to where they were when this snapshot was taken."""
         with self.lock:
             self._refuse_if_unusable("restore")
             self._checkpoints.restore(snapshot)
@@ -1203,8 +1214,9 @@ class Supervisor:
             self._refuse_if_unusable("load_state_dict")
             self._checkpoints.load_state_dict(state)
 
+    @interrupts.shielded
     def ask_between(self, message: Message, limit: float) -> Any:
-        """Have the process answer a request of ours between two of the caller's; a loss meanwhile is healed first."""
+        """Return the answer to a request of ours between two of the caller's; a loss meanwhile is healed first."""
         while True:
             if self.state.process is Process.LOST:
                 self._bring_back()
@@ -1231,8 +1243,15 @@ class Supervisor:
         if instruction is not Instruction.NOTHING:
             raise self._error_to_raise(instruction) from None
 
+    def is_published(self) -> bool:
+        """Tell whether there is a pending request, and it lies where the process finds it or waits for a process."""
+        with self.lock:
+            if self.state.request is None or self.state.process is not Process.READY:
+                return self.state.request is not None
+            return bool(self.segment.words[REQUEST] == self.position.number + 1)
+
     def take_back(self) -> None:
-        """Have the pending request not made: an exception struck before all of it was sent. Again does nothing."""
+        """Undo the pending request: an exception struck before all of it was sent. Again does nothing."""
         with self.lock:
             if self.state.request is not None:
                 sometimes("a request is taken back")
@@ -1241,11 +1260,11 @@ class Supervisor:
                 self._happen(Interrupted())
 
     def note_closed(self) -> None:
-        """Be closed from now on."""
+        """Note that the worker is closed: it refuses all calls from now on."""
         self._happen(Closed())
 
     def stand(self, state: State) -> None:
-        """Have a state that was left earlier."""
+        """Go back to a state that was left for a while."""
         self.state = interned(state)
 
     # --- wrong calls ------------------------------------------------------------------------------
@@ -1346,7 +1365,7 @@ class Supervisor:
         return cut_short(channel.envs, limit) if is_cut else ""
 
     def abandon(self) -> Channel | None:
-        """Let go without waiting; return the channel to the process, if there is one, for ``let_go()``."""
+        """Release all without waiting; return the channel to the process, if there is one, for ``let_go()``."""
         self._closed = True
         channel, self.channel = self.channel, None
         self._release()
@@ -1357,8 +1376,10 @@ class Supervisor:
             self._release()
 
     def _release(self) -> None:
-        """Let go of the process, of snapshots, and of what keeps memory mapped."""
+        """Release the process, snapshots, and what keeps memory mapped."""
         self.note_closed()
+        interrupts.users.discard(self)
+        interrupts.put_back()
         self._checkpoints.free_all()
         self.record.reports.drop()
         channel, self.seeds = self.channel, None

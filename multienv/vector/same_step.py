@@ -80,7 +80,7 @@ class ResetAtOnce:
         )
 
     def failed(self, place: int, ended: _Ending | None, error: MultienvError) -> None:
-        """Have the error tell what the step had returned before the reset failed."""
+        """Put into the error what the step had returned before the reset failed."""
         if ended is not None:
             error.returned = ended.returned  # type: ignore[attr-defined]
 

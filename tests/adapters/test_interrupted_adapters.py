@@ -25,7 +25,8 @@ from stable_baselines3.common.vec_env import VecEnvWrapper
 from kit import CounterEnv, is_alive
 from kit.ctrl_c import raise_in_the_library
 from kit.interruption import Interruption, every_place
-from kit.trainer_process import Trainer
+from kit.sigints import Presses
+from kit.trainer_process import Trainer, run
 from multienv.adapters.pettingzoo import SubprocessParallelEnv
 from multienv.adapters.stable_baselines3 import SubprocessVecEnv
 from multienv.errors import CallPendingError
@@ -356,3 +357,31 @@ def test_a_run_goes_on_through_one_ctrl_c_after_the_other(program: str, tmp_path
         else:
             trainer.signal(signal.SIGUSR1)
         trainer.succeed()
+
+
+# --- and with Python's own handler: nothing is lost, and no worker either ------------------------------------
+
+
+def step_a_vec_env_through_sigints(times: str) -> None:
+    envs = SubprocessVecEnv([ENDLESS] * 2, envs_per_worker=1)
+    envs.seed(1)
+    envs.reset()
+    found = Presses(int(times), 0.01, "vec env").repeat(lambda number: envs.step(np.full(2, number % 4)))
+    assert [(one.losses, one.restarts) for one in envs.statistics()] == [(0, 0)] * 2
+    envs.close()
+    twin = ENDLESS()
+    twin.reset(seed=1)
+    for number, (observations, rewards, dones, _) in enumerate(found):
+        expected = twin.step(np.int64(number % 4))
+        assert np.array_equal(observations[0], expected[0]), (number, observations)
+        assert (rewards[0], dones[0]) == (np.float32(expected[1]), False), number
+    print(len(found), "steps", times, "SIGINTs", flush=True)
+
+
+def test_sigints_at_random_moments_cost_a_vec_env_nothing() -> None:
+    run("test_interrupted_adapters", "step_a_vec_env_through_sigints", 25)
+
+
+@pytest.mark.soak
+def test_many_sigints_at_random_moments_cost_a_vec_env_nothing() -> None:
+    run("test_interrupted_adapters", "step_a_vec_env_through_sigints", 200, within=120.0)

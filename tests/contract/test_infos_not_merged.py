@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contract_envs import INFOS, UnmergeableEnv
 from gymnasium.vector import SyncVectorEnv
 
-from kit import CounterEnv
 from multienv import SerialVectorEnv, SubprocessVectorEnv
 from multienv.errors import InfosNotMergedError
 
@@ -20,22 +20,10 @@ FACES = [
     partial(SubprocessVectorEnv, envs_per_worker=2),
     SerialVectorEnv,
 ]
-INFOS = [{"x": 1, "y": None}, {"x": None, "y": 1}]
-
-
-class OddEnv(CounterEnv):
-    """Tells, in the step ``at`` of an episode, None where the other env tells a number: whichever is merged first."""
-
-    def __init__(self, index: int, at: int) -> None:
-        super().__init__(horizon=None)
-        self.index, self.at = index, at
-
-    def _info(self) -> dict[str, Any]:
-        return INFOS[self.index] if self.episode_step == self.at else {}
 
 
 def envs_at(at: int) -> list[Any]:
-    return [partial(OddEnv, index, at) for index in range(2)]
+    return [partial(UnmergeableEnv, index, at) for index in range(2)]
 
 
 @contextmanager

@@ -9,35 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
-from vector_pairs import beside_gymnasium, run_side_by_side
+from contract_envs import TellingEnv
 
+from kit.side_by_side import beside_gymnasium, run_side_by_side
 from multienv import SerialVectorEnv, SubprocessEnv, SubprocessVectorEnv
 
 Tell = Callable[[int, int], dict[Any, Any]]  # index, step → info
-
-
-class TellingEnv(gymnasium.Env[Any, Any]):
-    """Counts its steps; its infos are what it is told to tell."""
-
-    observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, tell: Tell, index: int = 0, horizon: int = 5) -> None:
-        self.tell, self.index, self.horizon, self.steps = tell, index, horizon, 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.steps = 0
-        return np.zeros(1, np.float32), self.tell(self.index, 0)
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        info = self.tell(self.index, self.steps)
-        return np.full(1, self.steps, np.float32), 1.0, self.steps == self.horizon, False, info
 
 
 class Number(float):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from contract_envs import OddInfoEnv
 from gymnasium.wrappers import TimeLimit
 
-from kit import CounterEnv
+from kit import CounterEnv, kill_worker
 from multienv import RestartPolicy, SerialVectorEnv, SubprocessVectorEnv
-from multienv.errors import EnvsFailedError, UsageError
+from multienv.errors import EnvsFailedError
 
 NUM_ENVS = 5  # three in one worker, two in the other
 
@@ -32,13 +31,6 @@ def test_attributes_are_read_and_written_in_the_envs_that_are_named(envs):
     assert envs.get_attr("offset", [4, 1]) == (1.0, 0.0)
     envs.set_attr("offset", 3.0, [2])
     assert envs.get_attr("offset", [2, 0], calls_methods=False) == (3.0, 2.0)
-    for wrong in ([0, 0], [5], [-1]):
-        with pytest.raises(UsageError, match="indices"):
-            envs.get_attr("offset", wrong)
-        with pytest.raises(UsageError, match="indices"):
-            envs.set_attr("offset", 1.0, wrong)
-    with pytest.raises(UsageError, match="`2` values for 3 environments"):
-        envs.set_attr("offset", [1.0, 2.0], [0, 1, 2])
 
 
 def test_a_method_that_is_read_is_called_in_its_env(envs):
@@ -70,8 +62,7 @@ def test_what_is_called_by_reading_it_is_called_again_after_a_loss() -> None:
         with pytest.raises(TypeError, match="takes exactly one argument"):
             envs.get_attr("poke")  # which has called the third
         assert envs.get_attr("poke", [2, 0]) == (3, 7)
-        (statistics,) = envs.statistics()
-        os.kill(statistics.pid, signal.SIGKILL)
+        kill_worker(envs)
         envs.step(np.zeros(3, int))
         assert envs.get_attr("pokes") == (1, 1, 3)
 
@@ -79,22 +70,11 @@ def test_what_is_called_by_reading_it_is_called_again_after_a_loss() -> None:
 def test_each_env_is_reset_with_options_of_its_own(envs):
     observations, _ = envs.reset(seed=0, options=[{"start": 3}, None, {}, {"start": 5}, {"start": 7}])
     assert observations[:, 0].tolist() == [3, 0, 0, 5, 7]
-    with pytest.raises(UsageError, match="4 items for 5 envs"):
-        envs.reset(options=[None] * 4)
-    with pytest.raises(TypeError, match="options is"):
-        envs.reset(options=[1] * 5)
-
-
-class Telling(CounterEnv):
-    """Tells what gymnasium's merging changes: numbers of other types, keys that only some steps have."""
-
-    def _info(self) -> dict[str, Any]:
-        return {"number": self.episode_step, "pair": (1, 2)} if self.episode_step % 2 else {}
 
 
 @pytest.mark.parametrize("face", [SubprocessVectorEnv, SerialVectorEnv])
 def test_infos_that_are_not_merged_are_what_each_env_gave(face):
-    fns = [partial(Telling, horizon=3), Telling, CounterEnv]
+    fns = [partial(OddInfoEnv, horizon=3), OddInfoEnv, CounterEnv]
     with face(fns, merge_infos=False, autoreset_mode="SameStep") as envs:
         _, infos = envs.reset(seed=0)
         assert infos == [{}, {}, {}]

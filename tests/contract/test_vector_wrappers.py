@@ -12,11 +12,10 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit, TransformReward
 from gymnasium.wrappers import vector as wrappers
-from vector_pairs import expect_same
 
 from kit import CounterEnv
+from kit.side_by_side import expect_same
 from multienv import SerialVectorEnv, SubprocessVectorEnv, make_vec
-from multienv.errors import EnvsFailedError, UsageError
 from multienv.vector.rendering import tile_images
 
 FACES = [SubprocessVectorEnv, SerialVectorEnv]
@@ -183,21 +182,3 @@ def test_make_vec_in_the_words_of_gymnasium(arguments, options, face):
     again = make_vec(envs.spec)
     assert type(again) is face
     expect_same(run(again), run(envs))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "kind", "match"),
-    [
-        (("CartPole-v1", 2, "threads"), {}, UsageError, r"choose 'subprocess' \('async'\), 'serial'"),
-        (("CartPole-v1", 2), {"vectorization_mode": "vector_entry_point"}, UsageError, "'vector_entry_point'; choose"),
-        (("CartPole-v1", 0), {}, UsageError, "num_envs is 0"),
-        (("CartPole-v1", 2.0), {}, UsageError, "num_envs is 2.0"),
-        ((17,), {}, UsageError, "17 is no id"),
-        (("NoSuchEnv-v7",), {}, gymnasium.error.Error, "NoSuchEnv"),
-        (("CartPole-v1",), {"no_such_argument": 1}, EnvsFailedError, "no_such_argument"),
-        (("CartPole-v1",), {"vector_kwargs": {"worker": print}}, UsageError, "worker"),
-    ],
-)
-def test_make_vec_of_what_makes_no_sense(arguments, options, kind, match):
-    with pytest.raises(kind, match=match):
-        make_vec(*arguments, **options)

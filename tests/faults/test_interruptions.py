@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -221,6 +222,24 @@ def test_loss_whose_recovery_is_interrupted_is_one_loss(monkeypatch: pytest.Monk
         supervisor.take_back()
         assert env.step(STEP)[0][0] == 1
         assert (env.statistics().losses, env.statistics().exact_recoveries) == (1, 1)
+
+
+def test_step_interrupted_after_its_number_is_published_costs_no_worker() -> None:
+    """Most interruptions strike where the worker is woken. The wait of the next call sends the wake byte again."""
+    in_ring = 0
+    with SubprocessEnv(ENDLESS) as env:
+        env.reset(seed=0)
+        for steps, interruption in enumerate(every_place(), 1):
+            time.sleep(0.002)  # the worker sleeps
+            losses, seen = env.statistics().losses, None
+            with interruption:
+                seen = env.step(STEP)
+            seen = seen or env.step(STEP)
+            assert seen[0][0] == steps, interruption.where
+            if "in ring" in interruption.where:
+                in_ring += 1
+                assert env.statistics().losses == losses, interruption.where
+    assert in_ring > 0
 
 
 # --- what is recorded -----------------------------------------------------------------------------------

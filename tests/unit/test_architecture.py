@@ -19,7 +19,7 @@ import multienv
 PACKAGE = Path(multienv.__file__).parent
 # Lowest first; the rooms of one line do not import each other, but for those of the first.
 FLOORS = [
-    ["errors", "config", "events", "sometimes", "native"],
+    ["errors", "config", "interrupts", "events", "sometimes", "native"],
     ["threads", "cores"],
     ["wire"],
     ["worker"],
@@ -38,7 +38,7 @@ FLOORS = [
     ["__main__"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ORDERED = {"errors": 0, "config": 1, "events": 2, "sometimes": 3, "native": 4}  # inside the first line
+ORDERED = {"errors": 0, "config": 1, "interrupts": 2, "events": 3, "sometimes": 4, "native": 5}  # inside the first line
 ON_TOP = {"cluster", "adapters", "testing", "cli", "__main__"}
 MOST_FLOORS = 12
 # What extras install; imported where it is used, with an error that names the extra. And what only AsyncEnv needs.

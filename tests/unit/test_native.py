@@ -195,6 +195,20 @@ def test_a_variable_leaves_the_extension_aside() -> None:
     assert told(code, MULTIENV_PUREPYTHON="0") == str(find_spec("multienv._native") is not None)
 
 
+def test_other_processors_than_x86_need_the_extension() -> None:
+    code = """if True:
+        import platform
+        platform.machine = lambda: "aarch64"
+        try:
+            import multienv
+        except ImportError as error:
+            print(error)
+    """
+    assert told(code, MULTIENV_PUREPYTHON="1").startswith("On aarch64, multienv needs its native extension")
+    if native is not None:
+        assert told(code) == ""
+
+
 def test_workers_do_as_their_trainer_does() -> None:
     code = """if True:
         from functools import partial
