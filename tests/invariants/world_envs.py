@@ -63,6 +63,13 @@ def zeros(value: float, shape: Any = LARGE, dtype: Any = np.float64) -> Any:
     return array
 
 
+def picture(value: float, shape: Any) -> Any:
+    """Return an array that shows the value in all channels of its last pixel: one channel is the same once in 256."""
+    array = np.zeros(shape, np.uint8)
+    array[-1, -1] = list(int(value * 2**24).to_bytes(3, "little"))
+    return array
+
+
 BOX = spaces.Box(-1, 1, (LARGE,), np.float32)
 
 
@@ -74,11 +81,11 @@ WAYS: dict[str, tuple[Callable[[float], Any], Any]] = {
     "float64 in a float32 Box": (zeros, BOX),
     "a small float64": (lambda value: zeros(value, 3), spaces.Box(-1, 1, (3,), np.float32)),
     "one pixel": (
-        lambda value: zeros(int(255 * value), (300, 200, 3), np.uint8),
+        lambda value: picture(value, (300, 200, 3)),
         spaces.Box(0, 255, (300, 200, 3), np.uint8),
     ),
     "one of many pixels": (
-        lambda value: zeros(int(255 * value), (700, 500, 3), np.uint8),
+        lambda value: picture(value, (700, 500, 3)),
         spaces.Box(0, 255, (700, 500, 3), np.uint8),
     ),
     "a tuple of a number and an array": (
