@@ -258,7 +258,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         for rows in self._slices:
             part = None if mask is None else tuple(mask[rows].tolist())
             requests.append(Reset(tuple(seeds[rows]), tuple(each[rows]), part))
-        self._fanout.send("reset", requests, whole=name == "reset")
+        self._fanout.send("reset", requests, waits=name == "reset")
 
     def _collect_reset(self, timeout: float | None) -> tuple[Any, Any]:
         current = self._collected(timeout)
@@ -316,7 +316,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         parts = self._split(actions)
         if not self._all_begun:
             self._refuse_without_episodes()
-        self._fanout.send("step", parts, whole=False)
+        self._fanout.send("step", parts, waits=False)
 
     def step_wait(self, timeout: float | None = None) -> Batch:
         """Collect the results of the steps. Raises WaitTimeout after ``timeout`` seconds; then wait again."""
@@ -730,7 +730,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         """Send the calls; collect the results with :meth:`call_wait`."""
         self._settle("call_async")
         self._asked = range(self.num_envs)
-        self._fanout.send("call", [call_message(name, args, kwargs)] * len(self._workers), whole=False)
+        self._fanout.send("call", [call_message(name, args, kwargs)] * len(self._workers), waits=False)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Collect the results of the calls. Raises WaitTimeout after ``timeout`` seconds; then wait again."""

@@ -563,7 +563,7 @@ MUTANTS = [
     Mutant(
         "What an env took is not noted, where its deadline is found from the times seen.",
         5,
-        "recovery/limits.py",
+        "recovery/deadlines.py",
         "        self._slowest[name] = seconds\n",
         "",
         ("tests/contract/test_auto_deadlines.py",),
@@ -964,7 +964,7 @@ MUTANTS = [
         "A second thread takes part in a call.",
         4,
         "fanout.py",
-        '        if whole and self._owner.setdefault("thread", mine := get_ident()) != mine:\n',
+        '        if waits and self._owner.setdefault("thread", mine := get_ident()) != mine:\n',
         "        if False:\n",
         ("tests/contract/test_wrong_calls.py",),
     ),
