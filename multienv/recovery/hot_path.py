@@ -17,13 +17,17 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+from gymnasium.spaces import Discrete
+from numpy import int64
+
 from multienv.errors import MultienvError
 from multienv.native import native
 from multienv.processes.channel import LOOKING, Channel, give_way
 from multienv.recovery.state_machine import Episode, Kind, Process, Request, State
-from multienv.wire.actions import ARRAY, DTYPES, INT, INT64
+from multienv.wire.actions import ARRAY, DTYPES, INT, INT64, INT64_STEP, INT_STEP
 from multienv.wire.banks import BEGIN, ENDED, STEP, STEPPED
 from multienv.wire.codecs import REWARD_TYPES, Codec
+from multienv.wire.infos import NO_COLUMNS, Extras, NumberInfos, described
 from multienv.wire.segment import REPLY, REQUEST, WORKER_SLEEPS
 
 # One step in so many is followed by a look at the limits.
@@ -96,6 +100,35 @@ class StepBuffers:
         self.meanings = plain_heads(exact=codec.exact)
         # The state after each meaning. In a batch the episodes of the others go on.
         self.after = (RUNNING, EPISODE_OVER if codec.exact else RUNNING, RUNNING)
+
+
+def buffers_of(supervisor: Any, channel: Channel, codec: Codec) -> Any:
+    """Return what the hot path touches of a process that a supervisor is about to adopt."""
+    return StepBuffers(channel, codec)
+
+
+def _native_buffers(supervisor: Any, channel: Channel, codec: Codec) -> Any:
+    """Return the same for native code: in one object what lies, for the reference, in many."""
+    segment, position = channel.segment, supervisor.position
+    shown: list[Any] = [*codec.shown(segment)]
+    infos = None if codec.exact else [NumberInfos(NO_COLUMNS, b"") for _ in shown]
+    if infos is not None:
+        shown += [reply.with_extras(Extras(one)) for reply, one in zip(shown, infos, strict=True)]
+    takes_integers = codec.exact and type(codec.action_space) is Discrete
+    parts = position, supervisor.pending, supervisor.maintenance, position.journal, supervisor.answers
+    return native.Hot(
+        owners=(supervisor, *parts),
+        buffers=StepBuffers(channel, codec),
+        places=segment.reply_places,
+        slots=codec.slots,
+        rewards=codec.layout.rewards,
+        shown=shown,
+        infos=infos,
+        described=described,
+        int64=int64 if takes_integers else None,
+        head=INT_STEP,
+        head_of_int64=INT64_STEP,
+    )
 
 
 def plain_heads(*, exact: bool) -> dict[int, int]:
@@ -236,4 +269,4 @@ def take(  # noqa: C901 - one loop, because each call counts here
 
 
 if native is not None and native.follow(globals()):  # the same in native code
-    ask, take = native.ask, native.take
+    ask, take, buffers_of = native.ask, native.take, _native_buffers

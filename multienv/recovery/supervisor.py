@@ -52,8 +52,8 @@ from multienv.recovery.hot_path import (
     SAMPLE,
     STEPPING,
     STEPPING_ASYNC,
-    StepBuffers,
     ask,
+    buffers_of,
     interned,
     is_asked_plainly,
     take,
@@ -1030,7 +1030,7 @@ class Supervisor:
         """Make a process the worker's, in which so many requests were replayed."""
         codec, segment, old = self.codec, channel.segment, self.channel
         assert codec is not None
-        buffers = StepBuffers(channel, codec)
+        buffers = buffers_of(self, channel, codec)
         if self.segment is not None:
             self.position.show(segment, self.position.shown(self.segment))
         self.answers.started, self._is_long = 0, False

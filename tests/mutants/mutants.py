@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "With NEXT_STEP autoreset a batch resets one step early.",
         1,
-        "worker/rows.py",
+        "worker/stepper.py",
         'if self._group.autoreset != "SAME_STEP":',
         'if self._group.autoreset == "DISABLED":',
         ("tests/contract/test_vector_env.py",),
@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant(
         "With SAME_STEP autoreset a batch loses the final observation.",
         1,
-        "worker/rows.py",
+        "worker/stepper.py",
         'return observation, {"final_obs": final_observation, "final_info": final_info, **(info or {})}',
         'return observation, {"final_info": final_info, **(info or {})}',
         ("tests/contract/test_vector_env.py",),
@@ -95,8 +95,8 @@ MUTANTS = [
         "Native code: steps on the hot path are not recorded in the journal.",
         2,
         "_native.c",
-        "int failed = entries == NULL || entry == NULL || PyDict_SetItem(entries, number, entry) < 0;",
-        "int failed = entries == NULL || entry == NULL;",
+        "int failed = entry == NULL || PyDict_SetItem(*hot->entries, number, entry) < 0;",
+        "int failed = entry == NULL;",
     ),
     Mutant(
         "Native code: each worker is given the actions of the first.",
@@ -110,8 +110,8 @@ MUTANTS = [
         "Native code: infos of numbers are left out.",
         2,
         "_native.c",
-        "    if (length == 0) {\n        return PySequence_GetItem(self->replies, side);",
-        "    if (length >= 0) {\n        return PySequence_GetItem(self->replies, side);",
+        "    if (is_plain && length) {\n",
+        "    if (is_plain && length < 0) {\n",
         ("tests/contract/test_number_infos.py",),
     ),
     Mutant(
@@ -258,8 +258,8 @@ MUTANTS = [
         "A single env's observation is a view of shared memory, which later steps overwrite.",
         2,
         "wire/codecs.py",
-        "bank.layout.leaves[0]).copy\n",
-        "bank.layout.leaves[0]).view\n",
+        "bank.view, start).copy for bank",
+        "bank.view, start).view for bank",
     ),
     Mutant(
         "With copy=True the batch of a single worker is a view of shared memory, which later steps overwrite.",
@@ -502,7 +502,7 @@ MUTANTS = [
         "Native code: the hot path takes whatever reply there is, whatever its number.",
         4,
         "_native.c",
-        "while (!(is_there = atomic_load(reply) == number) && looks) {",
+        "while (!(is_there = atomic_load(reply) == request) && looks) {",
         "while (!(is_there = atomic_load(reply) > 0) && looks) {",
     ),
     Mutant(
@@ -579,15 +579,15 @@ MUTANTS = [
         "Native code: the deadline of a step is not armed.",
         5,
         "_native.c",
-        "until = limit == Py_None ? Py_NewRef(Py_None) : time_from_now(seconds);",
+        "until = limit == Py_None ? Py_NewRef(Py_None) : PyErr_Occurred() ? NULL : time_from_now(seconds);",
         "until = Py_NewRef(Py_None);",
     ),
     Mutant(
         "Native code: what is due between two requests is not seen to.",
         5,
         "_native.c",
-        "int is_due = get_truth(maintenance, &f_is_due);",
-        "int is_due = 0;",
+        " && *hot->is_due == Py_False) {",
+        ") {",
         ("tests/contract/test_recycling.py",),
     ),
     Mutant(
@@ -699,7 +699,7 @@ MUTANTS = [
     Mutant(
         "In a batch the env that is stepped is not marked.",
         6,
-        "worker/rows.py",
+        "worker/stepper.py",
         "                    words[SLOT] = mark\n",
         "",
     ),
