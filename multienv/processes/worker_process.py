@@ -218,8 +218,7 @@ class ProcessChannel(Channel):
         with self._lock:
             with SystemErrors():
                 while not self._news or self._news[-1]:
-                    # One call into C: an interruption does not lose what has been received.
-                    self._news.extend(map(self._fate.recv, (65_536,), (socket.MSG_DONTWAIT,)))
+                    self._news.append(self._fate.recv(65_536, socket.MSG_DONTWAIT))
             told = Told.of(b"".join(self._news))
             if told.fate is None and self._news and not self._news[-1]:
                 told = replace(told, fate=UNKNOWN_FATE)

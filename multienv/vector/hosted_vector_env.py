@@ -22,7 +22,6 @@ from multienv.envs.calls import (
     call_message,
     checked_indices,
     checked_seeds,
-    raises_again,
     refuse_copy,
 )
 from multienv.envs.fragments import Fragment, Policy, fragment_of_all, fragment_of_slot, rollout_message
@@ -389,8 +388,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             infos = merge()
         except Exception as error:
-            if not raises_again(merge, error):
-                raise
             found = catchable_as(
                 InfosNotMergedError,
                 error,
@@ -622,15 +619,13 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
     def _handed_over(self, current: Round, make: Callable[[], Any]) -> Any:
         """Return what ``make`` makes of the unfinished round, or raise the error that it returns; this ends the round.
 
-        So does what ``make`` raises, if it comes again. Any other exception is a signal handler's and does not end the
-        round: the next call tells of its outcome.
+        So does an Exception that ``make`` raises. KeyboardInterrupt does not: the next call tells of the outcome.
         """
         try:
             outcome = make()
-        except Exception as error:
-            if raises_again(make, error):
-                self._fanout.finish()
-                del current.answers[:]  # no call
+        except Exception:
+            self._fanout.finish()
+            del current.answers[:]  # no call
             raise
         failed = isinstance(outcome, MultienvError)
         self._fanout.finish()

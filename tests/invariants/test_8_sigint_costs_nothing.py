@@ -20,6 +20,7 @@ import pytest
 from faces import KINDS, Face
 
 from kit import CounterEnv
+from kit.interruption import Sigint, every_place
 from kit.sigints import Presses
 from kit.trainer_process import run
 from multienv import AsyncEnv, AutoResetWrapper, Loss, SerialEnv, SubprocessEnv, interrupts
@@ -77,6 +78,52 @@ def test_plain_steps(kind: str, env_fn: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_steps_through_many(kind: str, env_fn: str) -> None:
     print(run("test_8_sigint_costs_nothing", "plain_steps", kind, env_fn, MANY, within=120.0))
+
+
+def each_place(kind: str, what: str, stride: str) -> None:
+    """Make calls, each with a SIGINT at the next place at which Python may call the handler."""
+    face = Face(kind, [ENDLESS] * 2)
+    face.reset(0)
+    raised = fired = 0
+
+    def step() -> list[list[int]]:
+        return [row.observation[[0, 3]].tolist() for row in face.step([np.int64(1)] * face.num_envs)]
+
+    def snapshot() -> bool:
+        return face.envs.snapshot() is not None
+
+    call = snapshot if what == "snapshot" else step
+    for steps, interruption in enumerate(every_place(stride=int(stride), strikes=Sigint), 1):
+        found: Any = None
+        if what == "loss":
+            face.signal()
+        try:
+            with interruption:
+                found = call()
+            if interruption.fired:
+                time.sleep(10.0)
+        except KeyboardInterrupt:
+            raised += 1
+        fired += interruption.fired
+        found = found or call()
+        assert found is True or found == [[steps, 1]] * face.num_envs, interruption.where
+        losses = [(one.losses, one.exact_recoveries) for one in face.statistics()]
+        assert losses[0] == ((steps, steps) if what == "loss" else (0, 0)), interruption.where
+        assert losses[1:] == [(0, 0)] * (len(losses) - 1), interruption.where
+    assert raised == fired > 5, (raised, fired)
+    face.close()
+    print(fired, "places", flush=True)
+
+
+@pytest.mark.parametrize(("what", "stride"), [("step", 1), ("loss", 61)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_place(kind: str, what: str, stride: int) -> None:
+    run("test_8_sigint_costs_nothing", "each_place", kind, what, stride)
+
+
+@pytest.mark.parametrize("kind", ["subprocess_env", "vector_env"])
+def test_each_place_of_a_snapshot(kind: str) -> None:
+    run("test_8_sigint_costs_nothing", "each_place", kind, "snapshot", 3)
 
 
 # --- other moments --------------------------------------------------------------------------------------
