@@ -54,7 +54,6 @@ from multienv.vector.batching import (
     observation_spaces,
     reset_options,
 )
-from multienv.vector.rendering import Frame, tile_images
 from multienv.vector.same_step import ResetAtOnce
 from multienv.vector.some_envs import InfosOfSome, SharedWorkers, infos_of, rows_of
 from multienv.wire.actions import own_copy
@@ -858,7 +857,7 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
         self._frames = tuple(found.get(env, frame) for env, frame in enumerate(self._frames))
         return self._frames
 
-    def get_images(self) -> list[Frame]:
+    def get_images(self) -> list[Any]:
         """Return one frame of every env. Raises UsageError if ``render_mode`` is not ``"rgb_array"``."""
         if self.render_mode != "rgb_array":
             raise UsageError(
@@ -866,10 +865,6 @@ class HostedVectorEnv(VectorEnv[Any, Any, Any]):
                 "render_mode='rgb_array'."
             )
         return list(self.render())
-
-    def render_tiled(self) -> Frame:
-        """Return the frames of all envs in one image, as :func:`~multienv.vector.rendering.tile_images` does."""
-        return tile_images(self.get_images())
 
     # --- checkpoints ------------------------------------------------------------------------------
 
