@@ -112,7 +112,7 @@ MUTANTS = [
         "_native.c",
         "    if (length == 0) {\n        return PySequence_GetItem(self->replies, side);",
         "    if (length >= 0) {\n        return PySequence_GetItem(self->replies, side);",
-        ("tests/contract/test_number_infos.py",),
+        ("tests/contract/test_infos.py",),
     ),
     Mutant(
         "Native code: a worker takes the end of an episode for a step like any other.",
