@@ -112,7 +112,7 @@ MUTANTS = [
         "_native.c",
         "    if (is_plain && length) {\n",
         "    if (is_plain && length < 0) {\n",
-        ("tests/contract/test_number_infos.py",),
+        ("tests/contract/test_infos.py",),
     ),
     Mutant(
         "Native code: a worker takes the end of an episode for a step like any other.",
